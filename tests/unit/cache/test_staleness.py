@@ -1,4 +1,4 @@
-"""Twenty edits of a data set or a run: each encodes again what it must, no more, no less."""
+"""Edits of a dataset or a run file: each encodes again exactly what it must."""
 
 import shutil
 from collections import Counter
@@ -21,8 +21,8 @@ ROTATE = [{"name": "rotate", "probability": 1.0}]
 
 
 @dataclass
-class World:
-    """A folder of pictures, a run over it, and an encoder with a name."""
+class Scenario:
+    """A folder of images, a run over it, and encoders with a name."""
 
     folder: Path
     cache: Path
@@ -32,11 +32,11 @@ class World:
     text_encoder: str = "t5 1 float32"
 
     def fill(self, output, told):
-        """How many pictures and captions a run encodes before it trains."""
+        """Return how many images and captions a run encodes before it trains."""
         encoded = Counter()
         family = load(RunFile().model)
 
-        class Counting:
+        class CountingFamily:
             def __getattr__(self, name):
                 return getattr(family, name)
 
@@ -44,7 +44,7 @@ class World:
                 return {"latents": self.encoder, "text": self.text_encoder}
 
             def encode(inner, pixels):  # noqa: N805
-                encoded["pictures"] += len(pixels)
+                encoded["images"] += len(pixels)
                 return family.encode(pixels)
 
             def encode_text(inner, captions):  # noqa: N805
@@ -69,9 +69,9 @@ class World:
             }
         )
         output.mkdir(exist_ok=True)
-        mover = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        DataPipeline(run, Counting(), mover, output, told)
-        return encoded["pictures"], encoded["captions"]
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
+        DataPipeline(run, CountingFamily(), transfer, output, told)
+        return encoded["images"], encoded["captions"]
 
 
 def paint(path, seed, size=(40, 32)):
@@ -80,13 +80,13 @@ def paint(path, seed, size=(40, 32)):
 
 
 @pytest.fixture
-def world(tmp_path):
-    folder = tmp_path / "pictures"
+def scenario(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(COUNT):
         paint(folder / f"{number}.png", number)
         (folder / f"{number}.txt").write_text(f"caption {number}")
-    return World(folder, tmp_path / "cache", {})
+    return Scenario(folder, tmp_path / "cache", {})
 
 
 def repaint(w):
@@ -126,7 +126,7 @@ def rename(w):
 
 
 def reverse(w):
-    """The same files under names that sort the other way round."""
+    """Rename the files so that they sort in reverse."""
     for number in range(COUNT):
         for ending in ("png", "txt"):
             name = f"{number}.{ending}"
@@ -173,20 +173,20 @@ def encoder(**names):
 
 EDITS = {
     "nothing": (lambda w: None, (0, 0)),
-    "one picture's content": (repaint, (1, 0)),
-    "two pictures' content": (repaint_two, (2, 0)),
+    "one image's content": (repaint, (1, 0)),
+    "two images' content": (repaint_two, (2, 0)),
     "one pixel": (one_pixel, (1, 0)),
     "one caption": (caption, (0, 1)),
-    "a caption that is known": (caption_like_another, (0, 0)),
-    "every file written anew": (touch, (0, 0)),
+    "a caption that another sample has": (caption_like_another, (0, 0)),
+    "every file rewritten": (touch, (0, 0)),
     "a renamed file": (rename, (0, 0)),
     "the order of files": (reverse, (0, 0)),
     "a moved folder": (move, (0, 0)),
     "a file in a deeper folder": (deeper, (0, 0)),
     "a new sample": (add, (1, 1)),
-    "a copy of a picture": (add_a_copy, (0, 0)),
-    "a sample less": (remove, (0, 0)),
-    "a picture of another shape": (other_shape, (1, 0)),
+    "a copy of an image": (add_a_copy, (0, 0)),
+    "a removed sample": (remove, (0, 0)),
+    "an image of another shape": (other_shape, (1, 0)),
     "the resolution": (settings(resolution=32), (COUNT, 0)),
     "the crop": (settings(crop="top"), (COUNT, 0)),
     "an augmentation": (settings(augmentations=FLIP), (COUNT, 0)),
@@ -203,10 +203,10 @@ def test_there_are_twenty_edits():
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_encodes_exactly_what_it_must(world, edit, told, tmp_path):
-    assert world.fill(tmp_path / "first", told) == (COUNT, COUNT + 1)  # and the empty caption
+def test_an_edit_encodes_exactly_what_it_must(scenario, edit, told, tmp_path):
+    assert scenario.fill(tmp_path / "first", told) == (COUNT, COUNT + 1)  # plus the empty caption
     change, expected = EDITS[edit]
-    edited = change(world) or world
+    edited = change(scenario) or scenario
     assert edited.fill(tmp_path / "second", told) == expected
     assert edited.fill(tmp_path / "third", told) == (0, 0)
 
@@ -233,22 +233,22 @@ def test_an_edit_encodes_exactly_what_it_must(world, edit, told, tmp_path):
         ),
     ],
 )
-def test_transforms_are_part_of_the_key(world, before, after, expected, told, tmp_path):
-    replace(world, dataset=before).fill(tmp_path / "first", told)
-    assert replace(world, dataset=after).fill(tmp_path / "second", told) == (expected, 0)
+def test_transforms_are_part_of_the_key(scenario, before, after, expected, told, tmp_path):
+    replace(scenario, dataset=before).fill(tmp_path / "first", told)
+    assert replace(scenario, dataset=after).fill(tmp_path / "second", told) == (expected, 0)
 
 
-def test_another_seed_draws_again(world, told, tmp_path):
-    one = replace(world, dataset={"augmentations": ROTATE})
+def test_another_seed_augments_differently(scenario, told, tmp_path):
+    one = replace(scenario, dataset={"augmentations": ROTATE})
     one.fill(tmp_path / "first", told)
     assert replace(one, seed=1).fill(tmp_path / "second", told) == (COUNT, 0)
     assert one.fill(tmp_path / "third", told) == (0, 0)
 
 
-def test_putting_an_edit_back_finds_the_old_entries(world, told, tmp_path):
-    before = (world.folder / "2.png").read_bytes()
-    world.fill(tmp_path / "first", told)
-    repaint(world)
-    world.fill(tmp_path / "second", told)
-    (world.folder / "2.png").write_bytes(before)
-    assert world.fill(tmp_path / "third", told) == (0, 0)
+def test_undoing_an_edit_finds_the_old_entries(scenario, told, tmp_path):
+    before = (scenario.folder / "2.png").read_bytes()
+    scenario.fill(tmp_path / "first", told)
+    repaint(scenario)
+    scenario.fill(tmp_path / "second", told)
+    (scenario.folder / "2.png").write_bytes(before)
+    assert scenario.fill(tmp_path / "third", told) == (0, 0)

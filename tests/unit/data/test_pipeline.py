@@ -218,8 +218,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def made(folder, told, tmp_path):
-    """A function from settings of the data set to its run, its family and its pipeline."""
+def build_dataset(folder, told, tmp_path):
+    """Return a function from dataset settings to the run, the family and the pipeline."""
 
     def make(**settings):
         dataset = {
