@@ -1,4 +1,9 @@
-"""From a file in any known spelling to one draft in ours, remembering where each value stood."""
+"""Translate a run file from other tools' spellings into ours, remembering where each value stood.
+
+The keys of SimpleTuner, ai-toolkit and the forks that gracetune replaces are accepted. The tables
+`ALIASES`, `VALUE_ALIASES` and `REMOVED_KEYS` at the end list all of them. The result is a `Draft`,
+which `load.py` validates.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +25,45 @@ EVERY_DATASET = ("datasets", "*")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was written, and by which name."""
+    """The place where a value was written, and the key it was written under."""
 
     location: str
+    """File and line, or another description such as `override a.b=c`."""
     spelling: str
+    """The key as the user wrote it."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A run file in our spelling, not yet checked, with where each value came from."""
+    """A run file in our spelling, not yet validated."""
 
     tree: dict[str, object] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    """Path -> where its value was written."""
     respelled: dict[str, str] = field(default_factory=dict)
-    """Foreign spellings met, and what they were read as."""
+    """Keys in another spelling -> the key they were read as."""
     notices: list[str] = field(default_factory=list)
-    """What the user should know: values that mean something else here, settings that follow."""
+    """Sentences for the user: values with another meaning here, and settings implied by others."""
 
     def get(self, key: str) -> object:
-        """The value at a dotted key; none where it is not given."""
+        """Return the value at a dotted key, or None if it is not set."""
         found = _get_at(self.tree, tuple(key.split(".")))
         return None if found is _ABSENT else found
 
 
 def translate(parsed: ParsedText, name: str) -> Draft:
-    """Bring a file's keys into our spelling; what is said twice must be said alike."""
+    """Translate all keys and values. Raises if two spellings of a key have different values."""
     draft = Draft()
-    later: list[tuple[KeyPath, KeyPath, object]] = []
+    # Values for every data set are set last, when the number of data sets is known.
+    for_every_dataset: list[tuple[KeyPath, KeyPath, object]] = []
     for path, value in leaves(parsed.tree) if parsed.tree else ():
         target = canonical_path(path, value)
         if target[:2] == EVERY_DATASET:
-            later.append((path, target, value))
+            for_every_dataset.append((path, target, value))
         else:
             origin = Origin(locate_line(name, parsed.lines, path), dotted(path))
             _add_consistent(draft, target, _canonical_value(draft, target, value), origin)
-    for path, target, value in later:
+    for path, target, value in for_every_dataset:
         origin = Origin(locate_line(name, parsed.lines, path), dotted(path))
         for each in _expand_datasets(target, draft):
             _add_consistent(draft, each, _canonical_value(draft, each, value), origin)
@@ -64,9 +73,9 @@ def translate(parsed: ParsedText, name: str) -> Draft:
 
 
 def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
-    """Set one value whatever the file says; the path may be spelled as in any file.
+    """Set a value, regardless of what the file says. The path may have any known spelling.
 
-    An object adds to the one that is there, a list takes the place of the other.
+    An object is merged into the existing one; a list replaces the existing one.
     """
     if isinstance(value, list):
         for target in _expand_datasets(canonical_path((*path, 0), {})[:-1], draft):
@@ -80,7 +89,7 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
 
 
 def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Who wrote a key, or else something in it, or else what it is in."""
+    """Return the origin of a key; failing that, of something inside it, or of what it is in."""
     inner = (other for other in origins if other[: len(path)] == path)
     outer = (path[:length] for length in range(len(path) - 1, 0, -1) if path[:length] in origins)
     nearest = path if path in origins else next(chain(inner, outer), None)
@@ -88,7 +97,7 @@ def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin |
 
 
 def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Every value that is not itself an object or a list of objects, with its path."""
+    """Yield every value that is neither an object nor a list of objects, with its path."""
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from leaves(child, (*path, key))
@@ -100,55 +109,58 @@ def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
-    """Our path for a path in any spelling; `*` stands where every data set is meant."""
+    """Return our path for a path in any spelling. A `*` means every data set."""
     while True:
-        one = len(path) > 1 and path[0] == "datasets" and isinstance(path[1], str)
-        if one and path[1] != "*":
+        without_index = len(path) > 1 and path[0] == "datasets" and isinstance(path[1], str)
+        if without_index and path[1] != "*":
             path = ("datasets", 0, *path[1:])
-        better = _apply_alias(path, value)
-        if better is None:
+        replaced = _apply_alias(path, value)
+        if replaced is None:
             return path
-        path = better
+        path = replaced
 
 
 def apply_implied_settings(draft: Draft) -> None:
-    """Settings that follow from others, as the forks and hosts had it; each is noted."""
+    """Set what other settings imply, as in the tools these come from. Each gives a notice."""
     if RAMP_SWITCH_KEY in draft.respelled:
         _set_implied(
             draft,
             "gh200_optimizations.enable_batch_size_rampup",
             True,
-            f"{RAMP_SWITCH_KEY} is given",
+            f"{RAMP_SWITCH_KEY} is set",
         )
     for cache in ("cache_config.vae_cache_type", "cache_config.text_cache_type"):
         if draft.get(cache) == "unified_memory":
-            why = f"{cache} is unified_memory"
-            _set_implied(draft, "gh200_optimizations.enable_uvm_hints", True, why)
+            reason = f"{cache} is unified_memory"
+            _set_implied(draft, "gh200_optimizations.enable_uvm_hints", True, reason)
     datasets = draft.tree.get("datasets")
     for index, dataset in enumerate(datasets if isinstance(datasets, list) else []):
         here: KeyPath = ("datasets", index)
         if _get_at(draft.tree, (*here, "cache_latents_to_disk")) is True:
-            why = f"{dotted(here)}.cache_latents_to_disk is true"
-            _set_implied(draft, "cache_config.persistent_cache", True, why)
+            reason = f"{dotted(here)}.cache_latents_to_disk is true"
+            _set_implied(draft, "cache_config.persistent_cache", True, reason)
         if isinstance(dataset, dict) and isinstance(dataset.get("in_memory"), dict):
-            why = f"{dotted(here)}.in_memory is given"
-            _set_implied(draft, f"{dotted(here)}.type", "in_memory", why)
+            reason = f"{dotted(here)}.in_memory is set"
+            _set_implied(draft, f"{dotted(here)}.type", "in_memory", reason)
         staged = isinstance(dataset, dict) and dataset.get("type") == "in_memory"
         if staged and isinstance(dataset.get("in_memory", {}), dict):
+            # Trying codecs on every file takes time, so staging compresses only on request.
             key = f"{dotted(here)}.in_memory.compression"
-            _set_implied(draft, key, "none", 'it is not given; "auto" would try codecs')
+            _set_implied(draft, key, "none")
 
 
-def _set_implied(draft: Draft, key: str, value: object, why: str) -> None:
-    """Set what nobody set, and say why."""
+def _set_implied(draft: Draft, key: str, value: object, reason: str = "") -> None:
+    """Set a value unless the user did, with a notice if there is a reason to give."""
     path: KeyPath = tuple(int(step) if step.isdecimal() else step for step in key.split("."))
     if _get_at(draft.tree, path) in (_ABSENT, None):
-        _set_value(draft, path, value, Origin(why, key))
-        draft.notices.append(f"{key} is {'true' if value is True else value}: {why}.")
+        _set_value(draft, path, value, Origin(reason or "default", key))
+        if reason:
+            word = "true" if value is True else value
+            draft.notices.append(f"{key} is {word}, because {reason}.")
 
 
 def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
-    """The path itself, or one for every data set where all are meant."""
+    """Return the path, or one path per data set if it means all of them."""
     if target[:2] != EVERY_DATASET:
         return [target]
     datasets = draft.tree.get("datasets")
@@ -157,7 +169,7 @@ def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
 
 
 def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
-    """The value in our spelling; a change of meaning is noted."""
+    """Return the value in our spelling. A change of its meaning gives a notice."""
     pattern = pattern_of(path)
     if pattern == "validation.prompts" and isinstance(value, str):
         return [value]
@@ -165,13 +177,13 @@ def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
         return value
     ours = VALUE_ALIASES[pattern][value]
     if (pattern, value) in VALUE_REMARKS:
-        why = VALUE_REMARKS[pattern, value]
-        draft.notices.append(f"{dotted(path)} is {value}: taken as {ours}, because {why}.")
+        reason = VALUE_REMARKS[pattern, value]
+        draft.notices.append(f"{dotted(path)} is {value}, but {ours} is used, because {reason}.")
     return ours
 
 
 def _apply_alias(path: KeyPath, value: object) -> KeyPath | None:
-    """One step towards our spelling by the longest alias that fits, or none."""
+    """Apply the longest alias that matches, or return None if none does."""
     exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
         return _fill_indices(exact, path, ())
@@ -194,12 +206,12 @@ def _fill_indices(target: str, matched: KeyPath, rest: KeyPath) -> KeyPath:
 
 
 def pattern_of(path: KeyPath) -> str:
-    """A path with `*` for the number of every item."""
+    """Return a dotted path with `*` in place of list indices."""
     return ".".join("*" if isinstance(step, int) else step for step in path)
 
 
 def _add_consistent(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
-    """Put a value that may not disagree with one already there."""
+    """Set a value. Raises if another spelling has already set a different one."""
     for length in range(1, len(path)):
         outer = _get_at(draft.tree, path[:length])
         if outer not in (_ABSENT, {}, []) and not isinstance(outer, dict | list):
@@ -217,10 +229,10 @@ def _contradiction(
     draft: Draft, path: KeyPath, before: object, origin: Origin, value: object
 ) -> ConfigError:
     first = nearest_origin(path, draft.origins)
-    assert first is not None, f"{dotted(path)} has a value that nobody put there"
+    assert first is not None, f"{dotted(path)} has a value without an origin"
     return ConfigError(
         f"{origin.location}: {origin.spelling} is {format_value(value)}, but {first.spelling} is "
-        f"{format_value(before)} ({first.location}); both set {dotted(path)}. Keep one of them."
+        f"{format_value(before)} ({first.location}); both set {dotted(path)}. Remove one of them."
     )
 
 
@@ -246,10 +258,10 @@ def _set_item(node: object, step: str | int, value: object, origin: Origin) -> N
     elif isinstance(node, list) and step == len(node):
         node.append(value)
     else:
-        there = len(node) if isinstance(node, list) else 0
+        length = len(node) if isinstance(node, list) else 0
         raise ConfigError(
-            f"{origin.location}: {origin.spelling} asks for item {step} of a list that has {there}; "
-            "items count from 0, and a new one comes right after the last."
+            f"{origin.location}: {origin.spelling} sets item {step} of a list with {length} items. "
+            f"Items count from 0; a new item has the number {length}."
         )
 
 
@@ -265,12 +277,7 @@ def _get_at(node: object, path: KeyPath) -> object:
     return node
 
 
-# ------------------------------------------------------------------------------------------
-# The forks' and hosts' spellings of our keys and values, as tables; `translate` applies them.
-#
-# `ALIASES` is the one place where a foreign key is known. A name with a dot at its end stands for a
-# whole section; `*` is any data set, and where only the right side has it, every data set is meant.
-
+# Tables of other tools' spellings
 
 ALIASES: Mapping[str, str] = {
     # Data sets: one instead of a list, or its keys at the top level.
@@ -386,16 +393,21 @@ ALIASES: Mapping[str, str] = {
     "sample.height": "validation.height",
     "logging_steps": "logging.every",
 }
+"""Another tool's key -> our key.
+
+A key with a dot at its end is a whole section. `*` is the index of a data set; if only our key has
+it, the value is set for every data set.
+"""
 
 REMOVED_KEYS: Mapping[str, str] = {
-    "resume_from_checkpoint": "say it at the command line: --resume latest, or a checkpoint",
-    "data_backend_config": "put the data sets into `datasets` of this file",
-    "config": "put the keys of the process at the top level of this file",
-    "train.snr_gamma": "set train.min_snr_gamma: gamma/SNR without a limit is not offered",
-    "job": "put the keys of the process at the top level of this file",
-    "datasets.*.augmentation_cache_epoch": "leave it out: a run counts its epochs itself",
+    "resume_from_checkpoint": "use the command line: --resume latest, or --resume and a checkpoint",
+    "data_backend_config": "move the data sets into `datasets` of this file",
+    "config": "move the keys of the process to the top level of this file",
+    "train.snr_gamma": "set train.min_snr_gamma; gamma/SNR without a limit is not supported",
+    "job": "move the keys of the process to the top level of this file",
+    "datasets.*.augmentation_cache_epoch": "remove it; a run counts its epochs itself",
 }
-"""Keys that the hosts have and a run file does not, with the way out."""
+"""Keys of other tools that a run file does not have -> what to do instead."""
 
 VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "adapter": {"lora": {}, "full": None},
@@ -423,12 +435,13 @@ VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "optimizer.schedule": {"constant_with_warmup": "constant"},
     "datasets.*.in_memory.compression": {None: "none"},
 }
-"""Values with another spelling; what also changes the meaning has its words in `REMARKS`."""
+"""Our key -> {other tools' value: our value}. `VALUE_REMARKS` explains those that differ."""
 
 VALUE_REMARKS: Mapping[tuple[str, str | bool | None], str] = {
-    ("train.mixed_precision", "fp16"): "diffusion transformers overflow in it and train in bf16",
-    ("train.mixed_precision", "float16"): "diffusion transformers overflow in it and train in bf16",
+    ("train.mixed_precision", "fp16"): "diffusion transformers overflow in fp16",
+    ("train.mixed_precision", "float16"): "diffusion transformers overflow in fp16",
 }
+"""(our key, other value) -> why another value is used."""
 
 RAMP_SWITCH_KEY = "initial_effective_batch_size"
-"""At the top level this also switches the ramp on, as the forks' guide promises."""
+"""This key at the top level also turns the ramp on, as in the forks' guide."""

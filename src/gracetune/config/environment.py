@@ -1,9 +1,10 @@
-"""What the process environment says: the only place that reads it.
+"""Read settings from environment variables. No other module of the package reads them.
 
-A run file beats the environment, the environment beats a default. Allocator settings of the forks'
-patched torch are taken out of torch's own variable before torch starts, because a stock torch
-refuses to start on them; they stay readable for us, and for processes we start, in `KEPT`.
-Where nothing is said to torch's allocator, a run has it grow its segments.
+A run file overrides the environment, and the environment overrides defaults.
+
+Users of the patched torch that this project replaces have its allocator settings (`use_uvm`,
+`uvm_*`) in PYTORCH_CUDA_ALLOC_CONF. Stock torch refuses to start with them. So they are moved to
+GRACETUNE_ALLOC_CONF before torch is imported; from there this process and its children read them.
 """
 
 from __future__ import annotations
@@ -25,22 +26,21 @@ RATIO_VARIABLE = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
 PATTERN_VARIABLE = "GH200_UVM_ACCESS_PATTERN"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Torch's newer name for its allocator settings, which it prefers, and the older one."""
+"""Torch's variables for allocator settings; the first, newer one takes precedence."""
 OWN_ALLOC_CONF_VARIABLE = "GRACETUNE_ALLOC_CONF"
-"""Where our settings go that stood among torch's."""
+"""Variable that our allocator settings are moved to."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""A plan fills a budget to within a few percent: an allocator that cuts fixed segments into pieces
-holds more than that unused, one that grows them hardly any.
-"""
+"""Default allocator setting. A plan fills the memory to within a few percent, and fragmentation of
+fixed segments would need more than that."""
 LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
-"""Only `accelerate launch` sets it: its mark on the processes it starts."""
+"""Variable that only `accelerate launch` sets, which tells that it started this process."""
 
 ENGINE_VARIABLES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
-"""What the launcher says of engines that are none of ours."""
+"""Variables by which `accelerate launch` requests a sharding engine that we do not use."""
 
 ACCESS_PATTERNS = ("gpu_first", "balanced", "cpu_first")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -67,72 +67,68 @@ TORCH_KEYS = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""What torch 2.13 reads in its allocator settings."""
+"""Allocator settings that torch 2.13 knows."""
 
 _ITEM = re.compile(r"\s*([A-Za-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class AllocConf:
-    """Allocator settings, sorted by whose they are."""
+    """Allocator settings, split into ours and torch's."""
 
     ours: Mapping[str, str]
-    """Checked, as they were written."""
+    """Our settings as written, after a check of their values."""
     theirs: str
-    """What torch is left with."""
+    """Torch's settings, in the format of its variable."""
     unknown: tuple[str, ...]
-    """Keys in `theirs` that torch 2.13 does not know; a newer one may."""
+    """Keys in `theirs` that torch 2.13 does not know. A newer torch may."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """What the environment decides where a run file leaves it open; none: it says nothing."""
+    """Settings from the environment. None means that the environment does not set the value."""
 
     uvm_hints: bool | None = None
     oversubscription_ratio: float | None = None
     access_pattern: str | None = None
     mixed_precision: str | None = None
     alloc_conf: str = ""
-    """Torch's allocator settings as they stand, ours possibly among them."""
+    """The value of torch's variable, which may still contain our settings."""
     use_uvm: bool | None = None
     stage1_threshold: float | None = None
     stage1_min_bytes: int | None = None
     notices: tuple[str, ...] = ()
-    """What was kept from torch, and which of two variables counts where they disagree."""
+    """Decisions to tell the user, such as which of two variables takes precedence."""
 
 
 def sharding_engine(env: Mapping[str, str]) -> str:
-    """What `accelerate launch` was told to shard with; empty: nothing."""
-    asked = (
+    """Return the sharding engine that `accelerate launch` requests, or an empty string."""
+    requested = (
         engine
         for name, engine in ENGINE_VARIABLES.items()
         if _parse_bool(name, env.get(name) or "0")
     )
-    return next(asked, "")
+    return next(requested, "")
 
 
 def process_environment() -> Mapping[str, str]:
-    """The environment of this process, for those who are handed none."""
+    """Return the environment of this process, as the default for callers."""
     return os.environ
 
 
 def claim_process_alloc_conf() -> None:
-    """`claim_alloc_conf` on this process; call it before anything imports torch."""
+    """Call `claim_alloc_conf` on this process's environment, before torch is imported."""
     claim_alloc_conf(os.environ)
 
 
 def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
-    """Move our settings out of torch's variables into `KEPT`, in place."""
+    """Move our settings from torch's variables to GRACETUNE_ALLOC_CONF, in place."""
     for variable in ALLOC_CONF_VARIABLES:
         conf = split_alloc_conf(environ.get(variable, ""), variable)
         if not conf.ours:
             continue
-        kept = {
-            **conf.ours,
-            **split_alloc_conf(
-                environ.get(OWN_ALLOC_CONF_VARIABLE, ""), OWN_ALLOC_CONF_VARIABLE
-            ).ours,
-        }
+        before = environ.get(OWN_ALLOC_CONF_VARIABLE, "")
+        kept = {**conf.ours, **split_alloc_conf(before, OWN_ALLOC_CONF_VARIABLE).ours}
         environ[OWN_ALLOC_CONF_VARIABLE] = ",".join(f"{key}:{value}" for key, value in kept.items())
         if conf.theirs:
             environ[variable] = conf.theirs
@@ -141,16 +137,16 @@ def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
 
 
 def prefer_expandable_segments() -> None:
-    """Have this process's torch grow its segments; call it before anything imports torch.
+    """Turn on torch's expandable segments, unless the user has set any allocator setting.
 
-    Who has told torch's allocator anything decides alone.
+    Call it before torch is imported.
     """
     if not any(os.environ.get(variable) for variable in ALLOC_CONF_VARIABLES):
         os.environ[ALLOC_CONF_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
 def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> AllocConf:
-    """Sort `key:value,...` into our settings, checked, and torch's, untouched."""
+    """Split `key:value,...` into our settings, which are checked, and torch's, which are not."""
     ours: dict[str, str] = {}
     theirs: list[str] = []
     unknown: list[str] = []
@@ -172,7 +168,7 @@ def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> Allo
 
 
 def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
-    """Read and check every variable that can decide something."""
+    """Read and check all variables."""
     kept: dict[str, str] = {}
     notices: list[str] = []
     for variable in (ALLOC_CONF_VARIABLES[1], ALLOC_CONF_VARIABLES[0], OWN_ALLOC_CONF_VARIABLE):
@@ -181,28 +177,33 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
         if conf.unknown:
             notices.append(f"{variable}: torch 2.13 does not know {', '.join(conf.unknown)}.")
     if kept:
-        said = ",".join(f"{key}:{value}" for key, value in kept.items())
-        notices.append(f"{said}: kept from torch's allocator, which would refuse to start on it.")
+        settings = ",".join(f"{key}:{value}" for key, value in kept.items())
+        notices.append(
+            f"{settings} is applied by gracetune, because stock torch does not have these settings."
+        )
     ratio = _parse_ratio(RATIO_VARIABLE, env[RATIO_VARIABLE]) if env.get(RATIO_VARIABLE) else None
     pattern = (
         _one_of(ACCESS_PATTERNS)(PATTERN_VARIABLE, env[PATTERN_VARIABLE])
         if env.get(PATTERN_VARIABLE)
         else None
     )
+    # Allocator settings take precedence over the variables of the same meaning.
     if "uvm_oversubscription_ratio" in kept:
-        inner = float(kept["uvm_oversubscription_ratio"])
-        if ratio is not None and ratio != inner:
+        kept_ratio = float(kept["uvm_oversubscription_ratio"])
+        if ratio is not None and ratio != kept_ratio:
             notices.append(
-                f"uvm_oversubscription_ratio:{inner} counts; {RATIO_VARIABLE}={ratio} does not."
+                f"{RATIO_VARIABLE}={ratio} is ignored: uvm_oversubscription_ratio:{kept_ratio} "
+                "takes precedence."
             )
-        ratio = inner
+        ratio = kept_ratio
     if "uvm_access_pattern" in kept:
-        named = kept["uvm_access_pattern"]
-        if pattern is not None and pattern != named:
+        kept_pattern = kept["uvm_access_pattern"]
+        if pattern is not None and pattern != kept_pattern:
             notices.append(
-                f"uvm_access_pattern:{named} counts; {PATTERN_VARIABLE}={pattern} does not."
+                f"{PATTERN_VARIABLE}={pattern} is ignored: uvm_access_pattern:{kept_pattern} "
+                "takes precedence."
             )
-        pattern = named
+        pattern = kept_pattern
     return EnvironmentSettings(
         uvm_hints=_uvm_hints(env),
         oversubscription_ratio=ratio,
@@ -221,15 +222,15 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
 
 
 def _uvm_hints(env: Mapping[str, str]) -> bool | None:
-    said = {name: _parse_bool(name, env[name]) for name in HINTS_VARIABLES if env.get(name)}
-    if len(set(said.values())) > 1:
-        both = " and ".join(f"{name}={env[name]}" for name in said)
-        raise ConfigError(f"{both} say different things; unset one of them.")
-    return next(iter(said.values()), None)
+    values = {name: _parse_bool(name, env[name]) for name in HINTS_VARIABLES if env.get(name)}
+    if len(set(values.values())) > 1:
+        both = " and ".join(f"{name}={env[name]}" for name in values)
+        raise ConfigError(f"{both} contradict each other. Unset one of them.")
+    return next(iter(values.values()), None)
 
 
 def _mixed_precision(env: Mapping[str, str]) -> str | None:
-    """The launcher exports `no` whenever nobody chose: that is not a decision."""
+    """Return the precision, but not a `no` that the launcher sets when the user chose nothing."""
     value = env.get(PRECISION_VARIABLE)
     if not value or (value == "no" and LAUNCHER_VARIABLE in env):
         return None
@@ -237,15 +238,15 @@ def _mixed_precision(env: Mapping[str, str]) -> str | None:
 
 
 def _split_items(text: str, variable: str) -> list[tuple[str, str]]:
-    items, at = [], 0
-    while text[at:].strip(" ,"):
-        match = _ITEM.match(text, at)
+    items, position = [], 0
+    while rest := text[position:].strip(" ,"):
+        match = _ITEM.match(text, position)
         if match is None or not match[2]:
             raise ConfigError(
-                f"{variable} is {text!r}: {text[at:].strip()!r} is not of the form key:value,..."
+                f"{variable} is {text!r}, where {rest!r} does not have the form key:value,..."
             )
         items.append((match[1], match[2]))
-        at = match.end()
+        position = match.end()
     return items
 
 
@@ -298,4 +299,4 @@ _CHECKS: Mapping[str, Callable[[str, str], object]] = {
     "uvm_stage1_threshold": _parse_fraction,
     "uvm_stage1_min_bytes": _parse_size,
 }
-"""Our settings among torch's, each with its rule."""
+"""Our allocator settings -> function that checks the value."""

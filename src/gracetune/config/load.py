@@ -1,4 +1,9 @@
-"""From a run file on disk to a checked `RunFile`, with all that was decided on the way."""
+"""Load a run file: parse it, translate keys, apply overrides and the environment, and validate it.
+
+The steps are in `parse.py`, `aliases.py`, `environment.py`, `schema.py` and `checks.py`. Everything
+that was decided on the way comes back as notices. Errors have one line per mistake: place, key,
+value, rule and fix.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +54,11 @@ _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """A run file that was read, and what its reader should know."""
+    """A validated run file, with notices for the user."""
 
     run: RunFile
     notices: tuple[str, ...]
-    """Spellings translated, values taken with a warning, what the environment decided."""
+    """Sentences about translated keys, replaced values, the environment and unused settings."""
     path: Path
 
 
@@ -62,11 +67,11 @@ def load_run_file(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LoadedRun:
-    """Read and check a run file; without an environment, that of the process counts."""
+    """Load a run file. `environment` defaults to that of the process."""
     file = Path(path)
     text_format = FORMATS_BY_SUFFIX.get(file.suffix.lower())
     if text_format is None:
-        raise ConfigError(f"{file}: a run file ends in {', '.join(FORMATS_BY_SUFFIX)}.")
+        raise ConfigError(f"{file} must end in one of {', '.join(FORMATS_BY_SUFFIX)}.")
     loaded = load_run_text(_read(file), text_format, str(file), overrides, environment)
     return LoadedRun(loaded.run, loaded.notices, file)
 
@@ -78,21 +83,23 @@ def load_run_text(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LoadedRun:
-    """Read and check the text of a run file; `name` stands for it in messages."""
+    """Load the text of a run file. Messages call it `name`."""
     draft = translate(parse_text(text, format, name), name)
     for each in overrides:
         _override(draft, each)
     apply_implied_settings(draft)
     env = process_environment() if environment is None else environment
-    decided = _apply_environment(draft, environment_settings(env))
+    environment_notices = _apply_environment(draft, environment_settings(env))
     run = _validate(draft, name)
     return LoadedRun(
-        run, (*_spelling_notice(draft), *draft.notices, *decided, *find_remarks(run)), Path(name)
+        run,
+        (*_spelling_notice(draft), *draft.notices, *environment_notices, *find_remarks(run)),
+        Path(name),
     )
 
 
 def parse_override(text: str) -> tuple[KeyPath, object]:
-    """`a.b=c` as a path and a value: JSON where it is JSON, else the text itself."""
+    """Split `a.b=c` into a path and a value; see `parse_value`."""
     key, equals, value = text.partition("=")
     steps = key.strip().replace("-", "_").split(".")
     if not equals or not all(steps):
@@ -101,7 +108,7 @@ def parse_override(text: str) -> tuple[KeyPath, object]:
 
 
 def parse_value(text: str) -> object:
-    """JSON where it is JSON, Python's True, False and None, else the text itself."""
+    """Read a value as JSON or as Python's True, False or None; anything else is text."""
     if text in _PYTHON_CONSTANTS:
         return _PYTHON_CONSTANTS[text]
     try:
@@ -120,34 +127,34 @@ def _override(draft: Draft, text: str) -> None:
 def _read(file: Path) -> str:
     try:
         if file.is_dir():
-            raise ConfigError(f"{file} is a folder; name the run file in it.")
+            raise ConfigError(f"{file} is a folder. Name the run file in it.")
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes: not a run file.")
+            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes, so not a run file.")
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; check the path of the run file.") from None
+        raise ConfigError(f"{file} does not exist. Check the path of the run file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{file} is not UTF-8 (byte {error.start}); save it with that encoding."
+            f"{file} is not UTF-8 (byte {error.start}). Save it with that encoding."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}.") from None
 
 
 def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]:
-    """Fill in what the run file leaves open; each decision comes back as a notice."""
+    """Set what the run file leaves open, and return a notice for each decision."""
     notices = list(settings.notices)
     hints = "gh200_optimizations.enable_uvm_hints"
     if settings.uvm_hints is not None and draft.get(hints) is None:
         word = "true" if settings.uvm_hints else "false"
         override(draft, tuple(hints.split(".")), settings.uvm_hints, "the environment")
-        notices.append(f"{hints} is {word}: the environment says so.")
+        notices.append(f"{hints} is {word}, set by the environment.")
     elif settings.uvm_hints is not None and draft.get(hints) is not settings.uvm_hints:
-        notices.append(f"{hints}: the run file counts; the environment, which differs, does not.")
+        notices.append(f"{hints} is set differently by the environment; the run file is used.")
     precision = "train.mixed_precision"
     if settings.mixed_precision is not None and draft.get(precision) in (None, "auto"):
         override(draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment")
-        notices.append(f"{precision} is {draft.get(precision)}: {PRECISION_VARIABLE} says so.")
+        notices.append(f"{precision} is {draft.get(precision)}, set by {PRECISION_VARIABLE}.")
     return notices
 
 
@@ -170,7 +177,7 @@ def _path(key: str) -> KeyPath:
 
 
 def _with_tuples(value: object) -> object:
-    """Strict validation takes no list for a tuple; a file has no other way to write one."""
+    """Turn lists into tuples, which strict validation requires."""
     if isinstance(value, dict):
         return {key: _with_tuples(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -181,13 +188,11 @@ def _with_tuples(value: object) -> object:
 def _spelling_notice(draft: Draft) -> list[str]:
     if not draft.respelled:
         return []
-    read = ", ".join(f"{spelled} as {ours}" for spelled, ours in draft.respelled.items())
-    return [f"Other spellings were read: {read}."]
+    respelled = ", ".join(f"{theirs} -> {ours}" for theirs, ours in draft.respelled.items())
+    return [f"Keys of other tools were translated: {respelled}."]
 
 
-# ------------------------------------------------------------------------------------------
-# What is wrong with a run file, in one line a mistake: place, key, value, rule, way out.
-
+# Error messages
 
 _TYPE_RULES = {
     "int_type": "a whole number",
@@ -212,7 +217,7 @@ _BOUND_RULES = {
 
 
 def explain_errors(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
-    """Every mistake that validation found, a line each."""
+    """Return pydantic's errors as text, one line per mistake."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
         found.setdefault(_key_path(detail["loc"]), []).append(detail)
@@ -224,7 +229,7 @@ def explain_errors(error: ValidationError, origins: Mapping[KeyPath, Origin], na
 
 
 def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
-    """Where a key stands and what it is called: `run.json:3: lr (optimizer.lr)`."""
+    """Return the place and the name of a key, such as `run.json:3: lr (optimizer.lr)`."""
     ours = dotted(path)
     if path in origins and origins[path].spelling != ours:
         return f"{origins[path].location}: {origins[path].spelling} ({ours})"
@@ -233,7 +238,7 @@ def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> s
 
 
 def suggest_fix(path: KeyPath) -> str:
-    """The way out for a key that nobody knows: the nearest one, wherever it belongs."""
+    """Return advice for an unknown key: the most similar known key in any section."""
     wrong = str(path[-1])
     if pattern_of(path) in REMOVED_KEYS:
         return f"{REMOVED_KEYS[pattern_of(path)]}."
@@ -257,7 +262,7 @@ def suggest_fix(path: KeyPath) -> str:
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of the schema, sections too; `*` is any data set."""
+    """Return all dotted keys of the schema, sections included. `*` is the index of a data set."""
     return _section_keys(RunFile, "")
 
 
@@ -272,7 +277,7 @@ def _section_keys(model: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
-    """The section behind a field's type, be it optional or a list of them."""
+    """Return the section inside a field's type, and `.*` if the field is a list of sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, ""
     mark = ".*" if get_origin(annotation) is tuple else ""
@@ -284,12 +289,12 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
 
 
 def _key_path(place: Sequence[str | int]) -> KeyPath:
-    """The keys of a place that validation names: beside them it has the kinds it tried."""
+    """Drop the names of types from a pydantic location, which has one for every union."""
     path: list[str | int] = []
     kind: object = RunFile
     for step in place:
         choices = _alternatives(kind)
-        if len(choices) > 1:  # where a value may be of several kinds, the next step is one of them
+        if len(choices) > 1:  # the next step names the member of the union that was tried
             kind = next((each for each in choices if str(step).startswith(_type_name(each))), None)
         else:
             path.append(step)
@@ -298,7 +303,7 @@ def _key_path(place: Sequence[str | int]) -> KeyPath:
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """The kinds that a value may be of, without none."""
+    """Return the members of a union other than None, or the type itself."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
@@ -314,7 +319,7 @@ def _type_name(kind: object) -> str:
 
 
 def _type_inside(kind: object, step: str | int) -> object:
-    """What a value of this kind has at a key or place; none where that is not known."""
+    """Return the type of a key or item inside a type, or None if it is not known."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         info = kind.model_fields.get(str(step))
         return None if info is None else info.annotation
@@ -325,7 +330,7 @@ def _type_inside(kind: object, step: str | int) -> object:
 
 
 def _is_inside(path: KeyPath, outer: KeyPath) -> bool:
-    """Of a value that may be of several kinds, what is wrong within one says more."""
+    """Return True if a path lies inside another. For unions, the inner error says more."""
     return len(path) > len(outer) and path[: len(outer)] == outer
 
 
@@ -342,7 +347,7 @@ def _explain_one(
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:
-    """Whatever the value may be; of several kinds, all of them in one row."""
+    """Return what the value may be; for a union, all alternatives in one list."""
     rules = list(dict.fromkeys(map(_rule, details)))
     if len(rules) == 1:
         return rules[0]
@@ -361,22 +366,21 @@ def _rule(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         expected = str(context["expected"])
         return f"one of {expected}" if " or " in expected else expected
-    if kind == "value_error":  # of a validator of ours, which says the rule
+    if kind == "value_error":  # raised by our own validators, with the rule as text
         return str(context["error"])
     return detail["msg"].removeprefix("Input should be ").removeprefix("Input should ")
 
 
-# ------------------------------------------------------------------------------------------
-# A run file as text again: what a run folder keeps, and what an editor checks against.
+# Writing
 
 
 def resolved_json(run: RunFile) -> str:
-    """Every setting with its value, in order, as JSON; loading it gives the same run."""
+    """Return all settings of a run as JSON. Loading it gives the same run."""
     return json.dumps(run.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 
 def json_schema() -> str:
-    """What a run file may say, as JSON Schema."""
+    """Return the schema of run files as JSON Schema."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **RunFile.model_json_schema(),

@@ -1,6 +1,10 @@
-"""From the text of a run file to plain values, with the line of every key where it can be known.
+"""Parse the text of a run file into plain values, with the line of every key for error messages.
 
-JSON, YAML (safe tags, YAML 1.2's plain words: `no` is text, `1e-6` a number) and TOML.
+Three formats are read:
+
+- JSON, with `//` comments. The braces around the whole file may be missing, as in the guides.
+- YAML with safe tags and the scalars of YAML 1.2: `no` is text, `1e-6` is a number.
+- TOML.
 """
 
 from __future__ import annotations
@@ -24,140 +28,12 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 
 MAX_DEPTH = 64
-_BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
-
-
-def parse_json(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
-    """The value, and the line of every key and list item in it."""
-    reader = _JsonReader(text, name)
-    return reader.document(), reader.lines
-
-
-class _JsonReader:
-    """One text on its way through; the position moves, the line numbers pile up."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self.text = text
-        self.name = name
-        self.at = 0
-        self.lines: dict[KeyPath, int] = {}
-        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-        self._scalars = json.JSONDecoder(parse_constant=self._refuse_constant)
-
-    def document(self) -> object:
-        self._skip_blank()
-        if self._here() == '"':
-            value: object = self._members((), end="")
-        else:
-            value = self._value(())
-        self._skip_blank()
-        if self.at < len(self.text):
-            self._fail("expected the end of the file", self.at)
-        return value
-
-    def _value(self, path: KeyPath) -> object:
-        if len(path) > MAX_DEPTH:
-            self._fail(f"nested more than {MAX_DEPTH} levels deep", self.at)
-        if self._here() == "{":
-            self.at += 1
-            return self._members(path, end="}")
-        if self._here() == "[":
-            self.at += 1
-            return self._items(path)
-        return self._scalar()
-
-    def _members(self, path: KeyPath, end: str) -> dict[str, object]:
-        members: dict[str, object] = {}
-        self._skip_blank()
-        while self._here() != end:
-            start = self.at
-            if self._here() != '"':
-                self._fail("expected a key in double quotes", start)
-            key = str(self._scalar())
-            here = (*path, key)
-            if key in members:
-                self._fail(f"the key {key!r} is already given in line {self.lines[here]}", start)
-            self.lines[here] = self._position(start)[0]
-            self._skip_blank()
-            self._take(":")
-            self._skip_blank()
-            members[key] = self._value(here)
-            self._separator(end)
-        self.at += len(end)
-        return members
-
-    def _items(self, path: KeyPath) -> list[object]:
-        items: list[object] = []
-        self._skip_blank()
-        while self._here() != "]":
-            here = (*path, len(items))
-            self.lines[here] = self._position(self.at)[0]
-            items.append(self._value(here))
-            self._separator("]")
-        self.at += 1
-        return items
-
-    def _separator(self, end: str) -> None:
-        """A comma with something after it, or the end of the object or list."""
-        self._skip_blank()
-        if self._here() == end:
-            return
-        comma = self.at
-        self._take(",")
-        self._skip_blank()
-        if self._here() == end:
-            self._fail("remove the comma, nothing follows it", comma)
-
-    def _scalar(self) -> object:
-        start = self.at
-        try:
-            value, self.at = self._scalars.raw_decode(self.text, start)
-        except json.JSONDecodeError as error:
-            at_start = error.msg == "Expecting value"
-            self._fail(
-                "expected a value" if at_start else error.msg.lower().removesuffix(" at"), error.pos
-            )
-        except ValueError as error:
-            self._fail(str(error).partition(";")[0], start)
-        return value
-
-    def _refuse_constant(self, word: str) -> NoReturn:
-        raise ValueError(f"{word} is not a number that a setting can have")
-
-    def _take(self, character: str) -> None:
-        if self._here() != character:
-            self._fail(f"expected {character!r}", self.at)
-        self.at += 1
-
-    def _here(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _skip_blank(self) -> None:
-        match = _BLANK.match(self.text, self.at)
-        assert match is not None, "the pattern matches the empty string"
-        self.at = match.end()
-
-    def _position(self, at: int) -> tuple[int, int]:
-        line = bisect_right(self._line_starts, at)
-        return line, at - self._line_starts[line - 1] + 1
-
-    def _fail(self, what: str, at: int) -> NoReturn:
-        line, column = self._position(at)
-        found = repr(self.text[at]) if at < len(self.text) else "the end of the file"
-        raise ConfigError(f"{self.name}:{line}:{column}: {what} (at {found}).")
-
-
-# ------------------------------------------------------------------------------------------
-# From the text of a run file to plain values, with the line of every key where it can be known.
-#
-# JSON, YAML (safe tags, YAML 1.2's plain words: `no` is text, `1e-6` a number) and TOML.
-
-
+_SPACE = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
 FORMATS = ("json", "yaml", "toml")
 MAX_YAML_NODES = 100_000
-_SHOWN_CHARACTERS = 60
+_MAX_SHOWN = 60
 
-_TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+_TOML_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _TOML_KEY = re.compile(
     r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*="""
@@ -166,18 +42,19 @@ _TOML_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What a text says, before anyone asks what it means."""
+    """The values of a run file before validation."""
 
     tree: dict[str, object]
     lines: Mapping[KeyPath, int]
+    """Path of a key or list item -> its line, counted from 1."""
 
 
 def parse_text(text: str, text_format: str, name: str) -> ParsedText:
-    """Read one of `FORMATS`; what is wrong is told with file, line and column."""
+    """Parse one of `FORMATS`. Errors name the file, the line and the column."""
     if text_format not in _PARSERS:
         raise ConfigError(f"{name}: format {text_format!r} is not one of {', '.join(FORMATS)}.")
     if not text.strip():
-        raise ConfigError(f"{name} is empty; a run file is an object with keys.")
+        raise ConfigError(f"{name} is empty. A run file is an object with keys.")
     try:
         tree, lines = _PARSERS[text_format](text, name)
     except RecursionError:
@@ -195,7 +72,7 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
 
 
 def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Every value in the tree with its path, containers before what they hold."""
+    """Yield every value in a tree with its path, containers before their contents."""
     yield path, value
     if isinstance(value, dict):
         for key, child in value.items():
@@ -206,12 +83,12 @@ def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as messages and overrides write it."""
+    """Return a path in the notation of messages and overrides, such as `datasets.0.id`."""
     return ".".join(str(step) or '""' for step in path)
 
 
 def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
-    """`file:line` of a key, of the nearest one around it, or the file alone."""
+    """Return `file:line` of a key, or of the nearest key around it, or just the file."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return f"{name}:{lines[path[:length]]}"
@@ -219,13 +96,13 @@ def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as JSON, cut where it is long."""
+    """Return a value as JSON, shortened if it is long."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def describe_type(value: object) -> str:
-    """The kind of a value, in words."""
+    """Return the type of a value in words."""
     for kind, words in _TYPE_NAMES:
         if isinstance(value, kind):
             return words
@@ -241,6 +118,132 @@ _TYPE_NAMES = (
     (float, "a number"),
     (type(None), "null"),
 )
+
+
+# JSON
+
+
+def parse_json(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
+    """Return the value, and the line of every key and list item."""
+    reader = _JsonReader(text, name)
+    return reader.document(), reader.lines
+
+
+class _JsonReader:
+    """A recursive-descent parser that records line numbers. json.JSONDecoder reads the scalars."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text = text
+        self.name = name
+        self.position = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        self._scalars = json.JSONDecoder(parse_constant=self._refuse_constant)
+
+    def document(self) -> object:
+        self._skip_space()
+        if self._peek() == '"':
+            value: object = self._object_members((), end="")
+        else:
+            value = self._value(())
+        self._skip_space()
+        if self.position < len(self.text):
+            self._fail("expected the end of the file", self.position)
+        return value
+
+    def _value(self, path: KeyPath) -> object:
+        if len(path) > MAX_DEPTH:
+            self._fail(f"nested more than {MAX_DEPTH} levels deep", self.position)
+        if self._peek() == "{":
+            self.position += 1
+            return self._object_members(path, end="}")
+        if self._peek() == "[":
+            self.position += 1
+            return self._list_items(path)
+        return self._scalar()
+
+    def _object_members(self, path: KeyPath, end: str) -> dict[str, object]:
+        members: dict[str, object] = {}
+        self._skip_space()
+        while self._peek() != end:
+            start = self.position
+            if self._peek() != '"':
+                self._fail("expected a key in double quotes", start)
+            key = str(self._scalar())
+            here = (*path, key)
+            if key in members:
+                self._fail(f"the key {key!r} is already set in line {self.lines[here]}", start)
+            self.lines[here] = self._line_and_column(start)[0]
+            self._skip_space()
+            self._expect(":")
+            self._skip_space()
+            members[key] = self._value(here)
+            self._separator(end)
+        self.position += len(end)
+        return members
+
+    def _list_items(self, path: KeyPath) -> list[object]:
+        items: list[object] = []
+        self._skip_space()
+        while self._peek() != "]":
+            here = (*path, len(items))
+            self.lines[here] = self._line_and_column(self.position)[0]
+            items.append(self._value(here))
+            self._separator("]")
+        self.position += 1
+        return items
+
+    def _separator(self, end: str) -> None:
+        """Read a comma that is followed by an item, or stop before the end of the container."""
+        self._skip_space()
+        if self._peek() == end:
+            return
+        comma = self.position
+        self._expect(",")
+        self._skip_space()
+        if self._peek() == end:
+            self._fail("remove this comma: nothing follows it", comma)
+
+    def _scalar(self) -> object:
+        start = self.position
+        try:
+            value, self.position = self._scalars.raw_decode(self.text, start)
+        except json.JSONDecodeError as error:
+            at_start = error.msg == "Expecting value"
+            self._fail(
+                "expected a value" if at_start else error.msg.lower().removesuffix(" at"), error.pos
+            )
+        except ValueError as error:
+            self._fail(str(error).partition(";")[0], start)
+        return value
+
+    def _refuse_constant(self, word: str) -> NoReturn:
+        raise ValueError(f"{word} is not a valid number for a setting")
+
+    def _expect(self, character: str) -> None:
+        if self._peek() != character:
+            self._fail(f"expected {character!r}", self.position)
+        self.position += 1
+
+    def _peek(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self.text, self.position)
+        assert match is not None, "the pattern matches the empty string"
+        self.position = match.end()
+
+    def _line_and_column(self, position: int) -> tuple[int, int]:
+        line = bisect_right(self._line_starts, position)
+        return line, position - self._line_starts[line - 1] + 1
+
+    def _fail(self, what: str, position: int) -> NoReturn:
+        line, column = self._line_and_column(position)
+        found = repr(self.text[position]) if position < len(self.text) else "the end of the file"
+        raise ConfigError(f"{self.name}:{line}:{column}: {what} (at {found}).")
+
+
+# YAML
 
 
 def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
@@ -264,7 +267,7 @@ def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
 
 
 def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
-    """Note where each key stands; refuse equal keys, and aliases that grow without end."""
+    """Record the line of each key. Refuses duplicate keys and aliases that expand without end."""
     waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
     visited = 0
     while waiting:
@@ -274,7 +277,7 @@ def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) ->
             raise ConfigError(f"{name} is nested more than {MAX_DEPTH} levels deep.")
         if visited > MAX_YAML_NODES:
             raise ConfigError(
-                f"{name} has more than {MAX_YAML_NODES} values once aliases are read."
+                f"{name} has more than {MAX_YAML_NODES} values after expanding its aliases."
             )
         children: list[tuple[str | int, yaml.Node, yaml.Node]] = []
         if isinstance(node, yaml.MappingNode):
@@ -286,9 +289,7 @@ def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) ->
             line = marked.start_mark.line + 1
             if step in seen:
                 where = f"{name}:{line}:{marked.start_mark.column + 1}"
-                raise ConfigError(
-                    f"{where}: the key {step!r} is already given in line {seen[step]}."
-                )
+                raise ConfigError(f"{where}: the key {step!r} is already set in line {seen[step]}.")
             seen[step] = line
             lines[(*path, step)] = line
             waiting.append(((*path, step), child))
@@ -309,7 +310,7 @@ _YAML_CORE_SCALARS = (
 
 
 def _yaml_core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """The table that pyyaml looks plain words up in, by their first character."""
+    """Return pyyaml's table of scalar types by first character, for YAML 1.2."""
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, first_characters in _YAML_CORE_SCALARS:
         entry = (f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"))
@@ -319,17 +320,20 @@ def _yaml_core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _YamlCoreLoader(yaml.SafeLoader):
-    """Safe tags with YAML 1.2's core words, so that `no`, `1:30` and dates stay text."""
+    """A safe loader with the scalars of YAML 1.2, so that `no`, `1:30` and dates stay text."""
 
     yaml_implicit_resolvers = _yaml_core_resolvers()
+
+
+# TOML
 
 
 def _parse_toml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
     try:
         return tomllib.loads(text), dict(_toml_lines(text))
     except ValueError as error:
-        match = _TOML_PLACE.search(str(error))
-        message = _TOML_PLACE.sub("", str(error))
+        match = _TOML_POSITION.search(str(error))
+        message = _TOML_POSITION.sub("", str(error))
         message = message[:1].lower() + message[1:]
         if match is None:
             raise ConfigError(f"{name}: {message}.") from None
@@ -339,10 +343,10 @@ def _parse_toml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
 
 
 def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """Lines of headers and of keys that begin a line; tomllib itself tells none.
+    """Yield the lines of headers and keys, which tomllib does not report.
 
-    A line inside a text of several lines may look like a key: it then names a path that the tree
-    does not have, or one whose own line comes later and wins.
+    A line of a multi-line string may look like a key. Then its path either does not exist in the
+    tree, or the real key follows and overrides the line.
     """
     table: KeyPath = ()
     counts: dict[str, int] = {}

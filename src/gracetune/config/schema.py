@@ -189,7 +189,7 @@ class TrainSection(Section):
     experts: Literal["both", "high", "low"] = "both"
     """Which experts are trained, for models with two."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
-    """How two experts share the steps: equally, or in proportion to the sigmas that fall to each."""
+    """How two experts share the steps: equally, or in proportion to the sigmas drawn for each."""
     switch_every: PositiveInt = 1
     """Optimizer steps before the other expert can have its turn."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

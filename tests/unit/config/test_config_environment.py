@@ -24,7 +24,7 @@ def refusal(call, *arguments):
     return str(caught.value)
 
 
-def test_our_settings_are_taken_out_and_torchs_stay():
+def test_our_allocator_settings_are_separated_from_torchs():
     conf = split_alloc_conf(
         "max_split_size_mb:64, use_uvm : True ,roundup_power2_divisions:[256:1,>:8],"
         "uvm_stage1_threshold:0.1,uvm_stage1_min_bytes:1GiB,"
@@ -38,7 +38,7 @@ def test_our_settings_are_taken_out_and_torchs_stay():
     assert conf.unknown == ()
 
 
-def test_what_torch_does_not_know_is_left_to_it_and_named():
+def test_settings_unknown_to_torch_are_kept_and_reported():
     conf = split_alloc_conf("brand_new:1,backend:native")
     assert conf.theirs == "brand_new:1,backend:native"
     assert conf.unknown == ("brand_new",)
@@ -56,17 +56,17 @@ def test_what_torch_does_not_know_is_left_to_it_and_named():
         ("uvm_stage1_threshold:1.5", "between 0 and 1"),
         ("uvm_stage1_min_bytes:lots", "uvm_stage1_min_bytes in PYTORCH_CUDA_ALLOC_CONF: 'lots'"),
         ("uvm_oversubscripton_ratio:2", "did you mean uvm_oversubscription_ratio?"),
-        ("use_uvm", "'use_uvm' is not of the form key:value"),
-        ("use_uvm:", "is not of the form key:value"),
-        ("a:1,[", "'[' is not of the form key:value"),
+        ("use_uvm", "'use_uvm' does not have the form key:value"),
+        ("use_uvm:", "does not have the form key:value"),
+        ("a:1,[", "'[' does not have the form key:value"),
     ],
 )
-def test_bad_allocator_settings_are_told(text, message):
+def test_bad_allocator_settings_are_refused(text, message):
     assert message in refusal(split_alloc_conf, text)
 
 
 @given(st.text(alphabet="abuvm_:,[]>1 .", max_size=30))
-def test_no_allocator_setting_ends_in_another_error(text):
+def test_any_text_gives_settings_or_a_config_error(text):
     try:
         conf = split_alloc_conf(text)
     except ConfigError:
@@ -74,7 +74,7 @@ def test_no_allocator_setting_ends_in_another_error(text):
     assert split_alloc_conf(conf.theirs).theirs == conf.theirs
 
 
-def test_claiming_leaves_torch_only_what_is_its_own():
+def test_claiming_leaves_only_torchs_settings_in_its_variables():
     environ = {
         "PYTORCH_CUDA_ALLOC_CONF": f"{GUIDE},expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "use_uvm:False",
@@ -90,7 +90,7 @@ def test_claiming_leaves_torch_only_what_is_its_own():
     assert settings.oversubscription_ratio == 5.0
     assert settings.access_pattern == "gpu_first"
     assert settings.alloc_conf == "expandable_segments:True"
-    assert "kept from torch's allocator" in settings.notices[0]
+    assert "is applied by gracetune" in settings.notices[0]
 
 
 def test_claiming_leaves_other_variables_alone():
@@ -99,7 +99,7 @@ def test_claiming_leaves_other_variables_alone():
     assert environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 
 
-def test_claiming_in_the_process(monkeypatch):
+def test_claiming_changes_the_environment_of_the_process(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", GUIDE)
     monkeypatch.setenv("GRACETUNE_ALLOC_CONF", "")
     claim_process_alloc_conf()
@@ -108,7 +108,7 @@ def test_claiming_in_the_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("variables", "expected"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         (
@@ -121,14 +121,16 @@ def test_claiming_in_the_process(monkeypatch):
         ),
     ],
 )
-def test_segments_grow_unless_torch_is_told_something(monkeypatch, said, expected):
+def test_expandable_segments_are_the_default_without_allocator_settings(
+    monkeypatch, variables, expected
+):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(variable, said.get(variable, ""))
+        monkeypatch.setenv(variable, variables.get(variable, ""))
     prefer_expandable_segments()
     assert {variable: os.environ[variable] for variable in expected} == expected
 
 
-def test_an_empty_environment_says_nothing():
+def test_an_empty_environment_sets_nothing():
     assert environment_settings({}) == EnvironmentSettings()
     assert environment_settings({"ACCELERATE_MIXED_PRECISION": ""}) == EnvironmentSettings()
 
@@ -151,7 +153,7 @@ def test_every_variable_is_read():
     assert settings.stage1_min_bytes == 2 * 1024**2
 
 
-def test_the_allocators_own_setting_counts_where_two_disagree():
+def test_allocator_settings_take_precedence_over_other_variables():
     settings = environment_settings(
         {
             "GH200_UVM_OVERSUBSCRIPTION_RATIO": "3",
@@ -160,7 +162,7 @@ def test_the_allocators_own_setting_counts_where_two_disagree():
         }
     )
     assert (settings.oversubscription_ratio, settings.access_pattern) == (5.0, "gpu_first")
-    assert sum("does not" in notice for notice in settings.notices) == 2
+    assert sum("takes precedence" in notice for notice in settings.notices) == 2
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,11 @@ def test_the_allocators_own_setting_counts_where_two_disagree():
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION is 'fp8'"),
         (
             {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1", "AITK_GH200_ENABLE_UVM_HINTS": "0"},
-            "AITK_GH200_ENABLE_UVM_HINTS=0 say different things",
+            "AITK_GH200_ENABLE_UVM_HINTS=0 contradict each other",
         ),
     ],
 )
-def test_a_bad_value_names_its_variable(env, message):
+def test_a_bad_value_is_refused_with_its_variable(env, message):
     assert message in refusal(environment_settings, env)
 
 
@@ -184,29 +186,29 @@ def load(text, env):
     return load_run_text(text, "json", "run", environment=env)
 
 
-def test_the_environment_decides_what_a_run_file_leaves_open():
+def test_the_environment_sets_what_the_run_file_leaves_open():
     env = {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "0", "ACCELERATE_MIXED_PRECISION": "fp16"}
     loaded = load('{"train": {"mixed_precision": "auto"}}', env)
     assert loaded.run.gh200_optimizations.enable_uvm_hints is False
     assert loaded.run.train.mixed_precision == "bf16"
-    assert "gh200_optimizations.enable_uvm_hints is false: the environment says so." in (
+    assert "gh200_optimizations.enable_uvm_hints is false, set by the environment." in (
         loaded.notices
     )
-    assert any("ACCELERATE_MIXED_PRECISION says so" in notice for notice in loaded.notices)
-    assert any("is fp16: taken as bf16" in notice for notice in loaded.notices)
+    assert any("set by ACCELERATE_MIXED_PRECISION" in notice for notice in loaded.notices)
+    assert any("is fp16, but bf16 is used" in notice for notice in loaded.notices)
 
 
-def test_a_run_file_beats_the_environment():
+def test_the_run_file_overrides_the_environment():
     env = {"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "0", "ACCELERATE_MIXED_PRECISION": "bf16"}
     text = '{"mixed_precision": "no", "cache_config": {"vae_cache_type": "unified_memory"}}'
     loaded = load(text, env)
     assert loaded.run.gh200_optimizations.enable_uvm_hints is True
     assert loaded.run.train.mixed_precision == "no"
-    assert not any("says so" in notice for notice in loaded.notices)
-    assert any("the environment, which differs, does not" in text for text in loaded.notices)
+    assert not any("set by" in notice for notice in loaded.notices)
+    assert any("is set differently by the environment" in text for text in loaded.notices)
 
 
-def test_the_launchers_own_default_is_no_decision():
+def test_the_default_precision_of_accelerate_launch_is_ignored():
     launched = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
     assert load("{}", launched).run.train.mixed_precision == "auto"
     assert load("{}", {"ACCELERATE_MIXED_PRECISION": "no"}).run.train.mixed_precision == "no"

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.load import known_keys, load_run_file, load_run_text, parse_value, suggest_fix
+from gracetune.config.load import (
+    json_schema,
+    known_keys,
+    load_run_file,
+    load_run_text,
+    parse_value,
+    resolved_json,
+    suggest_fix,
+)
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -32,7 +40,7 @@ def text_refusal(text, text_format="json"):
         ("run.TOML", '[train]\nbatch_size = 2\n[validation]\nprompts = ["a"]\n'),
     ],
 )
-def test_every_format_says_the_same(tmp_path, name, text):
+def test_every_format_gives_the_same_run(tmp_path, name, text):
     file = tmp_path / name
     file.write_text("\ufeff" + text if name == "run.json" else text, "utf-8")
     loaded = load_run_file(file, environment={})
@@ -49,7 +57,7 @@ def test_overrides_apply_to_files(tmp_path):
     assert load_run_file(str(file), ["seed=3"], {}).run.seed == 3
 
 
-def test_the_environment_of_the_process_counts_where_none_is_given(tmp_path, monkeypatch):
+def test_the_environment_defaults_to_that_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "1")
     file = tmp_path / "run.json"
     file.write_text("{}")
@@ -57,11 +65,11 @@ def test_the_environment_of_the_process_counts_where_none_is_given(tmp_path, mon
     assert load_run_file(file, environment={}).run.gh200_optimizations.enable_uvm_hints is None
 
 
-def test_files_that_are_none(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     assert "does not exist" in refusal(load_run_file, tmp_path / "no.json")
     (tmp_path / "folder.json").mkdir()
     assert "is a folder" in refusal(load_run_file, tmp_path / "folder.json")
-    assert "ends in .json, .yaml" in refusal(load_run_file, tmp_path / "run.txt")
+    assert "must end in one of .json, .yaml" in refusal(load_run_file, tmp_path / "run.txt")
     (tmp_path / "latin.json").write_bytes(b'{"output_dir": "\xe9"}')
     assert "is not UTF-8 (byte 16)" in refusal(load_run_file, tmp_path / "latin.json")
     (tmp_path / "file").write_text("")
@@ -69,7 +77,7 @@ def test_files_that_are_none(tmp_path):
     assert "cannot be read" in refusal(load_run_file, "\0.json")
     with (tmp_path / "large.json").open("wb") as large:
         large.truncate(17 * 1024**2)
-    assert "not a run file" in refusal(load_run_file, tmp_path / "large.json")
+    assert "so not a run file" in refusal(load_run_file, tmp_path / "large.json")
 
 
 @pytest.mark.parametrize(
@@ -139,11 +147,11 @@ def test_files_that_are_none(tmp_path):
         ),
     ],
 )
-def test_mistakes_name_place_key_value_rule_and_way_out(text, message):
+def test_errors_name_the_place_key_value_rule_and_fix(text, message):
     assert message in text_refusal(text)
 
 
-def test_a_value_of_several_kinds_has_one_line():
+def test_a_union_gives_one_line_per_mistake():
     with pytest.raises(ConfigError) as caught:
         load_run_text("{}", "json", "run", ["plan=maybe"], {})
     rule = "it must be 'auto', 'off' or an object with keys."
@@ -155,7 +163,7 @@ def test_a_value_of_several_kinds_has_one_line():
     ]
 
 
-def test_every_mistake_has_its_line():
+def test_every_mistake_is_reported_with_its_line():
     message = text_refusal("train:\n  batch_size: 0\nlogging:\n  evry: 1\n  every: 0\n", "yaml")
     assert sorted(message.splitlines()) == [
         "run:2: train.batch_size is 0; it must be at least 1.",
@@ -165,7 +173,7 @@ def test_every_mistake_has_its_line():
     assert "run:3: train.batch_size" in text_refusal("\n[train]\nbatch_size = 0", "toml")
 
 
-def test_rules_across_sections_have_lines_too():
+def test_violations_across_sections_have_lines_too():
     text = '{"datasets": [\n{"id": "a"},\n{"id": "a"}]}'
     assert [line[:22] for line in text_refusal(text).splitlines()] == [
         "run:2: datasets.0.id i",
@@ -177,7 +185,7 @@ def test_rules_across_sections_have_lines_too():
     )
 
 
-def test_suggestions_cover_every_key():
+def test_a_typo_in_any_key_suggests_that_key():
     for key in known_keys():
         path = tuple(0 if step == "*" else step for step in key.split("."))
         typo = (*path[:-1], f"{path[-1]}x")
@@ -219,7 +227,7 @@ top_keys = [
 
 @given(tree=st.dictionaries(st.sampled_from(top_keys), json_values, max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_no_tree_ends_in_another_error(tree):
+def test_any_tree_gives_a_run_or_a_config_error(tree):
     with contextlib.suppress(ConfigError):
         loaded = load_run_text(json.dumps(tree), "json", "run", environment={})
         assert isinstance(loaded.run, RunFile)
@@ -232,3 +240,49 @@ def test_loading_imports_no_torch():
 
 def test_the_path_of_a_text_is_its_name():
     assert load_run_text("{}", "json", "inline", environment={}).path == Path("inline")
+
+
+RUN = RunFile.model_validate(
+    {
+        "output_dir": "runs/é",
+        "adapter": {"targets": ["to_q"], "alpha": 3},
+        "datasets": [
+            {"id": "a", "type": "in_memory", "in_memory": {"num_workers": 2}},
+            {"id": "b", "shapes": {"copies": 2}},
+        ],
+        "cache_config": {"vae_cache_type": "unified_memory"},
+        "gh200_optimizations": {"enable_uvm_hints": True},
+        "optimizer": {"lr": 1e-07, "betas": [0.1, 0.3]},
+        "validation": {"prompts": ["a", "b"]},
+    }
+)
+
+
+def test_resolved_json_loads_as_the_same_run():
+    loaded = load_run_text(resolved_json(RUN), "json", "run", environment={})
+    assert loaded.run == RUN
+    assert loaded.notices == ()
+    assert load_run_text(resolved_json(RunFile()), "json", "run", environment={}).run == RunFile()
+
+
+def test_resolved_json_has_every_key_in_schema_order():
+    written = json.loads(resolved_json(RUN))
+    assert list(written) == list(RunFile.model_fields)
+    assert resolved_json(RUN) == resolved_json(RUN.model_copy())
+    assert "é" in resolved_json(RUN)
+    assert resolved_json(RUN).endswith("}\n")
+
+
+def test_the_schema_describes_every_key():
+    schema = json.loads(json_schema())
+    assert schema["additionalProperties"] is False
+    train = schema["$defs"]["TrainSection"]
+    assert train["additionalProperties"] is False
+    assert train["properties"]["batch_size"]["minimum"] == 1
+    missing = [
+        f"{name}.{key}"
+        for name, section in schema["$defs"].items()
+        for key, rules in section["properties"].items()
+        if "description" not in rules
+    ]
+    assert missing == []

@@ -113,7 +113,7 @@ def test_augmentations_stay_where_no_cache_is_to_hold_them():
 def test_the_environment_decides_what_the_blocks_leave_open():
     _, blocks = split_config(process(gracetune={}), {"AITK_GH200_ENABLE_UVM_HINTS": "1"})
     assert blocks.gh200.enable_uvm_hints
-    assert any("the environment says so" in text for text in blocks.notices)
+    assert any("set by the environment" in text for text in blocks.notices)
 
 
 CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}

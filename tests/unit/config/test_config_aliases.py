@@ -69,20 +69,21 @@ def test_values_and_remarks_belong_to_keys_of_the_schema():
         ('{"network": {"type": "lora", "linear": 8}}', "adapter", "rank", 8),
     ],
 )
-def test_what_others_type_lands_where_it_means_something(text, section, key, value):
+def test_other_tools_keys_are_translated(text, section, key, value):
     run = load(text).run
     assert run.model_dump()[section][key] == value
     assert section in run.model_fields_set
 
 
-def test_full_training_has_no_adapter():
+def test_model_type_full_means_no_adapter():
     assert load('{"model_type": "full"}').run.adapter is None
 
 
-def test_spellings_are_told_once():
+def test_translated_keys_are_listed_in_one_notice():
     notices = load('{"train_batch_size": 3, "lr": 0.5}').notices
     assert notices == (
-        "Other spellings were read: train_batch_size as train.batch_size, lr as optimizer.lr.",
+        "Keys of other tools were translated: train_batch_size -> train.batch_size, "
+        "lr -> optimizer.lr.",
     )
 
 
@@ -98,12 +99,12 @@ def test_spellings_are_told_once():
         '"id": "a", "instance_data_dir": "b"',
     ],
 )
-def test_one_data_set_in_every_spelling(text):
+def test_a_single_data_set_can_be_spelled_in_many_ways(text):
     (dataset,) = load(text).run.datasets
     assert (dataset.id, dataset.instance_data_dir) == ("a", "b")
 
 
-def test_a_flat_resolution_is_every_data_sets():
+def test_a_top_level_resolution_applies_to_every_data_set():
     run = load('{"resolution": 64, "datasets": [{"id": "a"}, {"id": "b", "resolution": 64}]}').run
     assert [dataset.resolution for dataset in run.datasets] == [64, 64]
     assert load('{"resolution": 64}').run.datasets[0].resolution == 64
@@ -120,19 +121,19 @@ def test_a_flat_resolution_is_every_data_sets():
         ('{"lora_dropout": 0, "adapter": {"dropout": false}}', "is false", "lora_dropout is 0"),
     ],
 )
-def test_what_is_said_twice_must_agree(text, first, second):
+def test_two_spellings_of_a_key_must_agree(text, first, second):
     message = refusal(text)
     assert first in message
     assert second in message
-    assert message.endswith("Keep one of them.")
+    assert message.endswith("Remove one of them.")
 
 
-def test_what_is_said_twice_alike_is_fine():
+def test_two_spellings_with_the_same_value_are_accepted():
     assert load('{"train_batch_size": 2, "train": {"batch_size": 2}}').run.train.batch_size == 2
     assert load('{"lora_rank": 4, "adapter": {}}').run.adapter.rank == 4
 
 
-def test_the_flat_initial_size_switches_the_ramp_on_unless_told_otherwise():
+def test_the_top_level_initial_size_turns_the_ramp_on_unless_it_is_turned_off():
     loaded = load('{"initial_effective_batch_size": 4}')
     assert loaded.run.gh200_optimizations.enable_batch_size_rampup is True
     assert any("enable_batch_size_rampup is true" in notice for notice in loaded.notices)
@@ -144,18 +145,18 @@ def test_the_flat_initial_size_switches_the_ramp_on_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("kind", ["vae_cache_type", "text_cache_type"])
-def test_unified_caches_opt_into_hints(kind):
+def test_unified_memory_caches_turn_hints_on(kind):
     text = '{"cache_config": {"%s": "unified_memory"}%s}'
     hints = load(text % (kind, "")).run.gh200_optimizations.enable_uvm_hints
     assert hints is True
-    said = load(text % (kind, ', "gh200_optimizations": {"enable_uvm_hints": false}')).run
-    assert said.gh200_optimizations.enable_uvm_hints is False
+    disabled = load(text % (kind, ', "gh200_optimizations": {"enable_uvm_hints": false}')).run
+    assert disabled.gh200_optimizations.enable_uvm_hints is False
 
 
-def test_staging_without_a_named_codec_is_raw_and_says_so():
+def test_staging_does_not_compress_by_default_and_does_not_mention_it():
     text = '{"datasets": [{"in_memory": {"num_workers": 2}}]}'
     assert load(text).run.datasets[0].in_memory.compression == "none"
-    assert any("compression is none" in notice for notice in load(text).notices)
+    assert not any("compression" in notice for notice in load(text).notices)
     null = '{"datasets": [{"in_memory": {"compression": null}}]}'
     assert load(null).run.datasets[0].in_memory.compression == "none"
     empty = load('{"datasets": [{"in_memory": {}}]}').run
@@ -165,26 +166,26 @@ def test_staging_without_a_named_codec_is_raw_and_says_so():
     assert load('{"datasets": [{"id": "a"}]}').run.datasets[0].type == "local"
 
 
-def test_settings_of_staging_that_are_none_are_refused():
+def test_in_memory_must_be_an_object():
     with pytest.raises(ConfigError, match=r"in_memory is 3; it must be an object with keys"):
         load('{"datasets": [{"type": "in_memory", "in_memory": 3}]}')
 
 
-def test_settings_of_staging_ask_for_staging():
+def test_setting_in_memory_turns_staging_on():
     loaded = load('{"datasets": [{"in_memory": {"compression": "lz4"}}]}')
     assert loaded.run.datasets[0].type == "in_memory"
-    assert "datasets.0.type is in_memory: datasets.0.in_memory is given." in loaded.notices
+    assert "datasets.0.type is in_memory, because datasets.0.in_memory is set." in loaded.notices
     local = load('{"datasets": [{"type": "local", "in_memory": {"compression": "lz4"}}]}')
     assert local.run.datasets[0].type == "local"
     assert any("datasets.0.in_memory has no effect" in text for text in local.notices)
 
 
-def test_an_epoch_that_the_run_counts_itself_is_refused_with_the_way_out():
+def test_removed_keys_are_refused_with_advice():
     with pytest.raises(ConfigError, match="a run counts its epochs itself"):
         load('{"datasets": [{"augmentation_cache_epoch": 1}]}')
 
 
-def test_latents_on_disk_are_a_persistent_cache():
+def test_cache_latents_to_disk_turns_the_persistent_cache_on():
     text = '{"datasets": [{"id": "a", "cache_latents_to_disk": true}, {"id": "b"}]%s}'
     assert load(text % "").run.cache_config.persistent_cache is True
     message = refusal(text % ',\n"cache_config": {"persistent_cache": false}')
@@ -205,13 +206,13 @@ def test_latents_on_disk_are_a_persistent_cache():
         ("model.path=None", "model", "path", None),
     ],
 )
-def test_overrides_win_in_any_spelling(override, section, key, value):
+def test_overrides_replace_values_in_any_spelling(override, section, key, value):
     text = '{"train": {"batch_size": 9}, "adapter": {"rank": 3}, "model": {"path": "x"}}'
     dump = load(text, override).run.model_dump()
     assert (dump[section] if section else dump)[key] == value
 
 
-def test_overrides_reach_into_lists():
+def test_overrides_can_set_list_items():
     text = '{"datasets": [{"id": "a"}, {"id": "b"}]}'
     run = load(text, "datasets.1.repeats=2", "resolution=64", "datasets.2.id=c").run
     assert [dataset.repeats for dataset in run.datasets] == [1, 2, 1]
@@ -221,7 +222,7 @@ def test_overrides_reach_into_lists():
 
 
 @pytest.mark.parametrize("key", ["datasets", "data_backend", "dataset"])
-def test_a_list_takes_the_place_of_the_other(key):
+def test_a_list_override_replaces_the_whole_list(key):
     text = '{"datasets": [{"id": "a", "repeats": 2}, {"id": "b"}]}'
     (dataset,) = load(text, key + '=[{"id": "c", "folder_path": "x"}]').run.datasets
     assert (dataset.id, dataset.repeats, dataset.instance_data_dir) == ("c", 1, "x")
@@ -229,7 +230,7 @@ def test_a_list_takes_the_place_of_the_other(key):
     assert load("{}", "optimizer.betas=[0.5, 0.6]").run.optimizer.betas == (0.5, 0.6)
 
 
-def test_what_follows_hides_no_mistake():
+def test_implied_settings_do_not_hide_mistakes():
     message = refusal('{"datasets": [5, {"in_memory": {"num_workers": 1}}]}')
     assert message == "run.json:1: datasets.0 is 5; it must be an object with keys."
 
@@ -240,14 +241,14 @@ def test_what_follows_hides_no_mistake():
         ("x", "is not an override"),
         ("=3", "is not an override"),
         ("a..b=3", "is not an override"),
-        ("datasets.3.repeats=2", "asks for item 3 of a list that has 1"),
+        ("datasets.3.repeats=2", "sets item 3 of a list with 1 items"),
         ("datasets.0.in_memory.0.x=2", "override datasets.0.in_memory.0.x=2: "),
-        ("validation.prompts.x=1", "asks for item x"),
+        ("validation.prompts.x=1", "sets item x"),
         ("seed=NaN", "finite"),
         ("optimizer.lr=1e999", "finite"),
         ("train.lr=abc", 'train.lr (optimizer.lr) is "abc"; it must be a number'),
         ("max_trian_steps=1", "did you mean train.max_train_steps?"),
     ],
 )
-def test_bad_overrides_are_told(override, message):
+def test_bad_overrides_are_refused(override, message):
     assert message in refusal('{"datasets": [{}], "validation": {"prompts": ["a"]}}', override)

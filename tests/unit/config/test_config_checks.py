@@ -63,7 +63,7 @@ def test_the_default_run_breaks_no_rule():
         (
             {"train": {"timestep_window": (0.5, 0.5)}},
             "train.timestep_window",
-            "is [0.5, 0.5]; the first must be below the second",
+            "is [0.5, 0.5]; the first number must be below the second",
         ),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas.1", "below 1"),
         ({"adapter": {"targets": ()}}, "adapter.targets", "empty list"),
@@ -82,15 +82,15 @@ def test_the_default_run_breaks_no_rule():
         ({"validation": {"holdout": 1}}, "validation.holdout", "no sample to train on"),
     ],
 )
-def test_a_broken_rule_names_the_key_and_the_way_out(sections, key, words):
-    (breach,) = find_violations(run(**sections))
-    assert breach.key == key
-    assert words in breach.message
+def test_a_violation_names_the_key_the_value_and_the_rule(sections, key, words):
+    (violation,) = find_violations(run(**sections))
+    assert violation.key == key
+    assert words in violation.message
 
 
-def test_every_data_set_of_one_name_is_told():
+def test_duplicate_ids_are_all_reported():
     found = find_violations(run(datasets=({"id": "a"}, {"id": "b"}, {"id": "a"})))
-    assert [breach.key for breach in found] == ["datasets.0.id", "datasets.2.id"]
+    assert [violation.key for violation in found] == ["datasets.0.id", "datasets.2.id"]
 
 
 @pytest.mark.parametrize(
@@ -107,35 +107,35 @@ def test_every_data_set_of_one_name_is_told():
         },
     ],
 )
-def test_what_goes_together_is_let_through(sections):
+def test_compatible_settings_are_accepted(sections):
     assert find_violations(run(**sections)) == []
 
 
-def test_what_is_probably_not_meant_is_remarked():
+def test_unused_ramp_settings_are_reported():
     idle = run(gh200_optimizations={"initial_effective_batch_size": 4})
     assert "has no effect" in find_remarks(idle)[0]
     both = {"target_effective_batch_size": 8, "batch_rampup_steps": 8}
     found = find_remarks(run(gh200_optimizations=both))
     assert [text.split()[0].rpartition(".")[2] for text in found] == list(both)
     late = run(gh200_optimizations=ramp(), train={"batch_size": 32})
-    assert "the ramp begins there" in find_remarks(late)[0]
+    assert "The ramp starts there" in find_remarks(late)[0]
 
 
-def test_staging_of_what_is_not_staged_is_remarked_on():
+def test_unused_staging_settings_are_reported():
     local = run(datasets=({"type": "local", "in_memory": {"num_workers": 2}},))
     (text,) = find_remarks(local)
-    assert text.startswith("datasets.0.in_memory has no effect: datasets.0.type is local")
+    assert text.startswith("datasets.0.in_memory has no effect, because datasets.0.type is local")
     assert (
         find_remarks(run(datasets=({"type": "in_memory", "in_memory": {"num_workers": 2}},))) == []
     )
     assert find_remarks(run(datasets=({"type": "local"},))) == []
 
 
-def test_caching_that_is_not_done_is_remarked_on():
+def test_unused_cache_settings_are_reported():
     flips = {"augmentations": ({"name": "flip"},), "augmentations_cache_mode": "disable_cache"}
     kept = {"cache_config": {"persistent_cache": True}}
     (text,) = find_remarks(run(datasets=(flips,), **kept))
-    assert "of its samples only captions are kept" in text
+    assert "keeps only the captions of this data set" in text
     assert find_remarks(run(datasets=(flips,))) == []
     (text,) = find_remarks(run(datasets=({"augmentations_cache_mode": "static"},)))
     assert "augmentations_cache_mode has no effect" in text
@@ -143,12 +143,12 @@ def test_caching_that_is_not_done_is_remarked_on():
         find_remarks(run(datasets=({"crop": "random", "augmentations_cache_mode": "static"},)))
         == []
     )
-    one, other = ({"id": str(said), "cache_latents_to_disk": said} for said in (True, False))
+    one, other = ({"id": str(kept), "cache_latents_to_disk": kept} for kept in (True, False))
     (text,) = find_remarks(run(datasets=(one, other), **kept))
     assert text.startswith("datasets.1.cache_latents_to_disk is false but has no effect")
 
 
-def test_training_needs_data():
+def test_training_needs_a_data_set_with_a_folder():
     with pytest.raises(ConfigError, match="datasets is empty"):
         check_trainable(RunFile())
     with pytest.raises(ConfigError, match=r"datasets\.1\.instance_data_dir is missing.*'b'"):
@@ -156,7 +156,7 @@ def test_training_needs_data():
     check_trainable(run(datasets=({"instance_data_dir": "x"},)))
 
 
-def test_training_asks_for_everything_at_once():
+def test_all_missing_settings_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         check_trainable(run(adapter={"targets": ()}))
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
@@ -165,13 +165,13 @@ def test_training_asks_for_everything_at_once():
     ]
 
 
-def test_a_holdout_that_nothing_measures_is_remarked_on() -> None:
+def test_a_holdout_without_validation_is_reported() -> None:
     run = RunFile.model_validate({"validation": {"every": 0, "holdout": 0.1}})
-    assert any("nothing measures them" in remark for remark in find_remarks(run))
+    assert any("is never measured" in remark for remark in find_remarks(run))
     assert find_remarks(RunFile.model_validate({"validation": {"holdout": 0.1}})) == []
 
 
-def test_a_setting_that_an_optimizer_does_not_have_is_remarked_on():
+def test_settings_that_an_optimizer_ignores_are_reported():
     lion = RunFile.model_validate({"optimizer": {"name": "lion", "eps": 1e-6, "lr": 1e-5}})
     assert find_remarks(lion) == ["optimizer.eps has no effect: lion does not use it."]
     muon = find_remarks(run(optimizer={"name": "muon", "eps": 1e-6, "betas": [0.9, 0.99]}))
@@ -206,7 +206,7 @@ def test_the_settings_of_families_exist_in_the_schema():
         ),
     ],
 )
-def test_a_setting_of_another_family_kind_or_algorithm_is_remarked_on(sections, setting):
+def test_settings_without_effect_are_reported(sections, setting):
     (text,) = find_remarks(run(**sections))
     assert text.startswith(f"{setting} has no effect: ")
 
@@ -222,5 +222,5 @@ def test_a_setting_of_another_family_kind_or_algorithm_is_remarked_on(sections, 
         {"datasets": ({"dataset_type": "audio", "seconds": 3.0},), "validation": {"seconds": 2.0}},
     ],
 )
-def test_a_setting_that_counts_is_not_remarked_on(sections):
+def test_settings_with_an_effect_are_not_reported(sections):
     assert find_remarks(run(**sections)) == []
