@@ -423,7 +423,7 @@ def test_a_form_that_is_advised_holds_the_adapter(path):
     with pytest.raises(AdapterError, match=r"format comfyui: .* Write the format diffusers\.$"):
         write_adapter(path, adapter, "comfyui")
     adapter = Adapter(get_table("tiny", TABLES), {place: make_full(8, 6, generator)})
-    with pytest.raises(AdapterError, match=r"Write the form simpletuner-comfyui\..*--lora-rank"):
+    with pytest.raises(AdapterError, match=r"Write the format simpletuner-comfyui\..*--lora-rank"):
         write_adapter(path, adapter, "diffusers")
     write_adapter(path, adapter, "simpletuner-comfyui")
 

@@ -161,7 +161,7 @@ def test_magnitudes_by_columns_or_of_some_parts_are_refused():
     with pytest.raises(AdapterError, match="span all rows of a column"):
         split_fused(Adapter(FLUX, {WHOLE: by_columns}))
     dora = make_lora(12, HIDDEN, generator(), dora=True)
-    with pytest.raises(AdapterError, match="one is missing"):
+    with pytest.raises(AdapterError, match="one part is missing"):
         join_fused(adapter_of({QKV[0]: dora}))
     plain = make_lora(12, HIDDEN, generator())
     with pytest.raises(AdapterError, match="only some"):

@@ -125,7 +125,7 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
         "run_low_noise.safetensors",
     ]
     words = ("convert", path, "--to", "kohya", "-o", tmp_path / "run.safetensors")
-    assert "run_high_noise.safetensors is there already" in _error(capsys, *words)
+    assert "run_high_noise.safetensors already exists" in _error(capsys, *words)
     back = tmp_path / "again.safetensors"
     high, low = found["files"]
     run(capsys, "convert", low, high, "--to", "ai-toolkit-combined", "-o", back)
@@ -136,10 +136,10 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
     assert same(
         read_adapter(one, TABLES), read_adapter(tmp_path / "run_low_noise.safetensors", TABLES)
     )
-    assert "Give the high one" in _error(
+    assert "Give one for high" in _error(
         capsys, "convert", high, high, "--to", "ai-toolkit-combined"
     )
-    assert "one file or two" in _error(capsys, "convert", high, low, low, "--to", "comfyui")
+    assert "one file, or two" in _error(capsys, "convert", high, low, low, "--to", "comfyui")
 
 
 def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_path):
@@ -178,7 +178,7 @@ def test_convert_cuts_to_a_lora_and_says_what_is_lost(capsys, tmp_path):
         "-o",
         out,
     )
-    assert "lost by the cut: 0.00%" in text
+    assert "lost by truncation: 0.00%" in text
     tensors, _ = read_tensors(out)
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     assert all("lora_" in key for key in tensors)
@@ -217,9 +217,9 @@ def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
         for s in STAGES
     ]
     out = tmp_path / "out.safetensors"
-    assert "both stages" in _error(capsys, "merge", *files, "-o", out)
+    assert "both experts" in _error(capsys, "merge", *files, "-o", out)
     model = wan_model(tmp_path / "m.safetensors")
-    assert "both stages" in _error(capsys, "merge", *files, "--into", model, "-o", out)
+    assert "both experts" in _error(capsys, "merge", *files, "--into", model, "-o", out)
 
 
 def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
@@ -252,8 +252,8 @@ def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
     dear.mkdir()
     (dear / "notes.txt").write_text("keep me")
     for out, reason in (
-        (dear, "would be lost"),
-        (dear / "notes.txt", "would be lost"),
+        (dear, "would be overwritten"),
+        (dear / "notes.txt", "would be overwritten"),
         (pipeline, "is read while the result is written"),
         (pipeline / "merged", "is read while the result is written"),
     ):
@@ -275,11 +275,11 @@ def test_a_file_that_is_there_is_not_replaced(capsys, lora, tmp_path):
         ("merge", lora, "--into", model, "-o", dear),
         ("extract", model, model, "--rank", "2", "--family", "wan", "-o", dear),
     ):
-        assert "is there already and would be lost" in _error(capsys, *words)
+        assert "already exists and would be overwritten" in _error(capsys, *words)
     assert dear.read_text() == "keep me"
     assert lora.read_bytes() == before
     run(capsys, "convert", lora, "--to", "kohya")
-    assert "would be lost" in _error(capsys, "convert", lora, "--to", "kohya")
+    assert "would be overwritten" in _error(capsys, "convert", lora, "--to", "kohya")
 
 
 def test_a_fault_is_told_to_machines_too(capsys, lora, tmp_path):
@@ -313,7 +313,7 @@ def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
         ("merge", lora, "--into", model),
         ("extract", model, model, "--rank", "2", "--family", "wan"),
     ):
-        assert "is a folder. Name a file" in _error(capsys, *words, "-o", tmp_path)
+        assert "is a folder. Give a file" in _error(capsys, *words, "-o", tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_the_users_to_mend(capsys, lora):
@@ -347,7 +347,7 @@ def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
     save_file(changed, tuned)
     save_file(load_file(model) | {"blocks.0.norm2.weight": torch.zeros(24)}, model)
     text = run(capsys, *words, "--family", "wan", "--to", "kohya")
-    assert "1 other weights differ and are left out, blocks.0.norm2.weight first" in text
+    assert "1 other weights differ and are left out, first blocks.0.norm2.weight" in text
 
 
 def test_check_counts_and_fails(capsys, lora, tmp_path):
@@ -358,8 +358,8 @@ def test_check_counts_and_fails(capsys, lora, tmp_path):
         ("comfyui", 20),
     ]
     text = run(capsys, "check", lora, "--expect", "400", code=1)
-    assert "20 modules of 400 expected" in text
-    assert "20 modules of 19 expected" in run(capsys, "check", lora, "--expect", "19", code=1)
+    assert "20 modules, but 400 are expected" in text
+    assert "20 modules, but 19 are expected" in run(capsys, "check", lora, "--expect", "19", code=1)
     run(capsys, "check", lora, "--expect", "20")
     bare = write_adapter(tmp_path / "bare.safetensors", make_wan(), "bare")
     assert "does NOT load" in run(capsys, "check", bare, code=1)
@@ -415,8 +415,6 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
 
 def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
-    from gracetune.adapters.files.keys import any_name_table
-
     adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     assert "no pipeline is known" in run(capsys, "check", path)
