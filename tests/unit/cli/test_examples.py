@@ -66,6 +66,6 @@ def test_the_shipped_run_files_are_listed_printed_and_copied(
     assert {path.name for path in shipped} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_an_unknown_example_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_example_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", "nonesuch"]) == 2
-    assert "'nonesuch' is not known. Known: " in capsys.readouterr().err
+    assert "there is no example 'nonesuch'. Use one of: " in capsys.readouterr().err

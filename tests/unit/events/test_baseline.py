@@ -109,7 +109,7 @@ def test_waiting_times_of_several_processes_are_added(tmp_path: Path) -> None:
 
 
 def test_a_log_with_only_warmup_steps_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--warmup is 3, but .* has only 2 steps"):
+    with pytest.raises(DataError, match=r"--warmup is 3, but .* has only 2 steps"):
         measure_run(log(tmp_path / "e", step(1, 1.0), step(2, 1.0)), 3)
 
 

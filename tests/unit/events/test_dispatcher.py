@@ -29,7 +29,7 @@ class RecordingSink:
             raise OSError("disk full")
 
 
-def test_every_sink_hsinks_every_event_in_order() -> None:
+def test_every_sink_receives_every_event_in_order() -> None:
     sinks = [RecordingSink(), RecordingSink()]
     events = [Notice("a"), Notice("a"), Notice("b", "warning")]
     with EventDispatcher(sinks) as dispatcher:

@@ -121,7 +121,7 @@ def test_other_damage_is_an_error(tmp_path: Path, damage: bytes) -> None:
     write_log(path, step_done(1))
     path.write_bytes(path.read_bytes() + damage)
     write_log(path, step_done(2))
-    with pytest.raises(DataError, match="line 2 of .* is not an event"):
+    with pytest.raises(DataError, match=r"line 2 of .* is not an event"):
         loss_by_step(path)
 
 

@@ -20,7 +20,7 @@ def test_the_example_of_the_guide_ramps_from_4_to_32_in_400_micro_batches():
         world_size=1,
     )
     assert [ramp.accumulation(m) for m in (0, 200, 400, 5000)] == [1, 3, 8, 8]
-    assert ramp_notes(ramp)[0].startswith("GH200 gradient accumulation ramp enabled")
+    assert ramp_notes(ramp)[0].startswith("ramp: GH200 gradient accumulation ramp enabled")
 
 
 def test_a_ramp_can_be_linear():
@@ -49,7 +49,7 @@ def test_a_start_below_one_micro_batch_is_rounded_up_and_a_constant_ramp_reporte
     notes = ramp_notes(ramp)
     assert ramp.is_constant
     assert any("rounded up to 32" in note for note in notes)
-    assert any("the ramp has no effect" in note for note in notes)
+    assert any("ramp: no effect" in note for note in notes)
 
 
 @pytest.mark.parametrize(
