@@ -11,8 +11,8 @@ from gracetune.models.family import (
     EXPERTS,
     Experts,
     SampleRequest,
-    load_family,
     bind_expert,
+    load_family,
     transformers_of,
 )
 from gracetune.models.registry import FAMILIES

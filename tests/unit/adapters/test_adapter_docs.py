@@ -12,7 +12,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="
 
 
 def test_every_form_is_told_with_its_tools():
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+?) \|$", TEXT.partition("## Forms")[2], re.M))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.+?) \|$", TEXT.partition("## Formats")[2], re.M))
     assert {form.name: form.tools for form in FORMATS}.items() <= rows.items()
 
 
