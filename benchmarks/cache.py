@@ -1,9 +1,10 @@
-"""What the cache's claims rest on: reading against one file an item, text without padding, opening.
+"""Measure the cache: reading compared with one file per item, text without padding, opening.
 
-`cache_read.py` says how reading is measured. Text is measured on captions of natural length, and
-opening on an index of a million entries that the kernel was asked to forget.
+    PYTHONPATH=src:benchmarks python benchmarks/cache.py --write
 
-`python benchmarks/cache.py --write` takes about 12 GB of disk and some minutes.
+Takes about 12 GB of disk and some minutes. `cache_read.py` explains how reading is measured. Text
+is measured on captions of natural length; opening on an index of a million entries that was dropped
+from the page cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gracetune.cache.keys import text_key
 from gracetune.cache.shard_store import INDEX, ShardStore
 
 SHAPES = {"16x64x64": 10_000, "16x128x128": 4_000}
-"""What pictures of 512 and of 1024 pixels become, and how many of them are read."""
+"""Latent shapes of images of 512 and 1024 pixels, and the number of items to read."""
 TOKENS = 512
 WIDTH = 4096
 ENTRIES = 1_000_000
@@ -33,11 +34,13 @@ WORDS = ("an", "old", "wooden", "table", "with", "oranges", "beside", "a", "wind
 
 
 def main() -> None:
-    """Measure, print, and write where asked."""
+    """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write results/cache.json")
-    parser.add_argument("--items", type=int, default=10_000, help="most latents that are read")
-    parser.add_argument("--folder", type=Path, default=None, help="a disk to measure on")
+    parser.add_argument(
+        "--items", type=int, default=10_000, help="maximum number of latents to read"
+    )
+    parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure")
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="cache-bench-", dir=args.folder))
@@ -62,7 +65,7 @@ def main() -> None:
 
 
 def measure_text(folder: Path) -> dict[str, object]:
-    """Bytes of captions of natural length (6 to 60 words, about 1.3 tokens a word)."""
+    """Return the size of captions of natural length (6 to 60 words, about 1.3 tokens per word)."""
     draw, captions = random.Random(0), 200
     with ShardStore(folder) as store:
         for number in range(captions):
@@ -85,7 +88,7 @@ def measure_text(folder: Path) -> dict[str, object]:
 
 
 def measure_index(folder: Path) -> dict[str, object]:
-    """Opening a cache of a million entries, and the first question."""
+    """Return the time to open a cache of a million entries, and to answer the first lookup."""
     ShardStore(folder).close()
     index = CacheIndex(folder / INDEX)
     index.add_shard(ShardRow("shard", 4096, 4096))

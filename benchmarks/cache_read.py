@@ -1,29 +1,27 @@
-"""Reading cached latents by shuffled batches, ours beside one file an item.
+"""Measure reading cached latents in shuffled batches, compared with one file per item.
 
-Latents are read by shuffled batches of 8 until the batch is one tensor in memory that is used again
-and again: what a loader needs before it can move a batch. Ours are `memory` (the cache type that a
-run has unless told otherwise: entries live in slabs of host memory) and `disk` (they stay in
-shards). The others are one file an item, each way by its own reader, and their tensors are stacked
-into the same memory. The ways take turns of a few batches, over and over; the median of their turns
-counts.
+Batches of 8 are read until each is one tensor in reused memory, which is what a loader needs before
+it can copy a batch to the device. Two variants are ours: `memory`, the default cache type (entries
+in slabs of host memory), and `disk` (entries in shards). The others keep one file per item, each
+with its own reader, and stack the tensors into the same memory. The variants take turns of a few
+batches; the median over the turns counts.
 
-`warm`: every way has read everything once, and nothing waits for a disk. Everyone has one thread,
-and the seconds of the CPU count, which on a quiet machine are the seconds that pass and on a busy
-one leave out the time that others had. `copy` is what torch alone takes for the same bytes, from
-memory in large pages to the same place, and nothing else. At 16x128x128 copying is most of what
-ours do, so nothing can be much faster; `in_hand` is what is left without it: from keys to tensors,
-wherever they lie.
+`warm`: every variant has read everything once, and nothing waits for a disk. Every variant has one
+thread, and CPU time is measured, which leaves out the time of other processes. `copy` is torch
+copying the same bytes from memory in huge pages, and nothing else. At 16x128x128 copying is most of
+the work, so nothing can be much faster; `in_hand` is the time without it: from keys to tensors,
+wherever they are.
 
-`warm_cores`: the same with every core for everyone, by the seconds that pass. Ours have nothing to
-set, torch copies with all of them; the others read each item by itself, one after the other
-(`alone`) and by as many threads as there are cores (`threads`).
+`warm_cores`: the same with all cores, by wall-clock time. Ours need no setting, since torch copies
+with all cores; the others read the items one after the other (`alone`) and with one thread per core
+(`threads`).
 
-`cold`: the kernel is asked to forget the files of a way before each of its turns (posix_fadvise
-DONTNEED), and the seconds that pass are counted. Names and sizes stay known to the kernel, which
-favours one file an item. Ours asks the disk for the items of a batch at once; the others read one
-after the other and by as many threads as a batch has items. Every entry is compared with its
-checksum by ours and by nobody else. `disk` is ours here; `memory` is filled by the same reads.
-`raw` is the floor: as many bytes from the same files by the same kind of reads, and nothing else.
+`cold`: before each turn the kernel drops a variant's files from the page cache (posix_fadvise
+DONTNEED), and wall-clock time is measured. Names and sizes stay cached, which favours one file per
+item. Ours requests the items of a batch at once; the others read one after the other, and with one
+thread per item of a batch. Only ours compares every entry with its checksum. `disk` is ours here;
+`memory` is filled by the same reads. `raw` is the lower bound: as many bytes from the same files by
+the same kind of reads, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +38,12 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 
-from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
+from gracetune.cache.memory_tier import (
+    HitCounts,
+    HostMemoryBudget,
+    MemoryTier,
+    allocate_page_aligned,
+)
 from gracetune.cache.shard_reader import AioQueue, ReadRequest
 from gracetune.cache.shard_store import ShardStore
 from gracetune.units import GIB
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
     Read = Callable[[Sequence[int]], object]
 
 OTHERS = {"safetensors": 10_000, "torch.save": 1_000, "gzip": 16}
-"""Most items of each other way: the slow ones are measured on fewer."""
+"""Maximum number of items of each other variant; slow ones are measured on fewer."""
 OURS = ("memory", "disk")
 BATCH = 8
 TURNS = 11
@@ -63,7 +66,7 @@ COLD_TURNS = 7
 
 
 class Reading:
-    """The same latents in every way, and how each has a batch of them."""
+    """The same latents in every variant, and the readers of each."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...], items: int) -> None:
         self._folder = folder
@@ -77,12 +80,17 @@ class Reading:
         self._write()
         self._disk = ShardStore(folder / "disk")
         self._memory = MemoryTier(
-            "latents", HostMemoryBudget(8 * GIB), self._disk, print, allocate_page_aligned, HitCounts()
+            "latents",
+            HostMemoryBudget(8 * GIB),
+            self._disk,
+            print,
+            allocate_page_aligned,
+            HitCounts(),
         )
         self._plain = torch.empty(0)
 
     def measured(self) -> dict[str, object]:
-        """Microseconds an item, and how many times faster than the best of the others."""
+        """Return microseconds per item, and how many times faster ours is than the best other."""
         self._memory.warm([key(n) for n in range(self._counts["memory"])])
         copy: dict[str, Read] = {"copy": self._copied}
         cores = os.cpu_count() or 1
@@ -115,7 +123,7 @@ class Reading:
     def _turns(
         self, ways: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
     ) -> dict[str, float]:
-        """The median of each way's seconds an item, over turns that they take one by one."""
+        """Return each variant's median seconds per item, over turns that they take one by one."""
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         if not cold_turns:
             for name, read in ways.items():
@@ -133,7 +141,7 @@ class Reading:
         return {name: median(taken) for name, taken in seconds.items()}
 
     def _readers(self) -> dict[str, Read]:
-        """How ours have a batch in the slab."""
+        """Return our readers, which write a batch into the slab."""
 
         def ours(store: MemoryTier | ShardStore) -> Read:
             def read(numbers: Sequence[int]) -> None:
@@ -145,7 +153,7 @@ class Reading:
         return {"memory": ours(self._memory), "disk": ours(self._disk)}
 
     def _stacked(self) -> dict[str, Read]:
-        """The others, one item after the other."""
+        """Return the other readers, one item after the other."""
 
         def stacked(load: Callable[[int], Tensor]) -> Read:
             return lambda numbers: torch.stack(
@@ -155,7 +163,7 @@ class Reading:
         return {f"{name}.alone": stacked(load) for name, load in self._loaders().items()}
 
     def _by_threads(self, count: int) -> dict[str, Read]:
-        """The others, each item by a thread that also copies it to its place."""
+        """Return the other readers, with a thread per item that also copies it to its place."""
         pool = ThreadPoolExecutor(count)
 
         def threaded(load: Callable[[int], Tensor]) -> Read:
@@ -167,7 +175,7 @@ class Reading:
         return {f"{name}.threads": threaded(load) for name, load in self._loaders().items()}
 
     def _hands(self) -> dict[str, Read]:
-        """How each way has the tensors of a batch, wherever they lie."""
+        """Return readers that return the tensors of a batch, wherever they are."""
 
         def ours(store: MemoryTier | ShardStore) -> Read:
             return lambda numbers: [
@@ -186,7 +194,7 @@ class Reading:
         }
 
     def _loaders(self) -> dict[str, Callable[[int], Tensor]]:
-        """One item of each other way."""
+        """Return the functions that load one item, by variant."""
         folder = self._folder
 
         def unzipped(number: int) -> Tensor:
@@ -201,21 +209,21 @@ class Reading:
         }
 
     def _copied(self, numbers: Sequence[int]) -> None:
-        """From one place in memory to another."""
+        """Copy a batch from one place in memory to another."""
         if not len(self._plain):
             plain = allocate_page_aligned(self._counts["copy"] * self._nbytes).fill_(1)
             self._plain = plain.view(torch.bfloat16).view(-1, *self._batch.shape[1:])
         torch.index_select(self._plain, 0, torch.tensor(numbers), out=self._batch[: len(numbers)])
 
     def _forget(self, name: str) -> None:
-        """Drop the pages of a way's files; they were written back before."""
-        self._disk.close()  # whoever has just begun has read and checked nothing
+        """Drop a variant's files from the page cache; they were written back before."""
+        self._disk.close()  # so that entries are read and checked again
         for path in (self._folder / name).rglob("*"):
             if path.is_file():
                 forget(path)
 
     def _write(self) -> None:
-        """Every item differs, so that nothing is cheaper than it would be."""
+        """Write the items of all variants; every item differs, so none compresses too well."""
         for name in OTHERS:
             (self._folder / name).mkdir()
         with ShardStore(self._folder / "disk") as store:
@@ -233,14 +241,14 @@ class Reading:
         os.sync()
 
     def _item(self, number: int) -> Tensor:
-        """A latent of its own."""
+        """Return a latent that differs from all others."""
         made = self._some[number % len(self._some)].clone()
         made.view(-1)[number] = number
         return made
 
 
 class Raw:
-    """Reads of the size of an item, all over the shards, a batch at a time."""
+    """Direct reads of the size of an item, all over the shards, a batch at a time."""
 
     def __init__(self, folder: Path, nbytes: int, slab: Tensor) -> None:
         paths = sorted((folder / "shards").iterdir())
@@ -254,7 +262,7 @@ class Raw:
         self._queue = AioQueue()
 
     def __call__(self, numbers: Sequence[int]) -> None:
-        """One batch; the numbers only say which places."""
+        """Read one batch; the numbers choose the positions."""
         places = [self._places[number % len(self._places)] for number in numbers]
         wanted = [
             ReadRequest(file, place * self._nbytes, room)
@@ -265,42 +273,42 @@ class Raw:
         assert all(self._queue.wait(ticket) == self._nbytes for ticket in tickets)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._queue.close()
         for file in self._files:
             os.close(file)
 
 
 def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
-    """How many times faster each of ours is than the fastest of the others."""
+    """Return how many times faster each of ours is than the fastest other variant."""
     best = min(value for name, value in seconds.items() if files_of(name) in OTHERS)
     return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
 
 
 def files_of(way: str) -> str:
-    """The folder that a way reads from."""
+    """Return the folder that a variant reads from."""
     return way.removesuffix(".alone").removesuffix(".threads")
 
 
 def key(number: int) -> str:
-    """As long as a real one."""
+    """Return a key as long as a real one."""
     return f"{number:040d}"
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """Another order for each seed."""
+    """Return the numbers below `count` in an order that depends on the seed."""
     order = [*range(count)]
     random.Random(seed).shuffle(order)
     return order
 
 
 def batches(order: Sequence[int]) -> Iterator[Sequence[int]]:
-    """In eights."""
+    """Cut an order into batches."""
     return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
 
 
 def forget(path: Path) -> None:
-    """Have the kernel drop what it keeps of a file."""
+    """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)

@@ -1,13 +1,18 @@
-"""What feeding a training step from the cache costs, against a batch that is on the device already.
+"""Measure what feeding a training step from the cache costs.
 
     PYTHONPATH=src:benchmarks python benchmarks/feed.py [--out FOLDER] [--commit ID]
 
-Three ways take turns: `resident` (batches in device memory), `fed` (entries in the host arena,
-brought by a run's own mover: gathered into pinned slots and copied ahead on a stream of their own)
-and `faulting` (entries in managed memory that kernels reach by page faults, nothing prefetched;
-before each round the host has every page). Before the clock starts, what was fed is compared with
-what was put. Ends with 1 when the target is missed; the file is written either way. `--rehearse`
-goes the same way through small shapes without a GPU, and measures nothing.
+Three variants take turns:
+
+resident   batches that are in device memory already
+fed        entries in host memory, copied as in a run: gathered into pinned staging slots and
+           prefetched on a stream of their own
+faulting   entries in managed memory that kernels reach by page faults, without prefetching; before
+           each round all pages are on the host
+
+Before the timing, fed batches are compared with the stored ones. Exits with 1 if the target is
+missed; the result file is written either way. `--rehearse` runs small shapes on the CPU and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +32,18 @@ import results
 import torch
 from torch.nn import functional
 
-from gracetune.cache.batch_transfer import build_batch_transfer
-from gracetune.cache.memory_tier import MemoryTier, HostMemoryBudget, HitCounts, allocate_page_aligned
-from gracetune.cache.batch_transfer import INITIAL_DEPTH, PrefetchDepth, PrefetchedBatches
+from gracetune.cache.batch_transfer import (
+    INITIAL_DEPTH,
+    PrefetchDepth,
+    PrefetchedBatches,
+    build_batch_transfer,
+)
+from gracetune.cache.memory_tier import (
+    HitCounts,
+    HostMemoryBudget,
+    MemoryTier,
+    allocate_page_aligned,
+)
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
 from gracetune.memory.diagnose import DeviceBytes
@@ -44,18 +58,19 @@ if TYPE_CHECKING:
 
     from gracetune.cache.batch_transfer import BatchTransfer
 
-    Way = Callable[[], Iterator[Batch]]
+    Variant = Callable[[], Iterator[Batch]]
 
-WEIGHTS = 8
-LOGGED = 8
-"""Steps between two looks at the loss, which wait for the device."""
+NUM_WEIGHTS = 8
+LOG_EVERY = 8
+"""Steps between two readings of the loss, which wait for the device."""
 TARGET = 1.01
+"""Highest allowed ratio of the step times `fed` to `resident`."""
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large and how long."""
+    """Sizes and durations of the benchmark."""
 
     device: torch.device
     latent: tuple[int, ...] = (16, 128, 128)
@@ -66,20 +81,20 @@ class Scale:
     rounds: int = 7
     warm_up: int = 2
     step_s: float = 0.15
-    """What a step is made to last."""
+    """Seconds that a step should take."""
 
     @property
     def epoch(self) -> int:
-        """Batches in which every entry is once."""
+        """Number of batches that show every entry once."""
         return self.entries // self.batch
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def keys(self, index: int) -> list[str]:
-        """The entries of a batch; another row each epoch."""
+        """Return the keys of a batch; every epoch has another order."""
         epoch, place = divmod(index, self.epoch)
         generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(self.entries, generator=generator).tolist()
@@ -90,17 +105,23 @@ REHEARSAL = Scale(torch.device("cpu"), (4, 8, 8), (16, 64), 2, 16, 8, 2, 1, 0.00
 
 
 def main() -> int:
-    """Measure, write, judge."""
+    """Measure, write the results, and compare with the target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
-    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU; prints only")
+    parser.add_argument(
+        "--out", type=Path, default=results.FOLDER, help="folder of the result file"
+    )
+    parser.add_argument(
+        "--commit", default="", help="commit to record, if there is no git repository"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run small shapes on the CPU and only print"
+    )
     arguments = parser.parse_args()
     if arguments.rehearse:
         print(measure(REHEARSAL))
         return 0
     if not torch.cuda.is_available():
-        print("feed: there is no CUDA device here, and nothing to measure without one")
+        print("feed: needs a CUDA device")
         return 1
     scale = Scale(torch.device("cuda", 0))
     torch.cuda.set_device(scale.device)
@@ -115,33 +136,33 @@ def main() -> int:
 
 
 def measure(scale: Scale) -> dict[str, float]:
-    """Every way in its turn, and the turns over and over."""
-    assert scale.steps <= scale.epoch, "a faulting round would meet an entry twice"
+    """Run all variants in turn, for several rounds; return the figures."""
+    assert scale.steps <= scale.epoch, "a faulting round would read an entry twice"
     torch.manual_seed(0)
-    mover = build_batch_transfer(Gh200Section(), scale.device, print)
-    kept = Kept(scale, mover)
+    transfer = build_batch_transfer(Gh200Section(), scale.device, print)
+    stored = StoredEntries(scale, transfer)
     step = Step(scale)
-    step.last(scale)
-    ways = {
-        "resident": resident(scale, kept),
-        "fed": Fed(scale, kept, mover),
-        "faulting": Faulting(scale, kept),
+    step.calibrate(scale)
+    variants = {
+        "resident": resident(scale, stored),
+        "fed": Fed(scale, stored, transfer),
+        "faulting": Faulting(scale, stored),
     }
-    compare(scale, kept, ways)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    compare(scale, stored, variants)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(scale.warm_up + scale.rounds):
-        for name, way in ways.items():
-            took = timed(scale, step, way)
+        for name, variant in variants.items():
+            took = time_round(scale, step, variant)
             if turn >= scale.warm_up:
                 seconds[name].append(took)
-    fed, faulting = ways["fed"], ways["faulting"]
+    fed, faulting = variants["fed"], variants["faulting"]
     assert isinstance(fed, Fed)
     assert isinstance(faulting, Faulting)
     figures = {
         **{f"step_{name}_ms": 1000 * median(taken) for name, taken in seconds.items()},
-        "fed_over_resident": over(seconds["fed"], seconds["resident"]),
-        "faulting_over_resident": over(seconds["faulting"], seconds["resident"]),
-        "batch_mib": scale.batch * kept.sample_nbytes / MIB,
+        "fed_over_resident": median_ratio(seconds["fed"], seconds["resident"]),
+        "faulting_over_resident": median_ratio(seconds["faulting"], seconds["resident"]),
+        "batch_mib": scale.batch * stored.sample_nbytes / MIB,
         "steps_a_round": scale.steps,
         "rounds": scale.rounds,
         "layers": step.layers,
@@ -154,18 +175,18 @@ def measure(scale: Scale) -> dict[str, float]:
     return figures
 
 
-def over(one: list[float], other: list[float]) -> float:
-    """The median ratio of neighbouring rounds: a machine that slows down slows both."""
+def median_ratio(one: list[float], other: list[float]) -> float:
+    """Return the median ratio of neighbouring rounds, which a slowing machine does not bias."""
     return median(a / b for a, b in zip(one, other, strict=True))
 
 
-class Kept:
+class StoredEntries:
     """Random entries in a latent cache and a text cache, as a run has them."""
 
-    def __init__(self, scale: Scale, mover: BatchTransfer) -> None:
+    def __init__(self, scale: Scale, transfer: BatchTransfer) -> None:
         budget, hit_counts = HostMemoryBudget(4 * GIB), HitCounts()
         self.latents, self.text = (
-            MemoryTier(what, budget, None, print, mover.allocate_host, hit_counts)
+            MemoryTier(what, budget, None, print, transfer.allocate_host, hit_counts)
             for what in ("latents", "texts")
         )
         generator = torch.Generator().manual_seed(0)
@@ -177,33 +198,35 @@ class Kept:
         self.sample_nbytes = latents.nbytes + text.nbytes
 
     def entry(self, key: str) -> tuple[Tensor, Tensor]:
-        """The latents and the text of a sample, in host memory."""
+        """Return the latents and the text of a sample, in host memory."""
         latents, text = self.latents.get(key), self.text.get(key)
         assert latents is not None
         assert text is not None
         return latents["latents"], text["tokens"]
 
     def stacked(self, keys: list[str]) -> tuple[Tensor, Tensor]:
-        """Those of a batch."""
+        """Return the stacked latents and texts of a batch."""
         latents, texts = zip(*map(self.entry, keys), strict=True)
         return torch.stack(latents), torch.stack(texts)
 
 
-def compare(scale: Scale, kept: Kept, ways: dict[str, Way]) -> None:
-    """What is fed fast must be what was put."""
+def compare(scale: Scale, stored: StoredEntries, variants: dict[str, Variant]) -> None:
+    """Check that the variants return what was stored."""
     for name in ("fed", "faulting"):
-        batches = ways[name]()
+        batches = variants[name]()
         for index in range(4):
             batch = next(batches)
-            for made, put in zip(
-                (batch.latents, batch.text["tokens"]), kept.stacked(scale.keys(index)), strict=True
+            for fed, expected in zip(
+                (batch.latents, batch.text["tokens"]),
+                stored.stacked(scale.keys(index)),
+                strict=True,
             ):
-                assert torch.equal(made.cpu(), put), f"{name}: batch {index} differs"
+                assert torch.equal(fed.cpu(), expected), f"{name}: batch {index} differs"
         batches.close()  # type: ignore[attr-defined]
 
 
 class Step:
-    """Forward, backward and update of a stack of matrix products that use all of the batch."""
+    """Forward, backward and update of a stack of matmuls that use the whole batch."""
 
     def __init__(self, scale: Scale) -> None:
         self._width = scale.text[1]
@@ -211,17 +234,17 @@ class Step:
             torch.randn(self._width, self._width, device=scale.device, dtype=DTYPE)
             .mul_(self._width**-0.5)
             .requires_grad_()
-            for _ in range(WEIGHTS)
+            for _ in range(NUM_WEIGHTS)
         ]
-        self.layers = WEIGHTS
+        self.layers = NUM_WEIGHTS
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The loss, on the device."""
+        """Return the loss, on the device."""
         hidden = batch.text["tokens"].reshape(-1, self._width)
         pooled = batch.latents.reshape(len(batch.latents), -1, self._width).mean(1)
         hidden = hidden + pooled.repeat_interleave(len(hidden) // len(pooled), 0)
         for layer in range(self.layers):
-            hidden = functional.silu(hidden @ self.weights[layer % WEIGHTS])
+            hidden = functional.silu(hidden @ self.weights[layer % NUM_WEIGHTS])
         loss = hidden.float().square().mean()
         loss.backward()
         with torch.no_grad():
@@ -231,13 +254,13 @@ class Step:
             weight.grad = None
         return loss.detach()
 
-    def last(self, scale: Scale) -> None:
-        """Choose so many layers that a step lasts as long as it should."""
-        batch = batch_of(
+    def calibrate(self, scale: Scale) -> None:
+        """Choose the number of layers so that a step takes `scale.step_s` seconds."""
+        batch = make_batch(
             torch.randn(scale.batch, *scale.latent, device=scale.device, dtype=DTYPE),
             torch.randn(scale.batch, *scale.text, device=scale.device, dtype=DTYPE),
         )
-        self.layers = 8 * WEIGHTS
+        self.layers = 8 * NUM_WEIGHTS
         for _ in range(3):
             self(batch)
         scale.wait()
@@ -246,12 +269,12 @@ class Step:
             self(batch)
         scale.wait()
         once = (time.perf_counter() - began) / 3
-        self.layers = max(WEIGHTS, round(self.layers * scale.step_s / once))
+        self.layers = max(NUM_WEIGHTS, round(self.layers * scale.step_s / once))
 
 
-def timed(scale: Scale, step: Step, way: Way) -> float:
-    """Seconds a step of one round; the first batch is there before the clock starts."""
-    batches = way()
+def time_round(scale: Scale, step: Step, variant: Variant) -> float:
+    """Return the seconds per step of one round; the clock starts with the first batch ready."""
+    batches = variant()
     first = next(batches)
     scale.wait()
     began = time.perf_counter()
@@ -259,7 +282,7 @@ def timed(scale: Scale, step: Step, way: Way) -> float:
     del first
     for number in range(1, scale.steps):
         loss = step(next(batches))
-        if number % LOGGED == 0:
+        if number % LOG_EVERY == 0:
             loss.item()
     scale.wait()
     took = (time.perf_counter() - began) / scale.steps
@@ -267,10 +290,10 @@ def timed(scale: Scale, step: Step, way: Way) -> float:
     return took
 
 
-def resident(scale: Scale, kept: Kept) -> Way:
-    """Batches that lie in device memory already."""
+def resident(scale: Scale, stored: StoredEntries) -> Variant:
+    """Return an iterator factory over batches that are in device memory."""
     ready = [
-        batch_of(*(part.to(scale.device) for part in kept.stacked(scale.keys(index))))
+        make_batch(*(part.to(scale.device) for part in stored.stacked(scale.keys(index))))
         for index in range(4)
     ]
 
@@ -283,43 +306,43 @@ def resident(scale: Scale, kept: Kept) -> Way:
     return batches
 
 
-def batch_of(latents: Tensor, text: Tensor) -> Batch:
-    """As a run has it, but for the samples, which no step looks at."""
+def make_batch(latents: Tensor, text: Tensor) -> Batch:
+    """Return a batch with placeholders for its samples, which no step reads."""
     return Batch(latents, {"tokens": text}, ("",) * len(latents))  # type: ignore[arg-type]
 
 
-class HostLane:
-    """For rehearsals: what arrives is there."""
+class HostStream:
+    """A transfer stream for rehearsals, on which batches arrive at once."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Nothing to enter."""
+        """Do nothing."""
         return nullcontext()
 
     def record_arrival(self) -> None:
-        """At once."""
+        """Return nothing: batches arrive at once."""
 
     def wait_for(self, batch: Batch, arrival: None) -> None:
-        """Nobody waits."""
+        """Return at once."""
 
 
 class Fed:
-    """What a run does: arenas, its mover, a stream and a thread of their own."""
+    """Feeds batches as a run does: memory tier, batch transfer, prefetch thread and stream."""
 
-    def __init__(self, scale: Scale, kept: Kept, mover: BatchTransfer) -> None:
+    def __init__(self, scale: Scale, stored: StoredEntries, transfer: BatchTransfer) -> None:
         self._scale = scale
-        self._kept = kept
-        self._mover = mover
+        self._stored = stored
+        self._transfer = transfer
         self._next = 0
         self.depth = PrefetchDepth(INITIAL_DEPTH, 2 * GIB)
         self.waits = 0
         self.batches = 0
         self.hidden_s = 0.0
-        self._rounds = -1  # the first only compares
+        self._rounds = -1  # the first round only compares
 
     def __call__(self) -> Iterator[Batch]:
-        """One round; who closes it ends the thread."""
-        lane = self._mover.new_stream() if self._mover.needs_copy else HostLane()
-        ahead = PrefetchedBatches(self._loaded(), lane, self.depth)  # type: ignore[misc, arg-type]
+        """Iterate over one round; closing the iterator ends the thread."""
+        stream = self._transfer.new_stream() if self._transfer.needs_copy else HostStream()
+        ahead = PrefetchedBatches(self._load(), stream, self.depth)  # type: ignore[misc, arg-type]
         try:
             for batch, _ in ahead:
                 yield batch
@@ -327,27 +350,27 @@ class Fed:
             ahead.close()
             self._rounds += 1
             if self._rounds > self._scale.warm_up:
-                self.waits += ahead.counts.waits - 1  # the first of a round cannot be there
+                self.waits += ahead.counts.waits - 1  # the first batch of a round is never ready
                 self.batches += ahead.counts.batches
                 self.hidden_s += ahead.counts.hidden_s
 
-    def _loaded(self) -> Iterator[tuple[Batch, int]]:
+    def _load(self) -> Iterator[tuple[Batch, int]]:
         while True:
             keys = self._scale.keys(self._next)
-            texts = [entry["tokens"] for entry in self._kept.text.get_many(keys) if entry]
-            gathered = partial(self._kept.latents.gather, keys, "latents")
-            latents, text = self._mover.to_device(gathered, {"tokens": torch.stack(texts)})  # type: ignore[arg-type]
+            texts = [entry["tokens"] for entry in self._stored.text.get_many(keys) if entry]
+            gathered = partial(self._stored.latents.gather, keys, "latents")
+            latents, text = self._transfer.to_device(gathered, {"tokens": torch.stack(texts)})  # type: ignore[arg-type]
             self._next += 1
-            yield batch_of(latents, text["tokens"]), self._next
+            yield make_batch(latents, text["tokens"]), self._next
 
 
 class Faulting:
-    """Every entry in managed memory; kernels gather a batch and fault for its pages."""
+    """Keeps entries in managed memory; kernels gather a batch and fault for its pages."""
 
-    def __init__(self, scale: Scale, kept: Kept) -> None:
+    def __init__(self, scale: Scale, stored: StoredEntries) -> None:
         self._scale = scale
-        self._kept = kept
-        self.nbytes = scale.entries * kept.sample_nbytes
+        self._stored = stored
+        self.nbytes = scale.entries * stored.sample_nbytes
         assert self.nbytes < 2 * GIB
         self._driver = open_machine().driver if scale.device.type == "cuda" else None
         if self._driver is None:
@@ -362,30 +385,30 @@ class Faulting:
         self._next = 0
 
     def __call__(self) -> Iterator[Batch]:
-        """One round, before which the host writes every entry and so has its pages."""
+        """Iterate over one round; first the host writes every entry, which moves the pages."""
         self._scale.wait()
         for number in range(self._scale.entries):
-            start = self._pointer + number * self._kept.sample_nbytes
-            for tensor in self._kept.entry(f"{number}"):
+            start = self._pointer + number * self._stored.sample_nbytes
+            for tensor in self._stored.entry(f"{number}"):
                 ctypes.memmove(start, tensor.data_ptr(), tensor.nbytes)
                 start += tensor.nbytes
         while True:
-            yield self._gathered()
+            yield self._gather()
 
-    def _gathered(self) -> Batch:
+    def _gather(self) -> Batch:
         assert self._managed is not None
         latents, texts = [], []
-        nbytes, split = self._kept.sample_nbytes, 2 * torch.Size(self._scale.latent).numel()
+        nbytes, split = self._stored.sample_nbytes, 2 * torch.Size(self._scale.latent).numel()
         for key in self._scale.keys(self._next):
             start = int(key) * nbytes
             entry = self._managed[start : start + nbytes]
             latents.append(entry[:split].view(DTYPE).view(self._scale.latent))
             texts.append(entry[split:].view(DTYPE).view(self._scale.text))
-        self._next = (self._next + 1) % self._scale.epoch  # a round never meets an entry twice
-        return batch_of(torch.stack(latents), torch.stack(texts))
+        self._next = (self._next + 1) % self._scale.epoch  # a round never reads an entry twice
+        return make_batch(torch.stack(latents), torch.stack(texts))
 
     def free(self) -> None:
-        """Give the range back, once nothing reads it."""
+        """Free the managed memory once nothing reads it."""
         self._scale.wait()
         self._managed = None
         if self._driver is not None:

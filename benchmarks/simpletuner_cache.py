@@ -1,7 +1,7 @@
-"""A cache hit through the plug-in against SimpleTuner's own `LocalDataBackend.torch_load`.
+"""Compare a cache hit through the plug-in with SimpleTuner's own `LocalDataBackend.torch_load`.
 
-Warm, with the real classes: once for a machine with one rank, and once as a rank that maps what
-another has loaded. Run it in SimpleTuner's environment:
+Measures warm hits with the real classes: with one rank per machine, and as a second rank that maps
+what the first one has loaded. Run it in SimpleTuner's environment:
 
     PYTHONPATH=src .hosts/simpletuner/bin/python benchmarks/simpletuner_cache.py --write
 """
@@ -26,14 +26,14 @@ SHAPES = {
     "text_4_mib": {"prompt_embeds": (1, 512, 4096)},
     "latent_512_kib": {"latents": (16, 128, 128)},
 }
-"""bf16: a T5 embedding, and the latents of a large picture."""
+"""Shapes in bf16: a T5 embedding, and the latents of a large image."""
 ROUNDS = 50
 
 
 def main() -> None:
-    """Time both, compare what they give."""
+    """Time both, and check that they return the same tensors."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the figures in results/")
+    parser.add_argument("--write", action="store_true", help="write the results to results/")
     args = parser.parse_args()
     local = import_module(LOCAL).LocalDataBackend
     stock = local(accelerator=None, id="stock")
@@ -66,14 +66,14 @@ def main() -> None:
 
 
 def plugged(environment: dict[str, str], folder: Path) -> SimpleTunerPlugin:
-    """The plug-in of a rank, with caches in memory."""
+    """Return the plug-in of one rank, with caches in memory."""
     plugin = SimpleTunerPlugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
     plugin.split_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
     return plugin
 
 
 def timed(load: object, path: str) -> float:
-    """The median hit; the first load is not counted."""
+    """Return the median time of a hit, in seconds; the first load is not counted."""
     assert callable(load)
     load(path)
     seconds = []

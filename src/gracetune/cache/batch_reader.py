@@ -74,7 +74,7 @@ class PromptNames:
     """
 
     takes_control: bool
-    """Whether the text encoder also sees the sample's control image."""
+    """True if the text encoder also sees the sample's control image."""
     transforms: SampleTransforms
 
     def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:

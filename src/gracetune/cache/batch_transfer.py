@@ -90,12 +90,12 @@ class BatchTransfer:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether the device has its own memory, to which batches must be copied."""
+        """True if the device has its own memory, to which batches must be copied."""
         return self.device.type == "cuda"
 
     @property
     def link(self) -> Link:
-        """How the device reaches host memory."""
+        """The kind of link between the device and host memory."""
         return self._session.machine.platform.link
 
     @property
@@ -284,7 +284,7 @@ class _StagingSlot:
         return self._memory[start : start + nbytes]
 
     def clear(self) -> None:
-        """Reuse the memory from the front; nobody may read from it any more."""
+        """Reuse the memory from the front; the device must have copied everything from it."""
         self._outgrown.clear()
         self._used = 0
 

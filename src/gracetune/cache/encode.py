@@ -79,7 +79,7 @@ class SampleEncoder(Protocol):
 
     @property
     def takes_control(self) -> bool:
-        """Whether prompts are encoded together with a control image."""
+        """True if prompts are encoded together with a control image."""
         ...
 
     @property
@@ -176,11 +176,11 @@ class EncodeItem:
     size: Shape
     """Shape of the bucket."""
     source: Source
-    """Where the sample's bytes are read from."""
+    """The source of the sample's bytes."""
     transform: SampleTransform = DEFAULT_TRANSFORM
     """Crop and augmentations."""
     tiled: bool = False
-    """Whether the encoder works in tiles."""
+    """True if the encoder works in tiles."""
 
 
 def fill_latents(

@@ -67,7 +67,7 @@ class ForeignEntry:
     """File name of the sample, without folder and extension."""
     tensors: dict[str, Tensor]
     metadata: dict[str, object]
-    """What the tool recorded about the entry, such as crop and caption; may be empty."""
+    """Facts that the tool recorded, such as crop and caption; may be empty."""
 
 
 def read_foreign(path: Path) -> ForeignEntry:

@@ -60,7 +60,7 @@ TOKEN_TRIMS: Sequence[TokenTrim] = ("masked", "stripped", "whole")
 
 @dataclass(slots=True)
 class ImportReport:
-    """What was imported, and why the rest was not."""
+    """The imported entries, and the reasons why others were skipped."""
 
     imported: list[str] = field(default_factory=list)
     """Keys of the imported entries."""
@@ -276,12 +276,12 @@ class _TextImporter:
 
 @dataclass(frozen=True, slots=True)
 class TensorMatch:
-    """How to get one of our tensors from another tool's entry."""
+    """The rule for getting one of our tensors from another tool's entry."""
 
     theirs: str
     """Name of the other tool's tensor; empty for a mask of ones, which is generated."""
     trim: TokenTrim
-    """How to drop its padding."""
+    """The way to drop its padding."""
     like: Tensor
     """Our tensor, without tokens: its dtype and shape."""
 

@@ -79,7 +79,7 @@ class CacheStores:
 
     @property
     def latents_on_disk(self) -> bool:
-        """Whether latents are written to files at all."""
+        """True if latents are written to files, for good or as a second tier."""
         return self._persistent or self._types["latents"] == "disk"
 
     def open_latents(self, name: str, folder: Path) -> Store:
@@ -117,7 +117,7 @@ class CacheStores:
     def _report_choices(self, cache_dir: str | None) -> None:
         """Report what a user may want to change."""
         if cache_dir and not self._persistent and "disk" not in self._types.values():
-            text = f"cache_config.cache_dir {cache_dir} is not used: the cache is in memory"
+            text = f"cache: cache_config.cache_dir {cache_dir} is not used: the cache is in memory"
             hint = "Set cache_config.persistent_cache: true to keep it."
             self._emit(Notice(f"{text} and ends with the run. {hint}"))
         for kind, cache_type in self._types.items():

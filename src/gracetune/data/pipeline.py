@@ -139,7 +139,7 @@ class DataPipeline:
             )
         sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
         self.tiling = preparer.tiling
-        """Which sizes the VAE encodes in tiles."""
+        """The rule for which sizes the VAE encodes in tiles."""
         self._prompt_names = PromptNames(family.takes_control, transforms)
         self._epochs = AugmentationEpochs(
             self._stores.latents,
@@ -401,7 +401,7 @@ class DatasetPreparer:
         for sample, reason in unreadable:
             self._corruption.record(section.id, sample.key, reason)
         self._corruption.check(section.id, num_samples, section.max_corruption_rate)
-        self.emit(Notice(f"dataset {section.id!r}:\n{buckets.report(plan)}"))
+        self.emit(Notice(f"data: dataset {section.id!r}\n{buckets.report(plan)}"))
         report = json.dumps(buckets.as_json(plan), indent=2)
         write_text(self.folder / f"buckets-{index}.json", report)
         lost = {sample for sample, _ in unreadable}
@@ -573,7 +573,7 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     """Return every key that training would look up, without encoding anything.
 
     Refreshed augmentation epochs are not included; they have folders of their own. An unreadable
-    sample is an error: its entries could not be told apart from unused ones.
+    sample is an error: it is unknown which entries it needs.
     """
     folder, identity = Path(run.output_dir), family.identity()
     corruption = CorruptionLog(emit, folder / "corruption.json")
