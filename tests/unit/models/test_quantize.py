@@ -11,12 +11,12 @@ from gracetune.models.quantize import check_quantizable, quantize_blocks
 KINDS = ("fp8", "int8", "nf4")
 
 
-def need(kind):
-    """The extra is not a part of the usual environment: with it, importing diffusers is slow."""
+def skip_without_package(kind):
+    """The packages are not installed by default, because they slow down importing diffusers."""
     pytest.importorskip(quantize.PACKAGES[kind])
 
 
-ERRORS = {"fp8": 0.1, "int8": 0.05, "nf4": 0.5}
+MAX_ERRORS = {"fp8": 0.1, "int8": 0.05, "nf4": 0.5}
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def model():
 
 
 def nbytes(module):
-    """Of what is stored: quantised tensors keep their data in parts."""
+    """Return the stored bytes; quantized tensors keep their data in several tensors."""
     total = 0
     for p in module.parameters():
         names = p.__tensor_flatten__()[0] if type(p.data) is not torch.Tensor else None
@@ -37,14 +37,14 @@ def nbytes(module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_take_less_memory_and_say_nearly_the_same(model, kind):
-    need(kind)
+def test_quantized_blocks_are_smaller_and_nearly_equal(model, kind):
+    skip_without_package(kind)
     x = torch.randn(4, 64)
     before, size = model["blocks"][0](x), nbytes(model["blocks"][0])
     head = model["head"].weight
     assert quantize_blocks(list(model["blocks"]), kind) == 2
     after = model["blocks"][0](x)
-    assert 0 < (after - before).abs().max() < ERRORS[kind]
+    assert 0 < (after - before).abs().max() < MAX_ERRORS[kind]
     assert nbytes(model["blocks"][0]) < size * (0.4 if kind != "nf4" else 0.25)
     assert model["head"].weight is head
     assert not any(p.requires_grad for p in model["blocks"].parameters())
@@ -52,8 +52,8 @@ def test_blocks_take_less_memory_and_say_nearly_the_same(model, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapter", ["lora", "lokr", "loha", "full"])
-def test_adapters_learn_beside_quantised_weights(model, kind, adapter):
-    need(kind)
+def test_adapters_train_on_quantized_weights(model, kind, adapter):
+    skip_without_package(kind)
     quantize_blocks(list(model["blocks"]), kind)
     block, x = model["blocks"][0], torch.randn(4, 64)
     before = block(x)
@@ -61,10 +61,10 @@ def test_adapters_learn_beside_quantised_weights(model, kind, adapter):
     add_adapter({"": block}, section, (), seed=1)
     torch.testing.assert_close(block(x), before)
     optimizer = torch.optim.SGD([p for p in block.parameters() if p.requires_grad], lr=1.0)
-    wanted = torch.randn(4, 64)
+    target = torch.randn(4, 64)
     losses = []
     for _ in range(4):
-        loss = (block(x) - wanted).square().mean()
+        loss = (block(x) - target).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -72,7 +72,7 @@ def test_adapters_learn_beside_quantised_weights(model, kind, adapter):
     assert losses[-1] < losses[0]
 
 
-def test_what_cannot_be_quantised_is_refused():
+def test_quantizing_trained_weights_is_refused():
     with pytest.raises(ConfigError, match="without an adapter every weight is trained"):
         check_quantizable("int8", None)
     with pytest.raises(ConfigError, match=r"adapter\.kind is 'dora'"):
@@ -81,7 +81,7 @@ def test_what_cannot_be_quantised_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_package_that_is_not_installed_is_named(model, monkeypatch, kind):
+def test_a_missing_package_is_named(model, monkeypatch, kind):
     monkeypatch.setitem(quantize.PACKAGES, kind, "no_such_package")
     with pytest.raises(ConfigError, match=rf"'{kind}', which needs the package no_such_package"):
         quantize_blocks(list(model["blocks"]), kind)

@@ -1,4 +1,4 @@
-"""Wan 2.2 against diffusers' own pipelines, and every way its folder can be wrong."""
+"""Wan 2.2 against diffusers' pipelines, and the errors for incomplete or wrong folders."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import clean_caption
-from gracetune.models.family import SampleRequest, load_family, bind_expert, transformers_of
+from gracetune.models.family import SampleRequest, bind_expert, load_family, transformers_of
 
-ORIGINAL = (
+ORIGINAL_NAMES = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
     ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
     ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
@@ -33,15 +33,15 @@ ORIGINAL = (
 )
 
 
-def original(name):
-    """What the published files call a tensor."""
+def original_name(name):
+    """Return the name of a tensor in the published files."""
     if name == "scale_shift_table":
         return "head.modulation"
     name = name.replace("scale_shift_table", "modulation")
-    # the second and the third norm of a block have each other's names
+    # The second and third norm of a block have swapped names.
     for ours, theirs in ((".norm2.", ".norm_x."), (".norm3.", ".norm2."), (".norm_x.", ".norm3.")):
         name = name.replace(ours, theirs)
-    for ours, theirs in ORIGINAL:
+    for ours, theirs in ORIGINAL_NAMES:
         name = name.replace(ours, theirs)
     return name
 
@@ -68,7 +68,7 @@ def clip(frames=5, size=32, seed=0):
     return torch.rand(1, 3, frames, size, size, generator=generator) * 2 - 1
 
 
-def test_text_is_what_the_pipeline_makes_of_it(miniature):
+def test_text_matches_the_pipeline(miniature):
     folder = miniature("wan22-t2v")
     pipeline = diffusers.WanPipeline.from_pretrained(folder, local_files_only=True)
     prompt = "A  red &amp; blue ring,\n on the box"
@@ -81,12 +81,12 @@ def test_text_is_what_the_pipeline_makes_of_it(miniature):
     torch.testing.assert_close(family.stack_text([text])["tokens"], theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_captions_are_cleaned_as_the_pipeline_cleans_them():
+def test_captions_are_cleaned_like_in_the_pipeline():
     assert clean_caption("  two\n words &amp;amp; more ") == "two words & more"
     assert clean_caption("schÃ¶n") == "schön"
 
 
-def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
+def test_the_first_frame_is_encoded_like_in_the_pipeline(miniature):
     folder = miniature("wan22-i2v")
     pipeline = diffusers.WanImageToVideoPipeline.from_pretrained(folder, local_files_only=True)
     pixels = clip(frames=9)
@@ -94,41 +94,41 @@ def test_the_first_frame_is_given_as_the_pipeline_gives_it(miniature):
         pixels[:, :, 0], 1, 16, 32, 32, 9, torch.float32, torch.device("cpu")
     )
     family = load(folder)
-    x0, given = family.split_encoded(family.encode(pixels))
+    x0, conditions = family.split_encoded(family.encode(pixels))
     assert x0.shape == (1, 16, 3, 4, 4)
-    torch.testing.assert_close(given["concatenated"], theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(conditions["concatenated"], theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_starts_from_a_picture_is_not_trained_on_pictures(miniature):
+def test_image_to_video_models_train_on_videos_only(miniature):
     assert load(miniature("wan22-i2v")).kinds == ("video",)
     assert load(miniature("wan22-5b"), task="image").kinds == ("video",)
     assert load(miniature("wan22-5b")).kinds == ("image", "video")
 
 
-def test_a_given_frame_of_the_5b_model_is_clean_and_costs_no_loss(miniature):
+def test_the_given_frame_of_the_5b_model_gets_no_noise_and_no_loss(miniature):
     family = load(miniature("wan22-5b"), task="image")
-    x0, given = family.split_encoded(family.encode(clip()))
+    x0, conditions = family.split_encoded(family.encode(clip()))
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     s = torch.tensor([0.7])
     noisy = (1 - s) * x0 + s * noise
-    seen = {}
+    inputs_seen = {}
 
-    def watched(**inputs):
-        seen.update(inputs)
+    def recorded(**inputs):
+        inputs_seen.update(inputs)
         return family.transformer(**inputs)
 
     text = family.stack_text(family.encode_text(["a"]))
     with torch.no_grad():
-        out = family.predict(watched, noisy, s, {**text, **given})
-    assert torch.equal(seen["hidden_states"][:, :, 0], x0[:, :, 0])
-    assert torch.equal(seen["hidden_states"][:, :, 1:], noisy[:, :, 1:])
+        out = family.predict(recorded, noisy, s, {**text, **conditions})
+    assert torch.equal(inputs_seen["hidden_states"][:, :, 0], x0[:, :, 0])
+    assert torch.equal(inputs_seen["hidden_states"][:, :, 1:], noisy[:, :, 1:])
     per_frame = family.num_tokens((16, 1, *x0.shape[3:]))
-    assert (seen["timestep"][0, :per_frame] == 0).all()
-    assert (seen["timestep"][0, per_frame:] == 700).all()
+    assert (inputs_seen["timestep"][0, :per_frame] == 0).all()
+    assert (inputs_seen["timestep"][0, per_frame:] == 700).all()
     torch.testing.assert_close(out[:, :, 0], (noise - x0)[:, :, 0], rtol=1e-3, atol=1e-4)
 
 
-def test_the_boundary_is_what_the_folder_says_or_what_was_published(copied, tmp_path):
+def test_the_boundary_comes_from_the_folder_or_the_published_model(copied, tmp_path):
     folder = copied()
     assert load(folder).boundary == 0.875
     edit_index(folder, boundary_ratio=0.8)
@@ -140,7 +140,7 @@ def test_the_boundary_is_what_the_folder_says_or_what_was_published(copied, tmp_
     assert load(other).boundary == 0.9
 
 
-def test_the_experts_are_diffusers_own_two(miniature):
+def test_the_experts_are_the_folders_two_transformers(miniature):
     folder = miniature("wan22-t2v")
     family = load(folder)
     for name, part in (("high", "transformer"), ("low", "transformer_2")):
@@ -159,21 +159,21 @@ def test_the_experts_are_diffusers_own_two(miniature):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_files_in_original_names_replace_the_folders_transformers(miniature, tmp_path, prefix):
+def test_single_files_with_original_names_replace_the_transformers(miniature, tmp_path, prefix):
     other = write_miniature("wan22-t2v", tmp_path / "other", seed=7)
     files = {}
     for part in ("transformer", "transformer_2"):
         weights = load_file(other / part / "diffusion_pytorch_model.safetensors")
         files[f"{part}_file"] = str(tmp_path / f"{part}.safetensors")
         save_file(
-            {prefix + original(name): t for name, t in weights.items()}, files[f"{part}_file"]
+            {prefix + original_name(name): t for name, t in weights.items()}, files[f"{part}_file"]
         )
-    assert any(".self_attn.q." in original(name) for name in weights)
+    assert any(".self_attn.q." in original_name(name) for name in weights)
     family = load(miniature("wan22-t2v"), **files)
     assert family.weights_digest() == load(other).weights_digest()
 
 
-def test_weights_can_be_kept_in_bf16(miniature):
+def test_weights_can_be_loaded_in_bf16(miniature):
     family = load(miniature("wan22-t2v"), dtype="bfloat16")
     kinds = {p.dtype for p in family.blocks()[0].parameters()}
     assert torch.bfloat16 in kinds
@@ -184,7 +184,7 @@ def test_weights_can_be_kept_in_bf16(miniature):
     assert out.isfinite().all()
 
 
-def test_a_bf16_file_is_kept_as_it_is(copied):
+def test_a_bf16_file_stays_in_bf16(copied):
     folder = copied()
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file)
@@ -193,8 +193,8 @@ def test_a_bf16_file_is_kept_as_it_is(copied):
     assert family.transformer.low.patch_embedding.weight.dtype == torch.float32
 
 
-def lose(part):
-    return lambda folder: shutil.rmtree(folder / part)
+def remove(component):
+    return lambda folder: shutil.rmtree(folder / component)
 
 
 def truncate(folder):
@@ -202,7 +202,7 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def lack(folder):
+def drop_one_tensor(folder):
     file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
     weights.pop("proj_out.weight")
@@ -210,36 +210,43 @@ def lack(folder):
 
 
 @pytest.mark.parametrize(
-    ("harm", "refusal"),
+    ("damage", "message"),
     [
-        (lose("vae"), "has no folder 'vae'"),
-        (lose("text_encoder"), "has no folder 'text_encoder'"),
-        (lose("tokenizer"), "has no folder 'tokenizer'"),
+        (remove("vae"), "has no folder 'vae'"),
+        (remove("text_encoder"), "has no folder 'text_encoder'"),
+        (remove("tokenizer"), "has no folder 'tokenizer'"),
         (truncate, r"transformer cannot be read"),
-        (lack, r"lacks 1 of the model's weights, first proj_out\.weight"),
+        (drop_one_tensor, r"lacks 1 of the model's weights, first proj_out\.weight"),
         (lambda f: (f / "model_index.json").unlink(), r"holds no model_index\.json"),
         (lambda f: (f / "model_index.json").write_text("{"), "cannot be read"),
-        (lambda f: edit_index(f, _class_name="FluxPipeline"), "holds a FluxPipeline, but wan22 reads"),
+        (
+            lambda f: edit_index(f, _class_name="FluxPipeline"),
+            "a FluxPipeline, but wan22 reads",
+        ),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused_by_what_it_lacks(copied, harm, refusal):
+def test_an_incomplete_folder_is_refused(copied, damage, message):
     folder = copied()
-    harm(folder)
-    with pytest.raises(ModelError, match=refusal):
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
         load(folder)
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "refusal"),
+    ("name", "section", "message"),
     [
         ("wan22-t2v", {"task": "image"}, r"model\.task is 'image', but this model was made for"),
         ("wan22-i2v", {"task": "text"}, r"model\.task is 'text', but this model was made for"),
         ("wan22-5b", {"transformer_2_file": "x"}, "has one transformer"),
-        ("wan22-t2v", {"transformer_file": "x"}, r"model\.transformer_file is 'x', but there is no such"),
+        (
+            "wan22-t2v",
+            {"transformer_file": "x"},
+            r"model\.transformer_file is 'x', but there",
+        ),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused(miniature, name, section, refusal):
-    with pytest.raises(ModelError, match=refusal):
+def test_settings_that_do_not_fit_the_model_are_refused(miniature, name, section, message):
+    with pytest.raises(ModelError, match=message):
         load(miniature(name), **section)
 
 
@@ -249,53 +256,52 @@ def test_a_single_file_of_another_model_is_refused(miniature, tmp_path):
         load(miniature("wan22-t2v"), transformer_file=str(tmp_path / "odd.safetensors"))
 
 
-def test_no_path_and_a_name_that_the_hub_does_not_give(monkeypatch):
+def test_a_missing_path_and_an_unknown_name_are_refused(monkeypatch):
     with pytest.raises(ModelError, match=r"model\.path is missing; wan22 needs a folder"):
         load_family(ModelSection(family="wan22"))
-    with pytest.raises(ModelError, match="neither a folder here nor available from the Hugging Face hub"):
+    with pytest.raises(ModelError, match="neither a folder here nor available from the Hugging"):
         load("/no/such/folder")
 
 
-def test_a_hub_name_is_read_from_the_copy_that_the_hub_leaves(miniature, monkeypatch):
-    asked = {}
+def test_a_hub_name_is_downloaded(miniature, monkeypatch):
+    request = {}
 
     def snapshot(name, **options):
-        asked.update(options, name=name)
+        request.update(options, name=name)
         return str(miniature("wan22-t2v"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     family = load("some/model", revision="v1")
     assert family.name == "wan22"
-    assert (asked["name"], asked["revision"]) == ("some/model", "v1")
+    assert (request["name"], request["revision"]) == ("some/model", "v1")
 
 
-def test_a_generation_encoded_in_the_middle_of_sampling_changes_neither(miniature):
-    """The VAE keeps frames from one call of its decoder to the next, and from encoder to encoder;
-    either direction forgets those of both when it begins."""
+def test_encoding_during_sampling_changes_neither_result(miniature):
+    """The VAE keeps frames between calls, and clears those of both directions at a start."""
     family = load(miniature("wan22-t2v"))
     text, empty = family.encode_text(["one", ""])
-    order = SampleRequest([text], empty, (32, 32, 9), seed=0, steps=1, guidance=1.0)
+    request = SampleRequest([text], empty, (32, 32, 9), seed=0, steps=1, guidance=1.0)
     clip = torch.rand(1, 3, 9, 32, 32) * 2 - 1
-    beside = []
+    encoded_meanwhile = []
     with torch.no_grad():
-        (alone,), encoded = family.sample(order), family.encode(clip)
+        (alone,), encoded = family.sample(request), family.encode(clip)
         hook = family.vae.decoder.register_forward_hook(
-            lambda *_: beside.append(family.encode(clip))
+            lambda *_: encoded_meanwhile.append(family.encode(clip))
         )
-        (made,) = family.sample(order)
+        (sampled,) = family.sample(request)
         hook.remove()
-    assert len(beside) > 1
-    assert torch.equal(made.data, alone.data)
-    assert all(torch.equal(latents, encoded) for latents in beside)
+    assert len(encoded_meanwhile) > 1
+    assert torch.equal(sampled.data, alone.data)
+    assert all(torch.equal(latents, encoded) for latents in encoded_meanwhile)
 
 
-def test_what_is_sampled_is_tiled_by_its_own_size(miniature):
+def test_sampling_has_its_own_tiling(miniature):
     family = load(miniature("wan22-t2v"))
-    order = SampleRequest([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
+    request = SampleRequest([], {}, (32, 32), seed=0, steps=1, guidance=1.0, tiled=True)
     family.set_tiling(False)
-    assert (family.sampling_vae(order).use_tiling, family.vae.use_tiling) == (True, False)
+    assert (family.sampling_vae(request).use_tiling, family.vae.use_tiling) == (True, False)
     family.set_tiling(True)
-    vae = family.sampling_vae(replace(order, tiled=False))
+    vae = family.sampling_vae(replace(request, tiled=False))
     assert (vae.use_tiling, family.vae.use_tiling) == (False, True)
     assert {p.data_ptr() for p in vae.parameters()} == {
         p.data_ptr() for p in family.vae.parameters()

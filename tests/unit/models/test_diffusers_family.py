@@ -1,4 +1,4 @@
-"""Flux, Qwen-Image and Stable Audio say what diffusers' own pipelines would."""
+"""Flux, Qwen-Image and Stable Audio encode and call the model as diffusers' pipelines do."""
 
 import json
 
@@ -21,7 +21,7 @@ def load(family, folder, **section):
     return load_family(ModelSection(family=family, path=str(folder), **section))
 
 
-def test_patches_are_those_of_both_pipelines():
+def test_packed_latents_match_both_pipelines():
     latents = torch.randn(2, 4, 6, 8)
     rows = pack_latents(latents)
     for pipeline in (diffusers.FluxPipeline, diffusers.QwenImagePipeline):
@@ -30,7 +30,7 @@ def test_patches_are_those_of_both_pipelines():
     assert torch.equal(unpack_latents(rows, 6, 8), latents)
 
 
-def test_flux_reads_captions_as_its_pipeline_does(miniature):
+def test_flux_text_matches_its_pipeline(miniature):
     folder = miniature("flux")
     pipeline = diffusers.FluxPipeline.from_pretrained(folder, local_files_only=True)
     tokens, pooled, _ = pipeline.encode_prompt(PROMPT, None)
@@ -40,28 +40,28 @@ def test_flux_reads_captions_as_its_pipeline_does(miniature):
     torch.testing.assert_close(ours["pooled"], pooled)
 
 
-def test_flux_places_patches_as_its_pipeline_does(miniature):
+def test_flux_patch_positions_match_its_pipeline(miniature):
     family = load("flux", miniature("flux"))
     noisy = torch.randn(1, *family.latent_shape(16, 24))
-    seen = {}
+    inputs_seen = {}
 
-    def watched(**inputs):
-        seen.update(inputs)
+    def recorded(**inputs):
+        inputs_seen.update(inputs)
         return family.transformer(**inputs)
 
     text = family.stack_text(family.encode_text([PROMPT]))
     with torch.no_grad():
-        family.predict(watched, noisy, torch.tensor([0.25]), text)
+        family.predict(recorded, noisy, torch.tensor([0.25]), text)
     rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
     theirs = diffusers.FluxPipeline._prepare_latent_image_ids(
         1, rows, columns, torch.device("cpu"), torch.float32
     )
-    assert torch.equal(seen["img_ids"], theirs)
-    assert seen["timestep"].tolist() == [0.25]
-    assert seen["guidance"].tolist() == [1.0]
+    assert torch.equal(inputs_seen["img_ids"], theirs)
+    assert inputs_seen["timestep"].tolist() == [0.25]
+    assert inputs_seen["guidance"].tolist() == [1.0]
 
 
-def test_qwen_image_reads_captions_as_its_pipeline_does(miniature):
+def test_qwen_image_text_matches_its_pipeline(miniature):
     folder = miniature("qwen-image")
     pipeline = diffusers.QwenImagePipeline.from_pretrained(folder, local_files_only=True)
     assert pipeline.prompt_template_encode == qwen_image.TEMPLATE
@@ -74,7 +74,7 @@ def test_qwen_image_reads_captions_as_its_pipeline_does(miniature):
     assert ours["mask"].all()
 
 
-def test_texts_of_a_batch_are_masked_to_their_own_lengths(miniature):
+def test_captions_of_a_batch_are_masked_to_their_lengths(miniature):
     family = load("qwen_image", miniature("qwen-image"))
     stacked = family.stack_text(family.encode_text([PROMPT, "a"]))
     lengths = stacked["mask"].sum(1).tolist()
@@ -82,7 +82,7 @@ def test_texts_of_a_batch_are_masked_to_their_own_lengths(miniature):
     assert (stacked["tokens"][1, lengths[1] :] == 0).all()
 
 
-def test_an_edit_is_asked_as_its_pipeline_asks():
+def test_the_edit_template_matches_its_pipeline():
     pipeline = diffusers.QwenImageEditPipeline(
         scheduler=None,
         vae=None,
@@ -95,26 +95,26 @@ def test_an_edit_is_asked_as_its_pipeline_asks():
     assert pipeline.prompt_template_encode_start_idx == qwen_image.EDIT_TEMPLATE_TOKENS
 
 
-def test_the_text_of_an_edit_depends_on_its_picture(miniature):
+def test_the_text_of_an_edit_depends_on_the_image(miniature):
     family = load("qwen_image", miniature("qwen-image-edit"))
-    picture = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    one, other, again = family.encode_text([PROMPT] * 3, [picture, -picture, picture])
+    image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    one, other, again = family.encode_text([PROMPT] * 3, [image, -image, image])
     assert torch.equal(one["tokens"], again["tokens"])
     assert not torch.equal(one["tokens"], other["tokens"])
 
 
-def test_the_reference_of_an_edit_is_given_clean(miniature):
+def test_the_reference_image_of_an_edit_gets_no_noise(miniature):
     family = load("qwen_image", miniature("qwen-image-edit"))
     pixels = torch.rand(1, 6, 32, 32) * 2 - 1
-    x0, given = family.split_encoded(family.encode(pixels))
+    x0, conditions = family.split_encoded(family.encode(pixels))
     plain = load("qwen_image", miniature("qwen-image"))
     torch.testing.assert_close(x0, plain.encode(pixels[:, :3]))
-    torch.testing.assert_close(given["reference"], plain.encode(pixels[:, 3:]))
+    torch.testing.assert_close(conditions["reference"], plain.encode(pixels[:, 3:]))
 
 
 @pytest.mark.parametrize(("prompt", "guidance"), [(PROMPT, 1.0), ("", 3.0)])
-def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, prompt, guidance):
-    """Also where the caption is dropped: what guidance compares with comes first in its batch."""
+def test_stable_audio_conditions_match_its_pipeline(miniature, monkeypatch, prompt, guidance):
+    """With guidance, the empty caption comes first in the pipeline's batch."""
     folder = miniature("stable-audio")
     with without_progress_bars():
         pipeline = diffusers.StableAudioPipeline.from_pretrained(folder, local_files_only=True)
@@ -122,11 +122,11 @@ def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, pr
     family = load("stable_audio", folder)
     calls = []
 
-    def watched(noisy, timestep, **inputs):
+    def recorded(noisy, timestep, **inputs):
         calls.append((noisy, timestep, inputs))
         return family.transformer(noisy, timestep, **inputs)
 
-    monkeypatch.setattr(pipeline.transformer, "forward", watched)
+    monkeypatch.setattr(pipeline.transformer, "forward", recorded)
     length = 4000
     with pytest.warns(UserWarning, match="Should have t"):
         pipeline(
@@ -139,9 +139,9 @@ def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, pr
     (noisy, timestep, theirs), *_ = calls
     monkeypatch.setattr(pipeline.transformer, "forward", None)
     text = family.stack_text(family.encode_text([prompt]))
-    _, given = family.split_encoded(family.encode(torch.zeros(1, 2, length)))
+    _, conditions = family.split_encoded(family.encode(torch.zeros(1, 2, length)))
     with torch.no_grad():
-        family.predict(watched, noisy[:1], timestep, {**text, **given})
+        family.predict(recorded, noisy[:1], timestep, {**text, **conditions})
     ours = calls[-1][2]
     for name in ("encoder_hidden_states", "global_hidden_states"):
         torch.testing.assert_close(ours[name], theirs[name][:1])
@@ -149,7 +149,7 @@ def test_stable_audio_is_told_what_its_pipeline_tells(miniature, monkeypatch, pr
     assert 0 < timestep.item() < 1
 
 
-def test_latents_are_those_of_the_length_that_clips_are_filled_up_to(miniature, tmp_path):
+def test_the_latents_identity_depends_on_the_padded_length(miniature, tmp_path):
     folder = write_miniature("stable-audio", tmp_path / "longer")
     file = folder / "transformer" / "config.json"
     config = json.loads(file.read_text())
@@ -159,19 +159,19 @@ def test_latents_are_those_of_the_length_that_clips_are_filled_up_to(miniature, 
     assert short.identity()["text"] == longer.identity()["text"]
 
 
-def test_a_clip_is_filled_up_with_silence_and_its_length_is_told(miniature):
+def test_a_clip_is_padded_with_silence_and_its_length_is_a_condition(miniature):
     family = load("stable_audio", miniature("stable-audio"))
     short = torch.rand(1, 2, 1600) * 2 - 1
     encoded = family.encode(short)
-    x0, given = family.split_encoded(encoded)
-    assert given["seconds"].tolist() == pytest.approx([0.1])
+    x0, conditions = family.split_encoded(encoded)
+    assert conditions["seconds"].tolist() == pytest.approx([0.1])
     whole = torch.zeros(1, 2, family.audio.max_length)
     whole[..., :1600] = short
     torch.testing.assert_close(family.split_encoded(family.encode(whole))[0], x0)
 
 
 @pytest.mark.parametrize(("family", "name"), [("flux", "flux"), ("qwen_image", "qwen-image")])
-def test_a_missing_part_is_named(family, name, tmp_path):
+def test_a_missing_component_is_named(family, name, tmp_path):
     folder = write_miniature(name, tmp_path / "model")
     for file in (folder / "vae").iterdir():
         file.unlink()
@@ -179,7 +179,7 @@ def test_a_missing_part_is_named(family, name, tmp_path):
         load(family, folder)
 
 
-def test_a_qwen_file_with_a_prefix_replaces_the_transformer(miniature, tmp_path):
+def test_a_single_file_with_a_prefix_replaces_the_transformer(miniature, tmp_path):
     other = write_miniature("qwen-image", tmp_path / "other", seed=5)
     weights = load_file(other / "transformer" / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "model.safetensors"
