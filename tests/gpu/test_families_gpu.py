@@ -1,4 +1,4 @@
-"""Every family on a GPU, in bf16: what a step, a sample and a resume touch is where it must be."""
+"""Every family trains, samples and resumes on a GPU in bf16."""
 
 import json
 
@@ -21,7 +21,7 @@ CASES = {
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def image_folder(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for number, colour in enumerate(COLOURS):
@@ -31,13 +31,15 @@ def pictures(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_trains_samples_and_resumes_on_a_gpu(case, pictures, miniature, told, tmp_path):
-    small, family, sections = CASES[case]
+def test_a_family_trains_samples_and_resumes_on_a_gpu(
+    case, image_folder, miniature, told, tmp_path
+):
+    miniature_name, family, sections = CASES[case]
     settings = {
         "output_dir": str(tmp_path / "run"),
-        "model": {"family": family, "path": str(miniature(small)), "dtype": "bfloat16"},
+        "model": {"family": family, "path": str(miniature(miniature_name)), "dtype": "bfloat16"},
         "adapter": {"rank": 2},
-        "datasets": [{"instance_data_dir": str(pictures), "resolution": 32, "max_aspect": 1.0}],
+        "datasets": [{"instance_data_dir": str(image_folder), "resolution": 32, "max_aspect": 1.0}],
         "train": {"max_train_steps": 2, "batch_size": 2, "checkpoint_every": 2},
         "logging": {"tensorboard": False, "every": 1},
         "validation": {"every": 2, "prompts": ["a red ring"], "sample_steps": 2, "holdout": 0.3},

@@ -1,4 +1,4 @@
-"""Hints, stages, statistics and the diagnosis on a real device; managed bytes stay small."""
+"""Memory hints, stages, statistics and the diagnosis on a GPU, with little managed memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 SHIM = SOURCE.with_name(LIBRARY)
-VERBS = ("prefer_cpu_residency", "prefer_gpu_residency", "prefetch_to_device", "discard")
+HINT_METHODS = ("prefer_cpu_residency", "prefer_gpu_residency", "prefetch_to_device", "discard")
 
 
-class Managed:
-    """Managed bytes as a CUDA tensor, without a pool between."""
+class ManagedMemory:
+    """Managed memory that torch can wrap as a CUDA tensor, without a pool."""
 
-    def __init__(self, here: Machine, nbytes: int) -> None:
-        code, self.pointer = here.driver.allocate_managed(nbytes)
+    def __init__(self, machine: Machine, nbytes: int) -> None:
+        code, self.pointer = machine.driver.allocate_managed(nbytes)
         assert code == 0
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -46,7 +46,7 @@ class Managed:
 
 
 @pytest.fixture(scope="module")
-def here() -> Machine:
+def machine() -> Machine:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     torch.zeros(1, device="cuda:0")
@@ -59,20 +59,20 @@ def here() -> Machine:
 
 
 @pytest.fixture
-def hints(here: Machine) -> Hints:
-    return Hints(here.driver, here.platform, current_stream=torch_stream)
+def hints(machine: Machine) -> Hints:
+    return Hints(machine.driver, machine.platform, current_stream=torch_stream)
 
 
 @pytest.fixture
-def managed(here: Machine) -> Iterator[torch.Tensor]:
-    range_ = Managed(here, 64 * MIB)
-    tensor = torch.as_tensor(range_, device="cuda:0")
-    assert tensor.data_ptr() == range_.pointer
+def managed(machine: Machine) -> Iterator[torch.Tensor]:
+    memory = ManagedMemory(machine, 64 * MIB)
+    tensor = torch.as_tensor(memory, device="cuda:0")
+    assert tensor.data_ptr() == memory.pointer
     tensor.fill_(3)
     torch.cuda.synchronize()
     yield tensor
     torch.cuda.synchronize()
-    assert here.driver.free(range_.pointer) == 0
+    assert machine.driver.free(memory.pointer) == 0
 
 
 def test_hints_are_applied_and_read_back(hints: Hints, managed: torch.Tensor) -> None:
@@ -100,14 +100,14 @@ def test_a_prefetch_follows_its_stream(hints: Hints, managed: torch.Tensor) -> N
     assert int(managed.sum(dtype=torch.int64)) == 3 * managed.numel()
 
 
-def test_discard_then_write(hints: Hints, managed: torch.Tensor) -> None:
+def test_discarded_memory_can_be_written_again(hints: Hints, managed: torch.Tensor) -> None:
     hint = hints.discard(managed)
     assert hint.verdict in (Verdict.APPLIED, Verdict.UNSUPPORTED), hint
     managed.fill_(5)
     assert int(managed.sum(dtype=torch.int64)) == 5 * managed.numel()
 
 
-def test_only_the_views_own_pages(hints: Hints, managed: torch.Tensor) -> None:
+def test_a_hint_on_a_view_affects_only_its_pages(hints: Hints, managed: torch.Tensor) -> None:
     page = hints.platform.page_bytes
     part = managed[16 * MIB + 10 : 32 * MIB]
     assert hints.prefer_cpu_residency(part).nbytes == 16 * MIB - page
@@ -122,16 +122,16 @@ def test_memory_that_is_not_managed_is_refused_with_a_reason(hints: Hints) -> No
         "pinned": torch.zeros(MIB).pin_memory(),
         "plain host": torch.zeros(MIB),
     }
-    for words, tensor in tensors.items():
-        for verb in VERBS:
-            hint = getattr(hints, verb)(tensor)
+    for description, tensor in tensors.items():
+        for method in HINT_METHODS:
+            hint = getattr(hints, method)(tensor)
             assert hint.verdict is Verdict.UNSUPPORTED
-            assert words in hint.reason, hint
+            assert description in hint.reason, hint
     assert hints.residency(tensors["ordinary device"]).location == 0
     assert hints.residency(tensors["pinned"]).location == HOST
 
 
-def test_a_batch_is_placed(hints: Hints, managed: torch.Tensor) -> None:
+def test_place_batch_sets_residency_by_role(hints: Hints, managed: torch.Tensor) -> None:
     latents, text = managed[: 32 * MIB], managed[32 * MIB :]
     report = place_batch({"latents": latents, "prompt_embeds": [text]}, hints)
     assert report, report
@@ -149,23 +149,23 @@ def test_a_hint_is_cheap(hints: Hints, managed: torch.Tensor) -> None:
         start = time.perf_counter()
         hints.prefer_cpu_residency(latent)
         times.append(time.perf_counter() - start)
-    # The goal is 30 us on an idle machine, which benchmarks hold to; here only the order matters.
+    # The goal is 30 us on an idle machine, which a benchmark checks. This is only a sanity check.
     assert sorted(times)[100] < 1e-3
 
 
-def test_readings_and_hard_reclamation(here: Machine) -> None:
+def test_hard_reclamation_returns_cached_memory(machine: Machine) -> None:
     block = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda:0")
     del block
-    before = read_memory(0, here.platform.host_bytes)
+    before = read_memory(0, machine.platform.host_bytes)
     assert before.reserved - before.allocated >= 256 * MIB
     assert hard_reclamation(0)() >= 256 * MIB
-    after = read_memory(0, here.platform.host_bytes)
+    after = read_memory(0, machine.platform.host_bytes)
     assert after.device_free >= before.device_free + 200 * MIB
     assert after.allocated <= after.reserved <= before.reserved
 
 
-def test_the_forks_free_functions(here: Machine) -> None:
-    assert gracetune.memory_stats()["uvm.platform"] == here.platform.link.value
+def test_the_module_level_functions(machine: Machine) -> None:
+    assert gracetune.memory_stats()["uvm.platform"] == machine.platform.link.value
     gracetune.set_uvm_hint_override(True)
     try:
         pool = gracetune.unified_pool()
@@ -187,14 +187,14 @@ def test_the_forks_free_functions(here: Machine) -> None:
         gracetune.set_uvm_hint_override(None)
 
 
-@pytest.mark.usefixtures("here")
-def test_the_diagnosis_finds_the_device_well(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_the_diagnosis_reports_a_healthy_device(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "gh200_diagnostic.py"), "--skip-allocation"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--output", str(output)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     checks = {check["name"]: check for check in json.loads(output.read_text())["checks"]}
     for name in ("pinned copies", "faults against prefetch", "hint round trip", "pool round trip"):
         assert checks[name]["status"] in ("OK", "WARN"), checks[name]

@@ -1,4 +1,4 @@
-"""The driver contract and managed pools on a real GPU; never more than a gigabyte of it."""
+"""The driver contract and managed pools on a GPU, with less than a gigabyte."""
 
 import gc
 import threading
@@ -11,11 +11,11 @@ from driver_contract import CHECKS, Check
 from gracetune.memory.driver import HOST, CudaCode, CudaDriver, PointerKind, open_cuda_driver
 from gracetune.memory.platform import Platform, open_machine
 from gracetune.memory.pool import (
-    TorchMemPools,
+    ManagedPool,
+    PoolCloseResult,
     PoolError,
     PoolSettings,
-    PoolCloseResult,
-    ManagedPool,
+    TorchMemPools,
     open_pool,
 )
 from gracetune.memory.shim import LIBRARY, AccessPattern, Shim, build_shim
@@ -23,7 +23,7 @@ from gracetune.memory.shim import LIBRARY, AccessPattern, Shim, build_shim
 pytestmark = pytest.mark.gpu
 MIB = 1024**2
 
-Opener = Callable[..., ManagedPool]
+PoolOpener = Callable[..., ManagedPool]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
 
 
 @pytest.fixture
-def opened(platform: Platform, shim: Shim) -> Iterator[Opener]:
+def open_managed_pool(platform: Platform, shim: Shim) -> Iterator[PoolOpener]:
     pools: list[ManagedPool] = []
 
     def make(
@@ -89,9 +89,9 @@ def test_the_platform_is_detected_with_reasons(platform: Platform) -> None:
 
 @pytest.mark.parametrize("pattern", list(AccessPattern))
 def test_tensors_of_a_pool_are_managed_and_placed(
-    opened: Opener, driver: CudaDriver, pattern: AccessPattern
+    open_managed_pool: PoolOpener, driver: CudaDriver, pattern: AccessPattern
 ) -> None:
-    pool = opened(pattern=pattern)
+    pool = open_managed_pool(pattern=pattern)
     with pool.allocating():
         tensor = torch.full((32 * MIB,), 3, dtype=torch.uint8, device="cuda")
     outside = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
@@ -107,8 +107,8 @@ def test_tensors_of_a_pool_are_managed_and_placed(
     assert torch.cuda.memory_stats()["reserved_bytes.all.current"] >= 32 * MIB
 
 
-def test_past_the_cap_torch_raises_its_own_out_of_memory(opened: Opener) -> None:
-    pool = opened(cap_mib=64)
+def test_exceeding_the_cap_raises_torchs_out_of_memory_error(open_managed_pool: PoolOpener) -> None:
+    pool = open_managed_pool(cap_mib=64)
     with pool.allocating():
         first = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         with pytest.raises(torch.OutOfMemoryError):
@@ -121,8 +121,8 @@ def test_past_the_cap_torch_raises_its_own_out_of_memory(opened: Opener) -> None
     assert pool.counters().peak_bytes == 64 * MIB
 
 
-def test_closing_waits_for_living_tensors_and_then_frees_everything(opened: Opener) -> None:
-    pool = opened()
+def test_close_frees_everything_once_no_tensor_is_alive(open_managed_pool: PoolOpener) -> None:
+    pool = open_managed_pool()
     with pool.allocating():
         kept = torch.ones(32 * MIB, dtype=torch.uint8, device="cuda")
         dropped = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
@@ -137,25 +137,25 @@ def test_closing_waits_for_living_tensors_and_then_frees_everything(opened: Open
     assert pool.close() == PoolCloseResult(freed_bytes=32 * MIB, held_bytes=0)
 
 
-def test_pools_nest_and_each_keeps_its_own(opened: Opener) -> None:
-    outer, inner = opened(), opened(pattern=AccessPattern.CPU_FIRST)
+def test_nested_pools_keep_their_own_tensors(open_managed_pool: PoolOpener) -> None:
+    outer, inner = open_managed_pool(), open_managed_pool(pattern=AccessPattern.CPU_FIRST)
     with outer.allocating():
-        one = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+        first = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         with inner.allocating():
-            two = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
-        three = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+            nested = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        second = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
     assert outer.counters().live_bytes == 64 * MIB
     assert inner.counters().live_bytes == 64 * MIB
-    del one, two, three
+    del first, nested, second
 
 
-def test_threads_allocate_from_their_own_pools(opened: Opener) -> None:
-    pools = [opened() for _ in range(4)]
+def test_threads_allocate_from_their_own_pools(open_managed_pool: PoolOpener) -> None:
+    pools = [open_managed_pool() for _ in range(4)]
     tensors: list[torch.Tensor] = []
-    together = threading.Barrier(4)
+    barrier = threading.Barrier(4)
 
     def use(pool: ManagedPool) -> None:
-        together.wait(30)
+        barrier.wait(30)
         with pool.allocating():
             tensors.append(torch.ones(32 * MIB, dtype=torch.uint8, device="cuda"))
 
@@ -169,16 +169,16 @@ def test_threads_allocate_from_their_own_pools(opened: Opener) -> None:
     tensors.clear()
 
 
-def test_a_tensor_of_no_split_has_its_segment_to_itself(opened: Opener) -> None:
-    pool = opened(no_split=True)
+def test_with_no_split_each_tensor_has_its_own_segment(open_managed_pool: PoolOpener) -> None:
+    pool = open_managed_pool(no_split=True)
     with pool.allocating():
         small = [torch.empty(128 * 1024, dtype=torch.uint8, device="cuda") for _ in range(3)]
     assert pool.counters().live_segments == 3
     del small
 
 
-def test_a_pool_is_refused_while_a_graph_is_captured(opened: Opener) -> None:
-    pool = opened()
+def test_a_pool_is_refused_while_a_graph_is_captured(open_managed_pool: PoolOpener) -> None:
+    pool = open_managed_pool()
     static = torch.zeros(16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -190,23 +190,23 @@ def test_a_pool_is_refused_while_a_graph_is_captured(opened: Opener) -> None:
     assert static.tolist() == [1.0] * 16
 
 
-def test_training_in_a_pool_gives_the_same_numbers(opened: Opener) -> None:
+def test_training_in_a_pool_gives_the_same_losses(open_managed_pool: PoolOpener) -> None:
     def losses() -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3))).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         batch = torch.randn(64, 256, device="cuda")
-        told = []
+        losses_by_step = []
         for _ in range(5):
             loss = (model(batch) - batch).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told.append(loss.item())
-        return told
+            losses_by_step.append(loss.item())
+        return losses_by_step
 
     native = losses()
-    pool = opened()
+    pool = open_managed_pool()
     with torch.autograd.set_multithreading_enabled(False), pool.allocating():
         managed = losses()
     assert managed == native

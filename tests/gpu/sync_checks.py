@@ -1,4 +1,4 @@
-"""How the GPU tests look for waits: an error where there may be none, a count where there may."""
+"""Find operations that make the host wait for the GPU: forbid them, or count them."""
 
 import gc
 import warnings
@@ -6,14 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from gracetune.train.step import TrainProgress
-from gracetune.train.step import train_step
+from gracetune.train.step import TrainProgress, train_step
 
 
 @contextmanager
-def never_waiting():
-    """Whatever makes the host wait for the device is an error."""
-    _settle()
+def forbid_host_syncs():
+    """Raise an error at any operation that makes the host wait for the device."""
+    _collect_garbage()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -21,20 +20,20 @@ def never_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def count_waits(step, steps):
-    """How often the host waits for the device in so many steps."""
-    _settle()
+def count_host_syncs(step, steps):
+    """Return how often the host waits for the device in a number of steps."""
+    _collect_garbage()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         for _ in range(steps):
             step()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(one.message) for one in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
-def assert_steps_never_wait(session):
-    """Three steps to make optimizer state, choose kernels and compile; three that are watched."""
+def assert_steps_never_sync(session):
+    """Check three steps, after three that create optimizer state, choose kernels and compile."""
     batches = [session.pipeline.load(session.pipeline.order.batch_at(index)) for index in range(6)]
 
     def train(first, last):
@@ -42,11 +41,11 @@ def assert_steps_never_wait(session):
             train_step(session.state, [batches[index]], 1, TrainProgress(index, index))
 
     train(0, 3)
-    with never_waiting():
+    with forbid_host_syncs():
         train(3, 6)
 
 
-def _settle():
-    """Rings that nobody has closed wait for the device when they are collected: now, not later."""
+def _collect_garbage():
+    """Collect rings that were not closed now: they wait for the device when they are collected."""
     gc.collect()
     torch.cuda.synchronize()

@@ -1,13 +1,10 @@
-"""LoKr's products on a GPU: as in float64, eager and compiled, resident and streamed.
-
-LoCon and LoHa compute by LyCORIS, which has kernels of its own there.
-"""
+"""LoKr, LoCon and LoHa on a GPU agree with float64: eager and compiled, resident and streamed."""
 
 import pytest
 import torch
+from sync_checks import forbid_host_syncs
 from torch import nn
 from torch.nn import functional
-from waiting import never_waiting
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
@@ -16,7 +13,7 @@ from gracetune.offload.copies import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # compilers warn
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler warns
 DEVICE = torch.device("cuda", 0)
 WIDTH, BLOCKS = 256, 4
 
@@ -42,7 +39,7 @@ class Model(nn.Module):
         return x
 
 
-def make(dtype, kind="lokr"):
+def build_model(dtype, kind="lokr"):
     torch.manual_seed(0)
     model = Model().to(dtype)
     section = AdapterSection(kind=kind, rank=8, factor=8)
@@ -50,13 +47,13 @@ def make(dtype, kind="lokr"):
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            drawn = torch.randn(parameter.shape, generator=generator) * 0.05
-            parameter.data = drawn.to(torch.float64 if dtype == torch.float64 else torch.float32)
+            values = torch.randn(parameter.shape, generator=generator) * 0.05
+            parameter.data = values.to(torch.float64 if dtype == torch.float64 else torch.float32)
     return model
 
 
 def step(model, device, dtype):
-    """What the model gives, and what its adapters get."""
+    """Return the output of the model and the gradients of its adapters."""
     x = torch.randn(2, 128, WIDTH, generator=torch.Generator().manual_seed(3))
     y = model(x.to(device, dtype))
     (y.float() if dtype == torch.bfloat16 else y).square().sum().backward()
@@ -64,49 +61,49 @@ def step(model, device, dtype):
     return [t.detach().double().cpu() for t in (y, *gradients)]
 
 
-def near(found, expected, least):
-    for one, other in zip(found, expected, strict=True):
-        assert functional.cosine_similarity(one.flatten(), other.flatten(), 0) > least
-        assert one.norm() == pytest.approx(float(other.norm()), rel=0.02)
+def assert_close(results, references, min_cosine):
+    for result, reference in zip(results, references, strict=True):
+        assert functional.cosine_similarity(result.flatten(), reference.flatten(), 0) > min_cosine
+        assert result.norm() == pytest.approx(float(reference.norm()), rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return step(make(torch.float64), torch.device("cpu"), torch.float64)
+    return step(build_model(torch.float64), torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("activations", ["keep", "lean", "recompute"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_is_what_it_is_in_float64(expected, weights, activations, compiled):
-    model = make(torch.bfloat16)
+def test_a_lokr_step_agrees_with_float64(expected, weights, activations, compiled):
+    model = build_model(torch.bfloat16)
     layout = PlanLayout([BlockPlan(weights, activations)] * BLOCKS, compiled, 2)
-    mover = open_copy_engine(DEVICE, Link.MANAGED)
-    placed = apply_plan(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
+    copy_engine = open_copy_engine(DEVICE, Link.MANAGED)
+    applied = apply_plan(model, {model: list(model.blocks)}, layout, copy_engine, lambda _: None)
     try:
-        near(step(model, DEVICE, torch.bfloat16), expected, 0.995)
+        assert_close(step(model, DEVICE, torch.bfloat16), expected, 0.995)
     finally:
-        placed.close()
+        applied.close()
 
 
 @pytest.mark.parametrize("kind", ["locon", "loha"])
 @pytest.mark.parametrize("activations", ["keep", "lean", "recompute"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_so_is_a_step_by_lycoris(kind, activations, compiled):
-    expected = step(make(torch.float64, kind), torch.device("cpu"), torch.float64)
-    model = make(torch.bfloat16, kind)
+def test_a_lycoris_step_agrees_with_float64(kind, activations, compiled):
+    expected = step(build_model(torch.float64, kind), torch.device("cpu"), torch.float64)
+    model = build_model(torch.bfloat16, kind)
     layout = PlanLayout([BlockPlan("streamed", activations)] * BLOCKS, compiled, 2)
-    mover = open_copy_engine(DEVICE, Link.MANAGED)
-    placed = apply_plan(model, {model: list(model.blocks)}, layout, mover, lambda _: None)
+    copy_engine = open_copy_engine(DEVICE, Link.MANAGED)
+    applied = apply_plan(model, {model: list(model.blocks)}, layout, copy_engine, lambda _: None)
     try:
-        near(step(model, DEVICE, torch.bfloat16), expected, 0.99)
+        assert_close(step(model, DEVICE, torch.bfloat16), expected, 0.99)
     finally:
-        placed.close()
+        applied.close()
 
 
-def test_nobody_waits_for_the_device_inside_a_step():
-    model = make(torch.bfloat16).to(DEVICE)
+def test_a_lokr_step_has_no_host_syncs():
+    model = build_model(torch.bfloat16).to(DEVICE)
     x = torch.randn(2, 128, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     model(x).sum().backward()
-    with never_waiting():
+    with forbid_host_syncs():
         model(x).sum().backward()

@@ -1,4 +1,4 @@
-"""What queueing costs the host, measured with a device that does the work."""
+"""The launch probe measures the host's cost of queueing kernels while the GPU works."""
 
 import time
 from functools import partial
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
-def test_a_host_is_probed_while_a_device_works(family):
+def test_launch_costs_are_plausible(family):
     device = torch.device("cuda", 0)
-    small = partial(build_probe_model, family)
-    host = measure_launch_costs(device, torch.cuda.synchronize, time.perf_counter, small)
+    build_model = partial(build_probe_model, family)
+    host = measure_launch_costs(device, torch.cuda.synchronize, time.perf_counter, build_model)
     for name in ("forward_s", "backward_s", "own_s", "own_back_s", "policed_s", "again_s"):
         assert 1e-6 < getattr(host, name) < 5e-4, name
     assert 1e-7 < host.optimizer_s < 5e-4
