@@ -1,4 +1,4 @@
-"""Torch's allocator as `gracetune train` has it: import this before torch."""
+"""Configure torch's allocator as `gracetune train` does; import this before torch."""
 
 from gracetune.config.environment import prefer_expandable_segments
 

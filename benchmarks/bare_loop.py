@@ -1,7 +1,7 @@
-"""What the trainer costs over a loop of thirty lines: same model, same batches, same arithmetic.
+"""Measure the overhead of the trainer over a minimal training loop of thirty lines.
 
-Both run by turns in one process, so that a noisy machine disturbs them alike; the figure is the
-median ratio of neighbouring turns.
+Both use the same model, batches and arithmetic, and alternate in one process, so that a noisy
+machine disturbs both alike. The result is the median ratio of neighbouring turns.
 
     python benchmarks/bare_loop.py [--turns 8] [--steps 40]
 """
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def bare_loop(model, batches, steps: int) -> float:
-    """The thirty lines; gives seconds a step."""
+    """Train with a minimal loop; return the seconds per step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     averages = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.99), fused=True)
@@ -41,14 +41,14 @@ def bare_loop(model, batches, steps: int) -> float:
     started = time.perf_counter()
     for step in range(steps):
         x0, text = batches[step % len(batches)]
-        s = torch.randn(len(x0), generator=generator).sigmoid()
+        timesteps = torch.randn(len(x0), generator=generator).sigmoid()
         noise = torch.randn(x0.shape, generator=generator)
-        level = s.view(-1, 1, 1, 1)
+        sigma = timesteps.view(-1, 1, 1, 1)
         predicted = model(
-            (1 - level) * x0 + level * noise,
+            (1 - sigma) * x0 + sigma * noise,
             encoder_hidden_states=text["tokens"],
             pooled_projections=text["pooled"],
-            timestep=s * 1000,
+            timestep=timesteps * 1000,
             return_dict=False,
         )[0]
         loss = torch.nn.functional.mse_loss(predicted, noise - x0)
@@ -61,7 +61,7 @@ def bare_loop(model, batches, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-class Seconds:
+class StepTimes:
     """A sink that keeps the time of each step."""
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Seconds:
         pass
 
 
-def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]:
-    """Seconds a step of (ours, bare), by turns."""
+def measure(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]:
+    """Return the seconds per step of (trainer, minimal loop) for each turn."""
     run = load_run_file(
         ROOT / "examples" / "demo.json",
         [
@@ -88,10 +88,12 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
         ],
         environment={},
     ).run
-    seconds = Seconds()
-    sinks = [seconds, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
-    with EventDispatcher(sinks) as fan:
-        session = build_session(run, start_accelerator(run), fan.emit, RunControl(folder), SignalHandler())
+    times = StepTimes()
+    sinks = [times, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
+    with EventDispatcher(sinks) as events:
+        session = build_session(
+            run, start_accelerator(run), events.emit, RunControl(folder), SignalHandler()
+        )
         batches = [session.pipeline.load(session.pipeline.order.batch_at(i)) for i in range(steps)]
         pairs = [(batch.latents, batch.text) for batch in batches]
         bare_model = type(session.state.family.transformer)(
@@ -101,15 +103,15 @@ def turns(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float]]
         for turn in range(num_turns + 1):
             train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
             state = replace(session.state, run=run.model_copy(update={"train": train}))
-            seconds.steps.clear()
+            times.steps.clear()
             progress = train_loop(replace(session, state=state), progress)
-            ours = statistics.mean(seconds.steps)
+            ours = statistics.mean(times.steps)
             results.append((ours, bare_loop(bare_model, pairs, steps)))
-    return results[1:]  # the first turn warms both up
+    return results[1:]  # the first turn is warm-up
 
 
 def main() -> None:
-    """Measure, print, and write the result where asked."""
+    """Measure and print; with `--write`, also write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
@@ -117,7 +119,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        pairs = turns(args.turns, args.steps, Path(folder))
+        pairs = measure(args.turns, args.steps, Path(folder))
     figures = {
         "trainer_over_bare_loop": statistics.median(ours / bare for ours, bare in pairs),
         "trainer_ms_a_step": 1000 * statistics.median(ours for ours, _ in pairs),

@@ -1,4 +1,4 @@
-"""The one form of every result file: when, which commit, on what, and numbers by name."""
+"""Write and read result files: date, commit, machine and the measured figures."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def write(
 
 
 def read(name: str, folder: Path = FOLDER) -> dict[str, Any]:
-    """The figures that were written; none where there is no file."""
+    """Return the figures of a result file; empty if there is no file."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text())["figures"] if path.exists() else {}
 
 
-def flatten(figures: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Every number with the names that lead to it."""
+def flatten(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every figure with its dotted name."""
     for name, value in figures.items():
         if isinstance(value, dict):
-            yield from flatten(value, f"{above}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{above}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def this_commit() -> str:
-    """The commit that is measured, marked where the tree differs from it."""
-    asked = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return told.stdout.strip() if told.returncode == 0 else "unknown"
+    """Return the measured commit, marked `-dirty` if the tree has changes."""
+    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def this_machine() -> str:
-    """What it is, not which one."""
+    """Describe the kind of machine, without its host name."""
     gpu = f"{torch.cuda.get_device_name(0)}, " if torch.cuda.is_available() else ""
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     return f"{gpu}{platform.machine()} CPU, {versions}"

@@ -1,4 +1,4 @@
-"""Runs through the command line, as a user starts them."""
+"""Fixtures that start runs through the command line, as a user does."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def run_file(tiny_run, tmp_path):
-    """Write a run file; gives its path."""
+    """Return a function that writes a run file and returns its path."""
 
     def write(name="run.json", **sections):
         path = tmp_path / name
@@ -22,7 +22,7 @@ def run_file(tiny_run, tmp_path):
 
 @pytest.fixture
 def gracetune():
-    """Run the command to its end."""
+    """Return a function that runs the command to its end."""
 
     def call(*words, **options):
         command = [sys.executable, "-m", "gracetune", *map(str, words)]
@@ -33,7 +33,7 @@ def gracetune():
 
 @pytest.fixture
 def start():
-    """Start the command and leave it running; whatever is left is killed at the end."""
+    """Return a function that starts the command; processes left over are killed at the end."""
     running = []
 
     def call(*words):

@@ -1,4 +1,4 @@
-"""Each mistake ends with exit code 2 and one clear message, never a traceback."""
+"""A user's mistake ends with exit code 2 and one clear message, never with a traceback."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ from gracetune.cli.main import main
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
-    """Run the command in this process; gives the message of its refusal."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # what a run sets is undone with it
+def error_of(capsys, monkeypatch):
+    """Return a function that runs a failing command in this process and returns its message."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # restored after the test
 
     def call(*words):
         code = main([str(word) for word in words])
@@ -27,7 +27,7 @@ def refused(capsys, monkeypatch):
 
 @pytest.fixture
 def folder_run(run_file, tmp_path):
-    """A run over a folder of ten pictures with captions."""
+    """Return a run file for a folder of ten captioned images."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for index in range(10):
@@ -41,36 +41,34 @@ def folder_run(run_file, tmp_path):
     return folder, write
 
 
-def test_missing_folder(refused, folder_run, tmp_path):
-    message = refused("train", folder_run[1](instance_data_dir=str(tmp_path / "nowhere")))
+def test_a_missing_folder_is_named(error_of, folder_run, tmp_path):
+    message = error_of("train", folder_run[1](instance_data_dir=str(tmp_path / "nowhere")))
     assert "datasets[0].instance_data_dir" in message
     assert "nowhere" in message
 
 
-def test_empty_folder(refused, folder_run, tmp_path):
+def test_an_empty_folder_is_named(error_of, folder_run, tmp_path):
     (tmp_path / "void").mkdir()
-    assert "void" in refused("train", folder_run[1](instance_data_dir=str(tmp_path / "void")))
+    assert "void" in error_of("train", folder_run[1](instance_data_dir=str(tmp_path / "void")))
 
 
-def test_missing_caption(refused, folder_run):
+def test_a_missing_caption_is_named(error_of, folder_run):
     folder, write = folder_run
     (folder / "3.txt").unlink()
-    assert "3.png" in refused("train", write())
+    assert "3.png" in error_of("train", write())
 
 
-def test_unreadable_picture_past_the_rate(refused, folder_run):
+def test_too_many_unreadable_images_are_an_error(error_of, folder_run):
     folder, write = folder_run
     (folder / "4.png").write_bytes(b"not a picture")
-    message = refused("train", write())
+    message = error_of("train", write())
     assert "4.png" in message
     assert "max_corruption_rate" in message
 
 
 @pytest.mark.parametrize("kind", ["local", "in_memory"])
 @pytest.mark.parametrize("harm", ["garbage", "truncated"])
-def test_unreadable_picture_within_the_rate_is_named_and_left_out(
-    folder_run, capsys, kind, harm, tmp_path
-):
+def test_a_few_unreadable_images_are_named_and_skipped(folder_run, capsys, kind, harm, tmp_path):
     folder, write = folder_run
     if harm == "garbage":
         (folder / "4.png").write_bytes(b"not a picture")
@@ -86,51 +84,51 @@ def test_unreadable_picture_within_the_rate_is_named_and_left_out(
     assert "4.png" in (tmp_path / "run" / "corruption.json").read_text()
 
 
-def test_wrong_key(refused, run_file):
+def test_an_unknown_key_is_an_error_with_a_suggestion(error_of, run_file):
     file = run_file()
     file.write_text(file.read_text().replace("max_train_steps", "max_train_stpes"))
-    message = refused("train", file)
+    message = error_of("train", file)
     assert "max_train_stpes" in message
     assert "max_train_steps" in message
     assert str(file) in message
 
 
-def test_wrong_type_and_range(refused, run_file):
-    assert "train.batch_size" in refused("train", run_file(), "--set", "train.batch_size=many")
-    assert "train.batch_size" in refused("train", run_file(), "--set", "train.batch_size=0")
+def test_wrong_types_and_ranges_are_errors(error_of, run_file):
+    assert "train.batch_size" in error_of("train", run_file(), "--set", "train.batch_size=many")
+    assert "train.batch_size" in error_of("train", run_file(), "--set", "train.batch_size=0")
 
 
-def test_impossible_ramp(refused, run_file):
+def test_an_impossible_ramp_is_an_error(error_of, run_file):
     ramp = {
         "enable_batch_size_rampup": True,
         "initial_effective_batch_size": 64,
         "target_effective_batch_size": 8,
     }
-    message = refused("train", run_file(gh200_optimizations=ramp))
+    message = error_of("train", run_file(gh200_optimizations=ramp))
     assert "initial_effective_batch_size" in message
 
 
-def test_output_folder_that_cannot_be_written(refused, run_file, tmp_path):
+def test_an_output_folder_that_cannot_be_written_is_named(error_of, run_file, tmp_path):
     (tmp_path / "file").write_text("")
-    message = refused("train", run_file(output_dir=str(tmp_path / "file" / "run")))
+    message = error_of("train", run_file(output_dir=str(tmp_path / "file" / "run")))
     assert "output_dir" in message
 
 
-def test_read_only_output_folder(refused, run_file):
-    # No permission of ours matters there, not even root's.
-    assert "output_dir" in refused("train", run_file(output_dir="/sys/kernel/gracetune"))
+def test_a_read_only_output_folder_is_named(error_of, run_file):
+    # Nobody can write there, not even root.
+    assert "output_dir" in error_of("train", run_file(output_dir="/sys/kernel/gracetune"))
 
 
-def test_resolution_beyond_the_model(refused, folder_run):
-    assert "takes at most 64" in refused("train", folder_run[1](resolution=512))
+def test_a_resolution_above_that_of_the_model_is_an_error(error_of, folder_run):
+    assert "takes at most 64" in error_of("train", folder_run[1](resolution=512))
 
 
-def test_no_data_set_and_no_run_file(refused, run_file, tmp_path):
-    assert "datasets" in refused("train", run_file(datasets=[]))
-    assert "missing.json" in refused("train", tmp_path / "missing.json")
+def test_a_missing_dataset_or_run_file_is_an_error(error_of, run_file, tmp_path):
+    assert "datasets" in error_of("train", run_file(datasets=[]))
+    assert "missing.json" in error_of("train", tmp_path / "missing.json")
 
 
-def test_disk_full_while_saving_keeps_the_checkpoint_before(run_file, tmp_path):
+def test_a_full_disk_while_saving_keeps_the_checkpoint_before(run_file, tmp_path):
     """A real, small file system fills up while a checkpoint is written.
 
     Mounted in a namespace of its own, so that no rights on the machine are needed.

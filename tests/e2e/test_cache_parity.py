@@ -1,4 +1,4 @@
-"""Training from the cache is training with live encoding, bit for bit, in every mode."""
+"""Training from the cache equals training with live encoding, bit for bit, in every mode."""
 
 import json
 from pathlib import Path
@@ -20,9 +20,9 @@ from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.train.step import TrainProgress
 
-STEPS = 7  # three epochs of two batches, and one batch more
+STEPS = 7  # three epochs of two batches each, plus one batch
 PICTURES = 8
-GENERATION = {
+AUGMENTATION_EPOCH = {
     "plain": lambda epoch: 0,
     "static": lambda epoch: 0,
     "variants": lambda epoch: epoch % 2,
@@ -50,7 +50,7 @@ CACHES = {
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     for number in range(PICTURES):
         random = np.random.default_rng(number)
@@ -60,11 +60,11 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture
-def made(pictures, tmp_path):
+def build_run(images, tmp_path):
     def make(name, mode, cache, steps=STEPS, **train):
         dataset = {
             "id": "d",
-            "instance_data_dir": str(pictures),
+            "instance_data_dir": str(images),
             "caption_strategy": "filename",
             "resolution": 24,
             "max_aspect": 2.0,
@@ -107,14 +107,14 @@ def entries_in(folder):
         return {key: store.get(key)["latents"].tolist() for key in keys}
 
 
-def trained(run, told):
+def train(run, told):
     told.events.clear()
     run_training(run, sinks=[told])
     return losses(told)
 
 
-def trained_live(run, mode, told):
-    """The same loop, fed by the data layer and the encoder alone."""
+def train_live(run, mode, told):
+    """Train with batches that are read and encoded without the cache."""
     told.events.clear()
     folder = Path(run.output_dir)
     folder.mkdir()
@@ -126,7 +126,11 @@ def trained_live(run, mode, told):
         pixels = []
         for draw in draws:
             recipe = sample_transform(
-                section, draw.sample, run.seed, GENERATION[mode](draw.epoch), decoders.lanczos
+                section,
+                draw.sample,
+                run.seed,
+                AUGMENTATION_EPOCH[mode](draw.epoch),
+                decoders.lanczos,
             )
             data = (Path(section.instance_data_dir) / draw.sample.key).read_bytes()
             pixels.append(render(data, recipe, draw.size, decoders))
@@ -140,37 +144,39 @@ def trained_live(run, mode, told):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cached_training_is_live_training(made, told, mode):
-    expected = trained_live(made("live", mode, "memory"), mode, told)
+def test_cached_training_equals_live_training(build_run, told, mode):
+    expected = train_live(build_run("live", mode, "memory"), mode, told)
     assert len(set(expected.values())) == STEPS
-    assert trained(made("cached", mode, "memory"), told) == expected
-    assert weights(made("cached", mode, "memory")) == weights(made("live", mode, "memory"))
+    assert train(build_run("cached", mode, "memory"), told) == expected
+    assert weights(build_run("cached", mode, "memory")) == weights(
+        build_run("live", mode, "memory")
+    )
 
 
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "memory"])
 @pytest.mark.parametrize("mode", ["variants", "refresh_each_epoch"])
-def test_where_the_cache_lives_changes_nothing(made, told, mode, cache):
-    expected = trained(made("memory", mode, "memory"), told)
-    assert trained(made(cache, mode, cache), told) == expected
-    assert weights(made(cache, mode, cache)) == weights(made("memory", mode, "memory"))
+def test_the_location_of_the_cache_does_not_change_training(build_run, told, mode, cache):
+    expected = train(build_run("memory", mode, "memory"), told)
+    assert train(build_run(cache, mode, cache), told) == expected
+    assert weights(build_run(cache, mode, cache)) == weights(build_run("memory", mode, "memory"))
 
 
 @pytest.mark.parametrize(
     ("mode", "cache"),
     [*((mode, "memory") for mode in MODES), ("variants", "kept"), ("refresh_each_epoch", "kept")],
 )
-def test_resumed_is_uninterrupted(made, told, mode, cache):
-    """Stopped in the middle of an epoch, while the next generation is being encoded."""
-    whole = trained(made("whole", mode, cache), told)
-    parts = trained(made("parts", mode, cache, steps=3), told)
-    parts |= trained(made("parts", mode, cache, steps=4), told)  # an epoch's last batch
-    parts |= trained(made("parts", mode, cache), told)
+def test_a_resumed_run_equals_an_uninterrupted_one(build_run, told, mode, cache):
+    """The run stops in the middle of an epoch, while the next augmentation epoch is encoded."""
+    whole = train(build_run("whole", mode, cache), told)
+    parts = train(build_run("parts", mode, cache, steps=3), told)
+    parts |= train(build_run("parts", mode, cache, steps=4), told)  # the last batch of an epoch
+    parts |= train(build_run("parts", mode, cache), told)
     assert parts == whole
-    assert weights(made("parts", mode, cache)) == weights(made("whole", mode, cache))
+    assert weights(build_run("parts", mode, cache)) == weights(build_run("whole", mode, cache))
 
 
-def test_modes_show_other_pictures(made, told):
-    found = {mode: trained(made(mode, mode, "memory"), told) for mode in MODES}
+def test_augmentation_modes_train_on_different_images(build_run, told):
+    found = {mode: train(build_run(mode, mode, "memory"), told) for mode in MODES}
     assert found["refresh_each_epoch"] == found["disable_cache"]
     different = {tuple(found[mode].values()) for mode in MODES}
     assert len(different) == len(MODES) - 1
@@ -178,17 +184,17 @@ def test_modes_show_other_pictures(made, told):
     assert first_epoch["static"] == first_epoch["variants"] == first_epoch["refresh_each_epoch"]
 
 
-def test_old_generations_are_deleted_and_nothing_else_is(made, told, tmp_path):
-    run = made("run", "refresh_each_epoch", "kept")
+def test_only_old_augmentation_epochs_are_deleted(build_run, told, tmp_path):
+    run = build_run("run", "refresh_each_epoch", "kept")
     own = tmp_path / "run" / "generations"
-    trained(run, told)
+    train(run, told)
     left = sorted(path.name for path in own.glob("generation-*"))
     assert left == ["generation-3", "generation-4"]
     (own / "notes").mkdir()
     neighbour = tmp_path / "run" / "cache" / "latents"
     before = entries_in(neighbour)
     assert len(before) == PICTURES
-    trained(made("run", "refresh_each_epoch", "kept", steps=9), told)
+    train(build_run("run", "refresh_each_epoch", "kept", steps=9), told)
     assert sorted(path.name for path in own.glob("generation-*")) == [
         "generation-4",
         "generation-5",
@@ -197,11 +203,11 @@ def test_old_generations_are_deleted_and_nothing_else_is(made, told, tmp_path):
     assert entries_in(neighbour) == before
 
 
-def test_what_feeding_cost_is_told(made, told):
-    trained(made("run", "static", "memory"), told)
+def test_batch_statistics_are_emitted(build_run, told):
+    train(build_run("run", "static", "memory"), told)
     fed = told.of(BatchesFed)[-1]
     assert (fed.step, fed.batches, fed.depth, fed.waits) == (STEPS, STEPS, 0, 0)
     assert (fed.hits, fed.reads) == (2 * 4 * STEPS, 0)
-    trained(made("disk", "static", "disk"), told)
+    train(build_run("disk", "static", "disk"), told)
     fed = told.of(BatchesFed)[-1]
     assert (fed.hits, fed.reads) == (0, 2 * 4 * STEPS)

@@ -1,4 +1,4 @@
-"""Every family trains on its own kind of data, samples, and leaves a file that can be read."""
+"""Every family trains on its kind of data, generates samples and exports a readable file."""
 
 import json
 import wave
@@ -17,7 +17,7 @@ from gracetune.train.run import run_training
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
 
 
-def write_pictures(folder, size=(32, 32)):
+def write_images(folder, size=(32, 32)):
     folder.mkdir()
     for number, colour in enumerate(COLOURS):
         Image.new("RGB", size, colour).save(folder / f"{number}.png")
@@ -47,7 +47,7 @@ def write_masks(folder):
         mask.save(folder / f"{number}.png")
 
 
-def write_sounds(folder):
+def write_audio(folder):
     folder.mkdir()
     for number in range(3):
         time = np.arange(4000) / 16000
@@ -60,17 +60,21 @@ def write_sounds(folder):
         (folder / f"{number}.txt").write_text("a sound")
 
 
-WRITE = {"image": write_pictures, "video": write_videos, "audio": write_sounds}
+WRITE = {"image": write_images, "video": write_videos, "audio": write_audio}
 DATA = {
     "image": {"resolution": 32, "max_aspect": 1.0},
     "video": {"resolution": 32, "max_aspect": 1.0, "frames": 5},
     "audio": {"sample_rate": 16000, "channels": 2, "seconds": 0.25},
 }
-MADE = {"image": ["000.png"], "video": ["000.mp4", "000.png"], "audio": ["000.wav", "000.png"]}
+OUTPUT_FILES = {
+    "image": ["000.png"],
+    "video": ["000.mp4", "000.png"],
+    "audio": ["000.wav", "000.png"],
+}
 
 
 @pytest.fixture
-def run_of(tmp_path, miniature):
+def build_run(tmp_path, miniature):
     def make(small, family, kind, **sections):
         data = tmp_path / "data"
         WRITE[kind](data)
@@ -113,13 +117,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
+def test_a_family_trains_samples_and_exports(case, build_run, told, tmp_path):
     model, family, kind, sections = CASES[case]
     if "first frame" in case:
         Image.new("RGB", (40, 30), (90, 90, 90)).save(tmp_path / "start.png")
         sections = sections | {"validation": {"images": [str(tmp_path / "start.png")]}}
     if "edits" in case:
-        write_pictures(tmp_path / "before")
+        write_images(tmp_path / "before")
         Image.new("RGB", (32, 32), (90, 90, 90)).save(tmp_path / "start.png")
         sections = {
             "dataset": {"conditioning_data_dir": str(tmp_path / "before")},
@@ -133,7 +137,7 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
     if "masks" in case:
         write_masks(tmp_path / "masks")
         sections = {"dataset": {"mask_data_dir": str(tmp_path / "masks")}}
-    run = run_of(model, family, kind, **sections)
+    run = build_run(model, family, kind, **sections)
     ended = run_training(run, sinks=[told])
     assert ended.status == "done"
     losses = [event.loss for event in told.events if type(event).__name__ == "StepDone"]
@@ -143,7 +147,7 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
     assert all(np.isfinite(list(validated.losses.values())))
     folder = tmp_path / "run" / "validation" / "step-000002"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted([*MADE[kind], "prompts.json"])
+    assert names == sorted([*OUTPUT_FILES[kind], "prompts.json"])
     files = sorted((tmp_path / "run" / "adapter").glob("*.safetensors"))
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
@@ -151,16 +155,16 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "sections", "refusal"),
+    ("case", "sections", "message"),
     [
         ("stable_audio", {"dataset": {"sample_rate": 44100}}, r"sample_rate is 44100, .* 16000"),
         ("stable_audio", {"dataset": {"channels": 1}}, r"channels is 1, .* works with 2"),
         ("stable_audio", {"dataset": {"seconds": 9.0}}, r"seconds is 9, .* at most 0\.32"),
         ("stable_audio", {"dataset": {"mask_data_dir": "x"}}, r"mask_data_dir is 'x', but masks"),
-        ("stable_audio", {"validation": {"seconds": 5}}, r"validation\.seconds asks for"),
+        ("stable_audio", {"validation": {"seconds": 5}}, r"validation\.seconds is 5, but"),
         ("wan22 on videos", {"validation": {"frames": 6}}, r"validation\.frames is 6"),
-        ("wan22 on videos", {"validation": {"width": 40}}, r"do not suit wan22"),
-        ("wan22 on videos", {"validation": {"images": ["x.png"]}}, r"starts from the prompt alone"),
+        ("wan22 on videos", {"validation": {"width": 40}}, r"but wan22 needs multiples of"),
+        ("wan22 on videos", {"validation": {"images": ["x.png"]}}, r"uses prompts only"),
         ("wan22 from a first frame", {}, r"validation\.images has 0 files for 1 prompts"),
         (
             "wan22 from a first frame",
@@ -173,7 +177,9 @@ def test_a_family_trains_samples_and_exports(case, run_of, told, tmp_path):
         ("flux", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
     ],
 )
-def test_what_does_not_suit_a_family_is_refused_by_name(case, sections, refusal, run_of):
+def test_settings_that_a_family_does_not_support_are_rejected_by_name(
+    case, sections, message, build_run
+):
     model, family, kind, _ = CASES[case]
-    with pytest.raises(ConfigError, match=refusal):
-        run_training(run_of(model, family, kind, **sections))
+    with pytest.raises(ConfigError, match=message):
+        run_training(build_run(model, family, kind, **sections))

@@ -1,4 +1,4 @@
-"""The guides' scripts: they pass when what they test works, and only then."""
+"""The test scripts of the guides pass if, and only if, the feature they test works."""
 
 import os
 import subprocess
@@ -28,22 +28,22 @@ def call(script: str, *words: str, **variables: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(("script", "flag"), ALL)
-def test_every_check_fails_when_its_program_does(script, flag):
+def test_every_check_fails_if_its_program_fails(script, flag):
     done = call(f"scripts/{script}", *flag.split(), PYTHON="/bin/false")
     assert done.returncode == 1, done.stdout
     assert done.stdout.endswith("0 passed, 1 failed\n")
 
 
 @pytest.mark.parametrize(("script", "flag"), ALL)
-def test_no_check_passes_when_nothing_was_done(script, flag):
-    """A program that does nothing, and says that all is well."""
+def test_no_check_passes_if_nothing_was_done(script, flag):
+    """The program does nothing and exits with 0."""
     done = call(f"scripts/{script}", *flag.split(), PYTHON="/bin/true")
     assert done.returncode == 1, done.stdout
     assert "FAIL" in done.stdout
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "../execute_gh200_rebase.sh"])
-def test_help_and_wrong_options(script):
+def test_help_and_unknown_options(script):
     done = call(f"scripts/{script}", "--help")
     assert (done.returncode, done.stdout[:6]) == (0, "usage:")
     done = call(f"scripts/{script}", "--nonsense")
@@ -51,19 +51,19 @@ def test_help_and_wrong_options(script):
     assert "--nonsense is not an option" in done.stderr
 
 
-def test_without_flags_everything_is_tested():
+def test_all_checks_run_without_flags():
     done = call("scripts/test_gh200_features.sh", PYTHON="/bin/false")
     assert done.stdout.endswith("0 passed, 4 failed\n")
 
 
-def test_what_works_passes():
+def test_checks_of_working_features_pass():
     done = call("scripts/test_upstream_features.sh", "--audio", "--manual")
     assert done.returncode == 0, done.stdout
     assert "PASS  sound files" in done.stdout
     assert "PASS  validation on request" in done.stdout
 
 
-def test_a_backend_that_is_not_installed_fails_by_name():
+def test_a_missing_attention_backend_fails_by_name():
     done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
     assert done.returncode == 1
     assert "'flash_attn_3' cannot be used here" in done.stdout
@@ -74,7 +74,7 @@ ONE = "def one():\n    a = 1\n    b = 2\n    c = 3\n    return a\n"
 
 @pytest.fixture
 def clone(tmp_path) -> Repo:
-    """A clone whose origin has moved on since the fork grew from it."""
+    """Return a clone of a fork whose upstream has new commits."""
     origin = Repo(tmp_path / "origin")
     origin.commits("main", [("base", {"one.py": ONE})])
     fork = Repo(tmp_path / "clone")
@@ -88,7 +88,7 @@ def clone(tmp_path) -> Repo:
     return fork
 
 
-def test_the_whole_rebase(clone):
+def test_a_complete_rebase(clone):
     (clone.folder / "extra.py").write_text("x = 1  # uncommitted\n")
     before = clone.files()
     script = "execute_gh200_rebase.sh"
@@ -121,7 +121,7 @@ def test_the_whole_rebase(clone):
     assert set(clone.files()) - set(before) >= {"MERGE_LOG.txt", "ROLLBACK.sh"}
 
 
-def test_a_rebase_without_anything_to_validate_is_no_success(clone):
+def test_a_rebase_without_validation_fails(clone):
     clone.run("checkout", "--quiet", "-b", "fork2")
     clone.run("reset", "--quiet", "--hard", "origin/main")
     (clone.folder / "new.py").write_text("n = 1\n")

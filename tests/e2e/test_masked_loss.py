@@ -1,4 +1,4 @@
-"""Training with masks: what counts is what they show, however they are cached."""
+"""Training with masks: the loss is weighted by the mask, in every cache mode."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ MODES = {
     "refresh_each_epoch": {**RANDOM, "augmentations_cache_mode": "refresh_each_epoch"},
     "disable_cache": {**RANDOM, "augmentations_cache_mode": "disable_cache"},
 }
-GENERATION = {
+AUGMENTATION_EPOCH = {
     "plain": lambda epoch: 0,
     "variants": lambda epoch: epoch % 2,
     "refresh_each_epoch": lambda epoch: epoch,
@@ -46,7 +46,7 @@ GENERATION = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Pictures, masks that are white at the left, and masks that are white all over."""
+    """Folders of images, of masks that are white on the left, and of all-white masks."""
     root = tmp_path_factory.mktemp("masked")
     for name in ("pictures", "others", "masks", "white"):
         (root / name).mkdir()
@@ -55,7 +55,7 @@ def folders(tmp_path_factory):
         for name in ("pictures", "others"):
             pixels = random.integers(0, 256, (40, 32, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / name / f"{number}.png")
-        mask = np.zeros((80, 64), np.uint8)  # of another size, and the same aspect
+        mask = np.zeros((80, 64), np.uint8)  # another size with the same aspect ratio
         mask[:, : 10 + 6 * number] = 255
         Image.fromarray(mask).save(root / "masks" / f"{number}.png")
         Image.fromarray(np.full((40, 32), 255, np.uint8)).save(root / "white" / f"{number}.png")
@@ -63,7 +63,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture
-def made(folders, tmp_path):
+def build_run(folders, tmp_path):
     def make(name, *, mask="masks", steps=STEPS, beside=None, cache=None, **settings):
         dataset = {
             "id": "masked",
@@ -91,7 +91,7 @@ def made(folders, tmp_path):
 
 
 @pytest.fixture
-def built(told):
+def build(told):
     def make(run):
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def losses(told):
     return {event.step: event.loss for event in told.of(StepDone)}
 
 
-def trained(run, told):
+def train(run, told):
     told.events.clear()
     run_training(run, sinks=[told])
     return losses(told)
@@ -115,14 +115,14 @@ def weights(run):
     return json.loads((steps[-1] / "manifest.json").read_text())["files"]
 
 
-def weighed(run, draw, generation):
-    """The weights of one draw, from the file and the run file alone."""
+def expected_weights(run, draw, augmentation_epoch):
+    """Compute the loss weights of one draw from the mask file and the run file."""
     section = next(d for d in run.datasets if d.id == draw.sample.dataset)
     width, height = draw.size
     if section.mask_data_dir is None:
         return torch.ones(height // CELL, width // CELL)
     decoders = choose_decoders()
-    recipe = sample_transform(section, draw.sample, run.seed, generation, decoders.lanczos)
+    recipe = sample_transform(section, draw.sample, run.seed, augmentation_epoch, decoders.lanczos)
     data = (Path(section.mask_data_dir) / draw.sample.key).read_bytes()
     pixels = render_mask(data, recipe, draw.size, decoders)[0]
     if section.mask_invert:
@@ -134,37 +134,39 @@ def weighed(run, draw, generation):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_with_the_weights_of_the_drawn_masks(made, built, told, mode):
-    """One run with what the feed brings, one with weights put together by hand."""
-    session = built(made("by hand", **MODES[mode]))
+def test_every_mode_trains_with_the_weights_of_its_masks(build_run, build, told, mode):
+    """Compare the weights of each batch with weights computed here."""
+    session = build(build_run("expected", **MODES[mode]))
     run, load_batch = session.state.run, session.pipeline.load
     told.events.clear()
 
     def load(draws):
-        by_hand = [weighed(run, draw, GENERATION[mode](draw.epoch)) for draw in draws]
+        expected = [
+            expected_weights(run, draw, AUGMENTATION_EPOCH[mode](draw.epoch)) for draw in draws
+        ]
         batch = load_batch(draws)
         # An average between two grey values may be rounded up or down: one of 255, over the mean.
-        torch.testing.assert_close(batch.weights, torch.stack(by_hand), rtol=0, atol=0.2)
+        torch.testing.assert_close(batch.weights, torch.stack(expected), rtol=0, atol=0.2)
         return batch
 
     session.pipeline.load = load
     train_loop(session, TrainProgress())
     expected = losses(told)
     assert len(set(expected.values())) == STEPS
-    assert trained(made("fed", **MODES[mode]), told) == expected
-    without = trained(made("without", mask=None, **MODES[mode]), told)
+    assert train(build_run("fed", **MODES[mode]), told) == expected
+    without = train(build_run("without", mask=None, **MODES[mode]), told)
     assert not set(without.values()) & set(expected.values())
 
 
-def test_white_masks_change_nothing_bit_for_bit(made, told):
-    expected = trained(made("without", mask=None), told)
-    assert trained(made("white", mask="white"), told) == expected
-    assert weights(made("white", mask="white")) == weights(made("without", mask=None))
+def test_white_masks_do_not_change_training(build_run, told):
+    expected = train(build_run("without", mask=None), told)
+    assert train(build_run("white", mask="white"), told) == expected
+    assert weights(build_run("white", mask="white")) == weights(build_run("without", mask=None))
 
 
-def test_black_cells_give_no_gradient(made, built):
-    """What the model says there is nobody's business."""
-    session = built(made("run", mask_normalize=False))
+def test_black_cells_give_no_gradient(build_run, build):
+    """The prediction in a masked cell must not matter."""
+    session = build(build_run("run", mask_normalize=False))
     t, draws = session.state, session.pipeline.order.batch_at(0)
     batch = session.pipeline.load(draws)
     said = []
@@ -183,7 +185,7 @@ def test_black_cells_give_no_gradient(made, built):
     assert 0 < silent.float().mean() < 1
 
 
-def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folders, told):
+def test_samples_without_a_mask_have_full_weight(build_run, build, folders, told):
     beside = {
         "id": "plain",
         "instance_data_dir": str(folders / "others"),
@@ -191,7 +193,7 @@ def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folde
         "resolution": 24,
         "max_aspect": 2.0,
     }
-    session = built(made("run", beside=beside, mask_background=0.25))
+    session = build(build_run("run", beside=beside, mask_background=0.25))
     run, order = session.state.run, session.pipeline.order
     mixed = 0
     for index in range(order.epoch_length):
@@ -203,46 +205,46 @@ def test_samples_without_masks_beside_masked_ones_count_whole(made, built, folde
             assert batch.weights is None
             continue
         for draw, found in zip(draws, batch.weights, strict=True):
-            torch.testing.assert_close(found, weighed(run, draw, 0), rtol=0, atol=0.01)
+            torch.testing.assert_close(found, expected_weights(run, draw, 0), rtol=0, atol=0.01)
             if draw.sample.dataset == "plain":
                 assert torch.equal(found, torch.ones_like(found))
     assert mixed
-    trained(made("trained", beside=beside, mask_background=0.25), told)
+    train(build_run("trained", beside=beside, mask_background=0.25), told)
     assert all(np.isfinite(list(losses(told).values())))
 
 
-def test_inverted_masks_reach_the_loss(made, built):
-    session = built(made("run", mask_invert=True, mask_normalize=False))
+def test_inverted_masks_reach_the_loss(build_run, build):
+    session = build(build_run("run", mask_invert=True, mask_normalize=False))
     run, draws = session.state.run, session.pipeline.order.batch_at(0)
-    by_hand = torch.stack([weighed(run, draw, 0) for draw in draws])
+    expected = torch.stack([expected_weights(run, draw, 0) for draw in draws])
     found = session.pipeline.load(draws).weights
-    torch.testing.assert_close(found, by_hand, rtol=0, atol=0.01)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
     assert (found[:, :, -1] > 0.9).any()
 
 
 @pytest.mark.parametrize("cache", [{"persistent_cache": True}, {"vae_cache_type": "disk"}])
-def test_masks_are_kept_with_latents_and_wanted(made, told, cache, tmp_path):
-    expected = trained(made("memory"), told)
-    run = made("kept", cache=cache)
-    assert trained(run, told) == expected
+def test_masks_are_cached_with_the_latents(build_run, told, cache, tmp_path):
+    expected = train(build_run("memory"), told)
+    run = build_run("kept", cache=cache)
+    assert train(run, told) == expected
     with ShardStore(tmp_path / "kept" / "cache" / "latents") as store:
         names = sorted(name for key in store.keys() for name in store.get(key))  # noqa: SIM118
         assert names == ["latents"] * PICTURES + ["mask"] * PICTURES
         assert set(store.keys()) <= required_keys(run, load(run.model), told)
-    # Once more from what is kept: nothing is rendered, and the same is trained.
+    # A second run uses the cache: no mask is rendered, and the losses are the same.
     again = run.model_copy(update={"output_dir": str(tmp_path / "again")})
     cached = run.cache_config.model_copy(update={"cache_dir": str(tmp_path / "kept" / "cache")})
-    assert trained(again.model_copy(update={"cache_config": cached}), told) == expected
+    assert train(again.model_copy(update={"cache_config": cached}), told) == expected
     stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
     assert "rendering masks" not in stages
 
 
-def test_the_held_out_loss_is_that_of_what_is_learnt(made, told):
+def test_the_held_out_loss_is_masked_too(build_run, told):
     found = {}
     for name, mask in (("without", None), ("masked", "masks")):
-        run = made(name, mask=mask, steps=1)
+        run = build_run(name, mask=mask, steps=1)
         section = run.validation.model_copy(update={"every": 1, "holdout": 0.5})
-        trained(run.model_copy(update={"validation": section}), told)
+        train(run.model_copy(update={"validation": section}), told)
         event = told.of(Validated)[-1]
         found[name] = tuple(event.losses.values())
     assert found["without"] != found["masked"]
@@ -256,24 +258,24 @@ def test_the_held_out_loss_is_that_of_what_is_learnt(made, told):
         ({"mask_invert": True}, "mask_invert"),
     ],
 )
-def test_other_masks_are_another_run(made, told, change, named):
-    trained(made("run", steps=2), told)
+def test_resuming_with_other_masks_is_rejected(build_run, told, change, named):
+    train(build_run("run", steps=2), told)
     with pytest.raises(CheckpointError, match=named):
-        trained(made("run", **change), told)
+        train(build_run("run", **change), told)
 
 
 @pytest.mark.parametrize(
-    ("settings", "refusal"),
+    ("settings", "message"),
     [
         ({"mask": None, "mask_background": 0.5}, r"datasets\[0\]\.mask_background is 0\.5, but"),
         ({"mask": None, "mask_invert": True}, r"datasets\[0\]\.mask_invert is True, but"),
         ({"mask": None, "mask_normalize": False}, r"datasets\[0\]\.mask_normalize is False, but"),
     ],
 )
-def test_weights_without_masks_are_refused(made, told, settings, refusal):
-    with pytest.raises(ConfigError, match=refusal):
-        trained(made("run", **settings), told)
+def test_mask_settings_without_masks_are_rejected(build_run, told, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        train(build_run("run", **settings), told)
 
 
-def test_cells_are_the_last_dimensions_of_latents(made):
-    assert latent_grid(load(made("run").model), (24, 32)) == (8, 6)
+def test_a_latent_grid_is_the_last_two_dimensions(build_run):
+    assert latent_grid(load(build_run("run").model), (24, 32)) == (8, 6)

@@ -1,4 +1,4 @@
-"""A run that is killed, interrupted or asked to stop goes on as if nothing had happened."""
+"""A run that is killed, interrupted or stopped continues bit for bit."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ STEPS = 40
 
 
 def settings(**train):
-    """A run with everything a checkpoint has to carry: dropout, accumulation, ramp, EMA, decay."""
+    """Return settings that need every part of a checkpoint: dropout, a ramp, EMA, decay."""
     return {
         "adapter": {"rank": 4, "dropout": 0.1},
         "train": {"max_train_steps": STEPS, "checkpoint_every": 20, **train},
@@ -43,7 +43,7 @@ def manifest(folder: Path, step: int) -> dict:
     return json.loads((folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run_file, start, gracetune, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(run_file, start, gracetune, tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     file = run_file(**settings())
     run_training(load_run_file(file, [f"output_dir={whole}"]).run)
@@ -74,8 +74,8 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(run_file, start, gr
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
 
 
-def test_the_next_batch_after_a_resume_is_the_right_one(run_file, tmp_path):
-    """6 steps at once, and 3 + 1 + 2 with a resume between, see the same losses."""
+def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path):
+    """6 steps at once have the same losses as 3 + 1 + 2 steps with resumes between them."""
     file = run_file(train={"checkpoint_every": 1})
     whole = load_run_file(file, [f"output_dir={tmp_path / 'whole'}", "train.max_train_steps=6"])
     run_training(whole.run)
@@ -90,7 +90,7 @@ def test_the_next_batch_after_a_resume_is_the_right_one(run_file, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_finishes_the_step_saves_and_exits_130(run_file, start, number, tmp_path):
+def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, number, tmp_path):
     file = run_file(train={"max_train_steps": 100_000})
     folder = tmp_path / "run"
     process = start("train", file)
@@ -107,7 +107,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_130(run_file, start, number,
     assert not (folder / "now" / "listening.json").exists()
 
 
-def test_a_run_answers_to_now(run_file, start, gracetune, tmp_path):
+def test_a_run_takes_requests_of_gracetune_now(run_file, start, gracetune, tmp_path):
     file = run_file(
         train={"max_train_steps": 100_000},
         validation={
@@ -132,7 +132,7 @@ def test_a_run_answers_to_now(run_file, start, gracetune, tmp_path):
     assert process.wait(timeout=60) == 130
 
 
-def test_another_run_is_refused_by_the_name_of_the_setting(run_file, gracetune, tmp_path):
+def test_resuming_another_run_names_the_setting(run_file, gracetune, tmp_path):
     run_training(load_run_file(run_file()).run)
     refused = gracetune("train", run_file(), "--set", "train.batch_size=2")
     assert refused.returncode == 2
@@ -140,14 +140,14 @@ def test_another_run_is_refused_by_the_name_of_the_setting(run_file, gracetune, 
     assert "Traceback" not in refused.stderr
 
 
-def test_beginning_anew_never_overwrites(run_file, gracetune, tmp_path):
+def test_resume_none_does_not_overwrite_a_run(run_file, gracetune, tmp_path):
     run_training(load_run_file(run_file()).run)
     refused = gracetune("train", run_file(), "--resume", "none")
     assert refused.returncode == 2
     assert "would overwrite the run" in refused.stderr
 
 
-def test_a_finished_run_started_again_only_says_so(run_file, gracetune, tmp_path):
+def test_a_finished_run_does_nothing_when_started_again(run_file, gracetune, tmp_path):
     run_training(load_run_file(run_file()).run)
     before = manifest(tmp_path / "run", 3)
     again = gracetune("train", run_file())

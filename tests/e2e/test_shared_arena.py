@@ -1,4 +1,4 @@
-"""Two ranks of one run hold a staged data set once: looked at from outside, while they train."""
+"""Two ranks of a run share one copy of a staged dataset; checked from outside while they train."""
 
 import json
 import os
@@ -16,7 +16,7 @@ DEADLINE_S = 200.0
 
 
 def arenas_of(pid):
-    """The inodes of the arenas that a process has mapped; none once it has ended."""
+    """Return the inodes of the arenas that a process has mapped; empty once it has ended."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -24,8 +24,8 @@ def arenas_of(pid):
     return {int(found) for found in re.findall(r"(\d+) +/memfd:gracetune-arena", maps)}
 
 
-def below(pid):
-    """Every process that a process has started, and those that they have."""
+def descendants(pid):
+    """Return all descendants of a process."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -41,7 +41,7 @@ def below(pid):
     return found
 
 
-def test_two_ranks_train_from_one_arena(tmp_path, run_file):
+def test_two_ranks_map_the_same_arena(tmp_path, run_file):
     folder = tmp_path / "pictures"
     folder.mkdir()
     noise = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_two_ranks_train_from_one_arena(tmp_path, run_file):
     try:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline and launched.poll() is None:
-            ranks = [pid for pid in below(launched.pid) if arenas_of(pid)]
+            ranks = [pid for pid in descendants(launched.pid) if arenas_of(pid)]
             if len(ranks) == 2 and log.exists() and '"step_done"' in log.read_text():
                 break
             time.sleep(0.2)

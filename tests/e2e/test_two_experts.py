@@ -1,4 +1,4 @@
-"""A model of two experts, from the command line to files that other programs load."""
+"""A model with two experts, from the command line to files that other programs load."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def events(folder, kind):
     return [line for line in lines if line["event"] == kind]
 
 
-def pictured(pipeline):
+def generate_image(pipeline):
     picture = pipeline(
         prompt=PROMPT,
         negative_prompt="",
@@ -89,8 +89,8 @@ def pictured(pipeline):
     return (picture * 255).round()
 
 
-def answers(*transformers):
-    """What each says of the same noise."""
+def predictions(*transformers):
+    """Return the prediction of each transformer for the same noise."""
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(1, 16, 1, 4, 4, generator=generator)
     text = torch.randn(1, 8, 32, generator=generator)
@@ -102,7 +102,7 @@ def answers(*transformers):
 
 
 def live_transformer(file, folder):
-    """The model as the run left it in its last checkpoint."""
+    """Return the transformer with the weights of the run's last checkpoint."""
     run = load_run_file(file, [f"output_dir={folder}"]).run
     session = build_session(
         run, start_accelerator(run), lambda _: None, RunControl(folder), SignalHandler()
@@ -112,7 +112,7 @@ def live_transformer(file, folder):
 
 
 def load_into(pipeline, kind, folder):
-    """As a user would; diffusers reads no LyCORIS algorithm, so their delta is added."""
+    """Load adapter files into a pipeline; diffusers cannot read LoKr, so its delta is added."""
     for stage, transformer in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
         if kind == "lora":
             pipeline.load_lora_weights(
@@ -129,7 +129,7 @@ def load_into(pipeline, kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
-def test_two_files_that_load_and_a_resume_that_changes_nothing(
+def test_exported_files_load_and_resuming_does_not_change_them(
     settings, wan_file, gracetune, tmp_path, kind, miniature
 ):
     file = wan_file(settings(kind))
@@ -162,19 +162,19 @@ def test_two_files_that_load_and_a_resume_that_changes_nothing(
 
     pipeline = WanPipeline.from_pretrained(miniature("wan22-t2v"), local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
-    before = answers(pipeline.transformer, pipeline.transformer_2)
+    before = predictions(pipeline.transformer, pipeline.transformer_2)
     load_into(pipeline, kind, torn / "adapter")
-    after = answers(pipeline.transformer, pipeline.transformer_2)
-    live = answers(*transformers_of(live_transformer(file, torn)).values())
+    after = predictions(pipeline.transformer, pipeline.transformer_2)
+    live = predictions(*transformers_of(live_transformer(file, torn)).values())
     for plain, loaded, trained in zip(before, after, live, strict=True):
         torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-5)
         assert (trained - plain).abs().max() > 0.01
     sampled = np.asarray(Image.open(torn / "validation" / f"step-{STEPS:06d}" / "000.png"), float)
-    assert np.abs(pictured(pipeline) - sampled).max() <= 1
+    assert np.abs(generate_image(pipeline) - sampled).max() <= 1
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_recomputing_activations_trains_the_same_adapter(settings, wan_file, tmp_path, kind):
+def test_gradient_checkpointing_trains_the_same_adapter(settings, wan_file, tmp_path, kind):
     file = wan_file(settings(kind, max_train_steps=2))
     made = {}
     for recompute in ("false", "true"):
@@ -184,17 +184,17 @@ def test_recomputing_activations_trains_the_same_adapter(settings, wan_file, tmp
         made[recompute] = read_tensors(folder / "adapter" / FILES["low"])[0]
     for key, kept in made["false"].items():
         torch.testing.assert_close(made["true"][key], kept)
-    assert any(t.abs().max() > 0 for key, t in kept_ups(made["false"]))
+    assert any(t.abs().max() > 0 for key, t in up_weights(made["false"]))
 
 
-def kept_ups(tensors):
-    """What begins at zero, and moves only if a gradient reached it."""
+def up_weights(tensors):
+    """Return the up weights, which start at zero and change only if a gradient reaches them."""
     return [(k, t) for k, t in tensors.items() if k.endswith(("lora_B.weight", "w2_b", "lokr_w2"))]
 
 
 @pytest.mark.slow
-def test_two_ranks_take_the_same_turns(settings, wan_file, tmp_path):
-    """In every step one expert has no gradient on any rank; the others still meet."""
+def test_two_ranks_train_the_same_expert_in_each_step(settings, wan_file, tmp_path):
+    """In every step one expert has no gradient on any rank, and the ranks still synchronise."""
     file = wan_file(settings("lora", max_train_steps=4))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -213,7 +213,7 @@ def test_two_ranks_take_the_same_turns(settings, wan_file, tmp_path):
 
 
 @pytest.mark.parametrize("expert", ["high", "low"])
-def test_one_expert_alone_leaves_the_other_as_it_was(settings, wan_file, tmp_path, expert):
+def test_training_one_expert_does_not_change_the_other(settings, wan_file, tmp_path, expert):
     file = wan_file(settings("lora", experts=expert, max_train_steps=2))
     run_training(load_run_file(file).run)
     folder = tmp_path / "run"
@@ -223,7 +223,7 @@ def test_one_expert_alone_leaves_the_other_as_it_was(settings, wan_file, tmp_pat
         assert all(key.startswith(f"{expert}.") for key in saved.keys())  # noqa: SIM118
 
 
-def test_full_training_of_both_writes_a_pipeline(settings, wan_file, tmp_path, miniature):
+def test_full_training_of_both_experts_exports_a_pipeline(settings, wan_file, tmp_path, miniature):
     sections = settings("lora", max_train_steps=2) | {"adapter": None}
     run_training(load_run_file(wan_file(sections)).run)
     made = WanPipeline.from_pretrained(tmp_path / "run" / "model", local_files_only=True)

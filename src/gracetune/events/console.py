@@ -49,9 +49,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
 
 
-LABELS = frozenset(
-    {"adapter", "attention", "cache", "config", "data", "experts", "plan", "predicted", "ramp"}
-)
+LABELS = frozenset({"adapter", "attention", "cache", "config", "data", "experts", "plan", "ramp"})
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
 LABEL_WIDTH = 11
 DATA_STAGES = frozenset({"reading", "staging"})
