@@ -182,7 +182,7 @@ class StagedSource:
             meet_in,
             _identity(source, keys, sizes, section),
             make,
-            lambda: emit(Notice(f"waiting for another process that is staging {what}")),
+            lambda: emit(Notice(f"data: waiting for another process that is staging {what}")),
         )
         if shared.attach_error is not None:
             emit(
@@ -195,7 +195,7 @@ class StagedSource:
             )
         staged = cls(shared.arena)
         if not shared.is_owner:
-            emit(Notice(f"sharing {what} with process {shared.owner_pid}, which staged it"))
+            emit(Notice(f"data: sharing {what} with process {shared.owner_pid}, which staged it"))
         return staged
 
     @classmethod

@@ -106,7 +106,7 @@ def plan_run(
     )
     plan = problem.solve(problem.budget)
     emit(Notice(f"plan: {describe(plan)}"))
-    emit(Notice(f"expect {describe_speed(plan)}"))
+    emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
         inputs.convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers

@@ -35,8 +35,8 @@ def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, 
     planned = losses("planned", LITTLE)
     texts = "\n".join(told.texts())
     assert "blocks streamed" in texts
-    assert "\nexpect " in texts
-    assert "the plan says for each block what is kept" in texts
+    assert "\nplan: expect " in texts
+    assert "gradient_checkpointing has no effect: the plan decides for each block" in texts
     assert planned == pytest.approx(plain, rel=1e-4)
 
 
@@ -177,7 +177,7 @@ def test_full_training_of_narrow_weights_is_done_in_fp32(tiny_run, miniature, to
     run = tiny_run(model=model, train={"max_train_steps": 2, "batch_size": 1, "experts": "high"})
     data = run.datasets[0].model_copy(update={"resolution": 32})
     run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
-    assert any("trained weights are kept in fp32" in text for text in told.texts())
+    assert any("trained tensors are converted to fp32" in text for text in told.texts())
 
 
 def test_fp8_is_refused_where_it_could_not_be_had():
@@ -191,7 +191,7 @@ def test_fp8_is_refused_where_it_could_not_be_had():
 
 def test_fp8_without_a_plan_is_refused(tiny_run):
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan="off")
-    with pytest.raises(ConfigError, match="which a plan brings about, but plan is off"):
+    with pytest.raises(ConfigError, match="which needs a memory plan, but plan is off"):
         run_training(run)
 
 
