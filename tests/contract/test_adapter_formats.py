@@ -62,14 +62,19 @@ LOKR, LOKR_THIN = ("lokr_w1", "lokr_w2"), ("lokr_w1", "lokr_w2_a", "lokr_w2_b")
 LOKR_BOTH = ("lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b")
 
 
-def below(prefix, names):
+def keys_with_prefix(prefix, names):
     return tuple(f"{prefix}{name}" for name in names)
 
 
 ROWS = {
-    "diffusers, save_lora_weights": ("diffusers", below("transformer.", DIFFUSERS), AB, None),
-    "raw peft": ("peft-live", below("base_model.model.", DIFFUSERS), AB_DEFAULT, None),
-    "peft, save_pretrained": ("peft", below("base_model.model.", DIFFUSERS), AB, None),
+    "diffusers, save_lora_weights": (
+        "diffusers",
+        keys_with_prefix("transformer.", DIFFUSERS),
+        AB,
+        None,
+    ),
+    "raw peft": ("peft-live", keys_with_prefix("base_model.model.", DIFFUSERS), AB_DEFAULT, None),
+    "peft, save_pretrained": ("peft", keys_with_prefix("base_model.model.", DIFFUSERS), AB, None),
     "ai-toolkit LoRA in memory, high": (
         "ai-toolkit-live",
         tuple(f"transformer$$transformer_1$${name[:-1].replace('.', '$$')}." for name in DIFFUSERS),
@@ -82,20 +87,25 @@ ROWS = {
         DOWN_UP,
         "low",
     ),
-    "ai-toolkit LoRA, a stage's file": ("comfyui", below("diffusion_model.", ORIGINAL), AB, None),
+    "ai-toolkit LoRA, a stage's file": (
+        "comfyui",
+        keys_with_prefix("diffusion_model.", ORIGINAL),
+        AB,
+        None,
+    ),
     "ai-toolkit LoRA, combined, high": (
         "ai-toolkit-combined",
-        below("diffusion_model.transformer_1.", ORIGINAL),
+        keys_with_prefix("diffusion_model.transformer_1.", ORIGINAL),
         AB,
         "high",
     ),
     "ai-toolkit LoRA, combined, low": (
         "ai-toolkit-combined",
-        below("diffusion_model.transformer_2.", ORIGINAL),
+        keys_with_prefix("diffusion_model.transformer_2.", ORIGINAL),
         AB,
         "low",
     ),
-    "ai-toolkit LoKr, new": ("comfyui", below("diffusion_model.", ORIGINAL), LOKR, None),
+    "ai-toolkit LoKr, new": ("comfyui", keys_with_prefix("diffusion_model.", ORIGINAL), LOKR, None),
     "ai-toolkit LoKr, old, in memory": (
         "ai-toolkit-old-live",
         tuple(
@@ -121,12 +131,17 @@ ROWS = {
     "musubi LoHa": ("kohya", KOHYA, HADA, None),
     "musubi LoKr": ("kohya", KOHYA, LOKR, None),
     "musubi LoKr, decomposed": ("kohya", KOHYA, LOKR_THIN, None),
-    "diffusion-pipe LoRA": ("comfyui", below("diffusion_model.", ORIGINAL), AB, None),
-    "diffusion-pipe LoKr": ("comfyui", below("diffusion_model.", ORIGINAL), LOKR_THIN, None),
-    "SimpleTuner LoRA": ("diffusers", below("transformer.", DIFFUSERS), AB, None),
+    "diffusion-pipe LoRA": ("comfyui", keys_with_prefix("diffusion_model.", ORIGINAL), AB, None),
+    "diffusion-pipe LoKr": (
+        "comfyui",
+        keys_with_prefix("diffusion_model.", ORIGINAL),
+        LOKR_THIN,
+        None,
+    ),
+    "SimpleTuner LoRA": ("diffusers", keys_with_prefix("transformer.", DIFFUSERS), AB, None),
     "SimpleTuner LoRA for ComfyUI": (
         "simpletuner-comfyui",
-        below("diffusion_model.", DIFFUSERS),
+        keys_with_prefix("diffusion_model.", DIFFUSERS),
         AB,
         None,
     ),
@@ -145,9 +160,9 @@ ROWS = {
         DOWN_UP,
         None,
     ),
-    "Lightning": ("lightning", below("diffusion_model.", ORIGINAL), DOWN_UP, None),
+    "Lightning": ("lightning", keys_with_prefix("diffusion_model.", ORIGINAL), DOWN_UP, None),
     "no prefix": ("bare", DIFFUSERS, AB, None),
-    "transformer_2.": ("diffusers-both", below("transformer_2.", DIFFUSERS), AB, "low"),
+    "transformer_2.": ("diffusers-both", keys_with_prefix("transformer_2.", DIFFUSERS), AB, "low"),
     "DiffSynth": ("diffsynth", ORIGINAL, AB_DEFAULT, None),
 }
 """By name: the form it is to be told as, the module part of each key, the endings, the stage."""
@@ -197,7 +212,7 @@ def file_of(tmp_path):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_what_a_tool_wrote_is_understood(row, file_of):
+def test_files_of_every_tool_are_read(row, file_of):
     form, _, _, stage = ROWS[row]
     adapter = read_adapter(file_of(row), TABLES)
     assert adapter.format == form
@@ -207,7 +222,7 @@ def test_what_a_tool_wrote_is_understood(row, file_of):
 
 @pytest.mark.parametrize("form", [form.name for form in FORMATS])
 @pytest.mark.parametrize("row", ROWS)
-def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path):
+def test_an_adapter_written_in_any_format_reads_back_the_same(row, form, file_of, tmp_path):
     adapter = read_adapter(file_of(row), TABLES)
     wanted = get_format(form)
     # `transformer.` alone says no stage, so that form is written for the low one.
@@ -225,7 +240,7 @@ def test_written_in_any_form_it_reads_back_the_same(row, form, file_of, tmp_path
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_keys_written_in_a_tools_own_form_are_its_own(row, file_of, tmp_path):
+def test_keys_written_in_a_tools_format_are_the_tools_keys(row, file_of, tmp_path):
     form, _, _, _ = ROWS[row]
     original = tensors_of(row)
     path = write_adapter(tmp_path / "out.safetensors", read_adapter(file_of(row), TABLES), form)
@@ -271,7 +286,7 @@ def test_a_combined_file_is_split_and_joined_again(kind, tmp_path):
     assert same(both, read_adapter(back, TABLES))
 
 
-def test_a_file_with_both_prefixes_of_diffusers_is_of_both_stages(tmp_path):
+def test_a_file_with_both_diffusers_prefixes_holds_both_experts(tmp_path):
     tensors = tensors_of("SimpleTuner LoRA") | tensors_of("transformer_2.")
     path = tmp_path / "both.safetensors"
     save_file(tensors, path)
@@ -280,7 +295,7 @@ def test_a_file_with_both_prefixes_of_diffusers_is_of_both_stages(tmp_path):
     assert adapter.format == "diffusers-both"
 
 
-def test_two_stages_do_not_fit_a_form_of_one(tmp_path):
+def test_two_experts_do_not_fit_a_format_for_one(tmp_path):
     tensors = tensors_of("ai-toolkit LoRA, combined, high")
     tensors |= tensors_of("ai-toolkit LoRA, combined, low")
     path = tmp_path / "both.safetensors"
@@ -290,7 +305,7 @@ def test_two_stages_do_not_fit_a_form_of_one(tmp_path):
     assert caught.value.kind == "mixed-stages"
 
 
-def test_lightning_with_whole_differences_beside_its_lora(tmp_path):
+def test_lightning_files_with_full_matrices_are_read(tmp_path):
     tensors = tensors_of("Lightning")
     tensors["diffusion_model.blocks.0.norm3.diff"] = torch.randn(24)
     tensors["diffusion_model.blocks.0.norm3.diff_b"] = torch.randn(24)
@@ -330,7 +345,7 @@ MODEL_ROWS = [
 
 @pytest.mark.parametrize("prefix", ["", "diffusion_model.", "model.diffusion_model."])
 @pytest.mark.parametrize(("ours", "theirs"), MODEL_ROWS)
-def test_a_models_own_names_are_known_in_both_namings(ours, theirs, prefix, tmp_path):
+def test_model_weights_are_found_in_both_namings(ours, theirs, prefix, tmp_path):
     from gracetune.adapters.files.merge import open_model
 
     found = []

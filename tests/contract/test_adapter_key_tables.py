@@ -50,7 +50,7 @@ def test_every_name_in_the_table_is_in_the_model(family):
 
 
 @pytest.mark.parametrize("family", TABLES)
-def test_the_surface_is_the_linear_modules_of_blocks(family):
+def test_block_linears_are_the_linear_modules_of_blocks(family):
     table = TABLES[family]
     inside = {
         template_of(name)[0]
@@ -74,7 +74,7 @@ def original_wan():
     return names
 
 
-def test_wans_names_are_those_of_diffusers_own_converter():
+def test_wan_names_match_diffusers_converter():
     names = original_wan()
     checkpoint = {theirs: torch.tensor([float(i)]) for i, (theirs, _) in enumerate(names)}
     converted = convert_wan_transformer_to_diffusers(dict(checkpoint))
@@ -105,7 +105,7 @@ def original_flux(hidden=8):
     return tensors
 
 
-def test_a_merge_into_originals_names_converts_to_a_merge_into_diffusers_names(tmp_path):
+def test_merging_commutes_with_diffusers_conversion_of_the_checkpoint(tmp_path):
     """Fused projections, swapped halves and names, judged by diffusers' converter at full width."""
     hidden = 3072  # the converter has the published width written into it
     generator = torch.Generator().manual_seed(1)

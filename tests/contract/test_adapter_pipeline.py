@@ -31,7 +31,7 @@ ALL = len(wan_modules())
 
 
 @pytest.fixture(scope="module")
-def made():
+def pipeline_template():
     """The pipeline; tests take copies."""
     torch.manual_seed(1)
     config = {
@@ -51,8 +51,11 @@ def made():
 
 
 @pytest.fixture
-def pipeline(made):
-    parts = {name: copy.deepcopy(getattr(made, name)) for name in ("transformer", "transformer_2")}
+def pipeline(pipeline_template):
+    parts = {
+        name: copy.deepcopy(getattr(pipeline_template, name))
+        for name in ("transformer", "transformer_2")
+    }
     return WanPipeline(
         tokenizer=None, text_encoder=None, vae=None, scheduler=None, boundary_ratio=0.875, **parts
     )
@@ -73,7 +76,7 @@ def predict(model):
     )[0]
 
 
-def small(adapter, factor=0.05):
+def scaled_down(adapter, factor=0.05):
     """Changes that leave the model's output finite and near."""
     layers = {
         place: map_tensors(layer, lambda t: t * factor) for place, layer in adapter.layers.items()
@@ -99,10 +102,10 @@ LOADED = ["comfyui", "lightning", "kohya", "diffusers"]
 @pytest.mark.parametrize("alpha", [None, 2.0, 3.0])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", LOADED)
-def test_a_lora_loads_in_either_expert_and_does_what_our_maths_says(
+def test_a_lora_loads_in_either_expert_and_matches_the_merged_weights(
     form, stage, alpha, pipeline, tmp_path
 ):
-    adapter = small(make_wan("lora", alpha=alpha))
+    adapter = scaled_down(make_wan("lora", alpha=alpha))
     adapter = Adapter(
         WAN, {p: type(x)(x.algorithm, x.tensors, alpha) for p, x in adapter.layers.items()}
     )
@@ -148,7 +151,7 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
     assert "norms of the unchanged weight" in refused.results[1].reason
 
 
-def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
+def test_dropped_magnitudes_are_detected(tmp_path):
     """It filters dora_scale out with a log line, and computes a plain LoRA."""
     generator = torch.Generator().manual_seed(0)
     layer = make_lora(HIDDEN, HIDDEN, generator, dora=True)
@@ -167,10 +170,10 @@ def test_magnitudes_that_diffusers_drops_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", ["lokr", "lokr-whole", "lokr-both"])
-def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
+def test_a_lokr_loads_into_a_transformer_and_matches_the_merged_weights(
     kind, stage, pipeline, tmp_path
 ):
-    adapter = small(make_wan(kind, alpha=3.0), 0.2)
+    adapter = scaled_down(make_wan(kind, alpha=3.0), 0.2)
     path = write_adapter(
         tmp_path / "a.safetensors", adapter, "diffusers", AdapterMetadata(stage=stage)
     )
@@ -185,9 +188,9 @@ def test_a_lokr_loads_into_a_transformer_and_does_what_our_maths_says(
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lokr-whole"])
-def test_lycoris_loads_its_form_and_does_what_our_maths_says(kind, pipeline, tmp_path):
+def test_lycoris_loads_its_format_and_matches_the_merged_weights(kind, pipeline, tmp_path):
     wrapper = pytest.importorskip("lycoris.wrapper")
-    adapter = small(make_wan(kind, alpha=None if kind == "lokr-whole" else 3.0), 0.3)
+    adapter = scaled_down(make_wan(kind, alpha=None if kind == "lokr-whole" else 3.0), 0.3)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "lycoris")
     model = pipeline.transformer_2
     expected, plain = predict(merged_copy(model, read_adapter(path, TABLES))), predict(model)
@@ -210,7 +213,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("form", NOWHERE)
-def test_what_no_tool_loads_is_told(form, tmp_path):
+def test_a_file_that_no_tool_loads_fails_the_check(form, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan("lora"), form)
     found = check_file(path, TABLES)
     assert not found.ok
@@ -221,7 +224,7 @@ def test_what_no_tool_loads_is_told(form, tmp_path):
     assert caught.value.kind == "partial"
 
 
-def test_the_low_stages_prefix_loads_nothing_even_when_asked_to(tmp_path):
+def test_transformer_2_keys_load_nothing_in_diffusers(tmp_path):
     adapter = Adapter(WAN, {LayerPath("low", p.module): x for p, x in make_wan().layers.items()})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers-both")
     found = check_file(path, TABLES)
@@ -243,7 +246,7 @@ def test_kohya_needs_every_linear_module_in_diffusers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha", "full"])
-def test_other_algorithms_load_in_comfyui_alone(kind, tmp_path):
+def test_other_algorithms_load_only_in_comfyui(kind, tmp_path):
     for form, loads in (("comfyui", True), ("kohya", True), ("lycoris", False)):
         path = write_adapter(tmp_path / "a.safetensors", make_wan(kind), form)
         found = check_file(path, TABLES)
@@ -251,7 +254,7 @@ def test_other_algorithms_load_in_comfyui_alone(kind, tmp_path):
         assert found.results[1].loads == found.ok == loads
 
 
-def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
+def test_a_file_with_both_experts_is_refused(tmp_path):
     adapter = make_wan("lora", stages=STAGES)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "ai-toolkit-combined")
     with pytest.raises(AdapterError, match=r"transformer_2\..*holds both") as caught:
@@ -260,7 +263,7 @@ def test_a_combined_file_is_refused_by_its_second_stages_first_key(tmp_path):
     assert caught.value.key.startswith("diffusion_model.transformer_2.")
 
 
-def test_a_part_of_the_modules_is_not_enough(tmp_path):
+def test_a_file_with_too_few_modules_is_refused(tmp_path):
     layers = dict(make_wan().layers)
     del layers[LayerPath(None, "blocks.1.ffn.net.2")]
     path = write_adapter(tmp_path / "a.safetensors", Adapter(WAN, layers), "comfyui")
@@ -270,16 +273,16 @@ def test_a_part_of_the_modules_is_not_enough(tmp_path):
     assert caught.value.key == "blocks.1.ffn.net.2"
 
 
-def test_a_file_for_a_model_of_another_size_is_refused_by_it(made, tmp_path):
+def test_a_file_for_a_model_of_another_size_fails_the_check(pipeline_template, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(), "comfyui")
-    config = dict(made.transformer.config) | {"ffn_dim": 64}
+    config = dict(pipeline_template.transformer.config) | {"ffn_dim": 64}
     found = check_file(path, TABLES, config=config)
     assert not found.results[0].loads
     assert "size mismatch" in found.results[0].reason
-    assert check_file(path, TABLES, config=dict(made.transformer.config)).ok
+    assert check_file(path, TABLES, config=dict(pipeline_template.transformer.config)).ok
 
 
-def test_a_file_of_the_real_size_needs_no_model(tmp_path):
+def test_checking_a_14b_adapter_needs_no_model(tmp_path):
     """Two blocks of the 14 B model's widths: the pipeline takes no memory for its weights."""
     generator = torch.Generator().manual_seed(0)
     layers = {
@@ -293,7 +296,7 @@ def test_a_file_of_the_real_size_needs_no_model(tmp_path):
     assert [target.matched for target in found.results] == [ALL, ALL]
 
 
-def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
+def test_a_wrong_scale_is_detected(tmp_path, monkeypatch):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(alpha=2.0), "comfyui")
     import gracetune.adapters.files.check as check
 
@@ -310,7 +313,7 @@ def test_a_wrong_scale_would_be_noticed(tmp_path, monkeypatch):
     assert "another dW" in found.results[0].reason
 
 
-def test_the_known_change_is_the_files(tmp_path):
+def test_a_written_adapter_has_the_same_delta(tmp_path):
     adapter = make_wan("lora", alpha=2.0)
     back = read_adapter(write_adapter(tmp_path / "a.safetensors", adapter, "diffusers"), TABLES)
     for place, layer in adapter.layers.items():

@@ -29,7 +29,7 @@ QWEN = comfyui_key_map(TABLES["qwen_image"], {"transformer_blocks": 1})
         (QWEN, "transformer.transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_q"),
     ],
 )
-def test_prefixes_that_it_looks_for(known, prefix, module):
+def test_comfyui_knows_these_prefixes(known, prefix, module):
     assert known[prefix] == module
 
 
@@ -43,7 +43,7 @@ def test_prefixes_that_it_looks_for(known, prefix, module):
         "diffusion_model.transformer_1.blocks.0.self_attn.q",
     ],
 )
-def test_prefixes_that_it_does_not_know_for_wan(prefix):
+def test_comfyui_ignores_other_prefixes_for_wan(prefix):
     assert prefix not in WAN
     result = simulate_comfyui([f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"], WAN)
     assert not result.modules
@@ -66,13 +66,13 @@ Q = "diffusion_model.blocks.0.self_attn.q"
         ["set_weight"],
     ],
 )
-def test_endings_that_it_takes(endings):
+def test_comfyui_loads_these_suffixes(endings):
     result = simulate_comfyui([f"{Q}.{ending}" for ending in endings], WAN)
     assert result.modules == {"blocks.0.attn1.to_q"}
     assert result.ignored == ()
 
 
-def test_endings_that_it_leaves():
+def test_comfyui_ignores_other_suffixes():
     keys = [f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", f"{Q}.lora_magnitude_vector"]
     result = simulate_comfyui(keys, WAN)
     assert result.ignored == (f"{Q}.lora_magnitude_vector",)
@@ -80,14 +80,14 @@ def test_endings_that_it_leaves():
     assert simulate_comfyui(mid_beside_peft, WAN).ignored == (f"{Q}.lora_mid.weight",)
 
 
-def test_a_missing_partner_ends_the_load():
+def test_comfyui_fails_if_one_factor_is_missing():
     assert simulate_comfyui([f"{Q}.lora_up.weight"], WAN).missing_key == f"{Q}.lora_down.weight"
     assert (
         simulate_comfyui([f"{Q}.hada_w1_a", f"{Q}.hada_w1_b"], WAN).missing_key == f"{Q}.hada_w2_a"
     )
 
 
-def test_wan_fun_is_recognised_by_one_key():
+def test_comfyui_recognises_wan_fun_by_one_key():
     name = "lora_unet__blocks_0_cross_attn_k"
     keys = [f"{name}.lora_down.weight", f"{name}.lora_up.weight", f"{name}.alpha"]
     assert simulate_comfyui(keys, WAN).modules == {"blocks.0.attn2.to_k"}

@@ -1,4 +1,4 @@
-"""Reading and writing files: what is said of them, and a verdict on everything that is wrong."""
+"""Reading and writing files: what is said of them, and a read_error on everything that is wrong."""
 
 import json
 
@@ -52,7 +52,7 @@ def lora_tensors(rank=4, dtype=torch.float32):
     return {A: torch.ones(rank, HIDDEN, dtype=dtype), B: torch.ones(HIDDEN, rank, dtype=dtype)}
 
 
-def verdict(path, tensors, metadata=None, table=None):
+def read_error(path, tensors, metadata=None, table=None):
     save_file(tensors, path, metadata)
     with pytest.raises(AdapterError) as caught:
         read_adapter(path, TABLES, table)
@@ -64,7 +64,7 @@ def path(tmp_path):
     return tmp_path / "a.safetensors"
 
 
-def test_a_truncated_file(path):
+def test_a_truncated_file_is_refused(path):
     save_file(lora_tensors(), path)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(AdapterError, match=r"truncated.*again") as caught:
@@ -72,7 +72,7 @@ def test_a_truncated_file(path):
     assert caught.value.kind == "truncated"
 
 
-def test_a_file_that_is_no_safetensors(path):
+def test_another_file_type_is_refused(path):
     path.write_bytes(b"not a header at all")
     with pytest.raises(AdapterError, match="cannot be read as safetensors"):
         read_adapter(path, TABLES)
@@ -84,93 +84,93 @@ def test_a_pickle_is_never_opened(tmp_path):
     assert caught.value.kind == "not-safetensors"
 
 
-def test_a_file_that_is_not_there(path):
+def test_a_missing_file_is_refused(path):
     with pytest.raises(AdapterError, match="does not exist"):
         read_adapter(path, TABLES)
 
 
-def test_an_empty_file(path):
-    assert verdict(path, {}).kind == "empty"
+def test_a_file_without_tensors_is_refused(path):
+    assert read_error(path, {}).kind == "empty"
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_values_that_overflowed(path, value):
+def test_values_that_are_not_finite_are_refused(path, value):
     tensors = lora_tensors(dtype=torch.float16)
     tensors[B][3, 1] = value
-    error = verdict(path, tensors)
+    error = read_error(path, tensors)
     assert error.kind == "not-finite"
     assert error.key == B
     assert "65504" in str(error)
 
 
-def test_an_alpha_that_overflowed_where_it_counts(path):
+def test_an_infinite_alpha_is_refused_if_it_scales_a_layer(path):
     tensors = lora_tensors() | {f"{PREFIX}.alpha": torch.tensor(float("inf"), dtype=torch.float16)}
-    error = verdict(path, tensors)
+    error = read_error(path, tensors)
     assert (error.kind, error.key) == ("not-finite", f"{PREFIX}.alpha")
 
 
-def test_ranks_that_do_not_meet(path):
-    error = verdict(path, {A: torch.ones(4, HIDDEN), B: torch.ones(HIDDEN, 8)})
+def test_mismatched_ranks_are_refused(path):
+    error = read_error(path, {A: torch.ones(4, HIDDEN), B: torch.ones(HIDDEN, 8)})
     assert error.kind == "rank-mismatch"
     assert error.key == B
     assert "24x8" in str(error)
     assert "4x24" in str(error)
 
 
-def test_an_unknown_key_and_its_nearest(path):
+def test_the_error_for_an_unknown_key_names_the_most_similar_key(path):
     wrong = "diffusion_model.blocks.0.self_attn.query.lora_A.weight"
-    error = verdict(path, lora_tensors() | {wrong: torch.ones(4, 4)})
+    error = read_error(path, lora_tensors() | {wrong: torch.ones(4, 4)})
     assert (error.kind, error.key) == ("unknown-key", wrong)
     assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in str(error)
 
 
-def test_keys_of_a_text_encoder_are_named_as_such(path):
+def test_text_encoder_keys_are_refused_with_that_reason(path):
     wrong = "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"
-    error = verdict(path, lora_tensors() | {wrong: torch.ones(4, 4)})
+    error = read_error(path, lora_tensors() | {wrong: torch.ones(4, 4)})
     assert "text encoder" in str(error)
 
 
-def test_nothing_known_at_all(path):
-    error = verdict(path, {"model.layers.0.weight": torch.ones(2)})
+def test_a_file_without_known_keys_is_refused(path):
+    error = read_error(path, {"model.layers.0.weight": torch.ones(2)})
     assert error.kind == "unknown-key"
     assert "wan or flux or qwen_image" in str(error)
 
 
-def test_a_file_for_another_model(path):
+def test_a_file_of_another_family_is_refused(path):
     flux = {"diffusion_model.double_blocks.0.img_attn.proj.lora_A.weight": torch.ones(2, 4)}
     flux["diffusion_model.double_blocks.0.img_attn.proj.lora_B.weight"] = torch.ones(4, 2)
-    error = verdict(path, flux, table=WAN)
+    error = read_error(path, flux, table=WAN)
     assert error.kind == "other-model"
     assert "flux" in str(error)
     assert error.key == next(iter(sorted(flux)))
 
 
-def test_half_a_layer(path):
-    error = verdict(path, {A: torch.ones(4, HIDDEN)})
+def test_an_incomplete_layer_is_refused(path):
+    error = read_error(path, {A: torch.ones(4, HIDDEN)})
     assert error.kind == "incomplete"
     assert "lacks up" in str(error)
     lokr = {f"{PREFIX}.lokr_w1": torch.ones(2, 2), f"{PREFIX}.lokr_w2_a": torch.ones(2, 2)}
-    assert "lacks lokr_w2_b" in str(verdict(path, lokr))
+    assert "lacks lokr_w2_b" in str(read_error(path, lokr))
 
 
-def test_two_algorithms_on_one_module(path):
-    error = verdict(path, lora_tensors() | {f"{PREFIX}.lokr_w1": torch.ones(2, 2)})
+def test_two_algorithms_on_one_module_are_refused(path):
+    error = read_error(path, lora_tensors() | {f"{PREFIX}.lokr_w1": torch.ones(2, 2)})
     assert error.kind == "two-algorithms"
 
 
-def test_one_tensor_spelled_twice(path):
+def test_two_keys_of_one_tensor_are_refused(path):
     twin = f"{PREFIX}.lora_down.weight"
-    error = verdict(path, lora_tensors() | {twin: torch.ones(4, HIDDEN)})
+    error = read_error(path, lora_tensors() | {twin: torch.ones(4, HIDDEN)})
     assert error.kind == "duplicate"
 
 
-def test_weights_that_are_no_floats(path):
-    error = verdict(path, {A: torch.ones(4, HIDDEN, dtype=torch.int8), B: torch.ones(HIDDEN, 4)})
+def test_integer_weights_are_refused(path):
+    error = read_error(path, {A: torch.ones(4, HIDDEN, dtype=torch.int8), B: torch.ones(HIDDEN, 4)})
     assert (error.kind, error.key) == ("dtype", A)
 
 
-def test_settings_that_are_no_json(path):
-    error = verdict(path, lora_tensors(), {"lora_adapter_metadata": "{"})
+def test_settings_that_are_not_json_are_refused(path):
+    error = read_error(path, lora_tensors(), {"lora_adapter_metadata": "{"})
     assert error.kind == "damaged"
 
 
@@ -180,7 +180,7 @@ def test_an_integer_alpha_is_read(path):
     assert layer.alpha == 2.0
 
 
-def test_the_header_says_what_a_file_is(path):
+def test_the_header_describes_the_adapter(path):
     about = AdapterMetadata("Wan-AI/Wan2.2-T2V-A14B", "high", 0.875, "ohwx", "abc123")
     write_adapter(path, make_wan(alpha=2.0), "comfyui", about)
     _, header = read_tensors(path)
@@ -207,13 +207,13 @@ def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
     assert header["gracetune.form"] == "kohya"
 
 
-def test_descriptions_of_whole_matrices_have_no_rank():
+def test_the_header_of_whole_matrices_has_no_rank():
     said = describe_adapter(make_wan("lokr-whole"))
     assert said["gracetune.rank"] == "full"
     assert said["gracetune.alpha"] == "none"
 
 
-def test_peft_keeps_alpha_beside_its_file(tmp_path):
+def test_alpha_is_read_from_the_config_next_to_a_peft_file(tmp_path):
     prefix = "base_model.model.blocks.0.attn1.to_q"
     tensors = {
         f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
@@ -251,7 +251,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
     torch.testing.assert_close(change, delta(layer))
 
 
-def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
+def test_the_peft_config_lists_the_modules_that_were_written(tmp_path):
     """The whole has the ranks of its parts added up, and so another alpha."""
     table = get_table("flux", TABLES)
     parts = {
@@ -268,7 +268,7 @@ def test_the_config_of_a_fused_adapter_is_of_what_is_written(tmp_path):
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
 
 
-def test_settings_of_diffusers_in_the_header_give_alpha(path):
+def test_alpha_is_read_from_peft_settings_in_the_header(path):
     prefix = "transformer.blocks.0.attn1.to_q"
     tensors = {
         f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
@@ -282,7 +282,7 @@ def test_settings_of_diffusers_in_the_header_give_alpha(path):
     assert torch.equal(layer.tensors["diff_b"], torch.full((HIDDEN,), 0.5))  # peft scales it too
 
 
-def test_a_folder_stands_for_the_file_in_it(tmp_path):
+def test_a_folder_is_resolved_to_the_adapter_file_in_it(tmp_path):
     with pytest.raises(AdapterError, match="it has none"):
         read_adapter(tmp_path, TABLES)
     write_adapter(tmp_path / "one.safetensors", make_wan(), "comfyui")
@@ -297,7 +297,7 @@ def test_a_folder_stands_for_the_file_in_it(tmp_path):
     )
 
 
-def test_a_float16_that_cannot_hold_it_is_refused(path):
+def test_values_too_large_for_float16_are_refused(path):
     layer = Layer("lora", {"down": torch.full((2, 4), 1e5), "up": torch.ones(4, 2)})
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): layer})
     with pytest.raises(AdapterError, match=r"1e\+05.*float16.*bfloat16") as caught:
@@ -308,7 +308,7 @@ def test_a_float16_that_cannot_hold_it_is_refused(path):
     assert read_tensors(path)[0][A].dtype == torch.bfloat16
 
 
-def test_folding_alpha_into_narrow_floats_does_not_round(path):
+def test_folding_alpha_into_bf16_weights_does_not_round(path):
     generator = torch.Generator().manual_seed(0)
     layer = make_lora(HIDDEN, HIDDEN, generator, alpha=3.0, dtype=torch.bfloat16)
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): layer})
@@ -321,7 +321,7 @@ def test_folding_alpha_into_narrow_floats_does_not_round(path):
     assert torch.equal(delta(back), delta(half))
 
 
-def test_who_says_the_stage(tmp_path):
+def test_the_expert_is_found_in_keys_header_or_file_name(tmp_path):
     named = write_adapter(tmp_path / "run_low_noise.safetensors", make_wan(), "comfyui")
     assert find_stage(read_adapter(named, TABLES), named) == ("low", "its name")
     said = write_adapter(
@@ -339,14 +339,14 @@ def test_who_says_the_stage(tmp_path):
         find_stage(read_adapter(path, TABLES), path)
 
 
-def test_a_form_that_names_stages_needs_one(path):
+def test_a_format_that_names_experts_needs_one(path):
     with pytest.raises(AdapterError, match="--stage high") as caught:
         write_adapter(path, make_wan(), "ai-toolkit-combined")
     assert caught.value.kind == "no-stage"
 
 
 @pytest.mark.parametrize("form", ["diffusers", "peft"])
-def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
+def test_what_a_format_cannot_hold_is_refused_with_an_alternative(form, path):
     with pytest.raises(AdapterError, match=r"cannot hold a full matrix.*--lora-rank"):
         write_adapter(path, make_wan("full"), form)
     tucker = Layer(
@@ -365,14 +365,14 @@ def test_what_a_form_cannot_hold_is_refused_with_a_way_out(form, path):
     assert same(read_adapter(path, TABLES), adapter)
 
 
-def test_a_module_without_a_name_in_a_form_is_refused(path):
+def test_a_module_without_a_name_in_a_format_is_refused(path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.norm2"): layer})
     with pytest.raises(AdapterError, match="no name for this module"):
         write_adapter(path, adapter, "ai-toolkit-old-lokr")
 
 
-def test_magnitudes_by_columns_have_no_place_in_peft(path):
+def test_magnitudes_per_column_cannot_be_written_for_peft(path):
     layer = make_lora(6, 4, torch.Generator().manual_seed(0))
     tensors = {**layer.tensors, "dora": torch.ones(1, 4)}
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
@@ -381,7 +381,7 @@ def test_magnitudes_by_columns_have_no_place_in_peft(path):
     assert same(read_adapter(write_adapter(path, adapter, "kohya"), TABLES), adapter)
 
 
-def test_the_form_that_most_tools_load():
+def test_the_default_format_is_the_one_that_most_tools_load():
     assert default_format(make_wan()).name == "comfyui"
     assert default_format(make_wan("lokr")).name == "comfyui"
     generator = torch.Generator().manual_seed(0)
@@ -401,7 +401,7 @@ def test_the_form_that_most_tools_load():
 
 
 @pytest.mark.parametrize("make", [make_lora, make_loha, make_lokr, make_full])
-def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
+def test_a_family_without_a_table_has_a_format_for_every_algorithm(make, path):
     layer = make(8, 6, torch.Generator().manual_seed(0))
     places = (
         LayerPath(None, "context_embedder"),
@@ -416,7 +416,7 @@ def test_a_family_without_a_table_has_a_form_for_every_algorithm(make, path):
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
 
 
-def test_a_form_that_is_advised_holds_the_adapter(path):
+def test_the_suggested_format_can_hold_the_adapter(path):
     generator = torch.Generator().manual_seed(0)
     place = LayerPath(None, "context_embedder")
     adapter = Adapter(get_table("tiny", TABLES), {place: make_loha(8, 6, generator)})
@@ -458,20 +458,20 @@ def test_adapters_of_two_experts_are_joined():
         (f"{PREFIX}.dora_scale", torch.ones(1, HIDDEN // 2)),
     ],
 )
-def test_shapes_that_nothing_has(path, key, tensor):
-    error = verdict(path, lora_tensors() | {key: tensor})
+def test_impossible_shapes_are_refused(path, key, tensor):
+    error = read_error(path, lora_tensors() | {key: tensor})
     assert error.kind in ("damaged", "rank-mismatch")
     assert error.key == key
 
 
-def test_core_tensors_of_two_kernels(path):
+def test_core_tensors_with_different_kernels_are_refused(path):
     sizes = {"w1_a": (2, 6), "w1_b": (2, 4), "w2_a": (2, 6), "w2_b": (2, 4)}
     tensors = {f"{PREFIX}.hada_{name}": torch.ones(size) for name, size in sizes.items()}
     tensors |= {
         f"{PREFIX}.hada_t1": torch.ones(2, 2, 3, 3),
         f"{PREFIX}.hada_t2": torch.ones(2, 2, 1, 3),
     }
-    assert verdict(path, tensors).key == f"{PREFIX}.hada_t1"
+    assert read_error(path, tensors).key == f"{PREFIX}.hada_t1"
 
 
 SETS = [roles for sets in TENSOR_SETS.values() for roles in sets]
@@ -493,8 +493,8 @@ def layers_of_any_shape(draw):
 
 @given(layers_of_any_shape(), st.sampled_from([None, 0.0, 2.0]))
 @settings(max_examples=500, deadline=None)
-def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
-    """Whatever a file holds, nothing but a verdict comes out of reading it, and no traceback."""
+def test_any_shapes_give_a_valid_layer_or_an_adapter_error(shapes, alpha):
+    """Whatever a file holds, nothing but a read_error comes out of reading it, and no traceback."""
     tensors = {f"{PREFIX}{SUFFIXES['kohya'][role]}": torch.ones(s) for role, s in shapes.items()}
     if alpha is not None:
         tensors[f"{PREFIX}.alpha"] = torch.tensor(alpha)
@@ -509,7 +509,7 @@ def test_any_shapes_are_a_layer_that_computes_or_a_verdict(shapes, alpha):
         assert delta(layer).numel() == torch.Size(delta_shape(layer)).numel()
 
 
-def test_settings_that_were_escaped_are_found(tmp_path):
+def test_escaped_patterns_in_peft_settings_match(tmp_path):
     prefix = "base_model.model.blocks.0.attn1.to_q"
     tensors = {
         f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
@@ -523,7 +523,7 @@ def test_settings_that_were_escaped_are_found(tmp_path):
     assert layer.alpha is None
 
 
-def rank_and_alpha(pattern, module="blocks.0.attn1.to_q"):
+def alpha_by_pattern(pattern, module="blocks.0.attn1.to_q"):
     prefix = f"base_model.model.{module}"
     tensors = {
         f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),
@@ -545,12 +545,12 @@ def rank_and_alpha(pattern, module="blocks.0.attn1.to_q"):
         "o_q",
     ],
 )
-def test_settings_by_module_are_expressions_as_peft_reads_them(pattern):
+def test_patterns_in_peft_settings_match_as_in_peft(pattern):
     from peft.utils.other import get_pattern_key
 
     module = "blocks.0.attn1.to_q"
     theirs = get_pattern_key([pattern], module) == pattern
-    assert rank_and_alpha(pattern, module) == (2.0 if theirs else None)
+    assert alpha_by_pattern(pattern, module) == (2.0 if theirs else None)
 
 
 @pytest.mark.parametrize(
@@ -563,12 +563,12 @@ def test_settings_by_module_are_expressions_as_peft_reads_them(pattern):
         ("to_(q", "is not a regular expr"),
     ],
 )
-def test_an_expression_that_could_hang_or_is_none_is_refused(pattern, said):
+def test_a_pattern_that_could_hang_or_is_invalid_is_refused(pattern, said):
     with pytest.raises(AdapterError, match=said):
-        rank_and_alpha(pattern)
+        alpha_by_pattern(pattern)
 
 
-def test_patterns_that_have_no_part_in_a_scale_are_not_looked_at():
+def test_patterns_that_do_not_affect_the_scale_are_ignored():
     prefix = "base_model.model.blocks.0.attn1.to_q"
     tensors = {
         f"{prefix}.lora_A.weight": torch.ones(4, HIDDEN),

@@ -24,7 +24,7 @@ from gracetune.errors import AdapterError
 WAN, FLUX, QWEN = (KeyIndex(TABLES[name]) for name in ("wan", "flux", "qwen_image"))
 
 
-def places(index, form):
+def paths_in_format(index, form):
     """Every kind of module that a form has a name for, at every stage that it can say."""
     stages = (
         [stage for stage, _ in form.stages] if form.stages and index.table.has_stages else [None]
@@ -37,15 +37,18 @@ def places(index, form):
 
 
 INDEXES = (WAN, FLUX, QWEN)
-SPELLABLE = [
-    (index, form, place) for index in INDEXES for form in FORMATS for place in places(index, form)
+NAMED_PATHS = [
+    (index, form, place)
+    for index in INDEXES
+    for form in FORMATS
+    for place in paths_in_format(index, form)
 ]
 
 
-@given(st.sampled_from(SPELLABLE), st.integers(0, 10**4), st.data())
+@given(st.sampled_from(NAMED_PATHS), st.integers(0, 10**4), st.data())
 @settings(max_examples=2000, deadline=None)
-def test_a_written_key_is_read_as_what_it_was(spellable, number, data):
-    index, form, place = spellable
+def test_a_built_key_parses_to_the_same_path_and_role(named_path, number, data):
+    index, form, place = named_path
     place = LayerPath(place.stage, place.module.format(number))
     role = data.draw(st.sampled_from(sorted(SUFFIXES[form.style])))
     key = parse_key(build_key(form, index, place, role), index)
@@ -57,7 +60,7 @@ def test_a_written_key_is_read_as_what_it_was(spellable, number, data):
 
 
 @pytest.mark.parametrize("family", TABLES)
-def test_no_two_modules_have_one_name(family):
+def test_names_in_a_table_are_unique(family):
     table = TABLES[family]
     for side in (0, 1):
         names = [row[side] for row in table.rows]
@@ -81,7 +84,7 @@ def test_no_two_modules_have_one_name(family):
         ),
     ],
 )
-def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, role):
+def test_underscored_and_unusual_keys_are_parsed(key, module, role):
     found = parse_key(key, WAN)
     assert (found.path, found.role) == (LayerPath(None, module), role)
 
@@ -115,7 +118,7 @@ def test_underscored_and_unusual_spellings_are_decoded_by_table(key, module, rol
         ),
     ],
 )
-def test_flux_keys(key, module):
+def test_flux_keys_of_several_tools_are_parsed(key, module):
     assert parse_key(key, FLUX).path == LayerPath(None, module)
 
 
@@ -129,11 +132,11 @@ def test_flux_keys(key, module):
         "transformer_blocks.59.img_mlp.net.0.proj.lora_A.default.weight",
     ],
 )
-def test_qwen_image_keys(key):
+def test_qwen_image_keys_of_several_tools_are_parsed(key):
     assert parse_key(key, QWEN).path.module == "transformer_blocks.59.img_mlp.net.0.proj"
 
 
-def test_flux_and_qwen_image_are_told_apart_or_asked_about():
+def test_the_family_is_detected_or_the_user_is_asked():
     shared = "transformer.transformer_blocks.{}.attn.to_q.lora_A.weight"
     with pytest.raises(AdapterError, match="--family") as caught:
         detect_table([shared.format(0)], TABLES, None)
@@ -165,28 +168,28 @@ def test_flux_and_qwen_image_are_told_apart_or_asked_about():
         ),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_nearest(wrong, near):
+def test_the_most_similar_known_key_is_found(wrong, near):
     assert parse_key(wrong, WAN) is None
     assert nearest_key(wrong, [TABLES["wan"]]) == near
 
 
-def test_what_is_like_nothing_has_no_nearest():
+def test_a_key_unlike_any_other_has_no_similar_key():
     assert nearest_key("zzz", [TABLES["wan"]]) is None
 
 
-def test_forms_are_found_by_name_and_by_tool():
+def test_formats_are_found_by_name_and_by_tool():
     assert get_format("musubi").name == "kohya"
     assert get_format("ai-toolkit").name == "comfyui"
     with pytest.raises(AdapterError, match="Did you mean 'diffusers'"):
         get_format("difusers")
 
 
-def test_families_go_by_our_own_names_too():
+def test_tables_are_found_by_alias():
     assert get_table("wan22", TABLES).family == "wan"
     assert get_table("tiny", TABLES).accepts_any_name
 
 
-def test_a_family_without_a_table_takes_dotted_names_as_they_are():
+def test_a_family_without_a_table_keeps_dotted_names():
     index = KeyIndex(any_name_table("tiny"))
     key = parse_key("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", index)
     assert key.path.module == "transformer_blocks.0.attn.to_q"
@@ -205,14 +208,14 @@ def test_a_family_without_a_table_takes_dotted_names_as_they_are():
     ],
 )
 @pytest.mark.parametrize(("number", "stage"), [("1", "high"), ("2", "low")])
-def test_experts_are_read_with_and_without_an_underscore(text, number, stage):
+def test_experts_are_parsed_with_and_without_an_underscore(text, number, stage):
     index = KeyIndex(get_table("wan", TABLES))
     usual, unparted = (parse_key(text.format(part), index) for part in (f"_{number}", number))
     assert usual.path == unparted.path == LayerPath(stage, "blocks.0.attn1.to_q")
     assert usual.formats == unparted.formats
 
 
-def test_a_file_that_mixes_forms_is_of_none():
+def test_keys_of_mixed_formats_have_no_common_format():
     texts = [
         "diffusion_model.blocks.0.self_attn.q.lora_A.weight",
         "lora_unet_blocks_0_self_attn_k.lora_down.weight",
@@ -223,6 +226,6 @@ def test_a_file_that_mixes_forms_is_of_none():
     assert resolve_stages(keys) == keys
 
 
-def test_templates_keep_fixed_numbers():
+def test_templates_replace_only_the_block_number():
     assert template_of("blocks.7.ffn.net.0.proj") == ("blocks.{}.ffn.net.0.proj", "7")
     assert template_of("proj_out") == ("proj_out", "")

@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "make", "options"), CASES)
-def test_a_lycoris_module_answers_as_our_merged_weight(kind, make, options):
+def test_a_lycoris_module_computes_the_same_as_the_merged_weight(kind, make, options):
     base = make()
     module, layer = live_change(kind, base, **dict(options))
     weight = merge_weight(layer, base.weight)
@@ -102,7 +102,7 @@ def test_a_lycoris_module_answers_as_our_merged_weight(kind, make, options):
     assert not torch.allclose(live, plain, atol=1e-2)
 
 
-def test_lycoris_own_merge_of_loha_is_wrong_and_ours_is_not():
+def test_our_merge_of_loha_is_right_where_lycoris_is_wrong():
     base = linear()
     module, layer = live_change("loha", base)
     theirs = module.get_diff_weight()[0]
@@ -112,7 +112,7 @@ def test_lycoris_own_merge_of_loha_is_wrong_and_ours_is_not():
     torch.testing.assert_close(theirs, live * 0.5, rtol=1e-4, atol=1e-4)  # alpha / rank, twice
 
 
-def test_a_whole_difference_is_what_it_says():
+def test_a_full_delta_is_the_difference_itself():
     base = linear()
     module = FullModule("x", base)
     fill(module)
@@ -129,7 +129,7 @@ def test_a_whole_difference_is_what_it_says():
 
 
 @pytest.mark.parametrize("alpha", [9999999999.0, float("inf")])
-def test_alpha_has_no_part_in_a_lokr_of_whole_matrices(alpha):
+def test_alpha_has_no_effect_in_a_lokr_of_whole_matrices(alpha):
     w1, w2 = torch.randn(4, 4), torch.randn(6, 4)
     state = {
         "diffusion_model.blocks.0.self_attn.q.lokr_w1": w1,
@@ -154,7 +154,7 @@ PEFT = [
 
 
 @pytest.mark.parametrize(("config", "extra"), PEFT)
-def test_a_peft_module_answers_as_our_merged_weight(config, extra):
+def test_a_peft_module_computes_the_same_as_the_merged_weight(config, extra):
     model = nn.Sequential()
     model.add_module("x", linear())
     base = model.x
@@ -176,7 +176,7 @@ def test_a_peft_module_answers_as_our_merged_weight(config, extra):
     assert adapter.format == "peft-live"
 
 
-def test_strength_goes_part_of_the_way():
+def test_strength_interpolates_between_weight_and_merged_weight():
     base = linear()
     for options in ({}, {"weight_decompose": True}):
         _, layer = live_change("locon", base, **options)
@@ -186,7 +186,7 @@ def test_strength_goes_part_of_the_way():
 
 
 @pytest.mark.parametrize(("kind", "make", "options"), CASES)
-def test_norm_and_shape_are_those_of_the_computed_change(kind, make, options):
+def test_norm_and_shape_match_the_computed_delta(kind, make, options):
     base = make()
     _, layer = live_change(kind, base, **dict(options))
     change = delta(layer, base.weight.shape)
@@ -195,7 +195,7 @@ def test_norm_and_shape_are_those_of_the_computed_change(kind, make, options):
     assert delta_shape(layer)[0] == base.weight.shape[0]
 
 
-def test_a_change_of_the_bias_alone_leaves_the_weight():
+def test_a_change_of_only_the_bias_keeps_the_weight():
     layer = Layer("full", {"diff_b": torch.ones(24)})
     base = linear()
     assert torch.equal(merge_weight(layer, base.weight), base.weight)
@@ -224,7 +224,7 @@ def test_lycoris_scalar_is_multiplied_in():
     torch.testing.assert_close(delta(layer), live, rtol=1e-4, atol=1e-4)
 
 
-def test_the_cases_cover_every_way_a_lokr_is_decomposed():
+def test_the_cases_cover_every_lokr_decomposition():
     found = set()
     for kind, make, options in CASES:
         if kind == "lokr":

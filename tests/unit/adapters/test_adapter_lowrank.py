@@ -28,7 +28,7 @@ def one(layer, place=PLACE):
     )
 )
 @settings(max_examples=50, deadline=None)
-def test_loras_add_up_exactly_by_rank(parts):
+def test_loras_add_up_exactly(parts):
     given_ = [
         (one(make_lora(10, 8, generator(i), rank, alpha)), strength)
         for i, (rank, alpha, strength) in enumerate(parts)
@@ -40,7 +40,7 @@ def test_loras_add_up_exactly_by_rank(parts):
     assert made.layers[PLACE].tensors["down"].shape[0] == sum(rank for rank, _, _ in parts)
 
 
-def test_a_cut_of_a_sum_is_the_best_there_is_and_says_what_it_lost():
+def test_a_truncated_sum_is_optimal_and_reports_its_loss():
     adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
     made, cut = combine_adapters(adapters, 5, generator())
     whole = sum(delta(adapter.layers[PLACE]) for adapter, _ in adapters)
@@ -51,7 +51,7 @@ def test_a_cut_of_a_sum_is_the_best_there_is_and_says_what_it_lost():
     assert cut.worst_at == PLACE.module
 
 
-def test_a_rank_that_holds_everything_loses_nothing():
+def test_a_sufficient_rank_loses_nothing():
     adapters = [(one(make_lora(20, 16, generator(i), 4)), 1.0) for i in range(3)]
     _, cut = combine_adapters(adapters, 12, generator())
     assert cut.worst == 0.0
@@ -59,7 +59,7 @@ def test_a_rank_that_holds_everything_loses_nothing():
     assert cut.worst > 0.1
 
 
-def test_other_algorithms_need_a_rank():
+def test_algorithms_other_than_lora_need_a_rank():
     pair = [(one(make_loha(12, 8, generator())), 1.0), (one(make_lora(12, 8, generator(1))), 0.5)]
     with pytest.raises(AdapterError, match=r"lora and loha.*--rank|loha and lora.*--rank"):
         combine_adapters(pair, None, generator())
@@ -69,7 +69,7 @@ def test_other_algorithms_need_a_rank():
     assert cut.worst < 1e-3
 
 
-def test_whole_matrices_and_biases_add_up():
+def test_full_matrices_and_biases_add_up():
     pair = [(one(make_full(6, 4, generator(i))), 0.5) for i in (1, 2)]
     made, _ = combine_adapters(pair, None, generator())
     layer = made.layers[PLACE]
@@ -82,7 +82,7 @@ def test_whole_matrices_and_biases_add_up():
     assert "diff_b" in cut_made.layers[PLACE].tensors
 
 
-def test_modules_of_one_file_alone_come_along():
+def test_modules_in_only_one_file_are_kept():
     other = LayerPath(None, "blocks.0.attn1.to_k")
     pair = [
         (one(make_lora(6, 4, generator())), 1.0),
@@ -93,7 +93,7 @@ def test_modules_of_one_file_alone_come_along():
     torch.testing.assert_close(delta(made.layers[other]), 2 * delta(pair[1][0].layers[other]))
 
 
-def test_files_that_cannot_be_one_are_refused():
+def test_adapters_that_cannot_be_combined_are_refused():
     flux = Adapter(TABLES["flux"], {PLACE: make_lora(4, 4, generator())})
     with pytest.raises(AdapterError, match="flux adapter cannot be combined"):
         combine_adapters([(one(make_lora(4, 4, generator())), 1.0), (flux, 1.0)], None, generator())
@@ -122,7 +122,7 @@ def test_a_fused_projection_and_its_parts_add_up(rank, order):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_lokr_that_cannot_be_cut_is_added_to_parts_with_a_rank():
+def test_a_lokr_that_cannot_be_split_is_added_to_parts_with_a_rank():
     whole = Layer("lokr", {"lokr_w1": torch.randn(2, 4), "lokr_w2": torch.randn(36, 6)})
     fused = Adapter(FLUX, {LayerPath(None, "transformer_blocks.0.attn.to_qkv"): whole})
     place = LayerPath(None, "transformer_blocks.0.attn.to_v")
@@ -154,7 +154,7 @@ def test_fused_projections_alone_stay_whole():
     assert set(made.layers) == {place}
 
 
-def test_a_bare_parameter_is_added_up_and_never_made_a_lora():
+def test_a_bare_parameter_is_never_made_a_lora():
     place = LayerPath(None, "blocks.0.scale_shift_table")
     pair = [(one(Layer("full", {"diff": torch.randn(6, 24)}), place), 1.0) for _ in range(2)]
     made, _ = combine_adapters(pair, 2, generator())
@@ -164,13 +164,13 @@ def test_a_bare_parameter_is_added_up_and_never_made_a_lora():
     assert made.layers[place].algorithm == "full"
 
 
-def test_magnitudes_are_not_dropped_on_the_way_to_a_smaller_lora():
+def test_a_dora_is_not_converted_to_a_smaller_lora():
     with pytest.raises(AdapterError, match=r"to_q has magnitudes \(DoRA\).*--into MODEL"):
         convert_to_lora(one(make_lora(6, 4, generator(), 3, dora=True)), 2, generator())
 
 
 @pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-whole", "full"])
-def test_anything_becomes_a_lora_of_a_rank(kind):
+def test_every_algorithm_converts_to_a_lora(kind):
     adapter = make_wan(kind, num_blocks=1)
     made, cut = convert_to_lora(adapter, 24, generator())
     assert {layer.algorithm for layer in made.layers.values()} == {"lora"}
@@ -181,7 +181,7 @@ def test_anything_becomes_a_lora_of_a_rank(kind):
     assert coarse.worst > 0.1
 
 
-def test_small_loras_and_changes_without_a_rank_stay():
+def test_small_loras_and_changes_without_a_rank_are_kept():
     small = make_lora(6, 4, generator(), rank=2)
     norm = Layer("full", {"diff": torch.ones(6)})
     other = LayerPath(None, "blocks.0.norm2")
@@ -200,7 +200,7 @@ def test_a_convolution_keeps_its_kernel():
     assert lost < 1e-3
 
 
-def test_a_large_matrix_is_cut_by_a_random_range_as_well_as_by_a_whole_svd():
+def test_the_randomized_svd_is_as_good_as_the_full_one():
     noise = torch.randn(1100, 1200, generator=generator(1))
     matrix = torch.randn(1100, 6, generator=generator(2)) @ torch.randn(
         6, 1200, generator=generator(3)
@@ -213,13 +213,13 @@ def test_a_large_matrix_is_cut_by_a_random_range_as_well_as_by_a_whole_svd():
     assert torch.equal(layer.tensors["up"], again.tensors["up"])
 
 
-def test_a_change_of_nothing_loses_nothing():
+def test_a_zero_change_loses_nothing():
     layer, lost = factorize(torch.zeros(4, 4), 2, generator())
     assert lost == 0.0
     assert not delta(layer).any()
 
 
-def test_a_lokr_is_cut_at_its_own_rank():
+def test_a_lokr_is_truncated_at_its_own_rank():
     lokr = make_lokr(16, 16, generator(), "w2", rank=1, factor=4)  # rank 4 x 1
     made, cut = convert_to_lora(one(lokr), 4, generator())
     assert cut.worst < 1e-3

@@ -47,7 +47,7 @@ def key_of(module, naming, prefix=""):
     ("naming", "prefix"),
     [("diffusers", ""), ("original", ""), ("original", "model.diffusion_model.")],
 )
-def test_a_merge_is_the_weight_plus_our_change(kind, naming, prefix, tmp_path):
+def test_merging_adds_the_delta_to_the_weight(kind, naming, prefix, tmp_path):
     base = wan_weights(naming, prefix)
     save_file(base, tmp_path / "m.safetensors", {"format": "pt"})
     adapter = make_wan(kind, alpha=2.0)
@@ -67,7 +67,7 @@ def test_a_merge_is_the_weight_plus_our_change(kind, naming, prefix, tmp_path):
     assert torch.equal(out[norm], base[norm])
 
 
-def test_two_adapters_in_one_merge_and_a_folder_of_shards(tmp_path):
+def test_two_adapters_are_merged_into_a_folder_of_shards(tmp_path):
     base = wan_weights(dtype=torch.bfloat16)
     keys = sorted(base)
     folder = tmp_path / "transformer"
@@ -91,7 +91,7 @@ def test_two_adapters_in_one_merge_and_a_folder_of_shards(tmp_path):
     assert out[key].dtype == torch.bfloat16
 
 
-def test_stages_go_into_their_own_transformers_of_a_pipeline(tmp_path):
+def test_experts_are_merged_into_their_transformers(tmp_path):
     pipeline = tmp_path / "pipe"
     for name, seed in (("transformer", 1), ("transformer_2", 2)):
         (pipeline / name).mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_stages_go_into_their_own_transformers_of_a_pipeline(tmp_path):
             torch.testing.assert_close(after[key], before[key] + delta(layer))
 
 
-def test_a_stage_that_a_pipeline_has_not(tmp_path):
+def test_an_expert_that_the_pipeline_lacks_is_refused(tmp_path):
     (tmp_path / "pipe" / "transformer").mkdir(parents=True)
     with pytest.raises(AdapterError, match="has no transformer_2/"):
         merge_into_pipeline(tmp_path / "pipe", tmp_path / "out", {"low": [(make_wan(), 1.0)]}, WAN)
@@ -130,7 +130,7 @@ def flux_original():
 
 
 @pytest.mark.parametrize("make", [make_lora, make_loha, make_lokr, make_full])
-def test_parts_go_into_the_rows_of_a_fused_weight(make, tmp_path):
+def test_parts_are_merged_into_rows_of_a_fused_weight(make, tmp_path):
     base = flux_original()
     base["double_blocks.0.img_attn.qkv.bias"] = torch.zeros(36)
     save_file(base, tmp_path / "m.safetensors")
@@ -144,7 +144,7 @@ def test_parts_go_into_the_rows_of_a_fused_weight(make, tmp_path):
     assert torch.equal(out[24:], qkv[24:])
 
 
-def test_magnitudes_and_swapped_halves_in_a_fused_model(tmp_path):
+def test_magnitudes_and_swapped_halves_are_merged_into_a_fused_model(tmp_path):
     base = flux_original()
     save_file(base, tmp_path / "m.safetensors")
     mlp, norm = make_lora(48, 12, generator(), dora=True), make_lora(24, 12, generator(1))
@@ -164,7 +164,7 @@ def test_magnitudes_and_swapped_halves_in_a_fused_model(tmp_path):
     torch.testing.assert_close(out[key], base[key] + delta(norm).roll(12, 0))
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path):
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     model, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
     save_file(wan_weights(), model)
     missing = Adapter(WAN, {LayerPath(None, "blocks.9.attn1.to_q"): make_lora(24, 24, generator())})
@@ -200,7 +200,7 @@ def test_several_adapters_are_rounded_once(tmp_path):
         assert same.float().mean() > 0.99, key  # sums in another order round a few differently
 
 
-def test_models_that_cannot_be_opened(tmp_path):
+def test_models_that_cannot_be_opened_are_refused(tmp_path):
     with pytest.raises(AdapterError, match=r"has no \.safetensors"):
         open_model(tmp_path, WAN)
     save_file({"x.weight": torch.zeros(1)}, tmp_path / "m.safetensors")
@@ -211,7 +211,7 @@ def test_models_that_cannot_be_opened(tmp_path):
         open_model(tmp_path, WAN)
 
 
-def test_a_folder_that_has_its_weights_twice_is_refused(tmp_path):
+def test_a_folder_with_duplicate_weights_is_refused(tmp_path):
     save_file(wan_weights(), tmp_path / "model.safetensors")
     save_file(wan_weights(dtype=torch.float16), tmp_path / "model.fp16.safetensors")
     with pytest.raises(AdapterError, match=r"model\.fp16\.safetensors.* are the same weight"):
@@ -219,7 +219,7 @@ def test_a_folder_that_has_its_weights_twice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("naming", ["original", "diffusers"])
-def test_what_was_merged_is_extracted_again(naming, tmp_path):
+def test_a_merged_adapter_is_extracted_again(naming, tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     save_file(wan_weights(naming), base)
     adapter = make_wan(alpha=2.0)
@@ -234,7 +234,7 @@ def test_what_was_merged_is_extracted_again(naming, tmp_path):
         )
 
 
-def test_norms_and_biases_are_told_or_kept(tmp_path):
+def test_norms_and_biases_are_reported_or_kept(tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     weights = wan_weights()
     save_file(weights, base)
@@ -253,7 +253,7 @@ def test_norms_and_biases_are_told_or_kept(tmp_path):
         torch.testing.assert_close(tensor, changed[key], rtol=1e-3, atol=1e-3)
 
 
-def test_a_bare_parameter_is_among_the_rest(tmp_path):
+def test_a_bare_parameter_is_left_out_of_the_lora(tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     table = {"blocks.0.scale_shift_table": torch.zeros(1, 6, 24)}
     save_file(wan_weights() | table, base)
@@ -266,7 +266,7 @@ def test_a_bare_parameter_is_among_the_rest(tmp_path):
     assert torch.equal(layer.tensors["diff"], torch.ones(1, 6, 24))
 
 
-def test_extraction_needs_two_models_of_one_shape_and_naming(tmp_path):
+def test_extraction_needs_models_of_the_same_shape_and_naming(tmp_path):
     base, other = tmp_path / "base.safetensors", tmp_path / "other.safetensors"
     save_file(wan_weights(), base)
     with pytest.raises(AdapterError, match="nothing to extract"):
@@ -281,7 +281,7 @@ def test_extraction_needs_two_models_of_one_shape_and_naming(tmp_path):
 
 
 @pytest.mark.parametrize("shorter", ["base", "tuned"])
-def test_a_model_that_lacks_weights_of_the_other_is_not_compared_with_it(shorter, tmp_path):
+def test_extraction_needs_the_same_weights_in_both_models(shorter, tmp_path):
     """One shard of a folder, say: the rest of what was tuned would be left out without a word."""
     paths = {name: tmp_path / f"{name}.safetensors" for name in ("base", "tuned")}
     for seed, path in enumerate(paths.values()):
@@ -293,7 +293,7 @@ def test_a_model_that_lacks_weights_of_the_other_is_not_compared_with_it(shorter
         extract(paths["base"], paths["tuned"], WAN, 4, generator(), keep_rest=False)
 
 
-def test_a_fused_model_gives_fused_layers_with_halves_in_our_order(tmp_path):
+def test_extraction_from_a_fused_model_gives_fused_layers(tmp_path):
     base, tuned = tmp_path / "base.safetensors", tmp_path / "tuned.safetensors"
     save_file(flux_original(), base)
     norm = make_lora(24, 12, generator(1))

@@ -54,7 +54,7 @@ def gradients(model, x):
     return [y.detach(), x.grad, *trained]
 
 
-def test_what_is_trained_of_the_layer_itself_is_left_to_peft():
+def test_layers_with_a_trained_weight_are_not_fused():
     model = make(bias="all")
     assert model.inner.base_layer.bias.requires_grad
     assert fuse_lora(model) == 1  # the other has no bias
@@ -62,7 +62,7 @@ def test_what_is_trained_of_the_layer_itself_is_left_to_peft():
     assert model.inner.base_layer.bias.grad is not None
 
 
-def test_what_was_fused_can_be_as_it_was_and_fused_again():
+def test_fusing_can_be_undone_and_repeated():
     model, x = make(torch.bfloat16), torch.randn(3, 32, dtype=torch.bfloat16)
     expected = gradients(make(torch.bfloat16), x)
     with ExitStack() as undo:
@@ -77,7 +77,7 @@ def test_what_was_fused_can_be_as_it_was_and_fused_again():
     assert isinstance(model.inner.forward.__self__, FusedLora)
 
 
-def test_a_model_computes_in_a_type_where_all_of_it_is_in_that_or_copied_to_it():
+def test_runs_in_dtype_counts_cast_lora_weights():
     model = make(torch.bfloat16)
     assert not runs_in_dtype(model, torch.bfloat16), "its LoRA is in fp32"
     fuse_lora(model)
@@ -87,7 +87,7 @@ def test_a_model_computes_in_a_type_where_all_of_it_is_in_that_or_copied_to_it()
     assert not runs_in_dtype(model, torch.bfloat16), "a norm is in fp32"
 
 
-def test_layers_in_fp8_compute_in_what_they_were_before():
+def test_runs_in_dtype_accepts_fp8_layers():
     model = make(torch.bfloat16)
     convert_to_fp8([model])
     fuse_lora(model)
@@ -106,7 +106,7 @@ def test_fused_lora_computes_what_peft_computes(shape):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_bf16_products_train_fp32_weights():
+def test_bf16_matmuls_train_fp32_weights():
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     model = make(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,7 +123,7 @@ def test_bf16_products_train_fp32_weights():
     assert not torch.equal(model(x), before)
 
 
-def test_autocast_of_fp32_weights_is_left_to_torch():
+def test_fp32_layers_under_autocast_use_pefts_forward():
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     plain, fused = make(), make()
     fuse_lora(fused)
@@ -134,7 +134,7 @@ def test_autocast_of_fp32_weights_is_left_to_torch():
         assert torch.equal(ours, theirs)
 
 
-def test_a_layer_nobody_calls_gets_no_gradient():
+def test_a_layer_that_is_not_called_gets_no_gradient():
     model = make(torch.bfloat16)
     fuse_lora(model)
     model.forward = lambda x: model.inner(x)
@@ -143,7 +143,7 @@ def test_a_layer_nobody_calls_gets_no_gradient():
     assert model.outer.lora_A["default"].weight.grad is None
 
 
-def test_compiled_it_is_one_graph():
+def test_a_fused_block_compiles_to_one_graph():
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     expected = gradients(make(), x)
     model = make()
@@ -156,11 +156,11 @@ def test_compiled_it_is_one_graph():
 
 
 @pytest.mark.parametrize("settings", [{"lora_dropout": 0.5}, {"use_dora": True}])
-def test_what_only_peft_can_do_is_left_to_it(settings):
+def test_dropout_and_dora_layers_are_not_fused(settings):
     assert fuse_lora(make(**settings)) == 0
 
 
-def test_a_switched_off_adapter_is_off():
+def test_a_disabled_adapter_has_no_effect():
     model, x = make(), torch.ones(2, 32)
     fuse_lora(model)
     for layer in (model.inner, model.outer):
@@ -171,7 +171,7 @@ def test_a_switched_off_adapter_is_off():
     assert torch.equal(model(x), plain(x))
 
 
-def test_rounded_rows_use_the_whole_range_and_zero_rows_stay_zero():
+def test_quantized_rows_use_the_whole_range_and_zero_rows_stay_zero():
     x = torch.tensor([[1e-3, -2e-3], [0.0, 0.0], [3e4, 1.0]])
     rounded, scales = quantize_rows(x)
     assert rounded.float().abs().amax(dim=1).tolist() == [FP8_MAX, 0.0, FP8_MAX]
@@ -179,7 +179,7 @@ def test_rounded_rows_use_the_whole_range_and_zero_rows_stay_zero():
 
 
 @pytest.mark.parametrize("has_lora", [True, False])
-def test_fp8_products_point_where_the_exact_ones_do(has_lora):
+def test_fp8_gradients_are_close_to_exact_ones(has_lora):
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     exact, model = make(), make()
     if not has_lora:
@@ -192,7 +192,7 @@ def test_fp8_products_point_where_the_exact_ones_do(has_lora):
         assert functional.cosine_similarity(ours.flatten(), theirs.flatten(), 0) > 0.998
 
 
-def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
+def test_fp8_weights_take_half_the_bytes_and_trained_layers_are_kept():
     linear = nn.Linear(64, 64, bias=False).bfloat16()
     block = nn.ModuleDict({"frozen": linear.requires_grad_(False), "trained": nn.Linear(4, 4)})
     convert_to_fp8([block])
@@ -203,12 +203,12 @@ def test_fp8_weights_take_half_the_bytes_and_trained_ones_stay():
     assert frozen(torch.ones(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_fp8_is_refused_by_name_where_there_is_none():
+def test_fp8_is_refused_on_a_cpu():
     with pytest.raises(GracetuneError, match=r"frozen_compute is fp8, but cpu has no fp8"):
         check_fp8_support(torch.device("cpu"))
 
 
-def test_a_gpu_that_is_too_old_is_refused_by_its_name():
+def test_a_gpu_without_fp8_is_refused_by_name():
     check_fp8_capability("NVIDIA L4", (8, 9))
     with pytest.raises(GracetuneError, match=r"NVIDIA A100 has no fp8.*capability 8\.9 or higher"):
         check_fp8_capability("NVIDIA A100", (8, 0))
@@ -217,7 +217,7 @@ def test_a_gpu_that_is_too_old_is_refused_by_its_name():
 @pytest.mark.parametrize("has_lora", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_fp8_gives_the_type_that_the_layer_gave(has_lora, dtype, autocast):
+def test_fp8_layers_return_the_original_dtype(has_lora, dtype, autocast):
     model = make(dtype) if has_lora else Net().requires_grad_(False).to(dtype)
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -232,14 +232,14 @@ def test_fp8_gives_the_type_that_the_layer_gave(has_lora, dtype, autocast):
     assert x.grad.dtype == dtype
 
 
-def test_layers_whose_sides_fit_no_kernel_stay_as_they_are():
+def test_layers_with_unsupported_dimensions_are_skipped():
     block = nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 32), nn.Linear(32, 16))
     block.requires_grad_(False)
     assert convert_to_fp8([block]) == Fp8Conversion(1, 2, uncalibrated=1)
     assert [type(layer) for layer in block] == [nn.Linear, nn.Linear, Fp8Linear]
 
 
-def test_blocks_that_nothing_can_be_rounded_in_are_refused():
+def test_blocks_without_a_convertible_layer_are_refused():
     block = nn.Sequential(nn.Linear(8, 24)).requires_grad_(False)
     with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
         convert_to_fp8([block])

@@ -76,7 +76,7 @@ def test_loras_joined_and_split_again_compute_the_same(adapter):
 
 @given(loras())
 @settings(max_examples=30, deadline=None)
-def test_the_whole_is_its_parts_row_after_row(adapter):
+def test_a_fused_layer_has_the_rows_of_its_parts(adapter):
     ((place, layer),) = join_fused(adapter).layers.items()
     (fused,) = [one for one in FLUX.fused if one.whole.format(0) == place.module]
     rows = []
@@ -87,7 +87,7 @@ def test_the_whole_is_its_parts_row_after_row(adapter):
 
 
 @pytest.mark.parametrize("rank", [3, 4, 6])
-def test_a_lora_of_the_whole_is_split_with_its_down_in_every_part(rank):
+def test_parts_of_a_fused_lora_share_its_down_factor(rank):
     whole = make_lora(3 * HIDDEN, HIDDEN, generator(), rank, alpha=2.0)
     adapter = Adapter(FLUX, {WHOLE: whole})
     parts = split_fused(adapter)
@@ -97,7 +97,7 @@ def test_a_lora_of_the_whole_is_split_with_its_down_in_every_part(rank):
     assert same(join_fused(parts), adapter)  # shared `down`: the rank does not grow
 
 
-def test_parts_with_one_down_join_without_growing():
+def test_parts_with_the_same_down_join_without_a_larger_rank():
     parts = {name: make_lora(HIDDEN, HIDDEN, generator(i)) for i, name in enumerate(QKV)}
     down = parts[QKV[0]].tensors["down"]
     parts = {n: Layer("lora", {**x.tensors, "down": down}) for n, x in parts.items()}
@@ -106,7 +106,7 @@ def test_parts_with_one_down_join_without_growing():
 
 
 @pytest.mark.parametrize("make", [make_loha, make_full])
-def test_loha_and_whole_matrices_go_by_rows(make):
+def test_loha_and_full_matrices_are_split_by_rows(make):
     whole = make(3 * HIDDEN, HIDDEN, generator())
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     for i, name in enumerate(QKV):
@@ -116,7 +116,7 @@ def test_loha_and_whole_matrices_go_by_rows(make):
 
 
 @pytest.mark.parametrize("kind", ["whole", "w2", "both"])
-def test_a_lokr_is_split_where_its_blocks_end_at_the_cuts(kind):
+def test_a_lokr_is_split_between_its_blocks(kind):
     whole = make_lokr(36, 24, generator(), kind, alpha=3.0, factor=6)  # 6 blocks of 6 rows
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     for i, name in enumerate(QKV):
@@ -125,14 +125,14 @@ def test_a_lokr_is_split_where_its_blocks_end_at_the_cuts(kind):
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
 
 
-def test_a_lokr_of_one_block_is_split_inside_it():
+def test_a_lokr_of_one_block_is_split_inside_the_block():
     tensors = {"lokr_w1": torch.randn(1, 2), "lokr_w2": torch.randn(36, 6)}
     whole = Layer("lokr", tensors)
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
     torch.testing.assert_close(delta(parts.layers[LayerPath(None, QKV[1])]), delta(whole)[12:24])
 
 
-def test_a_lokr_whose_blocks_cross_the_cuts_is_refused_with_a_way_out():
+def test_a_lokr_whose_blocks_cross_the_parts_is_refused():
     whole = make_lokr(36, 24, generator(), "whole", factor=4)  # blocks of 9 rows
     with pytest.raises(AdapterError, match=r"blocks of 9 rows.*--lora-rank") as caught:
         split_fused(Adapter(FLUX, {WHOLE: whole}))
@@ -142,7 +142,7 @@ def test_a_lokr_whose_blocks_cross_the_cuts_is_refused_with_a_way_out():
         join_fused(adapter_of(parts))
 
 
-def test_magnitudes_go_with_their_rows():
+def test_magnitudes_are_split_with_their_rows():
     base = torch.randn(36, HIDDEN)
     whole = make_lora(36, HIDDEN, generator(), dora=True)
     parts = split_fused(Adapter(FLUX, {WHOLE: whole}))
@@ -154,7 +154,7 @@ def test_magnitudes_go_with_their_rows():
     assert same_layer(join_fused(parts).layers[WHOLE], whole)
 
 
-def test_magnitudes_by_columns_or_of_some_parts_are_refused():
+def test_magnitudes_per_column_or_of_some_parts_are_refused():
     by_columns = Layer(
         "lora", {**make_lora(36, HIDDEN, generator()).tensors, "dora": torch.ones(1, HIDDEN)}
     )
@@ -168,14 +168,14 @@ def test_magnitudes_by_columns_or_of_some_parts_are_refused():
         join_fused(adapter_of({QKV[0]: dora, QKV[1]: plain, QKV[2]: plain}))
 
 
-def test_a_projection_of_another_shape_is_another_models():
+def test_a_projection_of_another_shape_is_refused():
     odd = make_lora(35, HIDDEN, generator())
     with pytest.raises(AdapterError, match="another shape"):
         split_fused(Adapter(FLUX, {WHOLE: odd}))
 
 
 @pytest.mark.parametrize("change", [split_fused, join_fused])
-def test_a_projection_that_is_there_whole_and_in_part_is_refused(change):
+def test_an_adapter_with_a_projection_and_a_part_of_it_is_refused(change):
     both = adapter_of(
         {WHOLE.module: make_lora(36, 12, generator()), QKV[1]: make_lora(12, 12, generator())}
     )
@@ -183,7 +183,7 @@ def test_a_projection_that_is_there_whole_and_in_part_is_refused(change):
         change(both)
 
 
-def test_scale_and_shift_change_places_between_the_namings():
+def test_scale_and_shift_are_swapped_between_the_namings():
     name = LayerPath(None, "norm_out.linear")
     layer = make_lora(8, HIDDEN, generator())
     adapter = Adapter(FLUX, {name: layer})
@@ -196,13 +196,13 @@ def test_scale_and_shift_change_places_between_the_namings():
     assert same(import_tensors(original, {}, TABLES), adapter)
 
 
-def test_rows_of_a_bias_go_along():
+def test_a_bias_is_split_by_rows():
     layer = make_full(36, HIDDEN, generator())
     part = select_rows("x", layer, [(12, 24)])
     assert torch.equal(part.tensors["diff_b"], layer.tensors["diff_b"][12:24])
 
 
-def test_a_bias_beside_loras_on_a_diagonal_goes_along_too():
+def test_a_bias_next_to_block_diagonal_loras_is_kept():
     parts = adapter_of({name: make_lora(HIDDEN, HIDDEN, generator(), 2) for name in QKV[:2]})
     ((place, whole),) = join_fused(parts).layers.items()
     bias = torch.arange(3.0 * HIDDEN)
@@ -217,7 +217,7 @@ def test_a_bias_beside_loras_on_a_diagonal_goes_along_too():
 @pytest.mark.parametrize(
     "form", ["comfyui", "kohya", "diffusers", "lycoris", "onetrainer", "ai-toolkit-live"]
 )
-def test_a_flux_lora_reads_back_from_every_naming(form):
+def test_a_flux_lora_is_read_back_from_every_naming(form):
     names = [one.format(0) for one in FLUX.block_linears] + ["x_embedder", "proj_out"]
     layers = {}
     for i, name in enumerate(names):

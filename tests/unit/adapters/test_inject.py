@@ -49,18 +49,18 @@ def model():
 
 
 @pytest.fixture
-def picture():
+def image():
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 
 
-def shaken(model, by=0.2):
+def randomize(model, by=0.2):
     generator = torch.Generator().manual_seed(9)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator) * by)
 
 
-def test_targets_match_names_endings_patterns_and_expressions(model):
+def test_targets_are_names_suffixes_patterns_or_expressions(model):
     section = AdapterSection(targets=("blocks.1.attn.to_q",))
     assert list(select_modules({"": model}, section, ())[""]) == ["blocks.1.attn.to_q"]
     section = AdapterSection(targets=("to_q",))
@@ -77,20 +77,20 @@ def test_targets_match_names_endings_patterns_and_expressions(model):
     assert list(select_modules({"": model}, section, ())[""]) == ["blocks.0.ff.0", "blocks.1.ff.0"]
 
 
-def test_whole_words_match_and_parts_of_them_do_not():
+def test_a_suffix_matches_only_whole_name_parts():
     assert matches("blocks.0.attn.to_q", "attn.to_q")
     assert not matches("blocks.0.xattn.to_q", "attn.to_q")
     assert not matches("blocks.0.attn.to_q", "blocks.0.attn")
 
 
 @pytest.mark.parametrize("target", ["attn.to_qq", "nothing.*", "re:.*none"])
-def test_a_target_that_matches_nothing_lists_what_there_is(model, target):
+def test_a_target_that_matches_nothing_is_refused_with_candidates(model, target):
     section = AdapterSection(targets=("attn.to_q", target))
     with pytest.raises(ConfigError, match=r"adapter\.targets: .* Candidates: .*attn\.to_q"):
         select_modules({"": model}, section, ())
 
 
-def test_a_module_that_cannot_be_adapted_is_named(model):
+def test_a_target_that_matches_only_unsupported_layers_is_refused(model):
     section = AdapterSection(targets=("attn.norm",))
     with pytest.raises(ConfigError, match=r"blocks\.0\.attn\.norm \(LayerNorm\), which is not"):
         select_modules({"": model}, section, ())
@@ -98,7 +98,7 @@ def test_a_module_that_cannot_be_adapted_is_named(model):
         select_modules({"": model}, AdapterSection(targets=("patch",)), ())
 
 
-def test_a_broken_expression_is_refused(model):
+def test_an_invalid_expression_is_refused(model):
     with pytest.raises(ConfigError, match="is not a valid regular expression"):
         select_modules({"": model}, AdapterSection(targets=("re:(",)), ())
 
@@ -114,7 +114,7 @@ def test_a_target_must_match_in_both_experts_unless_it_names_one(model):
     assert (len(chosen["high"]), len(chosen["low"])) == (2, 0)
 
 
-def test_overrides_change_what_they_match_and_the_later_counts(model):
+def test_the_last_matching_override_counts(model):
     section = AdapterSection(
         rank=8,
         alpha=4,
@@ -135,19 +135,21 @@ def test_overrides_change_what_they_match_and_the_later_counts(model):
     assert chosen["blocks.1.attn.to_q"] == second
 
 
-def test_an_override_that_matches_nothing_adapted_is_refused(model):
+def test_an_override_that_matches_no_adapted_module_is_refused(model):
     section = AdapterSection(overrides={"ff.0": {"rank": 2}})
     with pytest.raises(ConfigError, match=r"adapter\.overrides: 'ff\.0' matches no module"):
         select_modules({"": model}, section, ("attn.to_q",))
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha"])
-def test_overrides_reach_the_modules(model, kind):
+def test_overrides_apply_to_the_modules(model, kind):
     section = AdapterSection(
         kind=kind, rank=4, overrides={"ff.0": {"rank": 2, "alpha": 1, "dropout": 0.25}}
     )
     add_adapter({"": model}, section, TARGETS, seed=1)
-    adapter = adapter_from_model({"": model}, choose_again(model, section), any_name_table("toy"))
+    adapter = adapter_from_model(
+        {"": model}, settings_of_model(model, section), any_name_table("toy")
+    )
     ranks = {
         place.module: min(t.shape[0] for t in layer.tensors.values() if t.dim() == 2)
         for place, layer in adapter.layers.items()
@@ -163,13 +165,13 @@ def test_overrides_reach_the_modules(model, kind):
     assert dropped == [0.25, 0.25]
 
 
-def choose_again(model, section):
+def settings_of_model(model, section):
     return {"": {name: settings_for(section, name) for name in adapter_weights(model)}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_adapter_changes_nothing_and_alone_is_trained(model, picture, kind):
-    before = model(picture)
+def test_a_new_adapter_keeps_the_output_and_is_the_only_trained_part(model, image, kind):
+    before = model(image)
     chosen = add_adapter({"": model}, AdapterSection(kind=kind, rank=2), TARGETS, seed=1)
     assert list(chosen[""]) == [
         "blocks.0.attn.to_q",
@@ -177,17 +179,17 @@ def test_a_new_adapter_changes_nothing_and_alone_is_trained(model, picture, kind
         "blocks.1.attn.to_q",
         "blocks.1.ff.0",
     ]
-    torch.testing.assert_close(model(picture), before)
+    torch.testing.assert_close(model(image), before)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert not any("base_layer" in name or name.startswith("patch") for name in trained)
-    model(picture).square().mean().backward()
+    model(image).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_weights_are_fp32_beside_frozen_bf16_ones(model, kind):
+def test_new_weights_are_fp32_next_to_frozen_bf16_weights(model, kind):
     model.to(torch.bfloat16)
     add_adapter({"": model}, AdapterSection(kind=kind, rank=2), TARGETS, seed=1)
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
@@ -196,7 +198,7 @@ def test_new_weights_are_fp32_beside_frozen_bf16_ones(model, kind):
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
-def test_its_start_is_a_function_of_the_seed_and_leaves_the_generator_alone(kind):
+def test_initial_weights_depend_only_on_the_seed(kind):
     starts = []
     for seed in (1, 1, 2):
         torch.manual_seed(0)
@@ -213,13 +215,13 @@ def test_its_start_is_a_function_of_the_seed_and_leaves_the_generator_alone(kind
 
 @pytest.mark.parametrize("alpha", [None, 1.0])
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "full"])
-def test_the_live_forward_is_the_frozen_one_plus_the_delta(model, kind, alpha):
+def test_the_forward_is_the_frozen_layer_plus_the_delta(model, kind, alpha):
     """Our own formula, from what would be saved, against what the module computes."""
     frozen = {name: m.weight.clone() for name, m in model.named_modules() if hasattr(m, "weight")}
     bias = model.blocks[0].attn["to_q"].bias.clone()
     section = AdapterSection(kind=kind, rank=2, alpha=alpha)
     chosen = add_adapter({"": model}, section, TARGETS, seed=1)
-    shaken(model)
+    randomize(model)
     adapter = adapter_from_model({"": model}, chosen, any_name_table("toy"))
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(2))
     name = "blocks.0.attn.to_q"
@@ -230,27 +232,27 @@ def test_the_live_forward_is_the_frozen_one_plus_the_delta(model, kind, alpha):
 
 
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full"])
-def test_convolutions_can_be_adapted(model, picture, kind):
-    before = model(picture)
+def test_convolutions_can_be_adapted(model, image, kind):
+    before = model(image)
     section = AdapterSection(kind=kind, rank=2, targets=("patch",))
     chosen = add_adapter({"": model}, section, (), seed=1)
     assert isinstance(model.patch, AdaptedLayer)
-    torch.testing.assert_close(model(picture), before)
-    shaken(model)
+    torch.testing.assert_close(model(image), before)
+    randomize(model)
     (layer,) = adapter_from_model({"": model}, chosen, any_name_table("toy")).layers.values()
     conv = model.patch.base_layer
     more = delta_bias(layer)
     wanted = nn.functional.conv2d(
-        picture,
+        image,
         conv.weight + delta(layer, conv.weight.shape),
         conv.bias + (0 if more is None else more),
         stride=2,
     )
-    torch.testing.assert_close(model.patch(picture), wanted)
+    torch.testing.assert_close(model.patch(image), wanted)
 
 
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full"])
-def test_an_adapted_layer_answers_for_the_frozen_one(model, kind):
+def test_an_adapted_layer_has_the_attributes_of_the_frozen_one(model, kind):
     linear, bare, conv = model.blocks[0].attn["to_q"], model.blocks[0].ff[0], model.patch
     section = AdapterSection(kind=kind, rank=2, targets=("re:.*",))
     add_adapter({"": model}, section, (), seed=1)
@@ -265,7 +267,7 @@ def test_an_adapted_layer_answers_for_the_frozen_one(model, kind):
     assert not any(name.endswith("to_q.weight") for name, _ in model.named_parameters())
 
 
-def test_a_lokr_of_whole_matrices_and_one_of_a_given_factor(model):
+def test_a_lokr_can_have_whole_matrices_and_a_given_factor(model):
     section = AdapterSection(kind="lokr", rank=2, factor=4, full_matrix=True)
     add_adapter({"": model}, section, TARGETS, seed=1)
     weights = adapter_weights(model)["blocks.0.attn.to_q"]
@@ -273,16 +275,16 @@ def test_a_lokr_of_whole_matrices_and_one_of_a_given_factor(model):
     assert weights["lokr_w2"].shape == (9, 6)
 
 
-def test_dropout_acts_while_training_only(model, picture):
+def test_dropout_is_active_only_in_training(model, image):
     add_adapter({"": model}, AdapterSection(kind="loha", rank=2, dropout=0.5), TARGETS, seed=1)
-    shaken(model)
+    randomize(model)
     model.train()
-    assert not torch.equal(model(picture), model(picture))
+    assert not torch.equal(model(image), model(image))
     model.eval()
-    assert torch.equal(model(picture), model(picture))
+    assert torch.equal(model(image), model(image))
 
 
-def test_experts_that_no_target_means_stay_as_they_are(model):
+def test_experts_without_a_target_are_not_changed(model):
     other = Model()
     section = AdapterSection(rank=2, targets=("high.blocks.*.to_q",))
     chosen = add_adapter({"high": model, "low": other}, section, (), seed=1)
@@ -291,7 +293,7 @@ def test_experts_that_no_target_means_stay_as_they_are(model):
     assert not adapter_weights(other)
 
 
-def test_endings_are_what_a_target_would_be():
+def test_target_suffix_removes_the_block_number():
     assert target_suffix("blocks.12.attn.to_q") == "attn.to_q"
     assert target_suffix("proj_out") == "proj_out"
     assert target_suffix("head.0") == "head.0"

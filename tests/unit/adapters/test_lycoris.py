@@ -23,14 +23,14 @@ def made(*shape, seed=0):
 
 @pytest.mark.parametrize("rows", [(), (5,), (2, 3)])
 @pytest.mark.parametrize(("up", "u", "down", "v"), [(4, 4, 6, 6), (2, 8, 3, 5), (8, 2, 5, 3)])
-def test_a_row_is_multiplied_as_by_the_whole_matrix(rows, up, u, down, v):
+def test_kron_linear_multiplies_by_the_kronecker_product(rows, up, u, down, v):
     w1, w2, x = made(up, u), made(down, v, seed=1), made(*rows, u * v, seed=2)
     torch.testing.assert_close(kron_linear(x, w1, w2), x @ torch.kron(w1, w2).T)
 
 
 @pytest.mark.parametrize("most", [0, 256])
 @pytest.mark.parametrize("rows", [(), (2, 3)])
-def test_a_thin_one_is_the_same_joined_or_not(monkeypatch, rows, most):
+def test_low_rank_kron_linear_is_the_same_with_and_without_fusing(monkeypatch, rows, most):
     monkeypatch.setattr(lycoris, "MAX_FUSED_ROWS", most)
     w1, a, b = made(4, 3), made(7, 2, seed=1), made(2, 5, seed=2)
     x = made(*rows, 15, seed=3)
@@ -59,7 +59,7 @@ def adapted(**settings):
     return model
 
 
-def answers(model, x):
+def outputs_and_gradients(model, x):
     x = x.clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
@@ -75,42 +75,44 @@ def answers(model, x):
         {"rank": 2, "factor": 4, "overrides": {"inner": {"rank": 1}}},
     ],
 )
-def test_training_sees_what_lycoris_computes(settings):
+def test_gradients_match_lycoris(settings):
     x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1))
     ours, theirs = adapted(**settings), adapted(**settings)
     for name in ("inner", "outer"):
         layer = theirs.get_submodule(name)
         assert type(layer) is LokrLinear
         layer.forward = AdaptedLayer.forward.__get__(layer)
-    for one, other in zip(answers(ours, x), answers(theirs, x), strict=True):
+    for one, other in zip(
+        outputs_and_gradients(ours, x), outputs_and_gradients(theirs, x), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
-def test_a_compiled_block_is_one_graph():
+def test_a_lokr_block_compiles_to_one_graph():
     model = adapted(rank=2, factor=4)
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
-    expected = answers(model, x)
+    expected = outputs_and_gradients(model, x)
     model.zero_grad()
-    found = answers(torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    found = outputs_and_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_bf16_layers_train_fp32_weights():
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
-    expected = answers(adapted(rank=2, factor=4), x)
+    expected = outputs_and_gradients(adapted(rank=2, factor=4), x)
     model = adapted(rank=2, factor=4)
     for layer in (model.inner, model.outer):
         layer.base_layer.to(torch.bfloat16)
-    found = answers(model, x.bfloat16())
+    found = outputs_and_gradients(model, x.bfloat16())
     assert found[0].dtype == torch.bfloat16
     assert all(grad.dtype == torch.float32 for grad in found[2:])
     for one, other in zip(found, expected, strict=True):
         assert functional.cosine_similarity(one.float().flatten(), other.flatten(), 0) > 0.999
 
 
-def test_autocast_of_fp32_layers_is_left_to_torch():
+def test_fp32_layers_under_autocast_are_not_fused():
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(1))
     model = adapted(rank=2, factor=4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -118,7 +120,7 @@ def test_autocast_of_fp32_layers_is_left_to_torch():
     assert model(x).dtype == torch.float32
 
 
-def test_products_are_what_a_memory_policy_keeps():
+def test_checkpointing_saves_the_fused_matmul():
     assert torch.ops.gracetune.kron_linear.default.name().split(".")[0] in MATMUL_OPS
 
 
@@ -138,13 +140,13 @@ def saved_nbytes(model, x):
     return sum(nbytes for nbytes, _ in kept.values())
 
 
-def test_no_dropout_is_no_copy():
+def test_a_dropout_of_zero_does_not_copy():
     model = adapted(rank=2, factor=4)
     assert isinstance(model.inner.dropout, nn.Identity)
     assert adapted(rank=2, dropout=0.25).inner.dropout.p == 0.25
 
 
-def test_what_is_kept_for_backward_is_thin():
+def test_saved_tensors_for_backward_are_narrow():
     layer = nn.Linear(512, 512)
     holder = nn.ModuleDict({"layer": layer})
     add_adapter({"": holder}, AdapterSection(kind="lokr", rank=4, factor=4), ["layer"], seed=0)

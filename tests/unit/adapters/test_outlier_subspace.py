@@ -33,23 +33,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CPU = torch.device("cpu")
 
 
-def drawn(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def alike(rows, columns, directions=4, seed=1):
+def inputs_with_outliers(rows, columns, directions=4, seed=1):
     """Inputs that mostly lie along a few directions, as those of trained models do."""
-    spread = drawn(rows, directions, seed=seed) @ drawn(directions, columns, seed=7)
-    return spread + 0.1 * drawn(rows, columns, seed=seed + 50)
+    spread = random_tensor(rows, directions, seed=seed) @ random_tensor(directions, columns, seed=7)
+    return spread + 0.1 * random_tensor(rows, columns, seed=seed + 50)
 
 
-def apart(one, other):
+def relative_error(one, other):
     return ((one.float() - other.float()).norm() / other.float().norm()).item()
 
 
 @pytest.mark.parametrize("columns", [64, 256])
-def test_they_hold_as_much_of_the_rows_as_any_can(columns):
-    rows = alike(500, columns, directions=num_dimensions(columns) // 2)
+def test_the_subspace_holds_nearly_as_much_energy_as_the_best_one(columns):
+    rows = inputs_with_outliers(500, columns, directions=num_dimensions(columns) // 2)
     found = find_outlier_subspace(rows)
     torch.testing.assert_close(found @ found.t(), torch.eye(len(found)), atol=1e-5, rtol=0)
     left = (rows - rows @ found.t() @ found).square().sum()
@@ -62,12 +62,12 @@ def test_they_hold_as_much_of_the_rows_as_any_can(columns):
 @pytest.mark.parametrize(
     ("columns", "count"), [(16, 8), (96, 24), (128, 32), (5120, MAX_DIMENSIONS)]
 )
-def test_wide_layers_have_more(columns, count):
+def test_wider_layers_get_more_dimensions(columns, count):
     assert num_dimensions(columns) == count
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(4, 32), torch.ones(1, 32)])
-def test_rows_that_span_nothing_are_no_obstacle(rows):
+def test_rows_of_rank_zero_or_one_give_a_finite_basis(rows):
     found = find_outlier_subspace(rows)
     assert found.shape == (8, 32)
     assert found.isfinite().all()
@@ -77,28 +77,33 @@ def layers(bias=True):
     """One layer exactly, and in fp8 with and without main directions of its input."""
     torch.manual_seed(0)
     exact = nn.Linear(128, 96, bias=bias).requires_grad_(False).bfloat16()
-    along = nn.Parameter(find_outlier_subspace(alike(500, 128)).bfloat16(), requires_grad=False)
+    along = nn.Parameter(
+        find_outlier_subspace(inputs_with_outliers(500, 128)).bfloat16(), requires_grad=False
+    )
     return exact, Fp8Linear(exact), Fp8Linear(exact, along)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_that_knows_them_loses_a_fraction(bias):
-    x = alike(64, 128, seed=2).bfloat16()
+def test_calibration_reduces_the_error_of_fp8(bias):
+    x = inputs_with_outliers(64, 128, seed=2).bfloat16()
     exact, blind, knowing = layers(bias)
-    lost = [apart(layer(x), exact(x)) for layer in (blind, knowing)]
+    lost = [relative_error(layer(x), exact(x)) for layer in (blind, knowing)]
     assert lost[0] > 0.02, "rounding to fp8 is not for nothing"
     assert lost[1] < lost[0] / 4
 
 
-def test_inputs_of_another_kind_lose_no_more_than_without():
-    x = drawn(64, 128, seed=3).bfloat16()
+def test_calibration_does_not_hurt_other_inputs():
+    x = random_tensor(64, 128, seed=3).bfloat16()
     exact, blind, knowing = layers()
-    lost = [apart(layer(x), exact(x)) for layer in (blind, knowing)]
+    lost = [relative_error(layer(x), exact(x)) for layer in (blind, knowing)]
     assert lost[1] < 1.05 * lost[0]
 
 
-def test_gradients_of_the_input_are_those_of_the_rounded_weight():
-    x, grad = alike(64, 128, seed=2).bfloat16(), drawn(64, 96, seed=4).bfloat16()
+def test_input_gradients_do_not_depend_on_calibration():
+    x, grad = (
+        inputs_with_outliers(64, 128, seed=2).bfloat16(),
+        random_tensor(64, 96, seed=4).bfloat16(),
+    )
     _, blind, knowing = layers()
     found = []
     for layer in (blind, knowing):
@@ -133,17 +138,17 @@ def model(rank=0, dtype=torch.float32):
     return made
 
 
-def freeze_for(blocks, seen):
+def convert_with_samples(blocks, seen):
     return convert_to_fp8_calibrated(lambda: nn.Sequential(*blocks)(seen), list(blocks), CPU)
 
 
-def test_a_pass_shows_blocks_their_directions():
+def test_a_forward_pass_calibrates_all_blocks():
     exact, blind, knowing = model(), model(), model()
     assert convert_to_fp8(blind) == Fp8Conversion(6, 0, uncalibrated=6)
-    assert freeze_for(knowing, alike(512, 64)) == Fp8Conversion(6, 0)
-    x = alike(128, 64, seed=2)
+    assert convert_with_samples(knowing, inputs_with_outliers(512, 64)) == Fp8Conversion(6, 0)
+    x = inputs_with_outliers(128, 64, seed=2)
     expected = exact(x)
-    lost = [apart(made(x), expected) for made in (blind, knowing)]
+    lost = [relative_error(made(x), expected) for made in (blind, knowing)]
     assert lost[1] < lost[0] / 2
     block = knowing[0]
     assert block.left.outlier_basis is block.right.outlier_basis, (
@@ -155,21 +160,21 @@ def test_a_pass_shows_blocks_their_directions():
     assert not block._forward_pre_hooks
 
 
-def test_a_pass_sees_layers_as_they_were():
-    x, met = drawn(4, 64), []
+def test_calibration_runs_with_the_original_layers():
+    x, met = random_tensor(4, 64), []
     for made, goes in ((model(), False), (model(), True)):
         made[1].register_forward_pre_hook(lambda _, args: met.append(args[0]))
         if goes:
-            freeze_for(made, x)
+            convert_with_samples(made, x)
         else:
             made(x)
     assert torch.equal(*met)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_lora_and_main_directions_share_a_product(compiled):
+def test_lora_gradients_of_calibrated_layers_are_closer_to_exact(compiled):
     """Its gradients come nearer to those of the exact model, and it is still one graph."""
-    x = alike(64, 64, seed=2).bfloat16()
+    x = inputs_with_outliers(64, 64, seed=2).bfloat16()
     results = []
     for way in ("exact", "blind", "knowing"):
         made = model(rank=4, dtype=torch.bfloat16)
@@ -177,7 +182,7 @@ def test_a_lora_and_main_directions_share_a_product(compiled):
             convert_to_fp8(made)
         if way == "knowing":
             with torch.autocast("cpu", torch.bfloat16):
-                freeze_for(made, alike(512, 64).bfloat16())
+                convert_with_samples(made, inputs_with_outliers(512, 64).bfloat16())
         assert fuse_lora(made) == 6
         if compiled:
             torch._dynamo.reset()
@@ -189,11 +194,11 @@ def test_a_lora_and_main_directions_share_a_product(compiled):
         results.append((y.detach(), torch.cat(trained)))
     exact, blind, knowing = results
     for which in range(2):
-        lost = [apart(one[which], exact[which]) for one in (blind, knowing)]
+        lost = [relative_error(one[which], exact[which]) for one in (blind, knowing)]
         assert lost[1] < 0.7 * lost[0]
 
 
-def test_compiled_an_input_in_common_is_taken_apart_and_rounded_once():
+def test_a_shared_input_is_split_and_quantized_once_when_compiled():
     graphs = []
 
     def keep(graph, _):
@@ -201,13 +206,13 @@ def test_compiled_an_input_in_common_is_taken_apart_and_rounded_once():
         return graph.forward
 
     made = model(rank=4, dtype=torch.bfloat16)
-    freeze_for(made, alike(512, 64).bfloat16())
+    convert_with_samples(made, inputs_with_outliers(512, 64).bfloat16())
     fuse_lora(made)
     torch._dynamo.reset()
     partition = {"partition_fn": min_cut_rematerialization_partition}
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, **partition)
     made[0].forward = torch.compile(made[0].forward, backend=backend, fullgraph=True)
-    made(alike(16, 64).bfloat16().requires_grad_()).float().sum().backward()
+    made(inputs_with_outliers(16, 64).bfloat16().requires_grad_()).float().sum().backward()
     torch._dynamo.reset()
     there, back = graphs
     assert sum("lora_linear_fp8" in name for name in there) == 3
@@ -218,7 +223,7 @@ def test_compiled_an_input_in_common_is_taken_apart_and_rounded_once():
     )
 
 
-class Around(nn.Module):
+class AdapterAround(nn.Module):
     """As a LoKr in one product: the layer's weight is read, and the layer never called."""
 
     def __init__(self, base_layer):
@@ -229,68 +234,68 @@ class Around(nn.Module):
         return functional.linear(x, self.base_layer.weight)
 
 
-def test_a_layer_that_its_adapter_never_calls_is_shown_its_input_too():
-    made = nn.Sequential(Around(nn.Linear(64, 64).requires_grad_(False)))
-    seen = alike(512, 64)
-    assert freeze_for([made], seen) == Fp8Conversion(1, 0)
+def test_a_layer_that_its_adapter_does_not_call_is_calibrated():
+    made = nn.Sequential(AdapterAround(nn.Linear(64, 64).requires_grad_(False)))
+    seen = inputs_with_outliers(512, 64)
+    assert convert_with_samples([made], seen) == Fp8Conversion(1, 0)
     expected = find_outlier_subspace(seen).bfloat16()
     assert torch.equal(made[0].base_layer.outlier_basis, expected)
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_tracers_expect_what_comes_of_taking_an_input_apart(turned):
-    x, along = alike(32, 64), find_outlier_subspace(alike(100, 64))
+def test_split_outliers_is_a_valid_operator(turned):
+    x, along = inputs_with_outliers(32, 64), find_outlier_subspace(inputs_with_outliers(100, 64))
     given = (x.t().contiguous().t() if turned else x, along)
     torch.library.opcheck(lora_matmul.split_outliers, given)
     main, rest = lora_matmul.split_outliers(*given)
     torch.testing.assert_close(main @ along + rest, x)
 
 
-def test_blocks_that_no_pass_reached_know_none():
+def test_blocks_that_did_not_run_are_converted_without_calibration():
     made, blind = model(), model()
     convert_to_fp8(blind)
-    frozen = convert_to_fp8_calibrated(lambda: made[0](drawn(8, 64)), list(made), CPU)
+    frozen = convert_to_fp8_calibrated(lambda: made[0](random_tensor(8, 64)), list(made), CPU)
     assert frozen == Fp8Conversion(6, 0, uncalibrated=3)
     assert made[1].left.outlier_basis is None
-    assert torch.equal(made[1](drawn(2, 64)), blind[1](drawn(2, 64)))
+    assert torch.equal(made[1](random_tensor(2, 64)), blind[1](random_tensor(2, 64)))
     assert not made[1]._forward_hooks
 
 
-def test_what_is_replaced_is_let_go_of_as_the_pass_goes_on():
+def test_replaced_layers_are_freed_during_the_pass():
     """Or all of a model would be on the device in the end."""
     made = model()
     replaced = [weakref.ref(layer) for layer in made[0].children() if type(layer) is nn.Linear]
     alive = []
     made[1].register_forward_pre_hook(lambda *_: alive.append([ref() for ref in replaced]))
-    freeze_for(made, alike(512, 64))
+    convert_with_samples(made, inputs_with_outliers(512, 64))
     assert alive == [[None] * 3]
 
 
-def test_a_layer_that_an_adapter_refers_to_goes_home():
+def test_a_replaced_layer_is_moved_back_to_its_device():
     made = model()
     layer, went = made[0].left, []
     layer.to = went.append
-    freeze_for(made, alike(512, 64))
+    convert_with_samples(made, inputs_with_outliers(512, 64))
     assert made[0].left is not layer
     assert went == [CPU]
 
 
-def test_a_block_goes_home_to_where_its_large_weights_wait():
+def test_a_block_moves_back_to_the_device_of_its_largest_weight():
     """Small ones, which are not streamed, may be on the device before the pass."""
     block, device, went = model()[0], torch.device("meta"), []
     block.table = nn.Parameter(torch.empty(2, device=device), requires_grad=False)
     assert next(block.parameters()) is block.table
     block.to = went.append
-    convert_to_fp8_calibrated(lambda: block(drawn(8, 64)), [block], device)
+    convert_to_fp8_calibrated(lambda: block(random_tensor(8, 64)), [block], device)
     assert went == [device, CPU, CPU]
     assert block.left.weight.device == CPU
 
 
-def test_a_pass_that_fails_leaves_no_hooks():
+def test_a_failed_pass_leaves_no_hooks():
     made = model()
 
     def fail():
-        made[0](drawn(8, 64))
+        made[0](random_tensor(8, 64))
         raise MemoryError
 
     with pytest.raises(MemoryError):
@@ -299,13 +304,13 @@ def test_a_pass_that_fails_leaves_no_hooks():
     assert not made[1]._forward_pre_hooks
 
 
-def test_blocks_that_nothing_can_be_rounded_in_are_refused_after_a_pass_too():
+def test_blocks_without_a_convertible_layer_are_refused_after_calibration():
     block = nn.Linear(8, 24).requires_grad_(False)
     with pytest.raises(GracetuneError, match=r"none of 1 frozen linear.*multiples of 16.*bf16"):
         convert_to_fp8_calibrated(lambda: None, [nn.Sequential(block)], CPU)
 
 
-def test_what_is_not_finite_is_not_known():
+def test_inputs_that_are_not_finite_give_no_basis():
     seen, unseen = nn.Linear(16, 16), nn.Linear(16, 16)
     watch = InputObserver([(seen, seen), (unseen, unseen)])
     with torch.no_grad():
@@ -314,7 +319,7 @@ def test_what_is_not_finite_is_not_known():
     assert watch.basis(unseen) is None
 
 
-def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
+def test_rows_are_sampled_evenly_until_the_observer_is_closed():
     layer = nn.Linear(16, 16)
     watch = InputObserver([(layer, layer)])
     x = torch.zeros(2 * MAX_ROWS, 16)
@@ -324,5 +329,5 @@ def test_of_many_rows_some_are_looked_at_from_everywhere_until_it_is_closed():
     held = found.float().square().sum(0)  # of each column
     torch.testing.assert_close(held[[3, 5]], torch.ones(2), atol=0.02, rtol=0)
     watch.close()
-    layer(drawn(3, 16))
+    layer(random_tensor(3, 16))
     assert watch.basis(layer) is found

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["query", "key", "value"]
 
 
-class Three(nn.Module):
+class ThreeProjections(nn.Module):
     def __init__(self, bias=True):
         super().__init__()
         self.query, self.key = nn.Linear(32, 48, bias=bias), nn.Linear(32, 48, bias=bias)
@@ -30,7 +30,7 @@ class Three(nn.Module):
 
 def make(alpha=8, dtype=torch.float64, bias=True, **settings):
     torch.manual_seed(0)
-    model = Three(bias).requires_grad_(False).to(dtype)
+    model = ThreeProjections(bias).requires_grad_(False).to(dtype)
     config = LoraConfig(
         r=4, lora_alpha=alpha, target_modules=NAMES, init_lora_weights=False, **settings
     )
@@ -64,12 +64,12 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("trains_input", [True, False])
 @pytest.mark.parametrize("alpha", [4, 8], ids=["scale 1", "scale 2"])
-def test_together_they_compute_what_they_compute_alone(alpha, trains_input):
+def test_fused_layers_with_one_input_compute_the_same(alpha, trains_input):
     expected = gradients(make(alpha), trains_input)
     assert_equal(gradients(shared(make(alpha)), trains_input), expected)
 
 
-def test_bf16_products_train_fp32_weights():
+def test_bf16_matmuls_train_fp32_weights():
     found = gradients(shared(make(dtype=torch.bfloat16)))
     exact = gradients(make())
     assert {tensor.dtype for tensor in found[2:]} == {torch.float32}
@@ -78,14 +78,14 @@ def test_bf16_products_train_fp32_weights():
         assert similarity > 0.999
 
 
-def test_compiled_it_is_one_graph():
+def test_layers_with_one_input_compile_to_one_graph():
     expected = gradients(make())
     model = shared(make())
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     assert_equal(gradients(model), expected)
 
 
-def test_a_switched_off_adapter_is_off():
+def test_a_disabled_adapter_has_no_effect():
     model = shared(make())
     x = torch.randn(5, 32, dtype=torch.float64)
     for name in NAMES:
@@ -104,12 +104,12 @@ def test_a_switched_off_adapter_is_off():
     ],
     ids=str,
 )
-def test_layers_that_are_too_different_stay_alone(settings):
+def test_layers_that_differ_are_not_combined(settings):
     model = make(**settings)
     fuse_lora(model)
     assert fuse_shared_input([model.query, model.key, model.value]) is None
 
 
-def test_layers_without_a_lora_stay_alone():
-    model = Three()
+def test_layers_without_a_lora_are_not_combined():
+    model = ThreeProjections()
     assert fuse_shared_input([model.query, model.key, model.value]) is None

@@ -34,7 +34,7 @@ def run(capsys, *words, code=0):
     return capsys.readouterr().out
 
 
-def told(capsys, *words, code=0):
+def run_json(capsys, *words, code=0):
     return json.loads(run(capsys, *words, "--json", code=code))
 
 
@@ -52,8 +52,8 @@ def wan_model(path, seed=3):
     return path
 
 
-def test_inspect_tells_everything(capsys, lora):
-    found = told(capsys, "inspect", lora)
+def test_inspect_reports_all_facts(capsys, lora):
+    found = run_json(capsys, "inspect", lora)
     assert found["family"] == "wan"
     assert found["form"] == "comfyui"
     assert (found["stages"], found["stage_by"]) == (["high"], "its header")
@@ -70,7 +70,7 @@ def test_inspect_tells_everything(capsys, lora):
     assert list(found["by_block"]) == ["blocks.0", "blocks.1"]
 
 
-def test_inspect_draws_bars_and_a_picture(capsys, lora, tmp_path):
+def test_inspect_draws_bars_and_an_image(capsys, lora, tmp_path):
     layers = dict(read_adapter(lora, TABLES).layers)
     layers = {
         p: map_tensors(x, lambda t: t * 0) if "blocks.1." in p.module else x
@@ -87,11 +87,11 @@ def test_inspect_draws_bars_and_a_picture(capsys, lora, tmp_path):
     assert (235, 240, 247) in colours  # those without a change
 
 
-def test_inspect_of_two_stages_and_of_mixed_forms(capsys, tmp_path):
+def test_inspect_handles_two_experts_and_mixed_formats(capsys, tmp_path):
     both = write_adapter(
         tmp_path / "both.safetensors", make_wan("lokr-whole", stages=STAGES), "ai-toolkit-combined"
     )
-    found = told(capsys, "inspect", both)
+    found = run_json(capsys, "inspect", both)
     assert found["stages"] == ["high", "low"]
     assert found["ranks"] == {"whole": 40}
     assert "high: blocks.0.attn1.to_q" in found["norms"]
@@ -103,10 +103,10 @@ def test_inspect_of_two_stages_and_of_mixed_forms(capsys, tmp_path):
         "proj_out.lora_B.weight": torch.ones(4, 2),
     }
     save_file(mixed, tmp_path / "mixed.safetensors")
-    assert told(capsys, "inspect", tmp_path / "mixed.safetensors")["form"].startswith("mixed: ")
+    assert run_json(capsys, "inspect", tmp_path / "mixed.safetensors")["form"].startswith("mixed: ")
 
 
-def test_convert_writes_a_form_and_says_what_to_know(capsys, lora, tmp_path):
+def test_convert_writes_a_format_and_prints_its_caution(capsys, lora, tmp_path):
     out = tmp_path / "out.safetensors"
     text = run(capsys, "convert", lora, "--to", "musubi", "-o", out)
     assert "kohya" in text
@@ -116,10 +116,10 @@ def test_convert_writes_a_form_and_says_what_to_know(capsys, lora, tmp_path):
     assert (tmp_path / "lora-bare.safetensors").is_file()
 
 
-def test_convert_splits_and_joins_stages(capsys, tmp_path):
+def test_convert_splits_and_joins_experts(capsys, tmp_path):
     both = make_wan("lokr", stages=STAGES)
     path = write_adapter(tmp_path / "both.safetensors", both, "ai-toolkit-combined")
-    found = told(capsys, "convert", path, "--to", "comfyui", "-o", tmp_path / "run.safetensors")
+    found = run_json(capsys, "convert", path, "--to", "comfyui", "-o", tmp_path / "run.safetensors")
     assert [file.rpartition("/")[2] for file in found["files"]] == [
         "run_high_noise.safetensors",
         "run_low_noise.safetensors",
@@ -142,7 +142,7 @@ def test_convert_splits_and_joins_stages(capsys, tmp_path):
     assert "one file, or two" in _error(capsys, "convert", high, low, low, "--to", "comfyui")
 
 
-def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_path):
+def test_convert_takes_two_files_without_an_expert_in_order(capsys, tmp_path):
     files = [
         write_adapter(tmp_path / f"{name}.safetensors", make_wan(seed=seed), "comfyui")
         for name, seed in (("a", 1), ("b", 2))
@@ -162,7 +162,7 @@ def test_convert_of_two_files_that_say_no_stage_takes_them_in_order(capsys, tmp_
     )
 
 
-def test_convert_cuts_to_a_lora_and_says_what_is_lost(capsys, tmp_path):
+def test_convert_to_lora_reports_the_loss(capsys, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", make_wan("loha"), "comfyui")
     out = tmp_path / "out.safetensors"
     text = run(
@@ -182,7 +182,7 @@ def test_convert_cuts_to_a_lora_and_says_what_is_lost(capsys, tmp_path):
     tensors, _ = read_tensors(out)
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     assert all("lora_" in key for key in tensors)
-    found = told(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "1")
+    found = run_json(capsys, "convert", path, "--to", "diffusers", "--lora-rank", "1")
     assert found["lost"]["worst"] > 0.1
     assert "at least 1" in _error(capsys, "convert", path, "--to", "peft", "--lora-rank", "0")
 
@@ -192,11 +192,11 @@ def _error(capsys, *words, code=2):
     return capsys.readouterr().err
 
 
-def test_merge_of_several_into_one(capsys, lora, tmp_path):
+def test_merge_combines_several_adapters(capsys, lora, tmp_path):
     other = write_adapter(tmp_path / "b.safetensors", make_wan(seed=5), "kohya")
     out = tmp_path / "out.safetensors"
     words = ["merge", lora, other, "--strength", "0.5", "--strength", "2", "-o", out]
-    found = told(capsys, *words)
+    found = run_json(capsys, *words)
     assert found["form"] == "comfyui"
     one, two, made = (read_adapter(path, TABLES).layers for path in (lora, other, out))
     for place, layer in made.items():
@@ -204,12 +204,12 @@ def test_merge_of_several_into_one(capsys, lora, tmp_path):
         torch.testing.assert_close(delta(layer), expected, rtol=1e-4, atol=1e-4)
         assert layer.tensors["down"].shape[0] == 8
     thin = tmp_path / "thin.safetensors"
-    cut = told(capsys, *words[:-1], thin, "--rank", "3", "--to", "kohya")
+    cut = run_json(capsys, *words[:-1], thin, "--rank", "3", "--to", "kohya")
     assert cut["lost"]["worst"] > 0.0
     assert "given 1 times for 2 files" in _error(capsys, *words[:5], "-o", tmp_path / "x")
 
 
-def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
+def test_merging_both_experts_into_one_is_refused(capsys, tmp_path):
     files = [
         write_adapter(
             tmp_path / f"{s}.safetensors", make_wan(), "comfyui", AdapterMetadata(stage=s)
@@ -222,10 +222,10 @@ def test_merge_of_both_stages_into_one_is_refused(capsys, tmp_path):
     assert "both experts" in _error(capsys, "merge", *files, "--into", model, "-o", out)
 
 
-def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
+def test_merge_into_a_file_and_a_pipeline(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     out = tmp_path / "out.safetensors"
-    found = told(capsys, "merge", lora, "--into", model, "-o", out)
+    found = run_json(capsys, "merge", lora, "--into", model, "-o", out)
     assert found["parts"]["m.safetensors"]["changed"] == 20
     layer = read_adapter(lora, TABLES).layers[LayerPath(None, "blocks.0.attn1.to_q")]
     key = "blocks.0.attn1.to_q.weight"
@@ -245,7 +245,7 @@ def test_merge_into_a_file_and_into_a_pipeline(capsys, lora, tmp_path):
     assert "transformer_2: 20" in run(capsys, *words, "--stage", "low")
 
 
-def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
+def test_merge_does_not_overwrite_folders(capsys, lora, tmp_path):
     pipeline = tmp_path / "pipeline"
     wan_model(pipeline / "transformer" / "m.safetensors")
     dear = tmp_path / "dear"
@@ -264,7 +264,7 @@ def test_a_merged_model_replaces_nothing(capsys, lora, tmp_path):
     assert (tmp_path / "empty" / "transformer" / "m.safetensors").is_file()
 
 
-def test_a_file_that_is_there_is_not_replaced(capsys, lora, tmp_path):
+def test_existing_files_are_not_overwritten(capsys, lora, tmp_path):
     model, dear = wan_model(tmp_path / "m.safetensors"), tmp_path / "dear.safetensors"
     dear.write_text("keep me")
     before = lora.read_bytes()
@@ -282,7 +282,7 @@ def test_a_file_that_is_there_is_not_replaced(capsys, lora, tmp_path):
     assert "would be overwritten" in _error(capsys, "convert", lora, "--to", "kohya")
 
 
-def test_a_fault_is_told_to_machines_too(capsys, lora, tmp_path):
+def test_errors_are_printed_as_json(capsys, lora, tmp_path):
     torn = tmp_path / "torn.safetensors"
     torn.write_bytes(lora.read_bytes()[:1000])
     for words in (("inspect", torn), ("convert", torn, "--to", "diffusers")):
@@ -290,7 +290,7 @@ def test_a_fault_is_told_to_machines_too(capsys, lora, tmp_path):
         assert (found["ok"], found["kind"]) == (False, "truncated")
 
 
-def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
+def test_a_format_whose_keys_could_not_be_parsed_again_is_refused(capsys, tmp_path):
     (layer, *_) = make_wan().layers.values()
     layers = {LayerPath(None, "context_embedder"): layer}
     path = tmp_path / "a.safetensors"
@@ -305,7 +305,7 @@ def test_a_form_whose_keys_could_not_be_read_again_is_refused(capsys, tmp_path):
         assert same(read_adapter(out, TABLES), read_adapter(path, TABLES))
 
 
-def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
+def test_a_folder_as_output_file_is_refused(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     for words in (
         ("convert", lora, "--to", "diffusers"),
@@ -316,7 +316,7 @@ def test_a_folder_is_no_file_to_write_to(capsys, lora, tmp_path):
         assert "is a folder. Give a file" in _error(capsys, *words, "-o", tmp_path)
 
 
-def test_a_place_that_cannot_be_written_is_the_users_to_mend(capsys, lora):
+def test_a_path_that_cannot_be_written_is_a_user_error(capsys, lora):
     inside = lora / "x.safetensors"  # below a file
     assert "cannot be read or written" in _error(
         capsys, "convert", lora, "--to", "diffusers", "-o", inside
@@ -326,16 +326,16 @@ def test_a_place_that_cannot_be_written_is_the_users_to_mend(capsys, lora):
     )
 
 
-def test_a_strength_is_a_number(capsys, lora, tmp_path):
+def test_a_strength_must_be_finite(capsys, lora, tmp_path):
     words = ["merge", lora, lora, "--strength", "nan", "--strength", "1", "-o", tmp_path / "m"]
     assert "must be a finite number" in _error(capsys, *words)
 
 
-def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
+def test_extract_recovers_a_merged_adapter(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     tuned, out = tmp_path / "tuned.safetensors", tmp_path / "out.safetensors"
     run(capsys, "merge", lora, "--into", model, "-o", tuned)
-    found = told(capsys, "extract", model, tuned, "--rank", "4", "--family", "wan", "-o", out)
+    found = run_json(capsys, "extract", model, tuned, "--rank", "4", "--family", "wan", "-o", out)
     assert found["modules"] == 20
     assert found["lost"]["worst"] < 1e-2
     layers = read_adapter(lora, TABLES).layers
@@ -350,8 +350,8 @@ def test_extract_finds_what_was_merged(capsys, lora, tmp_path):
     assert "1 other weights differ and are left out, first blocks.0.norm2.weight" in text
 
 
-def test_check_counts_and_fails(capsys, lora, tmp_path):
-    (found,) = told(capsys, "check", lora)
+def test_check_counts_modules_and_sets_the_exit_code(capsys, lora, tmp_path):
+    (found,) = run_json(capsys, "check", lora)
     assert found["ok"]
     assert [(t["tool"], t["matched"]) for t in found["targets"]] == [
         ("diffusers", 20),
@@ -368,15 +368,15 @@ def test_check_counts_and_fails(capsys, lora, tmp_path):
     run(capsys, "check", plain, "--for", "comfyui", code=1)
 
 
-def test_check_reports_a_damaged_file_beside_a_good_one(capsys, lora, tmp_path):
+def test_check_reports_a_damaged_file_and_a_good_one(capsys, lora, tmp_path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(lora.read_bytes()[:-9])
-    first, second = told(capsys, "check", broken, lora, code=2)
+    first, second = run_json(capsys, "check", broken, lora, code=2)
     assert (first["ok"], first["kind"]) == (False, "truncated")
     assert second["ok"]
 
 
-def test_check_against_a_models_config(capsys, lora, tmp_path):
+def test_check_uses_the_config_of_a_model(capsys, lora, tmp_path):
     config = {
         "_class_name": "WanTransformer3DModel",
         "num_attention_heads": 1,
@@ -397,7 +397,7 @@ def test_check_against_a_models_config(capsys, lora, tmp_path):
 
 @pytest.mark.parametrize("make", [make_lora, make_lokr])
 @pytest.mark.parametrize("family", ["flux", "qwen_image"])
-def test_check_of_other_families(capsys, family, make, tmp_path):
+def test_check_supports_other_families(capsys, family, make, tmp_path):
     generator = torch.Generator().manual_seed(0)
     kinds = {"proj_mlp": (48, 12), "net.0.proj": (48, 12), "net.2": (12, 48)}
     layers = {}
@@ -408,15 +408,15 @@ def test_check_of_other_families(capsys, family, make, tmp_path):
         layers[LayerPath(None, module)] = make(*shape, generator)
     adapter = Adapter(TABLES[family], layers)
     path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
-    (found,) = told(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
+    (found,) = run_json(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
     assert found["ok"]
     assert {t["matched"] for t in found["targets"]} == {len(layers)}
 
 
-def test_a_family_without_a_pipeline_is_told(capsys, tmp_path):
+def test_check_reports_a_family_without_a_pipeline(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     assert "no pipeline is known" in run(capsys, "check", path)
     run(capsys, "check", path, "--for", "diffusers", code=1)
-    assert told(capsys, "inspect", path)["family"] == "tiny"
+    assert run_json(capsys, "inspect", path)["family"] == "tiny"
