@@ -5,7 +5,7 @@ import pytest
 from gracetune import atomic_files
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_a_folder_appears_complete(tmp_path):
     with atomic_files.atomic_folder(tmp_path / "a" / "b") as staging:
         (staging / "x").write_text("1")
         assert not (tmp_path / "a" / "b").exists()
@@ -13,7 +13,7 @@ def test_a_folder_appears_whole(tmp_path):
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
 
 
-def test_a_failed_folder_leaves_the_old_one(tmp_path):
+def test_a_failure_keeps_the_old_folder(tmp_path):
     target = tmp_path / "kept"
     with atomic_files.atomic_folder(target) as staging:
         (staging / "x").write_text("old")
@@ -24,7 +24,7 @@ def test_a_failed_folder_leaves_the_old_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
 
 
-def test_a_folder_replaces_the_old_one_whole(tmp_path):
+def test_a_folder_replaces_the_old_one_completely(tmp_path):
     target = tmp_path / "kept"
     for name in ("old", "new"):
         with atomic_files.atomic_folder(target) as staging:
@@ -33,7 +33,7 @@ def test_a_folder_replaces_the_old_one_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
 
 
-def test_a_file_is_whole_or_as_before(tmp_path):
+def test_a_file_is_complete_or_unchanged(tmp_path):
     file = tmp_path / "f.json"
     atomic_files.write_text(file, "old")
     with pytest.raises(RuntimeError), atomic_files.atomic_file(file) as staging:
@@ -43,7 +43,7 @@ def test_a_file_is_whole_or_as_before(tmp_path):
     assert os.listdir(tmp_path) == ["f.json"]
 
 
-def test_what_killed_processes_left_is_cleared(tmp_path):
+def test_staging_of_killed_processes_is_removed(tmp_path):
     (tmp_path / ".step-1.77.staging").mkdir()
     (tmp_path / ".step-1.77.staging" / "x").write_text("")
     (tmp_path / ".file.78.staging").write_text("")
@@ -52,7 +52,7 @@ def test_what_killed_processes_left_is_cleared(tmp_path):
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_a_folder_that_had_stepped_aside_when_the_process_died_comes_back(tmp_path):
+def test_a_folder_in_mid_swap_is_restored(tmp_path):
     old = tmp_path / ".step-000001.77.old.staging"
     old.mkdir()
     (old / "x").write_text("kept")

@@ -11,7 +11,7 @@ from gracetune import errors, registry, units
 from gracetune.errors import ConfigError, GracetuneError
 
 
-def test_every_error_has_an_exit_code_that_a_shell_understands() -> None:
+def test_every_error_has_a_valid_exit_code() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert len(kinds) > 4
     assert all(issubclass(kind, GracetuneError) for kind in kinds)
@@ -30,12 +30,12 @@ def test_every_error_has_an_exit_code_that_a_shell_understands() -> None:
         ("3k", 3000),
     ],
 )
-def test_sizes_as_people_write_them(text: str | float, nbytes: int) -> None:
+def test_sizes_are_parsed(text: str | float, nbytes: int) -> None:
     assert units.parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 XB", "1.2.3", "nan", math.inf, "1e9"])
-def test_what_is_not_a_size_is_refused_with_its_text(text: str | float) -> None:
+def test_an_invalid_size_is_refused_with_its_text(text: str | float) -> None:
     with pytest.raises(ConfigError, match="is not a size") as caught:
         units.parse_bytes(text)
     assert repr(text) in str(caught.value)
@@ -45,12 +45,12 @@ def test_what_is_not_a_size_is_refused_with_its_text(text: str | float) -> None:
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (3 * 2**40, "3.0 TiB")],
 )
-def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
+def test_sizes_are_formatted(nbytes: int, text: str) -> None:
     assert units.format_bytes(nbytes) == text
 
 
 @given(st.integers(min_value=1, max_value=2**50))
-def test_a_printed_size_reads_back_within_its_digits(nbytes: int) -> None:
+def test_a_formatted_size_parses_back_within_its_precision(nbytes: int) -> None:
     assert units.parse_bytes(units.format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.05)
 
 
@@ -58,7 +58,7 @@ def test_a_printed_size_reads_back_within_its_digits(nbytes: int) -> None:
     ("seconds", "text"),
     [(0.0123, "12ms"), (4.21, "4.2s"), (200, "3m20s"), (3720, "1h02m"), (90000, "25h00m")],
 )
-def test_durations_as_people_read_them(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert units.format_seconds(seconds) == text
 
 
@@ -69,14 +69,16 @@ def test_a_known_name_is_imported() -> None:
     assert registry.load("unit", "size", KNOWN) is units.parse_bytes
 
 
-def test_an_unknown_name_lists_the_known_and_the_way_to_add_one() -> None:
+def test_an_unknown_name_lists_known_names_and_how_to_add_one() -> None:
     with pytest.raises(ConfigError, match=r"unit 'mass' is not known") as caught:
         registry.load("unit", "mass", KNOWN)
     assert "Known: duration, size." in str(caught.value)
     assert "'gracetune.unit'" in str(caught.value)
 
 
-def test_entry_points_add_names_but_never_replace_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_add_names_but_never_replace_built_in_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     points = EntryPoints(
         EntryPoint(name, "gracetune.units:format_bytes", "gracetune.unit")
         for name in ("mass", "size")
@@ -88,7 +90,7 @@ def test_entry_points_add_names_but_never_replace_ours(monkeypatch: pytest.Monke
     assert registry.names("other", {}) == []
 
 
-def test_the_public_face_resolves_its_names_on_first_use() -> None:
+def test_public_names_are_resolved_on_first_use() -> None:
     assert gracetune.GracetuneError is GracetuneError
     assert set(gracetune.__all__) == set(dir(gracetune))
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):

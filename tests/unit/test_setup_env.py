@@ -53,17 +53,17 @@ def source(
     return {name: value for name, value in pairs if name in DEFAULTS or "gracetune" in name.lower()}
 
 
-def test_the_seeds_variables_and_defaults() -> None:
+def test_variables_and_defaults_of_the_seeds_are_exported() -> None:
     assert source({}) == DEFAULTS
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_again_changes_nothing(start: dict[str, str]) -> None:
+def test_sourcing_twice_changes_nothing(start: dict[str, str]) -> None:
     assert source(start, times=3) == source(start)
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_the_verb_exports_the_same(start: dict[str, str]) -> None:
+def test_the_command_exports_the_same_variables(start: dict[str, str]) -> None:
     sourced = source(start)
     for environment in (dict(start), dict(start)):
         lines = env.export_lines(environment, environment_settings(environment))
@@ -72,7 +72,7 @@ def test_the_verb_exports_the_same(start: dict[str, str]) -> None:
         claim_alloc_conf(environment)
 
 
-def test_choices_made_before_stay() -> None:
+def test_existing_values_are_kept() -> None:
     after = source(STARTS[1])
     assert after["PYTORCH_CUDA_ALLOC_CONF"] == (
         "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:balanced"
@@ -85,26 +85,26 @@ def test_choices_made_before_stay() -> None:
         assert environment_settings(source(hints_off)).uvm_hints is False
 
 
-def test_a_new_ratio_takes_hold_when_sourced_again() -> None:
+def test_a_new_ratio_is_used_when_sourced_again() -> None:
     change = f'. "{SCRIPT}" > /dev/null\nGH200_UVM_OVERSUBSCRIPTION_RATIO=2.5'
     assert "ratio:2.5" in source({}, before=change)["PYTORCH_CUDA_ALLOC_CONF"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
-def test_strict_shells_survive_and_keep_their_options(shell: str) -> None:
+def test_strict_shells_keep_their_options(shell: str) -> None:
     assert source({}, shell=shell, before="set -eu") == DEFAULTS
     probe = f'. "{SCRIPT}" > /dev/null\ncase $- in *e*|*u*) exit 9;; esac\nfalse\necho alive'
     done = subprocess.run([shell, "-c", probe], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n")
 
 
-def test_it_leaves_nothing_of_its_own_behind() -> None:
+def test_no_helper_variables_are_left_behind() -> None:
     probe = f'. "{SCRIPT}" > /dev/null\nset | grep ^_gracetune || true'
     done = subprocess.run(["bash", "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == ""
 
 
-def test_the_table_names_values_meanings_and_effects() -> None:
+def test_the_table_shows_values_meanings_and_effects() -> None:
     environment = {
         "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1",
         "PYTORCH_CUDA_ALLOC_CONF": (
@@ -116,8 +116,8 @@ def test_the_table_names_values_meanings_and_effects() -> None:
     text = "\n".join(env.table(environment, environment_settings(environment)))
     for words in (
         "hints are on",
-        "managed pools are wanted",
-        "capped at 3.0 times",
+        "managed pools are on",
+        "limited to 3.0 times",
         "placed cpu_first",
         "below 15% free",
         "below 10.0 GiB free",
@@ -128,17 +128,17 @@ def test_the_table_names_values_meanings_and_effects() -> None:
         assert words in text
 
 
-def test_nothing_set_says_so() -> None:
-    assert "defaults hold" in "\n".join(env.table({}, environment_settings({})))
+def test_without_variables_the_table_says_so() -> None:
+    assert "no variable is set" in "\n".join(env.table({}, environment_settings({})))
 
 
-def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
-    assert "What we will do:" in capsys.readouterr().out
+    assert "Effects:" in capsys.readouterr().out
     assert main(["env", "--export"]) == 0
     assert capsys.readouterr().out.count("export ") == len(DEFAULTS)
 
 
-def test_a_wrong_value_is_named() -> None:
+def test_an_invalid_value_is_named() -> None:
     with pytest.raises(ConfigError, match="GH200_UVM_ACCESS_PATTERN"):
         environment_settings({"GH200_UVM_ACCESS_PATTERN": "sideways"})

@@ -1,8 +1,8 @@
-"""Where each entry of a cache lies: one SQLite file beside the shards.
+"""The index of a cache: an SQLite file with the location and checksum of each entry.
 
-A row appears only after its bytes are durable, so a row can be believed. Write-ahead logging lets
-any number of processes read while one of them commits. Memory stays bounded however many entries
-there are: rows are found by their key, never held.
+A row is committed only after its bytes are durable in a shard, so every row can be trusted.
+SQLite's write-ahead log lets any number of processes read while one commits. Rows are looked up by key and
+never held, so memory use does not depend on the number of entries.
 """
 
 from __future__ import annotations
@@ -23,60 +23,63 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 2
-"""Of the tables below and of the shards; another one is refused."""
+"""Version of the tables below and of the shards; other versions are refused."""
 BUSY_TIMEOUT_S = 60.0
-"""How long one process waits for another's commit."""
+"""Seconds that a process waits for another one's commit."""
 MAPPED_NBYTES = 1024**3
-"""As much of the file is mapped: the kernel then reads around a row, and rows are found all over.
-Reading ahead by a descriptor of our own would take SQLite's locks away when it is closed."""
-_MOST_FORMS = 1024
-"""Forms of entries that are parsed once; most have the form of many others."""
-_AT_ONCE = 900
-"""Keys in one question: SQLite takes 999 values."""
-_PRIMARY = 0xFF
-"""The part of SQLite's error codes that says what kind it is."""
-_NOT_THE_FILE = (
+"""Size of SQLite's memory map. Rows are scattered, and the kernel reads ahead in a mapping.
+
+Reading ahead through a descriptor of our own is impossible: closing it releases SQLite's locks."""
+_MAX_CACHED_LAYOUTS = 1024
+"""Tensor layouts that are kept parsed; most entries share the layout of many others."""
+_KEYS_PER_QUERY = 900
+"""Keys per query; SQLite allows 999 values."""
+_PRIMARY_CODE_MASK = 0xFF
+"""Mask for the primary part of SQLite's error codes."""
+_ENVIRONMENT_ERRORS = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
 )
-"""Errors that a good index has too, by the disk or the folder that it lies in."""
+"""Errors caused by the disk or the folder, not by a damaged index."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
     "room INTEGER NOT NULL, length INTEGER NOT NULL)",
-    # Numbers are never used twice: what is remembered of a number stays true.
+    # AUTOINCREMENT never reuses an id, so what a process remembers about an id stays true.
     "CREATE TABLE IF NOT EXISTS entries (id INTEGER PRIMARY KEY AUTOINCREMENT, "
     "key TEXT NOT NULL UNIQUE, shard INTEGER NOT NULL REFERENCES shards, begin INTEGER NOT NULL, "
     "nbytes INTEGER NOT NULL, tensors TEXT NOT NULL, checksum BLOB NOT NULL, about TEXT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS entries_by_shard ON entries (shard, begin)",
 )
-_ROW = (
+_SELECT_ROW = (
     "SELECT e.id, e.key, s.name, e.begin, e.nbytes, e.tensors, e.checksum, e.about "
     "FROM entries e JOIN shards s ON s.id = e.shard "
 )
 
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 
 class DamagedIndexError(CacheError):
-    """The file itself is damaged, and can be made again from the shards."""
+    """The index file is damaged. It can be rebuilt from the shards."""
 
 
 class TensorSlice(NamedTuple):
-    """One tensor of an entry; `begin` counts from the entry's own."""
+    """Location of one tensor within its entry."""
 
     name: str
     dtype: str
+    """Name of the dtype in safetensors files."""
     shape: tuple[int, ...]
     offset: int
+    """Bytes from the start of the entry."""
     nbytes: int
 
 
 class EntryRow(NamedTuple):
-    """One entry: where its bytes are, what they must hash to, and what it was made of."""
+    """Location, checksum and origin of one entry."""
 
     row_id: int
     key: str
@@ -86,191 +89,198 @@ class EntryRow(NamedTuple):
     tensors: tuple[TensorSlice, ...]
     checksum: bytes
     about: Mapping[str, str]
+    """Components of the key: sample, encoder, geometry (see cache/keys.py)."""
 
     @property
     def end(self) -> int:
-        """Where the next entry may begin."""
+        """Offset of the first byte behind the entry."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One file: its name without suffix, the room for its header, and how far it is filled."""
+    """One shard."""
 
     name: str
+    """File name without suffix."""
     data_offset: int
+    """Offset of the first entry; the space before is for the header."""
     length: int
-    """Bytes past this were never committed. Deleting an entry does not lower it: someone may still
-    look at the bytes."""
+    """Committed length. Bytes beyond it are left over from a crash.
+
+    Deleting an entry does not reduce it, because other processes may still read the bytes.
+    """
 
 
-def _told(
-    method: Callable[Concatenate[CacheIndex, Given], Answer],
-) -> Callable[Concatenate[CacheIndex, Given], Answer]:
-    """What SQLite says while the index is used, as an error that has a way out."""
+def _translate_errors(
+    method: Callable[Concatenate[CacheIndex, Params], Result],
+) -> Callable[Concatenate[CacheIndex, Params], Result]:
+    """Turn SQLite's errors into cache errors that say what to do."""
 
     @wraps(method)
-    def call(self: CacheIndex, /, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
+    def call(self: CacheIndex, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         try:
             return method(self, *args, **kwargs)
         except sqlite3.ProgrammingError:
-            raise  # ours, not the file's: an index that was closed
+            raise  # a bug, not a damaged file: the index was closed
         except sqlite3.DatabaseError as error:
-            raise _refused(self._path, error) from error
+            raise _cache_error(self._path, error) from error
 
     return call
 
 
 class CacheIndex:
-    """The table of entries and that of shards; one connection, used by one thread at a time."""
+    """The tables of entries and shards; one connection, used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._forms: dict[str, tuple[TensorSlice, ...]] = {}
+        self._layouts: dict[str, tuple[TensorSlice, ...]] = {}
         try:
-            self._db = sqlite3.connect(path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
         except sqlite3.DatabaseError as error:
-            raise _refused(path, error) from error
+            raise _cache_error(path, error) from error
         try:
             self._prepare()
         except sqlite3.DatabaseError as error:
             self.close()
-            raise _refused(path, error) from error
+            raise _cache_error(path, error) from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
-    @_told
+    @_translate_errors
     def find_rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
-        """The rows of those keys that have one."""
+        """Return the rows of those keys that exist."""
         found: dict[str, EntryRow] = {}
         for chunk in _chunks(keys):
-            question = f"{_ROW} WHERE e.key IN ({_marks(chunk)})"
-            found.update((row[1], self._row(row)) for row in self._db.execute(question, chunk))
+            query = f"{_SELECT_ROW} WHERE e.key IN ({_placeholders(chunk)})"
+            found.update((row[1], self._row(row)) for row in self._db.execute(query, chunk))
         return found
 
-    @_told
+    @_translate_errors
     def existing_keys(self, keys: Sequence[str]) -> set[str]:
-        """Those of these keys that have a row."""
+        """Return those of the keys that exist."""
         found: set[str] = set()
         for chunk in _chunks(keys):
-            question = f"SELECT key FROM entries WHERE key IN ({_marks(chunk)})"
-            found.update(key for (key,) in self._db.execute(question, chunk))
+            query = f"SELECT key FROM entries WHERE key IN ({_placeholders(chunk)})"
+            found.update(key for (key,) in self._db.execute(query, chunk))
         return found
 
-    @_told
+    @_translate_errors
     def entry_ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
-        """The file of each of these keys that has a row, and where its entry ends there."""
+        """Return shard and end offset of each key that exists."""
         found: dict[str, tuple[str, int]] = {}
         for chunk in _chunks(keys):
-            question = (
+            query = (
                 "SELECT e.key, s.name, e.begin + e.nbytes FROM entries e "
-                f"JOIN shards s ON s.id = e.shard WHERE e.key IN ({_marks(chunk)})"
+                f"JOIN shards s ON s.id = e.shard WHERE e.key IN ({_placeholders(chunk)})"
             )
-            found.update((key, (name, end)) for key, name, end in self._db.execute(question, chunk))
+            found.update((key, (name, end)) for key, name, end in self._db.execute(query, chunk))
         return found
 
-    @_told
+    @_translate_errors
     def page_after(self, after: int) -> list[tuple[int, str]]:
-        """Numbers and keys of the next entries past a number; nothing is locked between pages."""
-        question = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
-        return self._db.execute(question, (after,)).fetchall()
+        """Return ids and keys of the next 10,000 entries after an id."""
+        query = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
+        return self._db.execute(query, (after,)).fetchall()
 
-    @_told
+    @_translate_errors
     def rows_in_shard(self, name: str) -> list[EntryRow]:
-        """What one file holds, in its order."""
-        question = f"{_ROW} WHERE s.name = ? ORDER BY e.begin"
-        return [self._row(row) for row in self._db.execute(question, (name,))]
+        """Return the rows of a shard, by offset."""
+        query = f"{_SELECT_ROW} WHERE s.name = ? ORDER BY e.begin"
+        return [self._row(row) for row in self._db.execute(query, (name,))]
 
-    @_told
+    @_translate_errors
     def rows_made_of(self, part: str, value: str) -> list[EntryRow]:
-        """Entries whose explanation has this value."""
-        question = f"{_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
-        return [self._row(row) for row in self._db.execute(question, (f"$.{part}", value))]
+        """Return the entries whose key has this value as a component."""
+        query = f"{_SELECT_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
+        return [self._row(row) for row in self._db.execute(query, (f"$.{part}", value))]
 
-    @_told
+    @_translate_errors
     def rows_with_prefix(self, prefix: str) -> list[EntryRow]:
-        """Entries whose key begins so."""
-        question = f"{_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
-        return [
-            self._row(row) for row in self._db.execute(question, (prefix, prefix + "\U0010ffff"))
-        ]
+        """Return up to 20 entries whose key starts with a prefix."""
+        query = f"{_SELECT_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
+        return [self._row(row) for row in self._db.execute(query, (prefix, prefix + "\U0010ffff"))]
 
-    @_told
+    @_translate_errors
     def shards(self) -> list[ShardRow]:
-        """Every file that the index knows."""
+        """Return all shards."""
         return [ShardRow(*row) for row in self._db.execute("SELECT name, room, length FROM shards")]
 
-    @_told
+    @_translate_errors
     def shard(self, name: str) -> ShardRow | None:
-        """One file, if the index knows it."""
-        question = "SELECT name, room, length FROM shards WHERE name = ?"
-        found = self._db.execute(question, (name,)).fetchone()
+        """Return a shard by name; None if it is unknown."""
+        query = "SELECT name, room, length FROM shards WHERE name = ?"
+        found = self._db.execute(query, (name,)).fetchone()
         return None if found is None else ShardRow(*found)
 
-    @_told
+    @_translate_errors
     def totals(self) -> list[tuple[str, str, int, int]]:
-        """Kind, encoder, number of entries and their bytes."""
+        """Return kind, encoder, number of entries and total bytes, per kind and encoder."""
         return self._db.execute(
             "SELECT coalesce(json_extract(about, '$.kind'), '?'), "
             "coalesce(json_extract(about, '$.encoder'), '?'), count(*), sum(nbytes) "
             "FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
         ).fetchall()
 
-    @_told
+    @_translate_errors
     def problems(self) -> list[str]:
-        """What SQLite finds wrong with the file; nothing where all is well."""
+        """Return what SQLite's integrity check finds wrong with the file."""
         try:
-            told = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
+            found = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
         except sqlite3.DatabaseError as error:
-            if not isinstance(_refused(self._path, error), DamagedIndexError):
+            if not isinstance(_cache_error(self._path, error), DamagedIndexError):
                 raise
             return [str(error)]
-        return [text for text in told if text != "ok"]
+        return [text for text in found if text != "ok"]
 
-    @_told
+    @_translate_errors
     def add_shard(self, shard: ShardRow) -> None:
-        """A new file, empty so far."""
+        """Add an empty shard."""
         self._db.execute(
             "INSERT INTO shards (name, room, length) VALUES (?, ?, ?)",
             (shard.name, shard.data_offset, shard.length),
         )
 
-    @_told
+    @_translate_errors
     def add(self, rows: Sequence[EntryRow], shard: str, length: int, moved: bool = False) -> None:
-        """Entries whose bytes are durable, all or none. A key that has a row keeps it, unless its
-        entry was moved here."""
-        verb = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
+        """Add rows of entries whose bytes are durable, in one transaction.
+
+        An existing row of the same key is kept. With `moved`, existing rows get the new location.
+        """
+        statement = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
         if not moved:
-            verb = (
+            statement = (
                 "INSERT OR IGNORE INTO entries (key, shard, begin, nbytes, tensors, checksum, "
                 "about) VALUES (:key, :shard, :begin, :nbytes, :tensors, :checksum, :about)"
             )
         with self._transaction():
-            ((number,),) = self._db.execute("SELECT id FROM shards WHERE name = ?", (shard,))
-            self._db.executemany(verb, [_values(row, number) for row in rows])
-            self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, number))
+            ((shard_id,),) = self._db.execute("SELECT id FROM shards WHERE name = ?", (shard,))
+            self._db.executemany(statement, [_values(row, shard_id) for row in rows])
+            self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, shard_id))
 
-    @_told
+    @_translate_errors
     def delete(self, keys: Sequence[str]) -> int:
-        """Forget entries; how many there were. Their bytes stay until the shard is compacted."""
+        """Delete rows and return how many existed. Their bytes stay until the next compaction."""
         with self._transaction():
             return sum(
                 self._db.execute(
-                    f"DELETE FROM entries WHERE key IN ({_marks(chunk)})", chunk
+                    f"DELETE FROM entries WHERE key IN ({_placeholders(chunk)})", chunk
                 ).rowcount
                 for chunk in _chunks(keys)
             )
 
-    @_told
+    @_translate_errors
     def delete_row(self, row: EntryRow) -> None:
-        """Forget this entry, but not another one that took its key since."""
+        """Delete this row, but not a newer row of the same key."""
         self._db.execute("DELETE FROM entries WHERE id = ?", (row.row_id,))
 
-    @_told
+    @_translate_errors
     def delete_empty_shard(self, name: str) -> bool:
-        """Forget a file that no entry is in; whether that is so."""
+        """Delete a shard that has no entries; return False if it has some."""
         with self._transaction():
             done = self._db.execute(
                 "DELETE FROM shards WHERE name = ? AND NOT EXISTS "
@@ -280,34 +290,34 @@ class CacheIndex:
             return done.rowcount == 1
 
     def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> EntryRow:
-        number, key, shard, begin, nbytes, tensors, checksum, about = values
+        row_id, key, shard, offset, nbytes, tensors, checksum, about = values
         try:
-            places, parts = self._form(tensors), json.loads(about)
+            layout, components = self._parse_layout(tensors), json.loads(about)
         except (ValueError, TypeError) as error:
-            raise sqlite3.DatabaseError(f"the row of {key} is no row of ours") from error
-        return EntryRow(number, key, shard, begin, nbytes, places, checksum, parts)
+            raise sqlite3.DatabaseError(f"the row of {key} cannot be parsed") from error
+        return EntryRow(row_id, key, shard, offset, nbytes, layout, checksum, components)
 
-    def _form(self, tensors: str) -> tuple[TensorSlice, ...]:
-        """The same object for entries of one form, which makes them cheap to compare too."""
-        places = self._forms.get(tensors)
-        if places is None:
-            if len(self._forms) == _MOST_FORMS:
-                self._forms.clear()
-            places = self._forms[tensors] = tuple(
+    def _parse_layout(self, tensors: str) -> tuple[TensorSlice, ...]:
+        """Parse a tensor layout; equal layouts give the same object, which compares fast."""
+        layout = self._layouts.get(tensors)
+        if layout is None:
+            if len(self._layouts) == _MAX_CACHED_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[tensors] = tuple(
                 TensorSlice(name, dtype, tuple(shape), start, size)
                 for name, dtype, shape, start, size in json.loads(tensors)
             )
-        return places
+        return layout
 
     def _prepare(self) -> None:
-        self._log_ahead()
+        self._enable_wal()
         for setting in ("synchronous=NORMAL", "cache_size=-16384", f"mmap_size={MAPPED_NBYTES}"):
             self._db.execute(f"PRAGMA {setting}")
         ((version,),) = self._db.execute("PRAGMA user_version")
         if version not in (0, FORMAT):
             raise CacheError(
-                f"{self._path} has format {version}; this version of gracetune reads {FORMAT}. "
-                "Use the version that wrote it, or name another cache_dir."
+                f"{self._path} has format {version}, but this version of gracetune reads format "
+                f"{FORMAT}. Use the version that wrote it, or another cache_config.cache_dir."
             )
         if version == 0:
             with self._transaction():
@@ -315,8 +325,11 @@ class CacheIndex:
                     self._db.execute(table)
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
 
-    def _log_ahead(self) -> None:
-        """Ranks open a new index at the same moment, and for this one lock SQLite never waits."""
+    def _enable_wal(self) -> None:
+        """Switch to write-ahead logging; retries, because SQLite does not wait for this lock.
+
+        Several ranks may create the index at the same time.
+        """
         until = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -330,53 +343,54 @@ class CacheIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing; takes the write lock at once, so that two writers cannot wait for each
-        other."""
+        """Run the block in a transaction; taking the write lock first prevents deadlocks."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
-            if self._db.in_transaction:  # SQLite ends it by itself where the file is damaged
+            if self._db.in_transaction:  # SQLite has already ended it if the file is damaged
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
 
 def unwritable_error(folder: Path, why: object) -> CacheError:
-    """The error where nothing can be written to a cache's folder; reading a cache takes that too,
-    for SQLite's locks and for what turns out to be damaged."""
+    """Return the error for a cache folder that cannot be written.
+
+    Reading a cache needs write access as well: for SQLite's locks, and to drop damaged entries.
+    """
     if _is_read_only(folder):
         return CacheError(
-            f"The cache in {folder} is read-only, and a run writes there even where all is encoded "
-            "(locks, and what it finds damaged). Make it writable, or name another "
-            "cache_config.cache_dir: a copy of this one will do."
+            f"The cache in {folder} is read-only, but a run writes to it even if everything is "
+            "encoded (locks, damaged entries). Make it writable, or set cache_config.cache_dir "
+            "to a writable copy."
         )
     return CacheError(
         f"The cache in {folder} cannot be written: {why}. "
-        "Make room there, or name another cache_config.cache_dir."
+        "Free some space, or set cache_config.cache_dir to another folder."
     )
 
 
-def _refused(path: Path, error: sqlite3.DatabaseError) -> CacheError:
-    """What to do depends on whose fault it is: the file's own, or that of where it lies."""
-    # What Python finds in a row, text that is none, has no code of SQLite.
-    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY
-    if kind in _NOT_THE_FILE:
+def _cache_error(path: Path, error: sqlite3.DatabaseError) -> CacheError:
+    """Turn an SQLite error into a cache error, by whether the file or its folder is at fault."""
+    # Errors that Python raises for invalid text in a row have no SQLite code.
+    kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY_CODE_MASK
+    if kind in _ENVIRONMENT_ERRORS:
         return unwritable_error(path.parent, error)
-    what = f"The cache index {path} cannot be used: {error}."
+    problem = f"The cache index {path} cannot be used: {error}."
     if kind == sqlite3.SQLITE_BUSY:
-        way_out = "Another process holds it: end that, or name another cache_config.cache_dir."
-        return CacheError(f"{what} {way_out}")
-    way_out = f"`gracetune cache verify {path.parent} --repair` makes it again from the shards."
-    return DamagedIndexError(f"{what} {way_out}")
+        fix = "Another process has locked it: stop it, or use another cache_config.cache_dir."
+        return CacheError(f"{problem} {fix}")
+    fix = f"`gracetune cache verify {path.parent} --repair` rebuilds it from the shards."
+    return DamagedIndexError(f"{problem} {fix}")
 
 
 def _is_read_only(folder: Path) -> bool:
-    """Whether its disk takes no writes, or this user may not write there."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if os.statvfs(there).f_flag & os.ST_RDONLY:
+    """Return True if the file system is read-only, or this user may not write to the folder."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
         return True
-    return not all(os.access(path, os.W_OK) for path in (there, *there.glob("*.sqlite*")))
+    return not all(os.access(path, os.W_OK) for path in (existing, *existing.glob("*.sqlite*")))
 
 
 def _values(row: EntryRow, shard: int) -> dict[str, object]:
@@ -392,9 +406,11 @@ def _values(row: EntryRow, shard: int) -> dict[str, object]:
     }
 
 
-def _marks(chunk: Sequence[str]) -> str:
+def _placeholders(chunk: Sequence[str]) -> str:
     return ",".join("?" * len(chunk))
 
 
 def _chunks(keys: Sequence[str]) -> Iterator[list[str]]:
-    return ([*map(str, keys[i : i + _AT_ONCE])] for i in range(0, len(keys), _AT_ONCE))
+    return (
+        [*map(str, keys[i : i + _KEYS_PER_QUERY])] for i in range(0, len(keys), _KEYS_PER_QUERY)
+    )

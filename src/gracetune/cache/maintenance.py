@@ -1,4 +1,7 @@
-"""Every entry against its checksum, the index against the files."""
+"""Verify, repair, compact and describe caches (`gracetune cache`).
+
+All functions may run while other processes use the cache.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from gracetune.cache.index import DamagedIndexError
-from gracetune.cache.shard_format import OPEN_SUFFIX, SEALED_SUFFIX, entry_checksum, open_shard, lock_shard, map_file
+from gracetune.cache.shard_format import (
+    OPEN_SUFFIX,
+    SEALED_SUFFIX,
+    entry_checksum,
+    lock_shard,
+    map_file,
+    open_shard,
+)
 from gracetune.cache.shard_store import ShardStore, is_cache
 from gracetune.errors import CacheError
 from gracetune.events.types import StageProgress
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DamagedEntry:
-    """An entry whose bytes are not what was put."""
+    """An entry whose bytes are not what was stored."""
 
     row: EntryRow
     why: str
@@ -34,29 +44,29 @@ class DamagedEntry:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What verifying a cache found."""
+    """Result of `verify`."""
 
     num_entries: int
     nbytes: int
     damaged: tuple[DamagedEntry, ...]
     bad_headers: tuple[str, ...]
-    """Sealed files that other tools cannot read; their entries are judged on their own."""
+    """Sealed shards with an invalid header, which only other tools need."""
     index_problems: tuple[str, ...]
-    """What SQLite finds wrong with its own file; the rest is then what it could still tell."""
+    """Problems that SQLite finds in the index; then the other fields may be incomplete."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if nothing is wrong."""
         return not (self.damaged or self.bad_headers or self.index_problems)
 
 
 def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
-    """Read everything; changes nothing, and may run while others write."""
+    """Compare every entry with its checksum, and the index with the shards; change nothing."""
     with store.index() as index:
         problems = index.problems()
-    found = _Found()
+    found = _Findings()
     try:
-        _look_through(store, found, emit)
+        _check_all(store, found, emit)
     except DamagedIndexError as error:
         problems = problems or [str(error)]
     return VerifyReport(
@@ -69,9 +79,9 @@ def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
 
 
 def repair(store: ShardStore, report: VerifyReport) -> None:
-    """Forget what is damaged, so that the next build encodes it again; write headers again.
+    """Delete damaged entries, so that they are encoded again, and rewrite invalid headers.
 
-    A damaged index is made anew first: what it said of entries may be as wrong.
+    A damaged index is rebuilt first, and the cache verified again: its rows may be wrong.
     """
     if report.index_problems:
         store.rebuild_index()
@@ -90,8 +100,8 @@ def repair(store: ShardStore, report: VerifyReport) -> None:
 
 
 @dataclass(slots=True)
-class _Found:
-    """What was found so far: an index may fail in the middle."""
+class _Findings:
+    """Findings so far; kept apart because the index may fail half-way."""
 
     num_entries: int = 0
     nbytes: int = 0
@@ -99,7 +109,7 @@ class _Found:
     headers: list[str] = field(default_factory=list)
 
 
-def _look_through(store: ShardStore, found: _Found, emit: Callable[[Event], None]) -> None:
+def _check_all(store: ShardStore, found: _Findings, emit: Callable[[Event], None]) -> None:
     with store.index() as index:
         shards = [shard.name for shard in index.shards()]
     for done, name in enumerate(shards, 1):
@@ -135,7 +145,7 @@ def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Dam
 
 
 def _header_is_good(store: ShardStore, name: str) -> bool:
-    """Only of a sealed file; one that grows has none yet."""
+    """Return True if a sealed shard has a valid header; open shards have none yet."""
     path = store.shards / f"{name}{SEALED_SUFFIX}"
     try:
         with safe_open(path, "pt"):
@@ -143,35 +153,32 @@ def _header_is_good(store: ShardStore, name: str) -> bool:
     except FileNotFoundError:
         return True
     except (SafetensorError, OSError):
-        return not path.exists()  # taken up by a writer while we looked
-
-
-# ------------------------------------------------------------------------------------------
-# Giving bytes back: entries that nobody needs, and files that hold more gaps than entries.
+        return not path.exists()  # a writer has reopened it meanwhile
 
 
 MIN_LIVE_SHARE = 0.5
-"""A file is written again when less than this share of it is entries."""
-_TOGETHER = 256
+"""`compact` rewrites a shard if less than this share of its bytes belongs to entries."""
+_CHUNK_SIZE = 256
+"""Entries that are looked up or moved at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedEntries:
-    """Entries that no named run needs."""
+    """Entries that none of the given runs needs."""
 
     keys: tuple[str, ...]
     nbytes: int
     kinds: dict[str, int]
-    """How many, by what they are and which encoder made them."""
+    """Number of entries by kind and encoder, such as `text by e1`."""
 
 
-def find_unused(store: ShardStore, wanted: Collection[str]) -> UnusedEntries:
-    """What may go; entries that come after this question are not among it."""
-    keys = tuple(key for key in store.keys() if key not in wanted)  # noqa: SIM118  not a mapping
+def find_unused(store: ShardStore, required: Collection[str]) -> UnusedEntries:
+    """Find the entries whose keys are not in `required`."""
+    keys = tuple(key for key in store.keys() if key not in required)  # noqa: SIM118  not a mapping
     nbytes, kinds = 0, dict[str, int]()
-    for start in range(0, len(keys), _TOGETHER):
+    for start in range(0, len(keys), _CHUNK_SIZE):
         with store.index() as index:
-            rows = index.find_rows(keys[start : start + _TOGETHER]).values()
+            rows = index.find_rows(keys[start : start + _CHUNK_SIZE]).values()
         for row in rows:
             name = f"{row.about.get('kind', 'unexplained')} by {row.about.get('encoder', '?')}"
             kinds[name] = kinds.get(name, 0) + 1
@@ -180,9 +187,10 @@ def find_unused(store: ShardStore, wanted: Collection[str]) -> UnusedEntries:
 
 
 def compact(store: ShardStore) -> int:
-    """Move entries out of files that are mostly gaps, remove what is empty or unknown; bytes freed.
+    """Rewrite shards that are mostly gaps and remove empty ones; return the bytes freed.
 
-    A file that another process writes is left alone. Readers find moved entries by asking again.
+    Shards that another process is writing are skipped. A reader whose shard is gone looks the entry
+    up again and finds its new location.
     """
     store.seal()
     return sum(_compact_file(store, path) for path in sorted(store.shards.iterdir()))
@@ -207,7 +215,7 @@ def _compact_file(store: ShardStore, path: Path) -> int:
     _move(store, rows)
     with store.index() as index:
         empty = index.delete_empty_shard(shard.row.name)
-    if not empty:  # an entry came from nowhere: keep the file, the next call looks again
+    if not empty:  # some entry could not be moved: keep the shard, the next call tries again
         shard.release()
         return 0
     shard.remove()
@@ -215,51 +223,47 @@ def _compact_file(store: ShardStore, path: Path) -> int:
 
 
 def _move(store: ShardStore, rows: list[EntryRow]) -> None:
-    for start in range(0, len(rows), _TOGETHER):
-        some = rows[start : start + _TOGETHER]
-        entries = store.get_many([row.key for row in some])
-        whole: list[tuple[EntryRow, Entry]] = [
-            (row, entry) for row, entry in zip(some, entries, strict=True) if entry is not None
+    for start in range(0, len(rows), _CHUNK_SIZE):
+        chunk = rows[start : start + _CHUNK_SIZE]
+        entries = store.get_many([row.key for row in chunk])
+        intact: list[tuple[EntryRow, Entry]] = [
+            (row, entry) for row, entry in zip(chunk, entries, strict=True) if entry is not None
         ]
-        store.move([row for row, _ in whole], [entry for _, entry in whole])
+        store.move([row for row, _ in intact], [entry for _, entry in intact])
     store.seal()
 
 
 def disk_nbytes(path: Path) -> int:
-    """What a file takes on the disk: the room for its header is mostly a hole."""
+    """Return the disk space of a file, which is less than its size: the header space is a hole."""
     return path.stat().st_blocks * 512
-
-
-# ------------------------------------------------------------------------------------------
-# What an entry is and why it has the key it has; how much a cache holds.
 
 
 KEY_PARTS = {
     "kind": "what was encoded",
-    "sample": "digest of the file's bytes: another one once the file is edited",
+    "sample": "digest of the file's bytes, which changes when the file is edited",
     "caption": "the text itself",
     "geometry": "resize, crop, augmentation and bucket",
     "encoder": "digest of the encoder's weights, dtype and scaling",
-    "schema": "version of this rule",
+    "schema": "version of the key's definition",
 }
-"""What each part of a key stands for."""
+"""Meaning of each component of a key."""
 
 
 def find_caches(folder: Path) -> list[Path]:
-    """The caches of a folder: itself, or those right below it."""
+    """Return the caches of a folder: itself, or those directly below it."""
     found = [folder] if is_cache(folder) else []
     if not found and folder.is_dir():
         found = [path for path in sorted(folder.iterdir()) if is_cache(path)]
     if not found:
         raise CacheError(
-            f"{folder} is no cache of gracetune's, nor has it one: there is no marker file. "
-            "Name the cache_dir of a run, or a run file."
+            f"{folder} is not a gracetune cache and contains none: there is no marker file. "
+            "Give the cache_dir of a run, or a run file."
         )
     return found
 
 
 def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
-    """Entries by the beginning of their key, by a sample's file, or by a caption's."""
+    """Find entries by a prefix of their key, by a sample's file, or by a caption's file."""
     with store.index() as index:
         if not file.is_file():
             return index.rows_with_prefix(what)
@@ -271,7 +275,7 @@ def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
 
 
 def explain_entry(row: EntryRow) -> dict[str, object]:
-    """An entry in words and numbers."""
+    """Describe an entry, for `cache why`."""
     return {
         "key": row.key,
         "made_of": dict(row.about),
@@ -284,7 +288,7 @@ def explain_entry(row: EntryRow) -> dict[str, object]:
 
 
 def cache_stats(store: ShardStore) -> dict[str, object]:
-    """How much there is, of what, and how much of the disk is gaps."""
+    """Return the contents and the disk space of a cache, for `cache stats`."""
     with store.index() as index:
         kinds = [
             {"kind": kind, "encoder": encoder, "entries": count, "nbytes": nbytes}

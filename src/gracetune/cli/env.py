@@ -39,13 +39,19 @@ class Variable(NamedTuple):
 
 VARIABLES = (
     *(Variable(name, "placement hints on (1) or off (0)") for name in HINTS_VARIABLES),
-    Variable(RATIO_VARIABLE, "maximum managed memory as a multiple of device memory, if the host has room"),
+    Variable(
+        RATIO_VARIABLE,
+        "maximum managed memory as a multiple of device memory, if the host has room",
+    ),
     Variable(PATTERN_VARIABLE, "placement of managed memory: gpu_first, balanced or cpu_first"),
     *(
         Variable(name, f"torch's allocator, without our uvm keys; default: {EXPANDABLE_SEGMENTS}")
         for name in ALLOC_CONF_VARIABLES
     ),
-    Variable(OWN_ALLOC_CONF_VARIABLE, "uvm keys removed from torch's variables, for this process and its children"),
+    Variable(
+        OWN_ALLOC_CONF_VARIABLE,
+        "uvm keys removed from torch's variables, for this process and its children",
+    ),
     Variable(PRECISION_VARIABLE, "precision of a run whose run file says `auto`"),
 )
 

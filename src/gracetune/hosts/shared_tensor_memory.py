@@ -1,70 +1,106 @@
-"""Tensors of cache files, one copy a machine: whoever loads a file first holds it for all ranks.
+"""Keep one copy of the tensors of a host's cache files for all processes of a machine.
 
-A process writes what it has loaded into segments of anonymous memory (memfd), and notes each in a
-log of its own; the others read that log and map the segment through /proc. Mappings are private:
-who writes to a tensor writes to pages of its own, and nobody else sees it. A segment leaves when
-its holder closes it; whoever still has a tensor in it keeps it until then. Nothing is left when
-the last process ends, however that ends, but for logs, which the next one takes away.
+The process that loads a file first writes its tensors into a segment of anonymous memory (memfd)
+and appends a record to its own log. The other processes read that log and map the segment through
+/proc/PID/fd:
 
-They are not pinned: pinning a private page copies it. SimpleTuner pins what it puts into a batch.
+    rank 0: load a.pt -> segment 0 -> log "Entry a.pt"
+    rank 1: needs a.pt -> reads rank 0's log -> maps segment 0, loads nothing
+
+Mappings are private (copy on write): a process that modifies a tensor changes its own pages only.
+A segment is freed when its owner has closed it and no process has a tensor in it. Everything but
+the logs vanishes with the last process, however it ends; the next process removes old logs.
+
+Tensors are not pinned, because pinning a private page copies it. SimpleTuner pins its batches.
+
+memory/shared_arena.py also shares memory between processes, but is filled once, sealed, and read
+only. Here entries come and go, and every process may add some.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import mmap
 import os
 import threading
 import time
 import weakref
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from gracetune.data.staging import host_room
 from gracetune.events.types import Notice
 from gracetune.hosts.tensor_memory import (
     CachedValue,
+    LocalTensorMemory,
     copy_containers,
     count_writes,
     file_identity,
     tensor_versions,
 )
 from gracetune.memory.shared_arena import exclusive_lock, open_process_file, pid_namespace_id
+from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.events.dispatcher import Emit
-    from gracetune.hosts.tensor_memory import FilePath, Identity
+    from gracetune.hosts.tensor_memory import FileIdentity, FilePath, TensorMemory
 
     Layout = dict[str, object]
 
 
 _SEGMENT_NBYTES = 256 * 1024**2
 _PAGE = mmap.ALLOCATIONGRANULARITY
-"""An entry has pages of its own: one that is written to must not hide what comes after it."""
+"""Each entry starts on a new page, because a page that a process wrote to is private to it."""
+_MEMORY_SHARE = 0.5
+"""The share of the free host memory that cache files may take if no budget is set."""
+
+
+def open_tensor_memory(
+    limit_gib: float | None,
+    num_ranks: int,
+    folder: Path | None,
+    pin: Callable[[torch.Tensor], torch.Tensor],
+    emit: Emit,
+    free_host_memory: Callable[[], int] = host_room,
+) -> TensorMemory:
+    """Open the memory for cache files: shared if several ranks of this machine have a `folder`.
+
+    The budget of each rank is `limit_gib`, or an equal part of half of the free host memory.
+    """
+    if limit_gib is not None:
+        budget = int(limit_gib * GIB)
+    else:
+        budget = max(0, int(free_host_memory() * _MEMORY_SHARE / num_ranks))
+    emit(Notice(f"cache files are kept in host memory, up to {format_bytes(budget)}"))
+    if num_ranks == 1 or folder is None:
+        return LocalTensorMemory(budget, pin)
+    emit(Notice(f"the {num_ranks} ranks of this machine share the cache files in their memory"))
+    return SharedTensorMemory(budget, folder, emit)
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Memory that this process fills from its start."""
+    """Memory that this process fills from the start to the end."""
 
     number: int
     fd: int
     nbytes: int
     end: int = 0
-    paths: list[str] = field(default_factory=list)
 
 
 class SharedTensorMemory:
-    """What `torch_load` gave in any process of this machine that meets in `folder`.
+    """The cache files that any process using the same `folder` has loaded on this machine.
 
-    Each holds up to its budget; the oldest segment leaves first. A hit is checked as in
-    `TensorMemory`: by the file on disk, and by whether anyone here has written to a tensor.
+    Each process stores up to its budget and drops its oldest segment first. A hit is valid only if
+    the file on disk is still the one that was read and this process has not written to a tensor.
     """
 
     def __init__(
@@ -84,17 +120,19 @@ class SharedTensorMemory:
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._num_segments = 0
-        self._read: dict[Path, int] = {}
+        # What is known from all logs. A segment is identified by its owner's log and its number.
+        self._offsets: dict[Path, int] = {}
         self._entries: dict[str, tuple[Path, ValueStored]] = {}
         self._opened: dict[tuple[Path, int], SegmentOpened] = {}
         self._maps: dict[tuple[Path, int], mmap.mmap] = {}
+        # Values that this process has built, and files whose tensors it has modified.
         self._cached: dict[str, CachedValue] = {}
-        self._modified: dict[str, Identity] = {}
+        self._modified: dict[str, FileIdentity] = {}
         weakref.finalize(self, _remove_log, self._log.path, self._pid)
         self._remove_dead_logs()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """The value of a file, from the machine's memory where it is there."""
+        """Return the value of a file from the machine's memory, or load it with `load(path)`."""
         path = os.fspath(where)
         file = file_identity(path)
         with self._lock:
@@ -109,29 +147,30 @@ class SharedTensorMemory:
         return self._store(path, file, value)
 
     def forget(self, path: FilePath) -> None:
-        """The file is about to change; other processes see that by the file."""
+        """Drop a file that is about to change. Other processes notice by the file's identity."""
         with self._lock:
             self._cached.pop(os.fspath(path), None)
 
-    def _lookup(self, path: str, file: Identity) -> CachedValue | None:
-        held = self._cached.get(path)
-        if held is not None and held.file == file:
-            if tensor_versions(held.value) == held.versions:
-                return held
-            # What was written to is this process's own page now; the disk has what is right.
+    def _lookup(self, path: str, file: FileIdentity) -> CachedValue | None:
+        cached = self._cached.get(path)
+        if cached is not None and cached.file == file:
+            if tensor_versions(cached.value) == cached.versions:
+                return cached
+            # The modified pages are private to this process. Only the disk has the original.
             self._modified[path] = file
             del self._cached[path]
         if self._modified.get(path) == file:
             return None
         if not self._has_entry(path, file):
             self._read_logs()
-        return self._view(path, file) if self._has_entry(path, file) else None
+        return self._build(path, file) if self._has_entry(path, file) else None
 
-    def _has_entry(self, path: str, file: Identity) -> bool:
+    def _has_entry(self, path: str, file: FileIdentity) -> bool:
         known = self._entries.get(path)
         return known is not None and known[1].file == file
 
-    def _view(self, path: str, file: Identity) -> CachedValue | None:
+    def _build(self, path: str, file: FileIdentity) -> CachedValue | None:
+        """Build a value over the mapped segment, or return None if its owner is gone."""
         log, entry = self._entries[path]
         memory = self._map((log, entry.segment))
         if memory is None:
@@ -139,22 +178,23 @@ class SharedTensorMemory:
             return None
         with count_writes():
             value = deserialize(entry.layout, memory, entry.offset)
-        held = self._cached[path] = CachedValue(value, file, tensor_versions(value), entry.nbytes)
-        return held
+        cached = CachedValue(value, file, tensor_versions(value), entry.nbytes)
+        self._cached[path] = cached
+        return cached
 
-    def _store(self, path: str, file: Identity, value: object) -> object:
+    def _store(self, path: str, file: FileIdentity, value: object) -> object:
         if os.getpid() != self._pid:
-            return value  # a fork may read; what it held would end with it
+            return value  # a forked worker only reads: its memory would vanish with it
         try:
             layout, parts, nbytes = serialize(value)
         except UnsupportedValueError as error:
-            self._warn_once(f"cache files with {error} in them are not kept: ranks cannot share it")
+            self._warn_once(f"cache files with {error} are not kept: ranks cannot share them")
             return value
         size = -(-nbytes // _PAGE) * _PAGE
         if size > self.budget_nbytes:
             return value
         with self._lock, self._locked():
-            found = self._lookup(path, file)  # another may have been faster
+            found = self._lookup(path, file)  # another process may have been faster
             if found is not None:
                 return copy_containers(found.value)
             try:
@@ -167,13 +207,13 @@ class SharedTensorMemory:
                 self._warn_once(f"the machine has no memory for more cache files ({error})")
                 return value
             segment.end += size
-            segment.paths.append(path)
             self.nbytes += size
             self._entries[path] = (self._log.path, entry)
-            kept = self._view(path, file)
-        return value if kept is None else copy_containers(kept.value)
+            stored = self._build(path, file)
+        return value if stored is None else copy_containers(stored.value)
 
     def _segment_for(self, size: int) -> _Segment:
+        """Return a segment with room for `size` bytes, closing old ones to stay in the budget."""
         while self._segments and self.nbytes + size > self.budget_nbytes:
             self._close_oldest()
         if self._segments and self._segments[-1].end + size <= self._segments[-1].nbytes:
@@ -196,56 +236,61 @@ class SharedTensorMemory:
 
     def _close_oldest(self) -> None:
         segment = self._segments[0]
-        self._log.add(SegmentClosed(segment.number))  # first: who cannot be told must not lose it
+        # The record comes first: if it cannot be written, the segment must stay open.
+        self._log.add(SegmentClosed(segment.number))
         del self._segments[0]
         self.nbytes -= segment.end
         self._forget_segment((self._log.path, segment.number))
         os.close(segment.fd)
 
-    def _forget_segment(self, place: tuple[Path, int]) -> None:
-        self._opened.pop(place, None)
-        self._maps.pop(place, None)
+    def _forget_segment(self, segment: tuple[Path, int]) -> None:
+        self._opened.pop(segment, None)
+        self._maps.pop(segment, None)
         for path, (log, entry) in list(self._entries.items()):
-            if (log, entry.segment) == place:
+            if (log, entry.segment) == segment:
                 del self._entries[path]
                 self._cached.pop(path, None)
 
-    def _map(self, place: tuple[Path, int]) -> mmap.mmap | None:
-        if place in self._maps:
-            return self._maps[place]
-        opened = self._opened.get(place)
+    def _map(self, segment: tuple[Path, int]) -> mmap.mmap | None:
+        if segment in self._maps:
+            return self._maps[segment]
+        opened = self._opened.get(segment)
         if opened is None:
             return None
         try:
             descriptor = opened.open(self._proc)
         except PermissionError as error:
-            self._warn_once(f"another rank's memory cannot be mapped ({error}): each has its own")
+            self._warn_once(
+                f"the memory of another rank cannot be mapped ({error}): each rank keeps its own "
+                "copy of the cache files"
+            )
             return None
         except OSError:
-            return None  # its holder has ended
+            return None  # the owner has ended
         try:
-            self._maps[place] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            self._maps[segment] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
-        return self._maps[place]
+        return self._maps[segment]
 
     def _read_logs(self) -> None:
-        """Read what other processes have noted since."""
+        """Read the new records of the other processes."""
         for log in self._folder.glob("*.log"):
             if log == self._log.path:
                 continue
-            notes, self._read[log] = read_records(log, self._read.get(log, 0))
-            for note in notes:
-                if isinstance(note, ValueStored):
-                    if not self._has_entry(note.path, note.file):
-                        self._entries[note.path] = (log, note)
-                elif isinstance(note, SegmentOpened):
-                    self._opened[log, note.segment] = note
+            records, self._offsets[log] = read_records(log, self._offsets.get(log, 0))
+            for record in records:
+                if isinstance(record, ValueStored):
+                    if not self._has_entry(record.path, record.file):
+                        self._entries[record.path] = (log, record)
+                elif isinstance(record, SegmentOpened):
+                    self._opened[log, record.segment] = record
                 else:
-                    self._forget_segment((log, note.segment))
+                    self._forget_segment((log, record.segment))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        """Hold the machine-wide lock for storing, with all logs read."""
         with exclusive_lock(self._folder / "lock"):
             self._read_logs()
             yield
@@ -264,23 +309,22 @@ class SharedTensorMemory:
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def _remove_log(log: Path, pid: int) -> None:
-    """Not in a fork: the log is its parent's."""
+    """Delete the log of this process. A fork does nothing: the log is its parent's."""
     if os.getpid() == pid:
         log.unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------
-# What a process tells the others of its machine about the tensors it holds: a line a note.
+# The log: one JSON line per record
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpened:
-    """A segment, and where others find it as long as its holder lives."""
+    """A new segment, and where other processes find it while its owner lives."""
 
     segment: int
     pid: int
@@ -289,81 +333,85 @@ class SegmentOpened:
     inode: int
 
     def open(self, proc: Path) -> int:
-        """A descriptor of it; OSError where it is gone or not ours to see."""
+        """Return a descriptor for reading. Raises OSError if it is gone or access is denied."""
         return open_process_file(self.pid, self.fd, (self.device, self.inode), proc)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueStored:
-    """The value of one file, in a segment."""
+    """The value of one file, stored in a segment."""
 
     path: str
-    file: Identity
+    file: FileIdentity
     segment: int
     offset: int
     nbytes: int
     layout: dict[str, object]
+    """The structure of the value; see `serialize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentClosed:
-    """A segment that its holder has closed."""
+    """A segment that its owner has closed."""
 
     segment: int
 
 
 LogRecord = SegmentOpened | ValueStored | SegmentClosed
-_KINDS: dict[str, type[LogRecord]] = {
-    kind.__name__: kind for kind in (SegmentOpened, ValueStored, SegmentClosed)
+_RECORD_TYPES: dict[str, type[LogRecord]] = {
+    "Opened": SegmentOpened,
+    "Entry": ValueStored,
+    "Gone": SegmentClosed,
 }
+"""Record types by their names in log files."""
+_RECORD_NAMES = {record_type: name for name, record_type in _RECORD_TYPES.items()}
 
 
 class RecordLog:
-    """The notes of one process."""
+    """The log that one process writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def add(self, note: LogRecord) -> None:
-        """One line, in one write: who reads meanwhile sees all of it, or waits for its end.
+    def add(self, record: LogRecord) -> None:
+        """Append a record as one line, in one write, so that readers see all or nothing of it.
 
-        OSError where there is no room for it; then nothing of it is left.
+        Raises OSError if there is no space; then the log is as before.
         """
-        line = (json.dumps([type(note).__name__, asdict(note)]) + "\n").encode()
-        before = os.fstat(self._fd).st_size
+        line = (json.dumps([_RECORD_NAMES[type(record)], asdict(record)]) + "\n").encode()
+        old_size = os.fstat(self._fd).st_size
         if os.write(self._fd, line) < len(line):
-            os.ftruncate(self._fd, before)
+            os.ftruncate(self._fd, old_size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def read_records(path: Path, offset: int) -> tuple[list[LogRecord], int]:
-    """What was noted since an offset, and the next one; a line without its end is for later."""
+    """Return the records from an offset on, and the offset after the last complete line."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
             text = file.read()
     except FileNotFoundError:
         return [], offset
-    whole = text[: text.rfind(b"\n") + 1]
-    notes: list[LogRecord] = []
-    for line in whole.splitlines():
-        kind, said = json.loads(line)
-        if kind == ValueStored.__name__:
-            said["file"] = tuple(said["file"])
-        notes.append(_KINDS[kind](**said))
-    return notes, offset + len(whole)
+    complete = text[: text.rfind(b"\n") + 1]
+    records: list[LogRecord] = []
+    for line in complete.splitlines():
+        name, fields = json.loads(line)
+        if name == _RECORD_NAMES[ValueStored]:
+            fields["file"] = tuple(fields["file"])
+        records.append(_RECORD_TYPES[name](**fields))
+    return records, offset + len(complete)
 
 
-# ------------------------------------------------------------------------------------------
-# A value with tensors in it as plain text and bytes, and back, without a copy on the way back.
+# Serialization of values with tensors
 #
-# What is not made of strided tensors on the CPU and of plain data has no layout; pickle, which
-# could
-# give it one, executes what it reads.
+# Supported are strided CPU tensors and plain data in dicts, lists and tuples. Pickle would support
+# more, but executes code when it reads.
 
 
 _ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes."""
 _DTYPES = {
     str(each): each
     for each in (
@@ -375,72 +423,68 @@ _DTYPES = {
 
 
 class UnsupportedValueError(Exception):
-    """A value that cannot be handed to another process in this way; the text says what of it."""
+    """A value that cannot be shared. The text names the part that is not supported."""
 
 
 class TensorPart(NamedTuple):
-    """The bytes of one tensor, and where they go."""
+    """The bytes of one tensor and their offset in the entry."""
 
     offset: int
     data: memoryview
 
 
 def serialize(value: object) -> tuple[Layout, list[TensorPart], int]:
-    """How to build the value again, its bytes, and how many bytes they span."""
+    """Return the JSON-compatible structure of a value, its tensors' bytes, and their total size."""
     parts: list[TensorPart] = []
-    layout = _lay_out(value, parts)
+    layout = _serialize(value, parts)
     end = parts[-1].offset + len(parts[-1].data) if parts else 0
     return layout, parts, end
 
 
-def _lay_out(value: object, parts: list[TensorPart]) -> Layout:
+def _serialize(value: object, parts: list[TensorPart]) -> Layout:
     kind = type(value)
     if kind is torch.Tensor:
-        return _lay_out_tensor(cast("torch.Tensor", value), parts)
+        return _serialize_tensor(cast("torch.Tensor", value), parts)
     if kind is dict:
         items = cast("dict[object, object]", value)
         if not all(type(key) is str for key in items):
-            raise UnsupportedValueError("a mapping whose keys are not text")
-        return {"dict": {key: _lay_out(each, parts) for key, each in items.items()}}
+            raise UnsupportedValueError("a dict whose keys are not strings")
+        return {"dict": {key: _serialize(each, parts) for key, each in items.items()}}
     if kind in (list, tuple):
-        each_one = cast("list[object]", value)
-        return {kind.__name__: [_lay_out(each, parts) for each in each_one]}
+        elements = cast("list[object]", value)
+        return {kind.__name__: [_serialize(each, parts) for each in elements]}
     if value is None or kind in (bool, int, float, str):
         return {"plain": value}
-    raise UnsupportedValueError(f"a {kind.__name__}")
+    raise UnsupportedValueError(f"a value of type {kind.__name__}")
 
 
-def _lay_out_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
-    name = str(tensor.dtype)
-    if tensor.layout is not torch.strided or not tensor.device.type == "cpu":
-        raise UnsupportedValueError(f"a tensor that is {tensor.layout} on {tensor.device}")
-    if name not in _DTYPES or tensor.requires_grad:
-        raise UnsupportedValueError(
-            f"a tensor of {name}" + " with a gradient" * tensor.requires_grad
-        )
+def _serialize_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
+    dtype = str(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise UnsupportedValueError(f"a {tensor.layout} tensor on {tensor.device}")
+    if dtype not in _DTYPES or tensor.requires_grad:
+        raise UnsupportedValueError(f"a {dtype} tensor" + " with a gradient" * tensor.requires_grad)
     last = parts[-1] if parts else TensorPart(0, memoryview(b""))
     offset = -(-(last.offset + len(last.data)) // _ALIGNMENT) * _ALIGNMENT
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     parts.append(TensorPart(offset, flat.numpy().data))
-    return {"tensor": [name, list(tensor.shape), offset]}
+    return {"tensor": [dtype, list(tensor.shape), offset]}
 
 
 def deserialize(layout: Layout, memory: mmap.mmap, base: int) -> object:
-    """The value, whose tensors are the memory itself."""
-    [(kind, said)] = layout.items()
+    """Build a value whose tensors are views of `memory`, without copying."""
+    [(kind, content)] = layout.items()
     if kind == "tensor":
-        name, shape, offset = cast("tuple[str, list[int], int]", said)
-        dtype = _DTYPES[name]
-        count = 1
-        for size in shape:
-            count *= size
+        dtype_name, shape, offset = cast("tuple[str, list[int], int]", content)
+        dtype = _DTYPES[dtype_name]
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=base + offset).view(shape)
     if kind == "dict":
-        items = cast("dict[str, Layout]", said)
+        items = cast("dict[str, Layout]", content)
         return {key: deserialize(each, memory, base) for key, each in items.items()}
     if kind == "plain":
-        return said
-    built = [deserialize(each, memory, base) for each in cast("list[Layout]", said)]
-    return built if kind == "list" else tuple(built)
+        return content
+    elements = [deserialize(each, memory, base) for each in cast("list[Layout]", content)]
+    return elements if kind == "list" else tuple(elements)

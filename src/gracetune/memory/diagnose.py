@@ -635,7 +635,8 @@ def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> 
         return skip(
             name,
             f"{scale} times the device is {format_bytes(nbytes)}. That needs "
-            f"{format_bytes(on_host)} of host memory, but only {format_bytes(platform.host_bytes)} are available",
+            f"{format_bytes(on_host)} of host memory, but only "
+            f"{format_bytes(platform.host_bytes)} are available",
             "Lower --oversubscription-scale.",
         )
     if nbytes == 0:

@@ -1,9 +1,11 @@
-"""What the machine at hand does a second: a moment's work on the device that is there.
+"""Measure the rates of the machine at hand: compute, memory, the link, and kernel launches.
 
-The same kernels that `machines` has figures for: a large product, a copy on the device, and copies
-over the link both ways; and what queueing operators costs the host (`probe`). Products, attention
-and what runs between them one operation at a time are timed as a model has them when the planner
-comes to them: libraries are not equally good at all of them.
+`measure_device` measures what plan/machines.py lists for known machines: a large matmul, a copy on
+the device, copies over the link in both directions, and the CPU's launch costs
+(plan/launch_probe.py). It takes a few seconds.
+
+`KernelTimer` times single kernels of a model, each when the planner first asks for it: libraries do
+not reach the same share of the peak rate for all shapes.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WARM_UP, REPEATS = 3, 10
+"""Untimed and timed repetitions."""
 EDGE, COPIED_NBYTES = 8192, 512 * MIB
-"""Of the products and copies that rates are measured by, where there is room."""
-MOST_ROWS = 16384
-"""Of a product that is timed: more take as long as their number says."""
-MOST_NBYTES = 4 * GIB
-"""That an elementwise kernel may touch to be timed; what touches more goes by its bytes."""
-BUSY = (1, 4, 16)
-"""Products that give the device something to do while short kernels are queued behind them: so many
-of them, until they take long enough."""
+"""Matrix edge and bytes of the measured matmul and copies, if there is room for them."""
+MAX_TIMED_ROWS = 16384
+"""Rows of a timed matmul; the time of more rows is extrapolated."""
+MAX_TIMED_NBYTES = 4 * GIB
+"""Bytes that a timed elementwise kernel may touch; larger ones are estimated from their bytes."""
+BLOCKING_MATMULS = (1, 4, 16)
+"""Numbers of large matmuls, tried in turn, that keep the device busy while short kernels are
+launched behind them."""
 
 
 def measure_device(
@@ -59,9 +62,10 @@ def measure_device(
     clock: Callable[[], float] = time.perf_counter,
     make_probe_model: ProbeModelFactory | None = None,
 ) -> MachineRates:
-    """Measure for a few seconds; memory of a few GiB is taken and given back.
+    """Measure for a few seconds with a few GiB of memory, which is freed again.
 
-    `make_probe_model` makes the models by which the host is measured; none: another host stands for it.
+    `make_probe_model` builds the models for the launch probe; without it, typical launch costs are
+    assumed.
     """
     host = (
         TYPICAL_LAUNCH_COSTS
@@ -69,48 +73,50 @@ def measure_device(
         else measure_launch_costs(device, synchronize, clock, make_probe_model)
     )
     pinned = torch.empty(copied_nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there, back = (torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (
+        torch.empty(copied_nbytes, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     left, right = (torch.ones(edge, edge, dtype=torch.bfloat16, device=device) for _ in range(2))
 
     def seconds(work: Callable[[], object]) -> float:
         return _timed(work, synchronize, clock)
 
-    stopwatch = KernelTimer(device, synchronize, clock, edge)
+    timer = KernelTimer(device, synchronize, clock, edge)
     return MachineRates(
         flops=2.0 * edge**3 / seconds(lambda: left @ right),
-        memory=2.0 * copied_nbytes / seconds(lambda: back.copy_(there)),
-        link_in=copied_nbytes / seconds(lambda: there.copy_(pinned, non_blocking=True)),
-        link_out=copied_nbytes / seconds(lambda: pinned.copy_(there, non_blocking=True)),
-        both_ways_share=_both_ways(device, (pinned, there, back), seconds),
-        timer=stopwatch.seconds if device.type == "cuda" else None,  # a CPU would take minutes
+        memory=2.0 * copied_nbytes / seconds(lambda: target.copy_(source)),
+        link_in=copied_nbytes / seconds(lambda: source.copy_(pinned, non_blocking=True)),
+        link_out=copied_nbytes / seconds(lambda: pinned.copy_(source, non_blocking=True)),
+        both_ways_share=_both_ways_share(device, (pinned, source, target), seconds),
+        timer=timer.seconds if device.type == "cuda" else None,  # on a CPU it would take minutes
         host=host,
     )
 
 
-def _both_ways(
+def _both_ways_share(
     device: torch.device,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seconds: Callable[[Callable[[], object]], float],
 ) -> float:
-    """What is left of each direction while the other is busy; a CPU has no link."""
+    """Return the share of its bandwidth that a direction keeps while the other is busy."""
     if device.type != "cuda":
-        return 1.0
-    pinned, there, back = buffers
-    home = torch.empty_like(pinned, pin_memory=True)
+        return 1.0  # a CPU has no link
+    pinned, source, target = buffers
+    pinned_out = torch.empty_like(pinned, pin_memory=True)
     inward, outward = (torch.Stream(device) for _ in range(2))
 
     def copy(both: bool) -> None:
         with inward:
-            there.copy_(pinned, non_blocking=True)
+            source.copy_(pinned, non_blocking=True)
         if both:
             with outward:
-                home.copy_(back, non_blocking=True)
+                pinned_out.copy_(target, non_blocking=True)
 
     return min(1.0, seconds(lambda: copy(False)) / seconds(lambda: copy(True)))
 
 
 class KernelTimer:
-    """Times kernels of one device, each of a kind once."""
+    """Times kernels on one device and remembers the results."""
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class KernelTimer:
         clock: Callable[[], float],
         edge: int = EDGE,
     ) -> None:
-        """`edge`: of matrices that there is room for."""
+        """Set up the timer; `edge` is the largest matrix edge that fits in memory."""
         self._device = device
         self._synchronize = synchronize
         self._clock = clock
@@ -127,15 +133,16 @@ class KernelTimer:
         self._num_refused = 0
         self._known: dict[Hashable, float | None] = {}
         self._shortest = record_call(torch.ops.aten.neg.default, (torch.empty(1),), {})
-        self._random = torch.Generator(device).manual_seed(0)  # a run's own draws are not touched
+        self._random = torch.Generator(device).manual_seed(0)  # not the run's global generator
 
     def seconds(self, op: Op, scale: float) -> float | None:
-        """Of one kernel at so many times the batch that was traced; none: it cannot be timed.
+        """Return a kernel's time at `scale` times the traced batch; None if it cannot be timed.
 
-        What it takes grows with the batch, but for what the shortest of kernels takes.
+        Elementwise kernels are timed at the traced batch and extrapolated:
+        fixed + (time - fixed) * scale, where `fixed` is the time of the shortest kernel.
         """
         if op.replay is not None:
-            once = self._replay(op.replay) if op.nbytes <= MOST_NBYTES else None
+            once = self._replay(op.replay) if op.nbytes <= MAX_TIMED_NBYTES else None
             if once is None:
                 return None
             fixed = min(once, self._replay(self._shortest) or 0.0)
@@ -144,23 +151,29 @@ class KernelTimer:
             return None
         first, *others = max(1, round(op.dims[0] * scale)), *op.dims[1:]
         if op.kind == "gemm":
-            rows = min(first, MOST_ROWS)
-            once = self._product(rows, *others)
+            rows = min(first, MAX_TIMED_ROWS)
+            once = self._matmul(rows, *others)
             return None if once is None else once * first / rows
         assert op.kind == "attention", op.kind
         once = self._attention(op.backward, *others)
         return None if once is None else once * first
 
     def _once(self, what: Hashable, work: Callable[[], float]) -> float | None:
-        """What it takes; none where the device is short of memory, or has another operator for it
-        than the CPU.
+        """Return the remembered or measured time; None if the device cannot run the kernel.
+
+        It may lack memory, or the operator may exist on the CPU only.
         """
         if what not in self._known:
             try:
                 self._known[what] = work()
             except RuntimeError as refused:
-                level = logging.DEBUG if self._num_refused else logging.WARNING  # told once
-                log.log(level, "%s cannot be timed, it goes by other rates: %s", what, refused)
+                level = logging.DEBUG if self._num_refused else logging.WARNING  # warn once
+                log.log(
+                    level,
+                    "cannot time %s, so its time is estimated from its bytes: %s",
+                    what,
+                    refused,
+                )
                 self._num_refused += 1
                 self._known[what] = None
         return self._known[what]
@@ -173,30 +186,32 @@ class KernelTimer:
 
         return self._once(recipe, work)
 
-    def _product(self, *extent: int) -> float | None:
+    def _matmul(self, *dims: int) -> float | None:
         def work() -> float:
-            rows, inner, outer = extent
+            rows, inner, outer = dims
             left, right = self._numbers(rows, inner), self._numbers(outer, inner)
             return self._time(lambda: left @ right.t())
 
-        return self._once(("product", *extent), work)
+        return self._once(("matmul", *dims), work)
 
-    def _attention(self, is_back: bool, *extent: int) -> float | None:
-        """Forward, or the way back, which is what both take less that."""
-        there = self._once(("attention", *extent), lambda: self._attend(False, *extent))
-        if not is_back:
-            return there
-        both = self._once(("attention, both ways", *extent), lambda: self._attend(True, *extent))
-        return None if there is None or both is None else both - there
+    def _attention(self, is_backward: bool, *dims: int) -> float | None:
+        """Return the time of forward, or of backward: both together minus forward."""
+        forward = self._once(("attention", *dims), lambda: self._attend(False, *dims))
+        if not is_backward:
+            return forward
+        both = self._once(("attention with backward", *dims), lambda: self._attend(True, *dims))
+        return None if forward is None or both is None else both - forward
 
-    def _attend(self, both_ways: bool, heads: int, queries: int, keys: int, width: int) -> float:
+    def _attend(
+        self, with_backward: bool, heads: int, queries: int, keys: int, width: int
+    ) -> float:
         query, grad = (self._numbers(1, heads, queries, width) for _ in range(2))
         key, value = (self._numbers(1, heads, keys, width) for _ in range(2))
-        leaves = [tensor.requires_grad_(both_ways) for tensor in (query, key, value)]
+        leaves = [tensor.requires_grad_(with_backward) for tensor in (query, key, value)]
 
         def work() -> None:
             out = scaled_dot_product_attention(query, key, value)
-            if both_ways:
+            if with_backward:
                 torch.autograd.grad(out, leaves, grad)
 
         return self._time(work)
@@ -208,27 +223,31 @@ class KernelTimer:
         return _timed(work, self._synchronize, self._clock)
 
     def _time_short(self, work: Callable[[], object]) -> float:
-        """A kernel may be shorter than its call: so calls queue up behind something long."""
+        """Time a kernel that may be shorter than its launch.
+
+        A large matmul keeps the device busy until all launches are queued, so that the events
+        measure the kernels back to back and not the launches.
+        """
         if self._device.type != "cuda":
             return self._time(work)
         with torch.cuda.device(self._device):
-            long = torch.ones(self._edge, self._edge, dtype=torch.bfloat16, device=self._device)
-            product = long @ long
+            matrix = torch.ones(self._edge, self._edge, dtype=torch.bfloat16, device=self._device)
+            result = matrix @ matrix
             for _ in range(WARM_UP):
                 work()
-            began, ended = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-            for num_products in BUSY:
-                for _ in range(num_products):
-                    torch.mm(long, long, out=product)
-                began.record()
+            start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+            for num_matmuls in BLOCKING_MATMULS:
+                for _ in range(num_matmuls):
+                    torch.mm(matrix, matrix, out=result)
+                start.record()
                 for _ in range(REPEATS):
                     work()
-                ended.record()
-                is_ahead = not began.query()
+                end.record()
+                is_ahead = not start.query()
                 self._synchronize()
                 if is_ahead:
                     break
-        return float(began.elapsed_time(ended)) / 1e3 / REPEATS
+        return float(start.elapsed_time(end)) / 1e3 / REPEATS
 
 
 def _timed(
@@ -237,65 +256,64 @@ def _timed(
     for _ in range(WARM_UP):
         work()
     synchronize()
-    began = clock()
+    start = clock()
     for _ in range(REPEATS):
         work()
     synchronize()
-    return (clock() - began) / REPEATS
+    return (clock() - start) / REPEATS
 
 
-# ------------------------------------------------------------------------------------------
-# The rates of a GPU and of the host that queues for it, measured in what memory is free.
-
-
-MEASURED_SHARE = 8
-"""One part in so many of free device memory is for each piece that rates are measured by."""
-LEAST_NBYTES = MIB
-"""Of such a piece."""
+BUFFER_PART = 8
+"""Each buffer of the measurement may take 1/8 of the free device memory."""
+MIN_BUFFER_NBYTES = MIB
 BF16_NBYTES = 2
 
 
 def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None]) -> MachineRates:
-    """For a few seconds, before a model is there; all memory is given back."""
+    """Measure a GPU and its host with the memory that is free; all of it is freed again."""
     free = free_nbytes(device)
-    room = free // MEASURED_SHARE
-    if room < LEAST_NBYTES:
+    room = free // BUFFER_PART
+    if room < MIN_BUFFER_NBYTES:
         raise PlanError(
-            f"{format_bytes(max(0, free))} of device memory are free, too few to measure the "
-            "device by. End what else is on it, or give torch a larger share."
+            f"only {format_bytes(max(0, free))} of device memory is free, too little to measure "
+            "the device. End other programs on it, or raise torch's memory fraction."
         )
     edge = min(EDGE, 1 << int(math.log2(room / BF16_NBYTES) / 2))
     copied = min(COPIED_NBYTES, room)
-    probed = probe_model_factory(family, free, emit)
-    basics = measure_device(device, torch.cuda.synchronize, edge, copied, make_probe_model=probed)
-    gc.collect()  # probed models contain reference cycles
-    return basics
+    factory = probe_model_factory(family, free, emit)
+    rates = measure_device(device, torch.cuda.synchronize, edge, copied, make_probe_model=factory)
+    gc.collect()  # probe models contain reference cycles
+    return rates
 
 
 def probe_model_factory(
     family: str, free: int, emit: Callable[[Notice], None]
 ) -> ProbeModelFactory:
-    """What makes the models that the host is measured by; told where they are not the best."""
+    """Return the factory of a family's probe models; emit a notice if they are a compromise."""
     if family not in PLANNABLE:
-        emit(Notice(f"how fast this host queues a step is measured by {PROXY_FAMILY} for {family}"))
+        emit(Notice(f"launch overhead is measured with {PROXY_FAMILY} in place of {family}"))
     if free >= REALISTIC_NBYTES:
         return partial(build_probe_model, family)
     emit(
         Notice(
-            f"only {format_bytes(free)} of device memory are free, so how fast this host queues a "
-            "step is measured with small tensors: its part may be said too short"
+            f"launch overhead is measured with small tensors, because only "
+            f"{format_bytes(free)} of device memory is free; it may be underestimated"
         )
     )
     return lambda has_adapter, _: build_probe_model(family, has_adapter)
 
 
-def free_nbytes(device: torch.device, there_is: int | None = None) -> int:
-    """What torch can still give out: of the device, and of this process's share of it.
+def free_nbytes(device: torch.device, system_free_nbytes: int | None = None) -> int:
+    """Return the device memory that torch can still allocate.
 
-    `there_is`: free of all, where the driver counts less than the kernel could give.
+    It is limited by free memory and by the process's memory fraction. `system_free_nbytes` replaces
+    the driver's free memory, which is too low where host and device share one memory.
     """
     taken = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - taken
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
-    return min((free if there_is is None else there_is) + cached, int(total * share) - taken)
+    return min(
+        (free if system_free_nbytes is None else system_free_nbytes) + cached,
+        int(total * share) - taken,
+    )

@@ -135,7 +135,7 @@ class Session:
             self.emit(Notice(text, level="warning"))
         restore_weights(state.parameters, tensors["weights"])
         restore_optimizer(
-            state.optimizer, state.parameters, tensors["optimizer"], state.update.load_state_dict
+            state.optimizer, state.parameters, tensors["optimizer"], state.stepper.load_state_dict
         )
         if state.ema is not None:
             restore_weights(state.ema.averages, tensors["ema"])
@@ -153,7 +153,7 @@ class Session:
 
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
-        self.state.update.close()
+        self.state.stepper.close()
         if self.plan_controller is not None:
             self.plan_controller.close()
 
@@ -242,7 +242,7 @@ def build_session(
         ),
         parameters=parameters,
         optimizer=optimizer,
-        update=update,
+        stepper=update,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
@@ -533,8 +533,8 @@ def register_memory_roles(
     )
     transfer.track_memory("trained", lambda: _nbytes(state.parameters.values()))
     transfer.track_memory("averages", lambda: _nbytes(averages))
-    transfer.track_memory("optimizer", lambda: state.update.device_nbytes)
-    transfer.track_memory("optimizer_in_host_memory", lambda: state.update.host_nbytes, Tier.HOST)
+    transfer.track_memory("optimizer", lambda: state.stepper.device_nbytes)
+    transfer.track_memory("optimizer_in_host_memory", lambda: state.stepper.host_nbytes, Tier.HOST)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

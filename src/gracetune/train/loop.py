@@ -125,7 +125,7 @@ def _step(
     if controller is None:
         return train_step(state, stream.take(accumulation), accumulation, progress)
     position, rng = stream.state, torch_rng_state()
-    updates = state.update.num_steps
+    updates = state.stepper.num_steps
     while True:
         try:
             batches = map(controller.count_batch, stream.take(accumulation))
@@ -134,7 +134,7 @@ def _step(
             # Without the traceback, whose frames keep the tensors of the failed step alive.
             out_of_memory = error.with_traceback(None)
         reason = str(out_of_memory).splitlines()[0]
-        if state.update.num_steps > updates:  # a second try would apply the update twice
+        if state.stepper.num_steps > updates:  # a second try would apply the update twice
             raise RunFailedError(
                 f"the device ran out of memory after the optimizer's update ({reason}). Earlier "
                 "checkpoints are kept. Lower plan.device_memory and run the same command again."
@@ -239,7 +239,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
 def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     """Collect everything a resumed run needs; the RNG states come from all ranks."""
     state = session.state
-    state.update.synchronize()
+    state.stepper.synchronize()
     tensors: dict[str, Mapping[str, Tensor]] = {
         "weights": detached_weights(state.parameters),
         "optimizer": flatten_optimizer_state(state.optimizer, state.parameters),

@@ -20,7 +20,7 @@ def fill(store):
 
 
 @pytest.mark.parametrize("state", ["whole", "without an index", "new"])
-def test_a_read_only_cache_is_called_so_and_its_index_is_left_alone(state):
+def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         root.chmod(0o755)  # nobody may look
@@ -46,7 +46,7 @@ def _is_called_read_only(folder):
     return False
 
 
-def test_a_cache_on_a_read_only_disk_is_called_so(tmp_path):
+def test_a_cache_on_a_read_only_file_system_is_an_error(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store)
     asked = ["sh", "-c", "unshare --mount true"]

@@ -36,7 +36,7 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(store, dtype):
+def test_every_dtype_and_shape_is_restored_bit_for_bit(store, dtype):
     bits = torch.arange(96, dtype=torch.uint8) % 2
     flat = bits.to(torch.bool) if dtype == torch.bool else bits.view(dtype)
     put = {"a": flat, "nested/é.x": flat[:4].view(2, 2).T, "none": flat[:0].view(0, 7)}
@@ -53,21 +53,21 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(store, dtype):
         assert got[name].data_ptr() % tensor.element_size() == 0
 
 
-def test_what_no_file_can_hold_is_refused_by_name(store):
-    with pytest.raises(CacheError, match=r"Entry k: q is of torch.complex128.*Known: BF16"):
+def test_unsupported_dtypes_are_refused_by_name(store):
+    with pytest.raises(CacheError, match=r"Entry k: q has the dtype torch.complex128.*Supported: BF16"):
         store.put("k", {"q": torch.zeros(2, dtype=torch.complex128)})
     assert store.has(["k"]) == [False]
     store.put("k", entry(1))
     assert store.get("k")["latents"][0, 0] == 1
 
 
-def test_an_entry_without_tensors_is_an_entry(store):
+def test_an_entry_may_have_no_tensors(store):
     store.put("nothing", {})
     assert store.get("nothing") == {}
 
 
 @pytest.mark.parametrize("make", [lambda path: DictStore(), ShardStore], ids=["memory", "shards"])
-def test_batches_are_answered_in_order_with_what_is_missing(tmp_path, make):
+def test_get_many_keeps_the_order_and_marks_missing_entries(tmp_path, make):
     store = make(tmp_path)
     fill(store, range(3))
     got = store.get_many(["k2", "absent", "k0", "k2"])
@@ -76,7 +76,7 @@ def test_batches_are_answered_in_order_with_what_is_missing(tmp_path, make):
     assert store.get_many([]) == []
 
 
-def test_a_sealed_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
+def test_a_sealed_shard_is_a_valid_safetensors_file(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, range(40))
         store.put("odd", {"x": torch.arange(3, dtype=torch.uint8), "empty": torch.zeros(0)})
@@ -89,7 +89,7 @@ def test_a_sealed_shard_is_a_safetensors_file_that_others_can_read(tmp_path):
     assert path.stat().st_blocks * 512 < shard_format.DEFAULT_DATA_OFFSET, "the room for the header is a hole"
 
 
-def test_entries_are_views_of_the_file_and_writing_to_one_changes_no_file(tmp_path):
+def test_entries_are_private_views_of_the_file(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
         first, again = (store.get("k1")["latents"] for _ in range(2))
@@ -99,7 +99,7 @@ def test_entries_are_views_of_the_file_and_writing_to_one_changes_no_file(tmp_pa
         assert store.get("k1")["latents"][0, 0] == 1
 
 
-def test_the_next_writer_goes_on_with_a_small_shard(tmp_path):
+def test_the_next_writer_continues_a_small_shard(tmp_path):
     for number in range(3):
         with ShardStore(tmp_path) as store:
             fill(store, [number])
@@ -108,7 +108,7 @@ def test_the_next_writer_goes_on_with_a_small_shard(tmp_path):
         assert [g["latents"][0, 0].item() for g in store.get_many(["k0", "k1", "k2"])] == [0, 1, 2]
 
 
-def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
+def test_full_shards_are_sealed_and_new_ones_created(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(20), size=256)
@@ -121,7 +121,7 @@ def test_full_shards_are_sealed_and_new_ones_begun(tmp_path, monkeypatch):
         assert [g["latents"][0, 0].item() for g in found] == [*range(22)]
 
 
-def test_a_shard_is_full_when_its_header_is(tmp_path, monkeypatch):
+def test_a_shard_is_full_when_its_header_space_is(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_format, "DEFAULT_DATA_OFFSET", 4096)
     with ShardStore(tmp_path) as store:
         fill(store, range(30))
@@ -164,7 +164,7 @@ def test_threads_share_a_store(store):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_has_a_writer_and_an_index_of_its_own(store):
+def test_a_fork_gets_its_own_writer_and_index(store):
     fill(store, [1])
     child = os.fork()
     if child == 0:
@@ -181,7 +181,7 @@ def test_a_forked_child_has_a_writer_and_an_index_of_its_own(store):
     assert store.has(["k1", "k2", "k3"]) == [True] * 3
 
 
-def test_damage_is_told_forgotten_and_encoded_again(tmp_path, told):
+def test_a_damaged_entry_is_reported_and_can_be_put_again(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(3))
         row = index_rows(store, "k1")
@@ -197,7 +197,7 @@ def test_damage_is_told_forgotten_and_encoded_again(tmp_path, told):
         assert store.get("k1")["latents"][0, 0] == 1
 
 
-def test_checking_can_be_left_to_verify(tmp_path):
+def test_checksums_can_be_left_to_verify(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
         row = index_rows(store, "k1")
@@ -207,7 +207,7 @@ def test_checking_can_be_left_to_verify(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["gone", "short"])
-def test_a_shard_that_is_gone_or_short_loses_its_entries_by_name(tmp_path, told, how):
+def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, told, how):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
     (path,) = store.shards.iterdir()
@@ -222,7 +222,7 @@ def test_a_shard_that_is_gone_or_short_loses_its_entries_by_name(tmp_path, told,
         assert [*store.keys()] == []
 
 
-def test_a_torn_tail_is_cut_off_by_the_next_writer(tmp_path):
+def test_the_next_writer_truncates_uncommitted_bytes(tmp_path):
     left = ShardStore(tmp_path)
     fill(left, [1])
     (path,) = left.shards.iterdir()
@@ -235,7 +235,7 @@ def test_a_torn_tail_is_cut_off_by_the_next_writer(tmp_path):
         assert b"torn" not in path.read_bytes()
 
 
-def test_a_file_that_no_index_knows_is_removed_by_the_next_writer(tmp_path):
+def test_the_next_writer_removes_shards_unknown_to_the_index(tmp_path):
     with ShardStore(tmp_path) as store:
         (store.shards / f"{'0' * 16}.open").write_bytes(b"begun")
         fill(store, [1])
@@ -243,7 +243,7 @@ def test_a_file_that_no_index_knows_is_removed_by_the_next_writer(tmp_path):
     assert not files(store)[0].startswith("0000")
 
 
-def test_a_failed_write_leaves_the_cache_as_it_was_and_says_where(tmp_path, monkeypatch):
+def test_a_failed_write_changes_nothing_and_names_the_folder(tmp_path, monkeypatch):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
         real = os.pwrite
@@ -256,7 +256,7 @@ def test_a_failed_write_leaves_the_cache_as_it_was_and_says_where(tmp_path, monk
         assert store.get("k2")["latents"][0, 0] == 2
 
 
-def test_a_shard_that_got_no_entry_is_removed_again(tmp_path):
+def test_a_shard_without_entries_is_removed(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
         store.delete(["k1"])
@@ -264,7 +264,7 @@ def test_a_shard_that_got_no_entry_is_removed_again(tmp_path):
     assert files(store) == []
 
 
-def test_threads_may_ask_a_closed_store_at_once(tmp_path):
+def test_threads_may_reopen_a_closed_store_at_once(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, range(8))
     found = []
@@ -282,7 +282,7 @@ def test_threads_may_ask_a_closed_store_at_once(tmp_path):
     store.close()
 
 
-def test_deleted_entries_are_gone_and_views_of_them_stay_good(store):
+def test_views_of_deleted_entries_stay_valid(store):
     fill(store, range(4))
     view = store.get("k1")["latents"]
     assert store.delete(["k1", "absent"]) == 1
@@ -291,7 +291,7 @@ def test_deleted_entries_are_gone_and_views_of_them_stay_good(store):
     assert view[0, 0] == 1
 
 
-def test_few_views_are_kept_ready(tmp_path):
+def test_cached_views_are_limited(tmp_path):
     with ShardStore(tmp_path, max_cached_entries=3) as store:
         fill(store, range(10))
         for n in range(10):
@@ -299,7 +299,7 @@ def test_few_views_are_kept_ready(tmp_path):
         assert len(store._views) == 3
 
 
-def test_what_a_key_is_made_of_is_kept_beside_the_entry(store):
+def test_the_components_of_a_key_are_stored(store):
     key = text_key("a cat", "encoder 1")
     store.put(key, entry(1))
     (row,) = store_index(store, lambda index: index.rows_made_of("caption", "a cat"))
@@ -307,26 +307,26 @@ def test_what_a_key_is_made_of_is_kept_beside_the_entry(store):
     assert row.key == key
 
 
-def test_a_cache_is_marked_and_another_format_is_refused(tmp_path):
+def test_a_cache_has_a_marker_and_other_formats_are_refused(tmp_path):
     assert not is_cache(tmp_path)
     ShardStore(tmp_path).close()
     assert (tmp_path / MARKER).is_file()
     index = CacheIndex(tmp_path / INDEX)
     index._db.execute(f"PRAGMA user_version={FORMAT + 1}")
     index.close()
-    with pytest.raises(CacheError, match=f"has format {FORMAT + 1}; this version.* reads {FORMAT}"):
+    with pytest.raises(CacheError, match=f"has format {FORMAT + 1}, but this version.* reads format {FORMAT}"):
         ShardStore(tmp_path)
 
 
-def test_a_file_that_is_no_index_is_refused(tmp_path):
+def test_an_invalid_index_file_is_refused(tmp_path):
     ShardStore(tmp_path).close()
     (tmp_path / INDEX).write_bytes(b"no database" * 100)
-    with pytest.raises(CacheError, match=r"cannot be used.*verify .* --repair` makes it again"):
+    with pytest.raises(CacheError, match=r"cannot be used.*verify .* --repair` rebuilds it"):
         ShardStore(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["gone", "short"])
-def test_what_a_file_has_lost_is_not_there_and_told_once(tmp_path, told, how):
+def test_entries_lost_from_a_file_are_reported_once(tmp_path, told, how):
     with ShardStore(tmp_path) as store:
         fill(store, range(5))
         row = index_rows(store, "k2")
@@ -344,7 +344,7 @@ def test_what_a_file_has_lost_is_not_there_and_told_once(tmp_path, told, how):
         assert [store.get(f"k{n}")["latents"][0, 0] for n in range(5)] == [*range(5)]
 
 
-def test_bits_remember_numbers():
+def test_a_bitset_contains_its_numbers():
     bits = Bitset()
     for number in (0, 9, 100_000):
         assert number not in bits
@@ -352,14 +352,14 @@ def test_bits_remember_numbers():
     assert [n for n in range(100_002) if n in bits] == [0, 9, 100_000]
 
 
-def test_a_copy_of_a_key_still_explains_itself():
+def test_a_copied_key_keeps_its_components():
     key = text_key("a cat", "e")
     assert copy.deepcopy(key) == key
     assert copy.deepcopy(key).components == key.components
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_ranks_may_open_a_new_cache_at_the_same_moment(tmp_path):
+def test_ranks_may_create_a_cache_at_the_same_time(tmp_path):
     children = []
     for rank in range(5):
         child = os.fork()
@@ -377,7 +377,7 @@ def test_ranks_may_open_a_new_cache_at_the_same_moment(tmp_path):
     assert [one["latents"][0, 0].item() for one in found] == [*range(52)]
 
 
-def test_rows_that_cannot_all_be_committed_are_not_committed_at_all(store):
+def test_rows_are_committed_all_or_none(store):
     fill(store, [1])
     row = index_rows(store, "k1")
     wrong = row._replace(key="k3", about={"odd": "\ud800"})

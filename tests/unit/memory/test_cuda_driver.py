@@ -1,4 +1,4 @@
-"""CudaDriver through the real cuda-bindings, over a libcuda that the tests compile."""
+"""`CudaDriver` through the real cuda-bindings, with a fake libcuda that the tests compile."""
 
 import json
 import os
@@ -19,10 +19,10 @@ Drive = Callable[..., dict[str, object]]
 
 
 @pytest.fixture(scope="module")
-def drive(fake_libcuda: Callable[..., Path]) -> Drive:
+def run_script_with(fake_libcuda: Callable[..., Path]) -> Drive:
     """Run the script in a process whose libcuda is the fake, compiled with these flags."""
 
-    def driven(*arguments: str, flags: tuple[str, ...] = ()) -> dict[str, object]:
+    def run_script(*arguments: str, flags: tuple[str, ...] = ()) -> dict[str, object]:
         library = fake_libcuda(*flags, name="libcuda.so.1")
         environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent)}
         done = subprocess.run(
@@ -34,41 +34,41 @@ def drive(fake_libcuda: Callable[..., Path]) -> Drive:
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        told: dict[str, object] = json.loads(done.stdout)
-        return told
+        output: dict[str, object] = json.loads(done.stdout)
+        return output
 
-    return driven
+    return run_script
 
 
 @pytest.fixture(scope="module")
-def newest(drive: Drive) -> dict[str, object]:
-    return drive()
+def cuda13(run_script_with: Drive) -> dict[str, object]:
+    return run_script_with()
 
 
-def test_devices_attributes_and_memory_are_asked_of_the_right_device(
-    newest: dict[str, object],
+def test_attributes_and_memory_are_those_of_the_given_device(
+    cuda13: dict[str, object],
 ) -> None:
-    assert newest["devices"] == 2
-    assert newest["integrated"] == 1018
-    assert newest["unknown"] is None
-    assert newest["memory"] == [[60, 101], [60, 102]]
+    assert cuda13["devices"] == 2
+    assert cuda13["integrated"] == 1018
+    assert cuda13["unknown"] is None
+    assert cuda13["memory"] == [[60, 101], [60, 102]]
 
 
-def test_pointers_are_told_apart(newest: dict[str, object]) -> None:
-    assert newest["kinds"] == ["managed", "managed", "host", "unknown"]
+def test_kinds_of_pointers_are_distinguished(cuda13: dict[str, object]) -> None:
+    assert cuda13["kinds"] == ["managed", "managed", "host", "unknown"]
 
 
-def test_advice_and_prefetches_are_remembered_by_the_driver(newest: dict[str, object]) -> None:
-    assert newest["fresh"] == newest["pinned_state"] == NOTHING
-    assert newest["advise"] == [0, 0, 0, 101]
-    assert newest["prefetch"] == [0, 0, 101]
-    assert newest["state"] == (
+def test_advice_and_prefetches_are_remembered_by_the_driver(cuda13: dict[str, object]) -> None:
+    assert cuda13["fresh"] == cuda13["pinned_state"] == NOTHING
+    assert cuda13["advise"] == [0, 0, 0, 101]
+    assert cuda13["prefetch"] == [0, 0, 101]
+    assert cuda13["state"] == (
         "RangeState(preferred=-1, last_prefetch=-1, read_mostly=True, accessed_by=(1,))"
     )
 
 
-def test_what_reaches_libcuda_is_what_was_meant(newest: dict[str, object]) -> None:
-    assert newest["calls"] == [
+def test_libcuda_gets_the_expected_calls(cuda13: dict[str, object]) -> None:
+    assert cuda13["calls"] == [
         "alloc 1048576 1",
         "pin 4096 1",
         "advise 1048576 3 2:0",
@@ -84,65 +84,67 @@ def test_what_reaches_libcuda_is_what_was_meant(newest: dict[str, object]) -> No
     ]
 
 
-def test_each_kind_of_memory_is_freed_its_own_way(newest: dict[str, object]) -> None:
-    assert newest["free"] == [0, 0, 1]
+def test_each_kind_of_memory_is_freed_by_its_own_function(cuda13: dict[str, object]) -> None:
+    assert cuda13["free"] == [0, 0, 1]
 
 
-def test_codes_have_names_or_at_least_numbers(newest: dict[str, object]) -> None:
-    assert newest["names"] == ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA error 1", "CUDA error 123456"]
+def test_error_codes_have_names_or_numbers(cuda13: dict[str, object]) -> None:
+    assert cuda13["names"] == ["CUDA_ERROR_OUT_OF_MEMORY", "CUDA error 1", "CUDA error 123456"]
 
 
-def test_cuda_12_is_called_by_its_own_names_and_cannot_discard(
-    drive: Drive, newest: dict[str, object]
+def test_cuda_12_functions_are_used_and_discard_is_unsupported(
+    run_script_with: Drive, cuda13: dict[str, object]
 ) -> None:
-    older = drive("older")
+    older = run_script_with("older")
     assert older["discard"] == [801, 801]
-    heard = newest["calls"]
+    heard = cuda13["calls"]
     assert isinstance(heard, list)
     assert older["calls"] == [call for call in heard if not call.startswith("discard")]
-    assert older["state"] == newest["state"]
+    assert older["state"] == cuda13["state"]
 
 
-def test_a_driver_older_than_the_bindings_cannot_discard(drive: Drive) -> None:
-    assert drive(flags=("-DOMIT_DISCARD",))["discard"] == [801, 801]
+def test_a_driver_older_than_the_bindings_cannot_discard(run_script_with: Drive) -> None:
+    assert run_script_with(flags=("-DOMIT_DISCARD",))["discard"] == [801, 801]
 
 
-def test_failures_come_back_as_codes(drive: Drive) -> None:
-    told = drive("cuMemAdvise_v2=1", "cuMemPrefetchAsync_v2=46", "cuMemDiscardBatchAsync=801")
-    assert told["advise"] == [1, 1, 1, 101]
-    assert told["prefetch"] == [46, 46, 101]
-    assert told["discard"] == [801, 801]
+def test_failures_are_returned_as_codes(run_script_with: Drive) -> None:
+    output = run_script_with(
+        "cuMemAdvise_v2=1", "cuMemPrefetchAsync_v2=46", "cuMemDiscardBatchAsync=801"
+    )
+    assert output["advise"] == [1, 1, 1, 101]
+    assert output["prefetch"] == [46, 46, 101]
+    assert output["discard"] == [801, 801]
 
 
-def test_a_refused_allocation_has_no_pointer(drive: Drive) -> None:
-    told = drive("cuMemAllocManaged=2", "cuMemHostAlloc=2")
-    assert told["kinds"] == ["unknown"] * 4
-    assert told["fresh"] == NOTHING
+def test_a_refused_allocation_has_no_pointer(run_script_with: Drive) -> None:
+    output = run_script_with("cuMemAllocManaged=2", "cuMemHostAlloc=2")
+    assert output["kinds"] == ["unknown"] * 4
+    assert output["fresh"] == NOTHING
 
 
-def test_a_driver_that_lacks_an_attribute_knows_none(drive: Drive) -> None:
-    assert drive("cuDeviceGetAttribute=1")["integrated"] is None
+def test_an_unknown_attribute_is_none(run_script_with: Drive) -> None:
+    assert run_script_with("cuDeviceGetAttribute=1")["integrated"] is None
 
 
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
         ("cuInit=100", "cuInit returned 100"),
-        ("devices=1", "shows no GPU"),
+        ("devices=1", "sees no GPU"),
         ("cuDevicePrimaryCtxRetain=2", "device 0 cannot be used: CUDA_ERROR_OUT_OF_MEMORY"),
     ],
 )
-def test_a_driver_that_cannot_be_used_is_refused_with_the_reason(
-    drive: Drive, failure: str, message: str
+def test_an_unusable_driver_is_refused_with_the_reason(
+    run_script_with: Drive, failure: str, message: str
 ) -> None:
-    refused = drive(failure)["refused"]
+    refused = run_script_with(failure)["refused"]
     assert isinstance(refused, str)
     assert message in refused
 
 
-def test_without_bindings_the_error_says_who_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bindings_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(NoDriverError, match="torch's CUDA builds bring it"):
+    with pytest.raises(NoDriverError, match="CUDA builds of torch install it"):
         open_cuda_driver()
 
 
@@ -152,5 +154,7 @@ def test_without_a_driver_library_there_is_no_driver() -> None:
 
     bindings = ModuleType("bindings without a driver")
     bindings.cuInit = missing  # type: ignore[attr-defined]
-    with pytest.raises(NoDriverError, match=r"no NVIDIA driver: Failed to dlopen libcuda\.so\.1"):
+    with pytest.raises(
+        NoDriverError, match=r"no NVIDIA driver was found: Failed to dlopen libcuda\.so\.1"
+    ):
         CudaDriver(bindings)

@@ -1,4 +1,4 @@
-"""The checks over simulated machines, and the verb itself on this one."""
+"""The checks on simulated machines, and the `diagnose` command on this one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from by_hand import GPU_LINKS, RATES, Machine, machine
+from platforms import GPU_LINKS, RATES, SimulatedMachine, simulated_machine
 
 from gracetune.cli.diagnose import (
     ALLOCATION_CHECKS,
     DEVICE_CHECKS,
     Tools,
-    Torch,
+    TorchInfo,
     add_arguments,
     diagnose,
     find_torch,
@@ -31,6 +31,7 @@ from gracetune.memory.diagnose import (
     KernelInfo,
     PoolTrial,
     Status,
+    build_report,
     check_copies,
     check_environment,
     check_faults,
@@ -48,13 +49,11 @@ from gracetune.memory.diagnose import (
     format_findings,
     ok,
     read_kernel,
-    build_report,
     skip,
     warn,
 )
 from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
-from gracetune.memory.platform import Link, open_machine
-from gracetune.memory.platform import Machine as OpenMachine
+from gracetune.memory.platform import Link, Machine, open_machine
 from gracetune.memory.pool import PoolUnavailable
 from gracetune.units import GIB, KIB, MIB
 
@@ -64,23 +63,23 @@ GOOD_TRIAL = PoolTrial(PointerKind.MANAGED, True, 20 * MIB, 0)
 MANAGED_LINKS = (Link.MANAGED, Link.COHERENT)
 
 
-def bench(here: Machine) -> DeviceBench:
+def simulated_bench(machine: SimulatedMachine) -> DeviceBench:
     return DeviceBench(
-        driver=here.gpu,
-        platform=here.platform,
-        clock=lambda: here.gpu.time.now_s,
-        synchronize=here.gpu.synchronize,
-        copy=lambda nbytes, source, target: here.gpu.copy(nbytes, source, target, 0),
-        touch=lambda pointer, nbytes, place: here.gpu.touch(pointer, nbytes, place, write=True),
+        driver=machine.gpu,
+        platform=machine.platform,
+        clock=lambda: machine.gpu.time.now_s,
+        synchronize=machine.gpu.synchronize,
+        copy=lambda nbytes, source, target: machine.gpu.copy(nbytes, source, target, 0),
+        touch=lambda pointer, nbytes, place: machine.gpu.touch(pointer, nbytes, place, write=True),
     )
 
 
 class TestDevice:
-    """What is tried and timed."""
+    """Device checks, on simulated machines."""
 
     @pytest.mark.parametrize("link", GPU_LINKS)
     def test_copies_are_timed(self, link: Link) -> None:
-        finding = check_copies(bench(machine(link)), 256 * MIB)
+        finding = check_copies(simulated_bench(simulated_machine(link)), 256 * MIB)
         assert finding.figures["in_gb_per_s"] == pytest.approx(50, rel=0.02)
         assert finding.figures["out_gb_per_s"] == pytest.approx(50, rel=0.02)
         # 50 GB/s is healthy for PCIe and a quarter of what NVLink-C2C should give.
@@ -88,78 +87,86 @@ class TestDevice:
 
     @pytest.mark.parametrize("link", MANAGED_LINKS)
     def test_faults_against_prefetch(self, link: Link) -> None:
-        finding = check_faults(bench(machine(link)), 256 * MIB)
+        finding = check_faults(simulated_bench(simulated_machine(link)), 256 * MIB)
         assert finding.status is Status.OK
         assert finding.figures["prefetch_in_gb_per_s"] == pytest.approx(45, rel=0.02)
         assert finding.figures["prefetch_out_gb_per_s"] == pytest.approx(10, rel=0.02)
         assert finding.figures["fault_gb_per_s"] == pytest.approx(5, rel=0.02)
         assert float(finding.figures["first_touch_gain"]) > 5
 
-    def test_a_prefetch_that_gains_nothing_is_said(self) -> None:
-        here = machine(Link.MANAGED)
-        spec = replace(here.gpu.devices[0], rates=replace(RATES, fault=4000e9))
-        here.gpu.devices = (spec,)
-        assert check_faults(bench(here), 256 * MIB).status is Status.WARN
+    def test_a_useless_prefetch_is_a_warning(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        spec = replace(machine.gpu.devices[0], rates=replace(RATES, fault=4000e9))
+        machine.gpu.devices = (spec,)
+        assert check_faults(simulated_bench(machine), 256 * MIB).status is Status.WARN
 
     @pytest.mark.parametrize("link", MANAGED_LINKS)
     def test_hints_are_read_back(self, link: Link) -> None:
-        assert check_hints(bench(machine(link)), MIB).status is Status.OK
+        assert check_hints(simulated_bench(simulated_machine(link)), MIB).status is Status.OK
 
-    def test_a_driver_that_forgets_its_hints_is_caught(self) -> None:
-        here = machine(Link.MANAGED)
-        here.gpu.range_state = lambda pointer, nbytes: RangeState(None, None, False, ())
-        finding = check_hints(bench(here), MIB)
+    def test_a_driver_that_ignores_hints_fails(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        machine.gpu.range_state = lambda pointer, nbytes: RangeState(None, None, False, ())
+        finding = check_hints(simulated_bench(machine), MIB)
         assert finding.status is Status.FAIL
         assert finding.advice
 
     @pytest.mark.parametrize("link", [Link.COPY, Link.INTEGRATED])
-    def test_managed_memory_is_not_tried_where_it_makes_no_sense(self, link: Link) -> None:
-        here = machine(link, failing={"allocate_managed": 999})
+    def test_managed_memory_checks_are_skipped_where_useless(self, link: Link) -> None:
+        machine = simulated_machine(link, failing={"allocate_managed": 999})
         for finding in (
-            check_faults(bench(here), MIB),
-            check_hints(bench(here), MIB),
-            check_oversubscription(bench(here), 1.5, force=True),
+            check_faults(simulated_bench(machine), MIB),
+            check_hints(simulated_bench(machine), MIB),
+            check_oversubscription(simulated_bench(machine), 1.5, force=True),
         ):
             assert finding.status is Status.SKIP
             assert finding.text
 
     @pytest.mark.parametrize("verb", ["allocate_managed", "prefetch"])
-    def test_a_refusal_is_a_failure_with_its_code_and_leaks_nothing(self, verb: str) -> None:
-        here = machine(Link.COHERENT, failing={verb: 999})
-        before = here.gpu.memory_info(0)
+    def test_a_driver_error_fails_the_check_and_leaks_nothing(self, verb: str) -> None:
+        machine = simulated_machine(Link.COHERENT, failing={verb: 999})
+        before = machine.gpu.memory_info(0)
         for finding in (
-            check_faults(bench(here), MIB),
-            check_hints(bench(here), MIB),
-            check_oversubscription(bench(here), 1.5, force=False),
+            check_faults(simulated_bench(machine), MIB),
+            check_hints(simulated_bench(machine), MIB),
+            check_oversubscription(simulated_bench(machine), 1.5, force=False),
         ):
             assert finding.status is Status.FAIL
             assert "999" in finding.text
             assert finding.advice
-        assert here.gpu.memory_info(0) == before
+        assert machine.gpu.memory_info(0) == before
 
     def test_oversubscription_on_a_coherent_machine(self) -> None:
-        here = machine(Link.COHERENT)
-        finding = check_oversubscription(bench(here), 1.5, force=False)
+        machine = simulated_machine(Link.COHERENT)
+        finding = check_oversubscription(simulated_bench(machine), 1.5, force=False)
         assert finding.status is Status.OK
         assert finding.figures["nbytes"] == 12 * GIB
-        assert here.gpu.memory_info(0) == (8 * GIB, 8 * GIB)
+        assert machine.gpu.memory_info(0) == (8 * GIB, 8 * GIB)
 
-    def test_on_pcie_it_is_skipped_unless_forced(self) -> None:
-        finding = check_oversubscription(bench(machine(Link.MANAGED)), 1.5, force=False)
+    def test_oversubscription_on_pcie_is_skipped_unless_forced(self) -> None:
+        finding = check_oversubscription(
+            simulated_bench(simulated_machine(Link.MANAGED)), 1.5, force=False
+        )
         assert finding.status is Status.SKIP
         assert "hang" in finding.text
         assert "--force-oversubscription" in finding.advice
-        forced = check_oversubscription(bench(machine(Link.MANAGED)), 1.5, force=True)
+        forced = check_oversubscription(
+            simulated_bench(simulated_machine(Link.MANAGED)), 1.5, force=True
+        )
         assert forced.status is Status.OK
 
-    def test_a_host_too_small_for_the_scale(self) -> None:
-        finding = check_oversubscription(bench(machine(Link.COHERENT)), 9.0, force=False)
+    def test_oversubscription_is_skipped_if_the_host_is_too_small(self) -> None:
+        finding = check_oversubscription(
+            simulated_bench(simulated_machine(Link.COHERENT)), 9.0, force=False
+        )
         assert finding.status is Status.SKIP
         assert finding.advice == "Lower --oversubscription-scale."
 
-    def test_a_scale_too_small_to_try(self) -> None:
+    def test_oversubscription_is_skipped_for_a_tiny_scale(self) -> None:
         scale = SWEEP_CHUNK_BYTES / (16 * GIB)
-        finding = check_oversubscription(bench(machine(Link.COHERENT)), scale, force=False)
+        finding = check_oversubscription(
+            simulated_bench(simulated_machine(Link.COHERENT)), scale, force=False
+        )
         assert finding.status is Status.SKIP
 
     @pytest.mark.parametrize(
@@ -172,14 +179,14 @@ class TestDevice:
             (PoolUnavailable("no compiler"), Status.SKIP),
         ],
     )
-    def test_the_pools_round_trip(self, trial: PoolTrial | PoolUnavailable, status: Status) -> None:
+    def test_the_pool_round_trip(self, trial: PoolTrial | PoolUnavailable, status: Status) -> None:
         finding = check_pool(trial)
         assert finding.status is status
         assert finding.advice or status in (Status.OK, Status.SKIP)
 
 
 class TestHost:
-    """What can be read."""
+    """Host checks."""
 
     @pytest.mark.parametrize(
         ("torch", "status"),
@@ -215,41 +222,47 @@ class TestHost:
         assert problem in finding.text
 
     @pytest.mark.parametrize("link", list(Link))
-    def test_platform_says_why(self, link: Link) -> None:
-        finding = check_platform(machine(link).platform)
+    def test_platform_has_a_reason(self, link: Link) -> None:
+        finding = check_platform(simulated_machine(link).platform)
         assert finding.text.startswith(f"{link.value}: ")
         assert (finding.status is Status.WARN) == (link in (Link.NONE, Link.COPY))
 
     def test_memory(self) -> None:
-        platform = machine(Link.MANAGED).platform
+        platform = simulated_machine(Link.MANAGED).platform
         assert check_memory(platform, 8 * GIB).status is Status.OK
         assert "nvidia-smi" in check_memory(platform, 3 * GIB).advice
         small = check_memory(replace(platform, host_bytes=GIB), 8 * GIB)
         assert "gain little" in small.advice
-        assert check_memory(machine(Link.NONE).platform, 0).status is Status.OK
+        assert check_memory(simulated_machine(Link.NONE).platform, 0).status is Status.OK
 
     def test_pages(self) -> None:
-        assert check_pages(machine(Link.MANAGED).platform, KERNEL).status is Status.OK
-        assert "64 KiB" in check_pages(machine(Link.COHERENT).platform, KERNEL).advice
-        large = machine(Link.COHERENT, page_bytes=64 * KIB).platform
+        assert check_pages(simulated_machine(Link.MANAGED).platform, KERNEL).status is Status.OK
+        assert "64 KiB" in check_pages(simulated_machine(Link.COHERENT).platform, KERNEL).advice
+        large = simulated_machine(Link.COHERENT, page_bytes=64 * KIB).platform
         assert check_pages(large, KERNEL).status is Status.OK
         never = replace(KERNEL, huge_pages="never")
-        assert "madvise" in check_pages(machine(Link.MANAGED).platform, never).advice
+        assert "madvise" in check_pages(simulated_machine(Link.MANAGED).platform, never).advice
         silent = replace(KERNEL, huge_pages="")
-        assert check_pages(machine(Link.NONE).platform, silent).figures["huge_pages"] == "unknown"
+        assert (
+            check_pages(simulated_machine(Link.NONE).platform, silent).figures["huge_pages"]
+            == "unknown"
+        )
 
     def test_numa(self) -> None:
-        near = replace(machine(Link.COHERENT).platform, host_node=1)
+        near = replace(simulated_machine(Link.COHERENT).platform, host_node=1)
         away = check_numa(near, KERNEL, frozenset({0, 2}))
         assert "--cpunodebind=1 --membind=1" in away.advice
         assert check_numa(near, KERNEL, frozenset({2})).status is Status.OK
         balancing = replace(KERNEL, numa_balancing="1")
         assert "numa_balancing=0" in check_numa(near, balancing, frozenset({2})).advice
-        unnamed = replace(machine(Link.MANAGED).platform, host_node=None)
+        unnamed = replace(simulated_machine(Link.MANAGED).platform, host_node=None)
         assert check_numa(unnamed, KERNEL, frozenset({0})).status is Status.OK
-        assert check_numa(machine(Link.NONE).platform, KERNEL, frozenset()).status is Status.SKIP
+        assert (
+            check_numa(simulated_machine(Link.NONE).platform, KERNEL, frozenset()).status
+            is Status.SKIP
+        )
 
-    def test_the_kernels_settings_are_read(self, tmp_path: Path) -> None:
+    def test_kernel_settings_are_read(self, tmp_path: Path) -> None:
         files = {
             "proc/sys/kernel/numa_balancing": "1\n",
             "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64"
@@ -269,7 +282,7 @@ class TestHost:
 
 
 class TestReport:
-    """Numbers, marks, exit codes."""
+    """Text lines, the JSON report and exit codes."""
 
     findings = (ok("a", "fine", x=1), warn("bb", "slow", "hurry"), skip("c", "no GPU"))
 
@@ -301,102 +314,106 @@ class TestReport:
         ],
     )
     def test_exit_code(self, failed: bool, has_gpu: bool, allow_cpu: bool, code: int) -> None:
-        findings = [*self.findings, *([fail("d", "broken", "mend")] if failed else [])]
+        findings = [*self.findings, *([fail("d", "broken", "fix it")] if failed else [])]
         assert exit_code(findings, has_gpu=has_gpu, allow_cpu=allow_cpu) == code
 
 
-def arguments(folder: Path, *words: str) -> argparse.Namespace:
+def arguments(folder: Path, *options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args(["--output", str(folder / "report.json"), *words])
+    return parser.parse_args(["--output", str(folder / "report.json"), *options])
 
 
-def simulated(here: Machine, trial: PoolTrial | PoolUnavailable = GOOD_TRIAL) -> Tools:
+def simulated_tools(
+    machine: SimulatedMachine, trial: PoolTrial | PoolUnavailable = GOOD_TRIAL
+) -> Tools:
     return Tools(
-        find_torch=lambda: Torch("2.13.0", "13.0", ""),
-        open_machine=lambda device: OpenMachine(here.driver, here.platform),
-        open_bench=lambda driver, platform, nbytes: bench(here),
+        find_torch=lambda: TorchInfo("2.13.0", "13.0", ""),
+        open_machine=lambda device: Machine(machine.driver, machine.platform),
+        open_bench=lambda driver, platform, nbytes: simulated_bench(machine),
         try_pool=lambda bench: trial,
     )
 
 
 class TestWholeDiagnosis:
-    """All checks together, over simulated devices."""
+    """All checks together, on simulated machines."""
 
-    def diagnose(self, folder: Path, tools: Tools, *words: str) -> tuple[int, dict[str, dict]]:
-        code = diagnose(arguments(folder, *words), tools)
+    def diagnose(self, folder: Path, tools: Tools, *options: str) -> tuple[int, dict[str, dict]]:
+        code = diagnose(arguments(folder, *options), tools)
         document = json.loads((folder / "report.json").read_text())
         assert document["exit_code"] == code
         return code, {check["name"]: check for check in document["checks"]}
 
     def test_a_coherent_machine(self, tmp_path: Path) -> None:
-        code, checks = self.diagnose(tmp_path, simulated(machine(Link.COHERENT)))
+        code, checks = self.diagnose(tmp_path, simulated_tools(simulated_machine(Link.COHERENT)))
         assert code == 0
         assert len(checks) == 12
         assert all(checks[name]["status"] in ("OK", "WARN") for name in DEVICE_CHECKS)
         assert checks["oversubscription"]["figures"]["scale"] == 1.5
 
     def test_skipping_the_allocation(self, tmp_path: Path) -> None:
-        here = simulated(machine(Link.COHERENT))
-        _, checks = self.diagnose(tmp_path, here, "--skip-allocation")
+        machine = simulated_tools(simulated_machine(Link.COHERENT))
+        _, checks = self.diagnose(tmp_path, machine, "--skip-allocation")
         assert checks["oversubscription"]["text"] == "--skip-allocation was given"
 
-    def test_the_allocation_part_times_no_copies(self, tmp_path: Path) -> None:
-        here = simulated(machine(Link.COHERENT))
-        _, checks = self.diagnose(tmp_path, here, "--allocation-only")
+    def test_allocation_only_skips_copies(self, tmp_path: Path) -> None:
+        machine = simulated_tools(simulated_machine(Link.COHERENT))
+        _, checks = self.diagnose(tmp_path, machine, "--allocation-only")
         assert tuple(checks) == ALLOCATION_CHECKS
 
     @pytest.mark.parametrize("link", GPU_LINKS)
-    def test_every_check_says_something_on_every_link(self, tmp_path: Path, link: Link) -> None:
-        code, checks = self.diagnose(tmp_path, simulated(machine(link)))
+    def test_every_check_has_a_text_on_every_link(self, tmp_path: Path, link: Link) -> None:
+        code, checks = self.diagnose(tmp_path, simulated_tools(simulated_machine(link)))
         assert code == 0
         for check in checks.values():
             assert check["text"]
             assert check["advice"] or check["status"] in ("OK", "SKIP")
 
-    def test_an_error_of_cuda_is_a_failed_check_not_the_end(self, tmp_path: Path) -> None:
-        def broken(bench: DeviceBench) -> PoolTrial:
+    def test_a_cuda_error_fails_one_check_only(self, tmp_path: Path) -> None:
+        def broken(simulated_bench: DeviceBench) -> PoolTrial:
             raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-        tools = simulated(machine(Link.COHERENT))._replace(try_pool=broken)
+        tools = simulated_tools(simulated_machine(Link.COHERENT))._replace(try_pool=broken)
         code, checks = self.diagnose(tmp_path, tools)
         assert code == 1
         assert checks["pool round trip"]["text"] == "CUDA error: an illegal memory access"
         assert checks["oversubscription"]["status"] == "OK"
 
     def test_a_full_device(self, tmp_path: Path) -> None:
-        here = machine(Link.MANAGED)
-        assert here.gpu.allocate_device(8 * GIB - MIB, 0)[0] == 0
-        code, checks = self.diagnose(tmp_path, simulated(here))
+        machine = simulated_machine(Link.MANAGED)
+        assert machine.gpu.allocate_device(8 * GIB - MIB, 0)[0] == 0
+        code, checks = self.diagnose(tmp_path, simulated_tools(machine))
         assert code == 1
         assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"FAIL"}
 
-    def test_a_gpu_that_torch_does_not_see(self, tmp_path: Path) -> None:
-        tools = simulated(machine(Link.MANAGED))
-        tools = tools._replace(find_torch=lambda: Torch("2.13.0", "13.0", "driver too old"))
+    def test_a_gpu_that_is_invisible_to_torch(self, tmp_path: Path) -> None:
+        tools = simulated_tools(simulated_machine(Link.MANAGED))
+        tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", "13.0", "driver too old"))
         code, checks = self.diagnose(tmp_path, tools)
         assert code == 1
         assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"SKIP"}
 
     def test_no_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        tools = simulated(machine(Link.NONE))
-        tools = tools._replace(find_torch=lambda: Torch("2.13.0", None, ""))
+        tools = simulated_tools(simulated_machine(Link.NONE))
+        tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", None, ""))
         assert self.diagnose(tmp_path, tools)[0] == 1
         assert "--allow-cpu" in capsys.readouterr().out
         assert self.diagnose(tmp_path, tools, "--allow-cpu")[0] == 0
         assert "allows" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        ("words", "says"),
+        ("options", "message"),
         [
             (("--oversubscription-scale", "0"), "--oversubscription-scale is 0.0"),
             (("--oversubscription-scale", "nan"), "--oversubscription-scale is nan"),
             (("--output", "no/such/folder/r.json"), "cannot be written"),
         ],
     )
-    def test_wrong_arguments(self, tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
-            diagnose(arguments(tmp_path, *words), simulated(machine(Link.COHERENT)))
+    def test_wrong_arguments(self, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            diagnose(
+                arguments(tmp_path, *options), simulated_tools(simulated_machine(Link.COHERENT))
+            )
 
     def test_this_machines_torch(self) -> None:
         found = find_torch()
@@ -405,10 +422,10 @@ class TestWholeDiagnosis:
 
 
 class CountedDriver:
-    """A simulated driver that says how many devices it has, as the real one does."""
+    """A simulated driver with a device count, like the real one."""
 
-    def __init__(self, here: Machine) -> None:
-        self._driver = here.gpu
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._driver = machine.gpu
         self.device_count = 1
 
     def __getattr__(self, name: str) -> object:
@@ -416,11 +433,11 @@ class CountedDriver:
 
 
 def test_opening_a_machine() -> None:
-    opened = open_machine(0, lambda: CountedDriver(machine(Link.COHERENT)))
+    opened = open_machine(0, lambda: CountedDriver(simulated_machine(Link.COHERENT)))
     assert opened.platform.link is Link.COHERENT
     assert opened.platform.host_bytes > 0
-    with pytest.raises(ConfigError, match="device is 3; this machine shows 1"):
-        open_machine(3, lambda: CountedDriver(machine(Link.COHERENT)))
+    with pytest.raises(ConfigError, match="device is 3, but this machine has 1"):
+        open_machine(3, lambda: CountedDriver(simulated_machine(Link.COHERENT)))
 
     def absent() -> CountedDriver:
         raise NoDriverError("the driver is gone")
@@ -433,11 +450,11 @@ def test_opening_a_machine() -> None:
 class TestVerb:
     """`gracetune diagnose` and the forks' scripts, on this machine."""
 
-    def call(self, folder: Path, script: str, *words: str, env: dict[str, str] | None = None):
+    def call(self, folder: Path, script: str, *options: str, env: dict[str, str] | None = None):
         ours = {variable.name for variable in VARIABLES}
         outside = {name: value for name, value in os.environ.items() if name not in ours}
         return subprocess.run(
-            [sys.executable, str(ROOT / script), *words],
+            [sys.executable, str(ROOT / script), *options],
             cwd=folder,
             env={**outside, **(env or {})},
             capture_output=True,
@@ -445,7 +462,7 @@ class TestVerb:
             check=False,
         )
 
-    def test_without_a_gpu_it_says_so(self, tmp_path: Path) -> None:
+    def test_without_a_gpu_the_output_says_so(self, tmp_path: Path) -> None:
         done = self.call(tmp_path, "gh200_diagnostic.py", "--skip-allocation", "--allow-cpu")
         document = json.loads((tmp_path / "gh200_diagnostic_report.json").read_text())
         assert done.returncode == document["exit_code"] == 0, done.stderr
@@ -457,7 +474,7 @@ class TestVerb:
         assert hidden.returncode == 1
         assert "--allow-cpu" in hidden.stdout
 
-    def test_the_forks_variables_do_not_stop_it(self, tmp_path: Path) -> None:
+    def test_the_forks_variables_are_accepted(self, tmp_path: Path) -> None:
         conf = "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:gpu_first"
         done = self.call(
             tmp_path,
@@ -471,7 +488,7 @@ class TestVerb:
         assert environment["status"] == "OK"
         assert "3.0 times" in environment["text"]
 
-    def test_a_wrong_variable_is_a_failed_check(self, tmp_path: Path) -> None:
+    def test_an_invalid_variable_fails_its_check(self, tmp_path: Path) -> None:
         done = self.call(
             tmp_path,
             "gh200_diagnostic.py",
@@ -481,7 +498,7 @@ class TestVerb:
         assert done.returncode == 1
         assert json.loads(done.stdout)["checks"][1]["status"] == "FAIL"
 
-    def test_no_torch_at_all(self, tmp_path: Path) -> None:
+    def test_diagnosis_without_torch(self, tmp_path: Path) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libtorch is broken')")
         done = self.call(
             tmp_path, "gh200_diagnostic.py", "--allow-cpu", env={"PYTHONPATH": str(tmp_path)}
@@ -490,7 +507,7 @@ class TestVerb:
         assert done.returncode == 1
         assert "libtorch is broken" in done.stdout
 
-    def test_the_allocation_part_alone(self, tmp_path: Path) -> None:
+    def test_validate_uvm_runs_the_allocation_checks(self, tmp_path: Path) -> None:
         done = self.call(tmp_path, "validate_uvm.py", "--allow-cpu", "--json")
         names = [check["name"] for check in json.loads(done.stdout)["checks"]]
         assert names == [
@@ -502,7 +519,7 @@ class TestVerb:
         ]
 
 
-def test_the_committed_report_names_no_machine() -> None:
+def test_the_committed_report_contains_no_host_name() -> None:
     text = (ROOT / "docs" / "reports" / "diagnostic-cpu.json").read_text(encoding="utf-8")
     document = json.loads(text)
     assert [check["number"] for check in document["checks"]] == list(range(1, 13))

@@ -1,4 +1,4 @@
-"""The forks' free functions, and the process-wide object behind them."""
+"""The free functions of the forks, and `MemorySession` behind them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from by_hand import machine
+from platforms import simulated_machine
 
 import gracetune
 from gracetune import gh200
@@ -39,23 +39,23 @@ FREE_FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def process(link: Link, environment: dict[str, str] | None = None) -> MemorySession:
-    here = machine(link)
+    machine = simulated_machine(link)
     return MemorySession(
-        lambda: Machine(here.driver, here.platform),
+        lambda: Machine(machine.driver, machine.platform),
         lambda: environment_settings(environment or {}),
         lambda notice: None,
     )
 
 
 @pytest.mark.parametrize("link", list(Link))
-def test_the_hardware_decides_where_nobody_else_does(link: Link) -> None:
+def test_the_hardware_decides_by_default(link: Link) -> None:
     assert process(link).hints_enabled is (link is Link.COHERENT)
 
 
 @pytest.mark.parametrize(
     "name", ["SIMPLETUNER_GH200_ENABLE_UVM_HINTS", "AITK_GH200_ENABLE_UVM_HINTS"]
 )
-def test_the_environment_beats_the_hardware_and_the_override_both(name: str) -> None:
+def test_the_override_beats_the_environment_which_beats_the_hardware(name: str) -> None:
     environment = {name: "0"}
     memory = process(Link.COHERENT, environment)
     assert memory.hints_enabled is False
@@ -69,26 +69,26 @@ def test_the_environment_beats_the_hardware_and_the_override_both(name: str) -> 
     assert memory.hints_enabled is False
 
 
-def test_a_flag_that_is_no_flag_is_an_error() -> None:
+def test_an_invalid_flag_is_an_error() -> None:
     with pytest.raises(ConfigError, match="AITK_GH200_ENABLE_UVM_HINTS"):
         _ = process(Link.NONE, {"AITK_GH200_ENABLE_UVM_HINTS": "maybe"}).hints_enabled
 
 
-def test_switching_reaches_the_hints_at_once() -> None:
-    here = machine(Link.MANAGED)
+def test_the_override_takes_effect_at_once() -> None:
+    machine = simulated_machine(Link.MANAGED)
     memory = MemorySession(
-        lambda: Machine(here.driver, here.platform),
+        lambda: Machine(machine.driver, machine.platform),
         lambda: environment_settings({}),
         lambda notice: None,
     )
-    tensor = here.tensor(MIB)
+    tensor = machine.tensor(MIB)
     assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
     memory.hints_override = True
     assert memory.hints.prefer_cpu_residency(tensor)
     assert memory.hints.residency(tensor).location == HOST
 
 
-def test_the_environments_settings_are_applied() -> None:
+def test_settings_of_the_environment_are_applied() -> None:
     environment = {
         "PYTORCH_CUDA_ALLOC_CONF": (
             "use_uvm:True,uvm_oversubscription_ratio:2.0,uvm_access_pattern:cpu_first,"
@@ -102,19 +102,19 @@ def test_the_environments_settings_are_applied() -> None:
     assert memory.accounting.caps[Tier.MANAGED] == 16 * GIB
 
 
-def test_the_cap_never_passes_what_the_host_has() -> None:
+def test_the_cap_is_limited_by_host_memory() -> None:
     memory = process(Link.COHERENT, {"GH200_UVM_OVERSUBSCRIPTION_RATIO": "50"})
     assert memory.managed_cap == 32 * GIB - memory.policy.host_reserve_bytes
 
 
 def test_statistics_of_a_simulated_machine() -> None:
-    here = machine(Link.COHERENT)
+    machine = simulated_machine(Link.COHERENT)
     memory = MemorySession(
-        lambda: Machine(here.driver, here.platform),
+        lambda: Machine(machine.driver, machine.platform),
         lambda: environment_settings({}),
         lambda notice: None,
     )
-    memory.hints.prefetch_to_device(here.tensor(MIB))
+    memory.hints.prefetch_to_device(machine.tensor(MIB))
     stats = memory.stats()
     assert stats["uvm.platform"] == "coherent"
     assert stats["uvm.prefetched_to_device_bytes"] == MIB
@@ -124,7 +124,7 @@ def test_statistics_of_a_simulated_machine() -> None:
 
 
 @pytest.mark.parametrize("link", [Link.NONE, Link.COPY, Link.INTEGRATED])
-def test_a_pool_that_cannot_be_says_why(link: Link) -> None:
+def test_an_unavailable_pool_has_a_reason(link: Link) -> None:
     memory = process(link)
     pool = memory.pool()
     assert isinstance(pool, PoolUnavailable)
@@ -148,7 +148,7 @@ def test_notices_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class TestThisMachine:
-    """The free functions themselves, on whatever this machine is."""
+    """The free functions on the machine that runs the tests."""
 
     @pytest.fixture(autouse=True)
     def _restore(self) -> object:
@@ -161,7 +161,7 @@ class TestThisMachine:
         assert gracetune.gh200_uvm_enabled() is wanted
 
     @pytest.mark.parametrize("verb", FREE_FUNCTIONS)
-    def test_every_verb_says_what_it_did(self, verb: str) -> None:
+    def test_every_function_returns_a_verdict(self, verb: str) -> None:
         assert getattr(gracetune, verb) is FREE_FUNCTIONS[verb]
         for wanted in (True, False):
             gh200.set_uvm_hint_override(wanted)
@@ -180,19 +180,19 @@ class TestThisMachine:
         for key in ("stage", "light_reclamations", "hard_reclamations", "stage_transitions"):
             assert isinstance(stats[f"uvm.{key}"], int)
 
-    def test_the_rest(self) -> None:
+    def test_manage_memory_and_unified_pool(self) -> None:
         assert gracetune.manage_memory() in Stage
         assert gracetune.unified_pool() is gh200.unified_pool()
 
 
-def test_the_forks_classes_have_their_names() -> None:
+def test_the_classes_of_the_forks_are_available() -> None:
     assert gh200.GH200GradientRamp(8, 32, 100, "quadratic", 1).accumulation(0) == 8
     assert gh200.GH200InMemoryBackend.stage.__name__ == "stage"
     with pytest.raises(AttributeError, match="GH200Magic"):
         _ = gh200.GH200Magic
 
 
-def test_importing_opens_nothing() -> None:
+def test_importing_opens_no_machine() -> None:
     script = (
         "import sys, gracetune; assert 'torch' not in sys.modules; import gracetune.gh200 as g; "
         "assert 'machine' not in vars(g._process), 'a machine was opened at import'"
@@ -200,7 +200,7 @@ def test_importing_opens_nothing() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_importing_the_names_keeps_the_forks_allocator_keys_from_torch() -> None:
+def test_importing_removes_the_forks_allocator_keys() -> None:
     script = (
         "import os\n"
         "from gracetune.gh200 import prefer_cpu_residency\n"

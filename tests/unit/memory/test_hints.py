@@ -1,4 +1,4 @@
-"""Every hint says what it did, and does it to the tensor's own pages alone."""
+"""Hints: verdicts, effects on the simulated driver, and the pages they affect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from by_hand import machine, tensor_at
+from platforms import simulated_machine, tensor_at
 
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.hints import Hint, Hints, Verdict, dense_nbytes, page_span
@@ -19,13 +19,13 @@ VERBS = ("prefer_cpu_residency", "prefer_gpu_residency", "prefetch_to_device", "
 
 @pytest.mark.parametrize("link", list(Link))
 @pytest.mark.parametrize("verb", [*VERBS, "residency"])
-def test_every_verb_has_a_verdict_on_every_platform(link: Link, verb: str) -> None:
-    here = machine(link)
+def test_every_hint_has_a_verdict_on_every_platform(link: Link, verb: str) -> None:
+    machine = simulated_machine(link)
     tensors = [torch.zeros(MIB, dtype=torch.uint8), torch.zeros(0), torch.zeros(4, device="meta")]
     tensors.append(torch.zeros(4, 4).to_sparse())
-    if here.driver is not None:
-        tensors += [here.tensor(MIB, kind) for kind in ("managed", "pinned", "device")]
-    hints = here.hints()
+    if machine.driver is not None:
+        tensors += [machine.tensor(MIB, kind) for kind in ("managed", "pinned", "device")]
+    hints = machine.hints()
     for tensor in tensors:
         hint = getattr(hints, verb)(tensor)
         assert hint.verb == verb
@@ -37,136 +37,136 @@ def test_every_verb_has_a_verdict_on_every_platform(link: Link, verb: str) -> No
 
 @pytest.mark.parametrize("link", [Link.MANAGED, Link.COHERENT])
 def test_hints_reach_managed_memory(link: Link) -> None:
-    here = machine(link)
-    hints = here.hints()
-    tensor = here.tensor(MIB)
+    machine = simulated_machine(link)
+    hints = machine.hints()
+    tensor = machine.tensor(MIB)
     assert hints.residency(tensor).location is None
 
     assert hints.prefer_cpu_residency(tensor) == Hint(
         "prefer_cpu_residency", Verdict.APPLIED, nbytes=MIB
     )
-    state = here.gpu.range_state(tensor.data_ptr(), MIB)
+    state = machine.gpu.range_state(tensor.data_ptr(), MIB)
     assert (state.preferred, state.accessed_by) == (HOST, (0,))
     assert hints.residency(tensor).location == HOST
 
     assert hints.prefetch_to_device(tensor)
-    assert here.gpu.residency(tensor.data_ptr(), MIB) == {0: MIB}
+    assert machine.gpu.residency(tensor.data_ptr(), MIB) == {0: MIB}
     assert hints.residency(tensor).location == 0
 
     assert hints.prefer_gpu_residency(tensor)
-    assert here.gpu.range_state(tensor.data_ptr(), MIB).preferred == 0
+    assert machine.gpu.range_state(tensor.data_ptr(), MIB).preferred == 0
 
     assert hints.discard(tensor)
-    assert here.gpu.residency(tensor.data_ptr(), MIB) == {}
+    assert machine.gpu.residency(tensor.data_ptr(), MIB) == {}
     counts = hints.counts()
     assert counts.nbytes["prefetched_to_device"] == MIB
     assert counts.nbytes["discarded"] == MIB
 
 
 @pytest.mark.parametrize(
-    ("asked", "place"),
+    ("device", "location"),
     [(None, 0), (0, 0), ("cuda", 0), ("cuda:0", 0), (torch.device("cuda", 0), 0), ("cpu", HOST)],
 )
-def test_prefetch_goes_where_it_is_told(asked: object, place: int) -> None:
-    here = machine(Link.MANAGED)
-    hints = here.hints()
-    tensor = here.tensor(MIB)
-    assert hints.prefetch_to_device(tensor, asked)
-    assert here.gpu.range_state(tensor.data_ptr(), MIB).last_prefetch == place
-    way = "prefetched_to_host" if place == HOST else "prefetched_to_device"
+def test_prefetch_moves_to_the_given_location(device: object, location: int) -> None:
+    machine = simulated_machine(Link.MANAGED)
+    hints = machine.hints()
+    tensor = machine.tensor(MIB)
+    assert hints.prefetch_to_device(tensor, device)
+    assert machine.gpu.range_state(tensor.data_ptr(), MIB).last_prefetch == location
+    way = "prefetched_to_host" if location == HOST else "prefetched_to_device"
     assert hints.counts().nbytes == {way: MIB}
 
 
 @pytest.mark.parametrize("place", ["mps", "the moon"])
-def test_a_place_that_is_no_place_is_refused(place: str) -> None:
-    here = machine(Link.MANAGED)
-    hint = here.hints().prefetch_to_device(here.tensor(MIB), place)
+def test_an_invalid_location_is_refused(place: str) -> None:
+    machine = simulated_machine(Link.MANAGED)
+    hint = machine.hints().prefetch_to_device(machine.tensor(MIB), place)
     assert hint.verdict is Verdict.UNSUPPORTED
     assert place in hint.reason
 
 
-def test_a_device_that_is_not_there_fails_with_the_drivers_code() -> None:
-    here = machine(Link.MANAGED)
-    hint = here.hints().prefetch_to_device(here.tensor(MIB), 7)
+def test_a_missing_device_fails_with_the_drivers_code() -> None:
+    machine = simulated_machine(Link.MANAGED)
+    hint = machine.hints().prefetch_to_device(machine.tensor(MIB), 7)
     assert (hint.verdict, hint.code) == (Verdict.FAILED, 101)
 
 
 @pytest.mark.parametrize(("verb", "broken"), [("prefetch_to_device", "prefetch"), *[
     (verb, "advise") for verb in ("prefer_cpu_residency", "prefer_gpu_residency")
 ], ("discard", "discard")])  # fmt: skip
-def test_a_refusal_of_the_driver_is_a_failure_with_its_code(verb: str, broken: str) -> None:
-    here = machine(Link.MANAGED, failing={broken: 719})
-    hint = getattr(here.hints(), verb)(here.tensor(MIB))
+def test_a_driver_error_is_a_failed_hint_with_its_code(verb: str, broken: str) -> None:
+    machine = simulated_machine(Link.MANAGED, failing={broken: 719})
+    hint = getattr(machine.hints(), verb)(machine.tensor(MIB))
     assert (hint.verdict, hint.code, hint.nbytes) == (Verdict.FAILED, 719, MIB)
     assert not hint
 
 
-def test_a_call_the_driver_does_not_have_is_unsupported() -> None:
-    here = machine(Link.MANAGED, failing={"discard": 801})
-    hint = here.hints().discard(here.tensor(MIB))
+def test_a_call_that_the_driver_lacks_is_unsupported() -> None:
+    machine = simulated_machine(Link.MANAGED, failing={"discard": 801})
+    hint = machine.hints().discard(machine.tensor(MIB))
     assert (hint.verdict, hint.code) == (Verdict.UNSUPPORTED, 801)
     assert "too old" in hint.reason
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "word"), [("pinned", HOST, "pinned"), ("device", 0, "ordinary device")]
+    ("kind", "location", "word"), [("pinned", HOST, "pinned"), ("device", 0, "ordinary device")]
 )
 def test_memory_that_is_not_managed_never_reaches_the_driver(
-    kind: str, place: int, word: str
+    kind: str, location: int, word: str
 ) -> None:
-    here = machine(Link.COHERENT, failing={"advise": 1, "prefetch": 1, "discard": 1})
-    hints = here.hints()
-    tensor = here.tensor(MIB, kind)
+    machine = simulated_machine(Link.COHERENT, failing={"advise": 1, "prefetch": 1, "discard": 1})
+    hints = machine.hints()
+    tensor = machine.tensor(MIB, kind)
     for verb in VERBS:
         hint = getattr(hints, verb)(tensor)
         assert hint.verdict is Verdict.UNSUPPORTED
         assert word in hint.reason
-    assert hints.residency(tensor).location == place
+    assert hints.residency(tensor).location == location
 
 
-def test_plain_host_memory_is_told_from_managed() -> None:
-    here = machine(Link.MANAGED)
-    found = here.hints().residency(torch.zeros(MIB, dtype=torch.uint8))
+def test_residency_of_pageable_host_memory_is_the_host() -> None:
+    machine = simulated_machine(Link.MANAGED)
+    found = machine.hints().residency(torch.zeros(MIB, dtype=torch.uint8))
     assert (found.location, found.kind) == (HOST, PointerKind.UNKNOWN)
 
 
-def test_the_stream_is_the_callers_or_the_current_one() -> None:
-    here = machine(Link.MANAGED)
+def test_prefetch_uses_the_given_or_the_current_stream() -> None:
+    machine = simulated_machine(Link.MANAGED)
     asked = []
 
     class Watching:
         def __getattr__(self, name: str) -> object:
-            return getattr(here.gpu, name)
+            return getattr(machine.gpu, name)
 
         def prefetch(self, pointer: int, nbytes: int, place: int, stream: int) -> int:
             asked.append(stream)
-            return here.gpu.prefetch(pointer, nbytes, place, stream)
+            return machine.gpu.prefetch(pointer, nbytes, place, stream)
 
     class Stream:
         cuda_stream = 33
 
-    hints = Hints(Watching(), here.platform, current_stream=lambda device: 100 + device)
-    tensor = here.tensor(MIB)
+    hints = Hints(Watching(), machine.platform, current_stream=lambda device: 100 + device)
+    tensor = machine.tensor(MIB)
     hints.prefetch_to_device(tensor)
     hints.prefetch_to_device(tensor, stream=7)
     hints.prefetch_to_device(tensor, stream=Stream())
     assert asked == [100, 7, 33]
 
 
-def test_hints_that_are_off_touch_nothing_but_answer() -> None:
-    here = machine(Link.COHERENT, failing={"advise": 1, "prefetch": 1, "discard": 1})
+def test_disabled_hints_do_not_reach_the_driver() -> None:
+    machine = simulated_machine(Link.COHERENT, failing={"advise": 1, "prefetch": 1, "discard": 1})
     notices = []
-    hints = here.hints(enabled=False, emit=notices.append)
-    tensor = here.tensor(MIB)
+    hints = machine.hints(enabled=False, emit=notices.append)
+    tensor = machine.tensor(MIB)
     for verb in VERBS:
         hint = getattr(hints, verb)(tensor)
         assert hint.verdict is Verdict.UNSUPPORTED
         assert "SIMPLETUNER_GH200_ENABLE_UVM_HINTS" in hint.reason
     assert hints.residency(tensor)
-    assert notices == [], "what the user switched off is no fallback"
+    assert notices == [], "hints that the user switched off are no fallback"
 
 
-def test_a_refusal_is_told_once_and_counted_always() -> None:
+def test_each_refusal_is_reported_once_and_always_counted() -> None:
     notices = []
     hints = Hints(None, NO_GPU, emit=notices.append)
     for _ in range(5):
@@ -177,12 +177,12 @@ def test_a_refusal_is_told_once_and_counted_always() -> None:
     assert hints.counts().verdicts["discard", Verdict.UNSUPPORTED] == 5
 
 
-def test_no_gpu_and_a_driver_do_not_go_together() -> None:
+def test_a_driver_without_a_gpu_is_a_bug() -> None:
     with pytest.raises(AssertionError):
-        Hints(machine(Link.MANAGED).gpu, NO_GPU)
+        Hints(simulated_machine(Link.MANAGED).gpu, NO_GPU)
 
 
-def test_counts_are_right_from_many_threads() -> None:
+def test_counts_are_thread_safe() -> None:
     hints = Hints(None, NO_GPU)
     tensor = torch.zeros(1)
 
@@ -199,44 +199,44 @@ def test_counts_are_right_from_many_threads() -> None:
 
 
 class TestSpans:
-    """Only whole pages of the tensor's own bytes."""
+    """Whole pages inside a tensor's own bytes."""
 
     @pytest.mark.parametrize("page", [4 * KIB, 64 * KIB])
-    def test_inwards_to_pages(self, page: int) -> None:
+    def test_spans_are_rounded_inwards_to_pages(self, page: int) -> None:
         base = 1 << 44
         span = page_span(tensor_at(base + 100, 4 * page), page)
         assert (span.pointer, span.nbytes) == (base + page, 3 * page)
         exact = page_span(tensor_at(base, 4 * page), page)
         assert (exact.pointer, exact.nbytes) == (base, 4 * page)
 
-    def test_a_view_is_not_its_storage(self) -> None:
-        here = machine(Link.MANAGED)
-        whole = here.tensor(16 * PAGE)
+    def test_a_view_affects_only_its_own_pages(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        whole = machine.tensor(16 * PAGE)
         part = whole[4 * PAGE : 8 * PAGE]
-        hint = here.hints().prefetch_to_device(part)
+        hint = machine.hints().prefetch_to_device(part)
         assert hint.nbytes == 4 * PAGE
-        assert here.gpu.residency(whole.data_ptr(), 16 * PAGE) == {0: 4 * PAGE}
+        assert machine.gpu.residency(whole.data_ptr(), 16 * PAGE) == {0: 4 * PAGE}
 
-    def test_neighbours_on_shared_pages_are_left_alone(self) -> None:
-        here = machine(Link.MANAGED)
-        whole = here.tensor(3 * PAGE)
-        assert here.hints().prefer_cpu_residency(whole[10 : 3 * PAGE - 10]).nbytes == PAGE
-        assert here.gpu.range_state(whole.data_ptr(), PAGE).preferred is None
-        assert here.gpu.range_state(whole.data_ptr() + 2 * PAGE, PAGE).preferred is None
+    def test_pages_shared_with_neighbours_are_excluded(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        whole = machine.tensor(3 * PAGE)
+        assert machine.hints().prefer_cpu_residency(whole[10 : 3 * PAGE - 10]).nbytes == PAGE
+        assert machine.gpu.range_state(whole.data_ptr(), PAGE).preferred is None
+        assert machine.gpu.range_state(whole.data_ptr() + 2 * PAGE, PAGE).preferred is None
 
-    def test_less_than_a_page_is_said(self) -> None:
-        here = machine(Link.MANAGED)
-        hint = here.hints().prefetch_to_device(here.tensor(PAGE)[1:])
+    def test_less_than_a_page_is_unsupported(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        hint = machine.hints().prefetch_to_device(machine.tensor(PAGE)[1:])
         assert hint.verdict is Verdict.UNSUPPORTED
         assert "no whole page" in hint.reason
 
-    def test_strided_views_with_others_between_are_refused(self) -> None:
-        here = machine(Link.MANAGED)
-        grid = here.tensor(64 * PAGE).view(64, PAGE)
-        hint = here.hints().prefetch_to_device(grid[:, : PAGE // 2])
+    def test_strided_views_with_gaps_are_refused(self) -> None:
+        machine = simulated_machine(Link.MANAGED)
+        grid = machine.tensor(64 * PAGE).view(64, PAGE)
+        hint = machine.hints().prefetch_to_device(grid[:, : PAGE // 2])
         assert hint.verdict is Verdict.UNSUPPORTED
         assert "contiguous" in hint.reason
-        assert here.hints().prefetch_to_device(grid.t()).nbytes == 64 * PAGE
+        assert machine.hints().prefetch_to_device(grid.t()).nbytes == 64 * PAGE
 
     @pytest.mark.parametrize(
         ("tensor", "nbytes"),

@@ -1,4 +1,4 @@
-"""The role table, and the walk that applies it to a batch."""
+"""The placement table, and placing the tensors of a batch with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from by_hand import Machine, machine
+from platforms import SimulatedMachine, simulated_machine
 
 from gracetune.errors import ConfigError
 from gracetune.memory.driver import HOST
@@ -23,22 +23,22 @@ from gracetune.units import MIB
 
 
 @pytest.fixture
-def here() -> Machine:
-    return machine(Link.COHERENT)
+def machine() -> SimulatedMachine:
+    return simulated_machine(Link.COHERENT)
 
 
-def preferred(here: Machine, tensor: torch.Tensor) -> int | None:
-    return here.gpu.range_state(tensor.data_ptr(), tensor.numel()).preferred
+def preferred(machine: SimulatedMachine, tensor: torch.Tensor) -> int | None:
+    return machine.gpu.range_state(tensor.data_ptr(), tensor.numel()).preferred
 
 
-def test_the_forks_policy(here: Machine) -> None:
-    batch = {name: here.tensor(MIB) for name in DEFAULT_TABLE.roles}
-    report = place_batch(batch, here.hints())
+def test_the_default_table_is_the_forks_policy(machine: SimulatedMachine) -> None:
+    batch = {name: machine.tensor(MIB) for name in DEFAULT_TABLE.roles}
+    report = place_batch(batch, machine.hints())
     assert report
     assert {placed.path for placed in report.placed} == set(batch)
     to_host = {"latents", "audio"}
     for placed in report.placed:
-        state = here.gpu.range_state(batch[placed.path].data_ptr(), MIB)
+        state = machine.gpu.range_state(batch[placed.path].data_ptr(), MIB)
         if placed.role in to_host:
             assert (state.preferred, state.last_prefetch) == (HOST, None)
         else:
@@ -60,8 +60,8 @@ class Prompt:
     note: str = "a cat"
 
 
-def test_nested_things_are_walked_and_named(here: Machine) -> None:
-    tensors = [here.tensor(MIB) for _ in range(8)]
+def test_nested_tensors_are_found_and_named(machine: SimulatedMachine) -> None:
+    tensors = [machine.tensor(MIB) for _ in range(8)]
     batch = {
         "audio_latents": {"left": [tensors[0]], "right": (tensors[1],)},
         "prompts": [Prompt(tensors[2], tensors[3])],
@@ -72,7 +72,7 @@ def test_nested_things_are_walked_and_named(here: Machine) -> None:
         "caption": "latents",
         "kind": Prompt,
     }
-    report = place_batch(batch, here.hints())
+    report = place_batch(batch, machine.hints())
     assert [(placed.path, placed.role) for placed in report.placed] == [
         ("audio_latents.left[0]", "audio"),
         ("audio_latents.right[0]", "audio"),
@@ -83,75 +83,79 @@ def test_nested_things_are_walked_and_named(here: Machine) -> None:
         ("pair.latents[1]", "latents"),
     ]
     assert report.unknown == ("pixels",)
-    assert preferred(here, tensors[0]) == HOST
-    assert preferred(here, tensors[2]) == 0
-    assert preferred(here, tensors[4]) is None
+    assert preferred(machine, tensors[0]) == HOST
+    assert preferred(machine, tensors[2]) == 0
+    assert preferred(machine, tensors[4]) is None
 
 
-def test_the_inner_name_wins(here: Machine) -> None:
-    mask = here.tensor(MIB)
-    report = place_batch({"latents": {"mask": mask}}, here.hints())
+def test_the_nearest_name_decides(machine: SimulatedMachine) -> None:
+    mask = machine.tensor(MIB)
+    report = place_batch({"latents": {"mask": mask}}, machine.hints())
     assert report.placed[0].role == "masks"
-    assert preferred(here, mask) == 0
+    assert preferred(machine, mask) == 0
 
 
-def test_a_batch_that_holds_itself_or_a_tensor_twice(here: Machine) -> None:
-    latents = here.tensor(MIB)
+def test_a_tensor_is_placed_once_even_in_a_recursive_batch(machine: SimulatedMachine) -> None:
+    latents = machine.tensor(MIB)
     batch: dict[str, object] = {"latents": [latents, latents]}
     batch["again"] = batch
-    assert len(place_batch(batch, here.hints()).placed) == 1
+    assert len(place_batch(batch, machine.hints()).placed) == 1
 
 
-def test_depth_is_no_limit(here: Machine) -> None:
-    deep: object = here.tensor(MIB)
+def test_deeply_nested_batches_are_placed(machine: SimulatedMachine) -> None:
+    deep: object = machine.tensor(MIB)
     for _ in range(5000):
         deep = [deep]
-    assert len(place_batch({"latents": deep}, here.hints()).placed) == 1
+    assert len(place_batch({"latents": deep}, machine.hints()).placed) == 1
 
 
-def test_a_bare_tensor_has_no_name(here: Machine) -> None:
-    report = place_batch(here.tensor(MIB), here.hints())
+def test_a_tensor_without_a_name_is_reported_as_unknown(machine: SimulatedMachine) -> None:
+    report = place_batch(machine.tensor(MIB), machine.hints())
     assert (report.placed, report.unknown) == ((), ("batch",))
     assert not report
 
 
-def test_what_is_not_applied_shows_in_the_report() -> None:
-    report = place_batch({"latents": torch.zeros(MIB)}, machine(Link.NONE).hints())
+def test_hints_that_were_not_applied_are_in_the_report() -> None:
+    report = place_batch({"latents": torch.zeros(MIB)}, simulated_machine(Link.NONE).hints())
     assert not report
     assert "no GPU" in report.hints[0].reason
 
 
 @pytest.mark.parametrize(
-    ("home", "state"),
+    ("placement", "state"),
     [("host", (HOST, None)), ("staged", (HOST, 0)), ("device", (0, 0)), ("leave", (None, None))],
 )
-def test_a_run_file_changes_a_role(here: Machine, home: str, state: tuple[object, object]) -> None:
-    latents = here.tensor(MIB)
-    place_batch({"latents": latents}, here.hints(), placement_table({"latents": home}))
-    found = here.gpu.range_state(latents.data_ptr(), MIB)
+def test_the_placement_of_a_role_can_be_changed(
+    machine: SimulatedMachine, placement: str, state: tuple[object, object]
+) -> None:
+    latents = machine.tensor(MIB)
+    place_batch({"latents": latents}, machine.hints(), placement_table({"latents": placement}))
+    found = machine.gpu.range_state(latents.data_ptr(), MIB)
     assert (found.preferred, found.last_prefetch) == state
 
 
-def test_a_run_file_changes_one_name_and_leaves_its_role() -> None:
+def test_the_placement_of_a_single_name_can_be_changed() -> None:
     table = placement_table({"waveform": "device"})
     assert table.placements[table.roles["waveform"]] is Placement.DEVICE
     assert table.placements[table.roles["audio_latents"]] is Placement.HOST
     assert DEFAULT_TABLE.placements["audio"] is Placement.HOST
 
 
-def test_a_slip_in_the_table_is_an_error_with_the_way_out() -> None:
+def test_unknown_names_and_placements_are_errors_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"latnets .*Did you mean latents\?"):
         placement_table({"latnets": "host"})
-    with pytest.raises(ConfigError, match=r"no role and no name.* Roles: latents"):
+    with pytest.raises(ConfigError, match=r"neither a role nor a tensor's name\. Roles: latents"):
         placement_table({"zzz": "host"})
-    with pytest.raises(ConfigError, match=r"'cpu'; a home is one of host, staged, device, leave"):
+    with pytest.raises(
+        ConfigError, match=r"'cpu', but a placement is one of host, staged, device, leave"
+    ):
         placement_table({"latents": "cpu"})
 
 
-def test_a_table_of_ones_own(here: Machine) -> None:
-    table = PlacementTable({"pixels": "pictures"}, {"pictures": Placement.DEVICE})
-    pixels = here.tensor(MIB)
-    assert place_batch({"pixels": pixels}, here.hints(), table)
-    assert preferred(here, pixels) == 0
-    with pytest.raises(ConfigError, match="no home to pictures"):
-        PlacementTable({"pixels": "pictures"}, {})
+def test_a_custom_table_can_be_used(machine: SimulatedMachine) -> None:
+    table = PlacementTable({"pixels": "images"}, {"images": Placement.DEVICE})
+    pixels = machine.tensor(MIB)
+    assert place_batch({"pixels": pixels}, machine.hints(), table)
+    assert preferred(machine, pixels) == 0
+    with pytest.raises(ConfigError, match="no placement for the roles images"):
+        PlacementTable({"pixels": "images"}, {})

@@ -1,14 +1,16 @@
-"""Folders of /proc, /sys and attributes stand in for machines; each row of the table is one."""
+"""Platform detection, from recorded files and attributes of real machines."""
 
 # ruff: noqa: N802  NVML's own names
 
 import dataclasses
 import json
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.errors import RunFailedError
@@ -21,12 +23,13 @@ from gracetune.memory.platform import (
     NumaNode,
     Platform,
     Rates,
-    pci_bus_id,
+    anonymous_nbytes,
     detect_platform,
     import_nvml,
+    pci_bus_id,
+    platform_without_gpu,
     read_host,
     read_nvml,
-    platform_without_gpu,
 )
 
 GIB = 1024**3
@@ -108,7 +111,7 @@ def test_each_machine_is_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_conclusion_has_its_reason(name: str) -> None:
+def test_each_value_has_a_reason(name: str) -> None:
     platform, _ = detected(name)
     concluded = {field.name for field in dataclasses.fields(Platform)} - {"device", "reasons"}
     assert set(platform.reasons) == concluded
@@ -123,7 +126,7 @@ def test_a_platform_becomes_json() -> None:
 
 def test_gpu_memory_that_is_a_node_is_not_host_memory() -> None:
     platform, _ = detected("gh200-numa")
-    assert "less 90.0 GiB of it that is GPU memory" in platform.reasons["host_bytes"]
+    assert "MemAvailable minus 90.0 GiB of GPU memory" in platform.reasons["host_bytes"]
 
 
 def test_nodes_without_memory_are_not_listed() -> None:
@@ -131,8 +134,8 @@ def test_nodes_without_memory_are_not_listed() -> None:
     assert [(node.id, node.has_cpus) for node in platform.numa_nodes] == [(0, True), (1, False)]
 
 
-def test_nvml_seconds_the_link() -> None:
-    assert detected("gh200-numa")[0].reasons["link"].endswith("; NVML says addressing mode ats")
+def test_the_link_reason_mentions_nvml() -> None:
+    assert detected("gh200-numa")[0].reasons["link"].endswith("; NVML reports addressing mode ats")
     assert "NVML" not in detected("gb10")[0].reasons["link"]
 
 
@@ -158,29 +161,31 @@ def test_one_host_may_hold_two_kinds_of_device() -> None:
     assert [detect_platform(both, i, host).link for i in (0, 1)] == [Link.COHERENT, Link.MANAGED]
 
 
-def test_a_driver_that_knows_no_attribute_is_trusted_with_copies_alone() -> None:
+def test_unknown_attributes_give_a_copy_link() -> None:
     platform = detect_platform(driver({}), 0, HostFacts(GIB, GIB, 4096))
     assert platform.link is Link.COPY
     assert "integrated unknown" in platform.reasons["link"]
 
 
-def test_the_last_rule_needs_nothing() -> None:
+def test_the_last_rule_requires_nothing() -> None:
     assert LINK_RULES[-1].required == {}
     assert {rule.link for rule in LINK_RULES} == set(Link) - {Link.NONE}
 
 
-def test_rates_that_are_given_are_kept() -> None:
+def test_given_rates_are_used() -> None:
     platform = detect_platform(driver({}), 0, HostFacts(GIB, GIB, 4096), rates=RATES)
     assert platform.rates is RATES
-    assert platform.reasons["rates"] == "given by who asked"
+    assert platform.reasons["rates"] == "given by the caller"
 
 
-def test_a_numa_node_the_driver_announces_without_a_number_is_none() -> None:
-    platform = detect_platform(driver({"numa_config": 1, "numa_id": -1}), 0, HostFacts(GIB, GIB, 4096))
+def test_a_numa_node_without_a_number_is_none() -> None:
+    platform = detect_platform(
+        driver({"numa_config": 1, "numa_id": -1}), 0, HostFacts(GIB, GIB, 4096)
+    )
     assert platform.device_node is None
 
 
-def test_memory_of_gpus_is_no_room_for_a_process() -> None:
+def test_gpu_memory_does_not_count_as_usable_host_memory() -> None:
     nodes = (
         NumaNode(0, 480 * GIB, 40 * GIB, has_cpus=True),
         NumaNode(1, 96 * GIB, 90 * GIB, has_cpus=False),
@@ -208,7 +213,7 @@ def test_memory_of_gpus_is_no_room_for_a_process() -> None:
     ],
     ids=["given", "none given", "hidden", "hidden, but the driver keeps it", "no GPU"],
 )
-def test_whether_the_kernel_counts_memory_of_gpus(
+def test_kernels_that_count_gpu_memory_are_detected(
     tmp_path: Path, files: dict[str, str], counted: bool
 ) -> None:
     for name, text in (files | {"meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n"}).items():
@@ -224,8 +229,10 @@ def test_gpu_nodes_never_make_host_memory_negative() -> None:
     assert (platform.host_bytes, platform.host_total_bytes) == (0, GIB)
 
 
-def test_without_a_gpu_the_host_is_still_described() -> None:
-    platform = platform_without_gpu(HostFacts(4 * GIB, 3 * GIB, 4096), "cuda-bindings is not installed")
+def test_without_a_gpu_host_memory_is_known() -> None:
+    platform = platform_without_gpu(
+        HostFacts(4 * GIB, 3 * GIB, 4096), "cuda-bindings is not installed"
+    )
     assert platform.link is Link.NONE
     assert platform.host_bytes == 3 * GIB
     assert platform.reasons["link"] == "cuda-bindings is not installed"
@@ -257,14 +264,14 @@ def test_installed_or_not_nvml_is_found_without_an_error() -> None:
     assert nvml is None or issubclass(nvml.NVMLError, Exception)
 
 
-def test_an_nvml_that_does_not_start_is_a_reason() -> None:
+def test_a_failure_of_nvml_becomes_a_reason() -> None:
     nvml = FakeNvml({"init": "Driver Not Loaded"})
     facts = read_nvml(nvml, driver({}), 0)
     assert facts.c2c_reason == facts.addressing_reason == "NVML did not start: Driver Not Loaded"
     assert nvml.running == 0
 
 
-def test_an_nvml_that_does_not_know_the_device_is_a_reason() -> None:
+def test_a_device_unknown_to_nvml_becomes_a_reason() -> None:
     nvml = FakeNvml({}, at="00000000:07:00.0")
     facts = read_nvml(nvml, driver({"pci_bus_id": 8}), 0)
     assert "no device at 00000000:08:00.0" in facts.c2c_reason
@@ -278,13 +285,13 @@ def test_nvml_answers_are_read() -> None:
     assert nvml.running == 0
 
 
-def test_an_addressing_mode_from_the_future_is_told_by_number() -> None:
+def test_an_unknown_addressing_mode_is_reported_by_number() -> None:
     facts = read_nvml(FakeNvml({"c2c": 0, "addressing": 7}), driver({}), 0)
     assert facts.addressing is None
-    assert facts.addressing_reason == "NVML says addressing mode 7"
+    assert facts.addressing_reason == "NVML reports addressing mode 7"
 
 
-def test_older_bindings_without_the_question_are_a_reason() -> None:
+def test_older_nvml_bindings_become_a_reason() -> None:
     class Older(FakeNvml):
         @property
         def nvmlDeviceGetC2cModeInfoV(self) -> None:  # type: ignore[override]
@@ -295,6 +302,35 @@ def test_older_bindings_without_the_question_are_a_reason() -> None:
     assert "no such function" in facts.c2c_reason
 
 
-def test_bus_addresses_are_spelt_as_nvml_wants_them() -> None:
+def test_pci_addresses_have_the_format_of_nvml() -> None:
     at = {"pci_domain_id": 9, "pci_bus_id": 0xAB, "pci_device_id": 1}
     assert pci_bus_id(driver(at), 0) == "00000009:ab:01.0"
+
+
+MAPS = """\
+1000-3000 r--p 00000000 08:01 17 /lib/some.so
+3000-5000 rw-p 00000000 00:00 0
+8000-9000 rw-p 00001000 08:01 18 /models/a b.safetensors
+7f0000000000-7f0000010000 rw-p 00000000 00:00 0 [heap]
+"""
+
+
+def test_file_backed_memory_is_not_anonymous(tmp_path):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "maps").write_text(MAPS)
+    inside = [(0x1000, 1), (0x2FFF, 10), (0x8800, 100)]
+    outside = [(0x3000, 1000), (0x9000, 10000), (0x10, 100000), (0x7F0000000000, 10**6)]
+    assert anonymous_nbytes(tmp_path, inside) == 0
+    assert anonymous_nbytes(tmp_path, [*inside, *outside]) == 1111000
+
+
+def test_allocated_tensors_are_anonymous_and_mapped_ones_are_not(tmp_path):
+    proc, made = Path("/proc"), torch.zeros(1 << 20)
+    assert anonymous_nbytes(proc, [(made.data_ptr(), made.nbytes)]) == made.nbytes
+    (tmp_path / "weights").write_bytes(bytes(1 << 16))
+    with (tmp_path / "weights").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)
+        assert anonymous_nbytes(proc, [(tensor.data_ptr(), tensor.nbytes)]) == 0
+        del tensor
+        mapped.close()

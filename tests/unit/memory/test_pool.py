@@ -1,4 +1,4 @@
-"""Managed pools: the real shim over a fake driver, with torch's part played by a few lines."""
+"""Managed pools: the real shim with a fake driver and a fake torch."""
 
 import ctypes
 import threading
@@ -15,10 +15,10 @@ from gracetune.errors import ConfigError
 from gracetune.memory.platform import NO_GPU, Link, Platform
 from gracetune.memory.pool import (
     MAX_OPEN_S,
+    ManagedPool,
+    PoolCloseResult,
     PoolError,
     PoolSettings,
-    PoolCloseResult,
-    ManagedPool,
     PoolUnavailable,
     open_pool,
 )
@@ -31,7 +31,7 @@ MIB = 1024**2
 
 
 class Segments:
-    """A pool's part of the cache: memory taken through the slot's two functions."""
+    """Memory of one pool, allocated through the two functions of its slot."""
 
     def __init__(self, library: Path, slot: int) -> None:
         functions = ctypes.CDLL(str(library))
@@ -48,8 +48,8 @@ class Segments:
         self.cached.clear()
 
 
-class Handle:
-    """What a MemPool is to us: while it lives, nothing cached is given back."""
+class FakeMemPool:
+    """A MemPool: while it exists, cached memory is not freed."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
@@ -58,34 +58,34 @@ class Handle:
         self.segments.release()
 
 
-class Tensorlike:
-    """Memory that goes to the cache, not to the driver, when dropped."""
+class FakeTensor:
+    """Memory that returns to the cache, not to the driver, when it is freed."""
 
     def __init__(self, segments: Segments, pointer: int) -> None:
         self.drop = lambda: segments.cached.append(pointer)
 
 
-class FewLinesOfTorch:
-    """Routes `allocate` to the innermost open pool; frees only what no handle keeps."""
+class FakeTorchPools:
+    """Allocates from the innermost open pool; frees the memory of deleted pools only."""
 
     def __init__(self) -> None:
-        self.made: list[PoolSettings] = []
+        self.created: list[PoolSettings] = []
         self.devices: list[int] = []
         self.open: list[Segments] = []
         self.in_capture = False
-        self.waited = 0
-        self.known: list[tuple[Segments, weakref.ref[Handle]]] = []
+        self.synchronizations = 0
+        self.pools: list[tuple[Segments, weakref.ref[FakeMemPool]]] = []
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        self.made.append(settings)
+        self.created.append(settings)
         self.devices.append(device)
-        handle = Handle(Segments(library, slot))
-        self.known.append((handle.segments, weakref.ref(handle)))
+        handle = FakeMemPool(Segments(library, slot))
+        self.pools.append((handle.segments, weakref.ref(handle)))
         return handle
 
     @contextmanager
     def use_pool(self, pool: object, device: int) -> Iterator[None]:
-        assert isinstance(pool, Handle)
+        assert isinstance(pool, FakeMemPool)
         assert device == self.devices[-1]
         self.open.append(pool.segments)
         try:
@@ -98,19 +98,19 @@ class FewLinesOfTorch:
 
     def synchronize(self, device: int) -> None:
         assert device == self.devices[-1]
-        self.waited += 1
+        self.synchronizations += 1
 
     def empty_cache(self) -> None:
-        for segments, handle in self.known:
+        for segments, handle in self.pools:
             if handle() is None:
                 segments.release()
 
-    def allocate(self, nbytes: int) -> Tensorlike:
+    def allocate(self, nbytes: int) -> FakeTensor:
         segments = self.open[-1]
         pointer = segments.alloc(nbytes, 0, None)
         if pointer is None:
             raise MemoryError(nbytes)
-        return Tensorlike(segments, pointer)
+        return FakeTensor(segments, pointer)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,8 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
 
 
 @pytest.fixture
-def torch() -> FewLinesOfTorch:
-    return FewLinesOfTorch()
+def torch() -> FakeTorchPools:
+    return FakeTorchPools()
 
 
 @pytest.fixture
@@ -134,16 +134,16 @@ def platform(link: Link) -> Platform:
     return replace(NO_GPU, link=link, device=0, reasons={"link": f"a test of {link.value}"})
 
 
-def opened(shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch) -> ManagedPool:
+def open_managed_pool(shim: Shim, settings: PoolSettings, torch: FakeTorchPools) -> ManagedPool:
     pool = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
     assert isinstance(pool, ManagedPool)
     return pool
 
 
 def test_tensors_inside_the_block_are_managed_and_counted(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pool.allocating():
         tensor = torch.allocate(2 * MIB)
     assert torch.open == []
@@ -154,21 +154,21 @@ def test_tensors_inside_the_block_are_managed_and_counted(
 
 
 def test_settings_reach_torch_and_the_shim(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    wanted = replace(settings, no_split=True, pattern=AccessPattern.BALANCED)
-    pool = opened(shim, wanted, torch)
+    options = replace(settings, no_split=True, pattern=AccessPattern.BALANCED)
+    pool = open_managed_pool(shim, options, torch)
     with pool.allocating():
         torch.allocate(MIB).drop()
-    assert torch.made == [wanted]
+    assert torch.created == [options]
     assert pool.counters().hints == 1
     assert pool.close()
 
 
-def test_past_the_cap_torch_sees_out_of_memory(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+def test_beyond_the_cap_torch_gets_out_of_memory(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pool.allocating():
         first = torch.allocate(8 * MIB)
         with pytest.raises(MemoryError):
@@ -181,10 +181,10 @@ def test_past_the_cap_torch_sees_out_of_memory(
     assert pool.close()
 
 
-def test_closing_reports_what_living_tensors_hold_and_finishes_later(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+def test_closing_reports_live_tensors_and_can_be_completed_later(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pool.allocating():
         kept, dropped = torch.allocate(MIB), torch.allocate(2 * MIB)
     dropped.drop()
@@ -198,9 +198,9 @@ def test_closing_reports_what_living_tensors_hold_and_finishes_later(
 
 
 def test_a_closed_pool_refuses_every_use(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     pool.close()
     with pytest.raises(PoolError, match="closed"), pool.allocating():
         pass
@@ -211,21 +211,21 @@ def test_a_closed_pool_refuses_every_use(
 
 
 def test_closing_drops_the_last_reference_to_torchs_pool(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pool.allocating():
         pass
-    assert torch.known[0][1]() is not None
+    assert torch.pools[0][1]() is not None
     pool.close()
-    assert torch.known[0][1]() is None
-    assert torch.waited == 1
+    assert torch.pools[0][1]() is None
+    assert torch.synchronizations == 1
 
 
 def test_an_open_pool_cannot_be_closed(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pool.allocating():
         with pytest.raises(PoolError, match="open in 1 place"):
             pool.close()
@@ -235,104 +235,100 @@ def test_an_open_pool_cannot_be_closed(
 
 
 def test_an_error_inside_the_block_leaves_the_pool_usable(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     with pytest.raises(ZeroDivisionError), pool.allocating():
         raise ZeroDivisionError
     assert pool.close()
 
 
-def test_a_graph_being_captured_is_refused(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+def test_a_pool_cannot_be_opened_during_graph_capture(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
+    pool = open_managed_pool(shim, settings, torch)
     torch.in_capture = True
-    with pytest.raises(PoolError, match="captured"), pool.allocating():
+    with pytest.raises(PoolError, match="graph capture"), pool.allocating():
         pass
     assert pool.close()
 
 
-def test_a_pool_open_for_long_is_told_once(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+def test_a_pool_that_stays_open_is_reported_once(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    told: list[Notice] = []
+    notices: list[Notice] = []
     times = iter([0, MAX_OPEN_S, 10, 11 + MAX_OPEN_S, 20, 40 + MAX_OPEN_S])
     pool = open_pool(
-        platform(Link.COHERENT), shim, settings, torch, told.append, clock=lambda: next(times)
+        platform(Link.COHERENT), shim, settings, torch, notices.append, clock=lambda: next(times)
     )
     assert isinstance(pool, ManagedPool)
     for expected in (0, 1, 1):
         with pool.allocating():
             pass
-        assert len(told) == expected
-    assert told[0].level == "warning"
-    assert "not a loop" in told[0].text
+        assert len(notices) == expected
+    assert notices[0].level == "warning"
+    assert "around allocations only" in notices[0].text
     assert pool.close()
 
 
 def test_threads_open_the_same_pool_at_once(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    pool = opened(shim, settings, torch)
-    together = threading.Barrier(4)
+    pool = open_managed_pool(shim, settings, torch)
+    barrier = threading.Barrier(4)
 
     def use() -> None:
         with pool.allocating():
-            together.wait(10)
+            barrier.wait(10)
 
     threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert together.broken is False
+    assert barrier.broken is False
     assert pool.close()
 
 
 @pytest.mark.parametrize("link", [Link.NONE, Link.COPY, Link.INTEGRATED])
-def test_a_platform_without_use_for_a_pool_says_why(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch, link: Link
+def test_unsuitable_platforms_have_a_reason(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools, link: Link
 ) -> None:
     refused = open_pool(platform(link), shim, settings, torch, emit=lambda _: None)
     assert isinstance(refused, PoolUnavailable)
     assert f"a test of {link.value}" in refused.reason
-    assert torch.made == []
+    assert torch.created == []
 
 
-def test_a_missing_shim_makes_pools_unsupported(
-    settings: PoolSettings, torch: FewLinesOfTorch
+def test_without_the_shim_pools_are_unavailable(
+    settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
     missing = MissingShim("no compiler")
     refused = open_pool(platform(Link.MANAGED), missing, settings, torch, emit=lambda _: None)
     assert refused == PoolUnavailable("no compiler")
 
 
-def test_a_driver_that_cannot_be_opened_makes_pools_unsupported(
-    shim: Shim, torch: FewLinesOfTorch
-) -> None:
+def test_without_a_driver_library_pools_are_unavailable(shim: Shim, torch: FakeTorchPools) -> None:
     settings = PoolSettings(cap_bytes=1, driver_library="libnowhere.so.1")
     refused = open_pool(platform(Link.MANAGED), shim, settings, torch, emit=lambda _: None)
     assert isinstance(refused, PoolUnavailable)
     assert "libnowhere.so.1" in refused.reason
 
 
-def test_a_pool_that_torch_refuses_leaves_no_slot_behind(
-    shim: Shim, settings: PoolSettings
-) -> None:
-    class Refusing(FewLinesOfTorch):
+def test_the_slot_is_released_if_torch_refuses(shim: Shim, settings: PoolSettings) -> None:
+    class Refusing(FakeTorchPools):
         def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
             raise RuntimeError(f"slot {slot}")
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="slot 0"):
-            opened(shim, settings, Refusing())
+            open_managed_pool(shim, settings, Refusing())
 
 
-def test_a_cap_of_nothing_is_the_users_error(
-    shim: Shim, settings: PoolSettings, torch: FewLinesOfTorch
+def test_a_cap_of_zero_is_a_config_error(
+    shim: Shim, settings: PoolSettings, torch: FakeTorchPools
 ) -> None:
-    with pytest.raises(ConfigError, match="cap is 0 bytes"):
+    with pytest.raises(ConfigError, match="is 0 bytes, but it must be above 0"):
         open_pool(
             platform(Link.MANAGED), shim, replace(settings, cap_bytes=0), torch, lambda _: None
         )

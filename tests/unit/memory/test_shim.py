@@ -1,21 +1,27 @@
 """The compiled shim against a driver library that the tests compile themselves."""
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from gracetune.errors import RunFailedError
 from gracetune.memory.shim import (
+    COMPILE_FLAGS,
     LIBRARY,
     SOURCE,
     AccessPattern,
+    MissingShim,
     Shim,
     ShimError,
     build_shim,
+    find_shim,
 )
 
 SLOTS = 16
@@ -119,7 +125,7 @@ def slot(shim: Shim, fake: Fake) -> Iterator[Slot]:
         (AccessPattern.CPU_FIRST, ["advise 2097152 3 2:0", "advise 2097152 5 1:0"]),
     ],
 )
-def test_each_pattern_places_a_segment_its_own_way(
+def test_each_access_pattern_gives_its_own_hints(
     shim: Shim, fake: Fake, pattern: AccessPattern, expected: list[str]
 ) -> None:
     slot = Slot(shim, fake, pattern, 10 * MIB)
@@ -139,7 +145,7 @@ def test_each_pattern_places_a_segment_its_own_way(
         (AccessPattern.CPU_FIRST, ["advise_v1 4096 3 -1", "advise_v1 4096 5 1"]),
     ],
 )
-def test_a_driver_before_12_2_is_given_integers_for_places(
+def test_drivers_before_12_2_get_integer_locations(
     shim: Shim,
     fake_libcuda: Callable[..., Path],
     pattern: AccessPattern,
@@ -171,7 +177,7 @@ def test_a_segment_larger_than_any_cap_does_not_wrap_around(slot: Slot) -> None:
     assert slot.counters()["denied"] == 1
 
 
-def test_the_cap_can_move_below_what_is_held(slot: Slot) -> None:
+def test_the_cap_can_be_set_below_the_live_bytes(slot: Slot) -> None:
     held = slot.alloc(4 * MIB)
     assert held
     slot.shim.set_cap(slot.number, 2 * MIB)
@@ -180,7 +186,7 @@ def test_the_cap_can_move_below_what_is_held(slot: Slot) -> None:
     assert slot.alloc(2 * MIB)
 
 
-def test_what_is_freed_is_gone_and_counted(slot: Slot, fake: Fake) -> None:
+def test_frees_are_counted(slot: Slot, fake: Fake) -> None:
     before = fake.library.fake_live()
     pointer = slot.alloc(MIB)
     assert pointer
@@ -191,7 +197,7 @@ def test_what_is_freed_is_gone_and_counted(slot: Slot, fake: Fake) -> None:
     assert (counters["live_bytes"], counters["live_segments"], counters["frees"]) == (0, 0, 1)
 
 
-def test_a_driver_that_is_out_of_memory_becomes_null_with_its_code(slot: Slot, fake: Fake) -> None:
+def test_a_driver_out_of_memory_returns_null_and_its_code(slot: Slot, fake: Fake) -> None:
     fake.fail("cuMemAllocManaged", 2)
     assert slot.alloc(MIB) is None
     counters = slot.counters()
@@ -199,13 +205,13 @@ def test_a_driver_that_is_out_of_memory_becomes_null_with_its_code(slot: Slot, f
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_a_size_that_is_none_is_refused(slot: Slot, nbytes: int) -> None:
+def test_a_size_of_zero_is_refused(slot: Slot, nbytes: int) -> None:
     assert slot.alloc(nbytes) is None
     assert slot.counters()["failed"] == 1
 
 
 @pytest.mark.parametrize(("device", "code"), [(-1, 1), (64, 1), (5, 101)])
-def test_a_device_that_is_not_there_is_refused(slot: Slot, device: int, code: int) -> None:
+def test_a_missing_device_is_refused(slot: Slot, device: int, code: int) -> None:
     assert slot.alloc(MIB, device=device) is None
     assert slot.counters()["last_code"] == code
 
@@ -220,7 +226,9 @@ def test_a_failed_hint_leaves_usable_memory_and_is_counted(shim: Shim, fake: Fak
     slot.close()
 
 
-def test_memory_the_driver_keeps_stays_counted_and_holds_the_slot(fresh: Shim, fake: Fake) -> None:
+def test_memory_that_cannot_be_freed_stays_counted_and_keeps_the_slot(
+    fresh: Shim, fake: Fake
+) -> None:
     slot = Slot(fresh, fake, AccessPattern.BALANCED, MIB)
     pointer = slot.alloc(4096)
     assert pointer
@@ -232,9 +240,7 @@ def test_memory_the_driver_keeps_stays_counted_and_holds_the_slot(fresh: Shim, f
     assert not fresh.close(slot.number)
 
 
-def test_a_driver_that_is_already_gone_at_exit_took_its_memory_along(
-    slot: Slot, fake: Fake
-) -> None:
+def test_a_driver_that_is_gone_at_exit_has_freed_its_memory(slot: Slot, fake: Fake) -> None:
     pointer = slot.alloc(4096)
     assert pointer
     fake.fail("cuMemFree_v2", 4)
@@ -254,9 +260,7 @@ def test_foreign_and_repeated_frees_are_counted_not_passed_on(slot: Slot, fake: 
     assert fake.calls().count("free") == 1
 
 
-def test_a_thread_without_a_context_borrows_the_devices_and_hands_it_back(
-    shim: Shim, fake: Fake
-) -> None:
+def test_a_thread_without_a_context_uses_the_devices_temporarily(shim: Shim, fake: Fake) -> None:
     slot = Slot(shim, fake, AccessPattern.BALANCED, MIB)
     fake.library.fake_set_current(-1)
     before = fake.library.fake_retained(1)
@@ -273,7 +277,7 @@ def test_a_thread_without_a_context_borrows_the_devices_and_hands_it_back(
 @pytest.mark.parametrize(
     "name", ["cuDeviceGet", "cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"]
 )
-def test_a_context_that_cannot_be_had_is_a_refusal(slot: Slot, fake: Fake, name: str) -> None:
+def test_a_missing_context_fails_the_allocation(slot: Slot, fake: Fake, name: str) -> None:
     fake.library.fake_set_current(-1)
     fake.fail(name, 46)
     assert slot.alloc(4096) is None
@@ -302,7 +306,7 @@ def test_a_driver_that_does_not_start_is_refused(shim: Shim, fake: Fake) -> None
         shim.open(AccessPattern.BALANCED, MIB, fake.path)
 
 
-def test_slots_run_out_with_a_reason_and_come_back(fresh: Shim, fake: Fake) -> None:
+def test_slots_are_limited_and_can_be_reused(fresh: Shim, fake: Fake) -> None:
     taken = [fresh.open(AccessPattern.BALANCED, MIB, fake.path) for _ in range(SLOTS)]
     assert taken == list(range(SLOTS))
     with pytest.raises(ShimError, match=f"all {SLOTS} pools are open"):
@@ -311,7 +315,7 @@ def test_slots_run_out_with_a_reason_and_come_back(fresh: Shim, fake: Fake) -> N
     assert fresh.open(AccessPattern.BALANCED, MIB, fake.path) == 5
 
 
-def test_a_slot_that_is_not_open_answers_nothing(fresh: Shim) -> None:
+def test_a_closed_slot_returns_errors(fresh: Shim) -> None:
     library = ctypes.CDLL(str(fresh.path))
     for unknown in (0, -1, SLOTS):
         assert library.gracetune_shim_close(unknown) == -5
@@ -332,7 +336,7 @@ def test_a_pattern_out_of_range_is_refused_in_c(shim: Shim, fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_many_threads_keep_the_books_under_a_sanitizer(
+def test_counters_are_thread_safe_under_a_sanitizer(
     compile_c: Callable[..., Path], fake_libcuda: Callable[..., Path], sanitizer: str
 ) -> None:
     flag = f"-fsanitize={sanitizer}"
@@ -344,3 +348,68 @@ def test_many_threads_keep_the_books_under_a_sanitizer(
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "refused" in done.stdout
+
+
+def test_the_installation_built_the_shim() -> None:
+    found = find_shim()
+    assert isinstance(found, Shim), found.reason
+    assert found.path.parent == SOURCE.parent
+
+
+def test_a_missing_shim_has_a_reason_and_a_fix(tmp_path: Path) -> None:
+    missing = find_shim(tmp_path)
+    assert isinstance(missing, MissingShim)
+    assert "no C compiler" in missing.reason
+    assert "pip install" in missing.reason
+
+
+def test_a_broken_shim_is_an_error_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / LIBRARY).write_bytes(b"not a library")
+    with pytest.raises(ShimError, match=f"{LIBRARY} cannot be loaded"):
+        find_shim(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "version"), [("int gracetune_shim_abi(void) { return 99; }", "99"), ("int x;", "none")]
+)
+def test_a_shim_of_another_version_is_refused(tmp_path: Path, code: str, version: str) -> None:
+    source = tmp_path / "old.c"
+    source.write_text(f'__attribute__((visibility("default"))) {code}\n')
+    build_shim(tmp_path / LIBRARY, source=source)
+    with pytest.raises(ShimError, match=f"has version {version}, but gracetune needs 1"):
+        find_shim(tmp_path)
+
+
+@pytest.mark.parametrize("compiler", ["cc", "no-such-cc"])
+def test_the_package_builds_without_a_compiler(tmp_path: Path, compiler: str) -> None:
+    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", *folders],
+        cwd=SOURCE.parents[3],
+        env={**os.environ, "CC": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    built = find_shim(tmp_path / "lib" / "gracetune" / "memory")
+    assert isinstance(built, Shim if compiler == "cc" else MissingShim)
+
+
+def test_building_without_a_compiler_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ShimError, match="'no-such-cc' is not on the PATH"):
+        build_shim(tmp_path / LIBRARY, compiler="no-such-cc")
+
+
+def test_a_compile_error_shows_the_compilers_output(tmp_path: Path) -> None:
+    source = tmp_path / "bad.c"
+    source.write_text("int main(void) { return oops; }\n")
+    with pytest.raises(RunFailedError, match="oops"):
+        build_shim(tmp_path / LIBRARY, source=source)
+
+
+def test_the_source_compiles_without_warnings_in_strict_c(tmp_path: Path) -> None:
+    strict = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+    command = ["cc", *COMPILE_FLAGS, *strict, str(SOURCE), "-o", str(tmp_path / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

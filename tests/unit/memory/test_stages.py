@@ -1,9 +1,12 @@
-"""Stages change at two different marks, reclaim in measure, and keep to their cap."""
+"""Memory stages, accounting and `gc.freeze`."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from random import Random
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from gracetune.errors import ConfigError
 from gracetune.memory.stages import (
     Action,
+    GcFreeze,
     Reading,
     Stage,
     StagePolicy,
@@ -22,6 +26,10 @@ from gracetune.memory.stages import (
 )
 from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 TOTAL = 100 * GIB
 POLICY = StagePolicy()
@@ -42,23 +50,23 @@ def run(frees: list[float], policy: StagePolicy = POLICY) -> tuple[list[int], li
     return stages, actions
 
 
-def test_two_marks_not_one() -> None:
+def test_stages_change_at_two_thresholds() -> None:
     stages, _ = run([50, 10, 9.9, 10.5, 14.9, 15, 15.1, 12, 9])
     assert stages == [1, 1, 2, 2, 2, 2, 1, 1, 2]
 
 
-def test_a_threshold_in_bytes_counts_where_it_is_larger() -> None:
+def test_the_larger_threshold_counts() -> None:
     policy = StagePolicy(min_free_bytes=20 * GIB)
     assert run([21, 19, 22, 25, 26], policy)[0] == [1, 2, 2, 2, 1]
     assert run([9.5], StagePolicy(min_free_bytes=GIB))[0] == [2]
 
 
-def test_light_comes_first_and_not_again_at_once() -> None:
+def test_light_reclamations_keep_the_interval() -> None:
     policy = StagePolicy(interval=3)
     assert run([5, 5, 5, 5, 5], policy)[1] == ["light", "none", "none", "light", "none"]
 
 
-def test_hard_only_where_the_cache_would_lift_us_out() -> None:
+def test_hard_reclamation_only_if_the_cache_suffices() -> None:
     policy = StagePolicy(interval=10)
     state, first = advance(policy, StageState(), reading(5, cached_gib=6))
     state, second = advance(policy, state, reading(5, cached_gib=4))
@@ -68,11 +76,11 @@ def test_hard_only_where_the_cache_would_lift_us_out() -> None:
     assert (state.light_reclamations, state.hard_reclamations) == (1, 1)
 
 
-def test_nothing_is_reclaimed_inside_the_band() -> None:
+def test_nothing_is_reclaimed_between_the_thresholds() -> None:
     assert run([9, 12, 14, 11])[1] == ["light", "none", "none", "none"]
 
 
-def test_right_after_an_empty_cache_that_nobody_announced() -> None:
+def test_an_unannounced_empty_cache_is_noticed() -> None:
     state, _ = advance(POLICY, StageState(), reading(5, cached_gib=60))
     assert state.stage is Stage.OVERSUBSCRIBED
     state, action = advance(POLICY, state, reading(65))
@@ -80,7 +88,7 @@ def test_right_after_an_empty_cache_that_nobody_announced() -> None:
     assert state.transitions == 2
 
 
-def test_the_machine_of_a_run_acts_counts_and_tells() -> None:
+def test_stages_reclaim_count_and_report() -> None:
     freed, notices = Counter(), []
 
     def light() -> int:
@@ -104,9 +112,9 @@ def test_the_machine_of_a_run_acts_counts_and_tells() -> None:
     ]
 
 
-def test_looking_enters_stages_but_reclaims_nothing() -> None:
+def test_update_changes_the_stage_without_reclaiming() -> None:
     def never() -> int:
-        raise AssertionError("a look reclaimed")
+        raise AssertionError("update reclaimed memory")
 
     stages = Stages(POLICY, never, never, lambda notice: None)
     assert stages.update(reading(5, 20)) is Stage.OVERSUBSCRIBED
@@ -115,7 +123,7 @@ def test_looking_enters_stages_but_reclaims_nothing() -> None:
     assert stages.state == StageState(transitions=2)
 
 
-def test_the_cap_is_the_ratio_or_what_the_host_can_take() -> None:
+def test_the_cap_is_the_ratio_or_the_host_memory() -> None:
     policy = StagePolicy(oversubscription_ratio=3.0, host_reserve_bytes=10 * GIB)
     assert managed_cap(policy, 100 * GIB, 1000 * GIB) == 300 * GIB
     assert managed_cap(policy, 100 * GIB, 200 * GIB) == 190 * GIB
@@ -131,10 +139,10 @@ def test_the_cap_is_the_ratio_or_what_the_host_can_take() -> None:
         ({"threshold": 0.97}, "hysteresis is 0.05"),
         ({"oversubscription_ratio": 1.0}, "uvm_oversubscription_ratio is 1.0"),
         ({"min_free_bytes": -1}, "uvm_stage1_min_bytes is -1"),
-        ({"interval": 0}, "the interval 0"),
+        ({"interval": 0}, "interval is 0"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(bad: dict[str, float], says: str) -> None:
+def test_an_invalid_policy_is_refused(bad: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         StagePolicy(**bad)
 
@@ -153,14 +161,16 @@ few = settings(max_examples=15, deadline=None, database=None)
 
 @few
 @given(policies, seeds)
-def test_a_long_random_trace_never_oscillates_in_the_band(policy: StagePolicy, seed: int) -> None:
+def test_random_readings_never_oscillate_between_the_thresholds(
+    policy: StagePolicy, seed: int
+) -> None:
     random = Random(seed)
     low, high = policy.stage2_below(TOTAL), policy.stage1_above(TOTAL)
     state = StageState()
     lights = hards = changes = 0
     last = {Action.LIGHT: -policy.interval, Action.HARD: -policy.interval}
     for moment in range(TRACE):
-        # Half the time close to the marks: that is where a machine without hysteresis flutters.
+        # Half of the readings are close to the thresholds, where oscillation would show.
         free = random.randint(0, TOTAL) if random.random() < 0.5 else random.randint(
             max(0, low - GIB), min(TOTAL, high + GIB)
         )  # fmt: skip
@@ -186,40 +196,101 @@ def test_a_long_random_trace_never_oscillates_in_the_band(policy: StagePolicy, s
 
 @few
 @given(st.integers(1, 50 * GIB), seeds)
-def test_a_long_random_trace_of_allocations_keeps_to_the_cap(cap: int, seed: int) -> None:
+def test_random_reservations_keep_to_the_cap(cap: int, seed: int) -> None:
     random = Random(seed)
-    ledger = MemoryAccounting({Tier.MANAGED: cap})
+    accounting = MemoryAccounting({Tier.MANAGED: cap})
     out: list[tuple[Tier, str, int]] = []
     denied = 0
     for _ in range(TRACE):
         if out and random.random() < 0.45:
-            ledger.release(*out.pop(random.randrange(len(out))))
+            accounting.release(*out.pop(random.randrange(len(out))))
         else:
             entry = (
                 random.choice(list(Tier)),
                 random.choice(("latents", "text", "weights")),
                 random.randint(0, 2 * GIB),
             )
-            if ledger.reserve(*entry):
+            if accounting.reserve(*entry):
                 out.append(entry)
             else:
                 denied += 1
                 assert entry[0] is Tier.MANAGED
-                assert ledger.current(Tier.MANAGED) + entry[2] > cap
-        assert ledger.current(Tier.MANAGED) <= ledger.peak(Tier.MANAGED) <= cap
-    assert ledger.denied(Tier.MANAGED) == denied
+                assert accounting.current(Tier.MANAGED) + entry[2] > cap
+        assert accounting.current(Tier.MANAGED) <= accounting.peak(Tier.MANAGED) <= cap
+    assert accounting.denied(Tier.MANAGED) == denied
     for tier in Tier:
-        assert ledger.current(tier) == sum(entry[2] for entry in out if entry[0] is tier)
+        assert accounting.current(tier) == sum(entry[2] for entry in out if entry[0] is tier)
     for entry in out:
-        ledger.release(*entry)
-    assert [ledger.current(tier) for tier in Tier] == [0, 0, 0]
-    assert ledger.by_role() == {}
+        accounting.release(*entry)
+    assert [accounting.current(tier) for tier in Tier] == [0, 0, 0]
+    assert accounting.by_role() == {}
 
 
-def test_giving_back_more_than_was_taken_is_our_error() -> None:
-    ledger = MemoryAccounting()
-    ledger.reserve(Tier.HOST, "latents", 10)
-    with pytest.raises(AssertionError, match="gives back 11 of 10"):
-        ledger.release(Tier.HOST, "latents", 11)
-    with pytest.raises(AssertionError, match="takes -1"):
-        ledger.reserve(Tier.HOST, "latents", -1)
+def test_releasing_more_than_reserved_is_a_bug() -> None:
+    accounting = MemoryAccounting()
+    accounting.reserve(Tier.HOST, "latents", 10)
+    with pytest.raises(AssertionError, match="releases 11 of 10"):
+        accounting.release(Tier.HOST, "latents", 11)
+    with pytest.raises(AssertionError, match="reserves -1"):
+        accounting.reserve(Tier.HOST, "latents", -1)
+
+
+class ReferenceCycle:
+    """Refers to itself, so only a garbage collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def gc_freeze() -> Iterator[GcFreeze]:
+    """Disable automatic collections."""
+    gc.disable()
+    yield GcFreeze()
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_a_collection_skips_frozen_objects(gc_freeze: GcFreeze) -> None:
+    alive = weakref.ref(cycle := ReferenceCycle())
+    gc_freeze.freeze()
+    del cycle
+    gc.collect()
+    assert alive() is not None
+    gc_freeze.unfreeze()
+    gc.collect()
+    assert alive() is None
+
+
+def test_collect_includes_frozen_objects(gc_freeze: GcFreeze) -> None:
+    alive = weakref.ref(cycle := ReferenceCycle())
+    gc_freeze.freeze()
+    del cycle
+    gc_freeze.collect()
+    assert alive() is None
+    assert gc.get_freeze_count() > 0, "everything else stays frozen"
+
+
+def test_collect_does_not_freeze(gc_freeze: GcFreeze) -> None:
+    gc_freeze.collect()
+    assert gc.get_freeze_count() == 0
+
+
+def test_freeze_collects_garbage_first(gc_freeze: GcFreeze) -> None:
+    alive: weakref.ref[Any] = weakref.ref(ReferenceCycle())
+    gc_freeze.freeze()
+    assert alive() is None
+
+
+def test_objects_frozen_by_others_stay_frozen(gc_freeze: GcFreeze) -> None:
+    alive = weakref.ref(cycle := ReferenceCycle())
+    gc.freeze()
+    del cycle
+    young = weakref.ref(ReferenceCycle())
+    for touch in (gc_freeze.freeze, gc_freeze.collect, gc_freeze.unfreeze):
+        touch()
+        assert alive() is not None
+        assert young() is None or touch == gc_freeze.freeze
+    gc.unfreeze()
+    gc.collect()
+    assert alive() is None

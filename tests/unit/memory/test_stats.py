@@ -1,4 +1,4 @@
-"""The statistics, with CUPTI's counters and without."""
+"""Memory statistics, with and without CUPTI's counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from by_hand import machine
+from platforms import simulated_machine
 
 from gracetune.memory.hints import HintCounts
 from gracetune.memory.placement import place_batch
@@ -20,10 +20,10 @@ from gracetune.memory.stats import (
     FaultCounter,
     MemoryAccounting,
     Tier,
-    start_fault_counter,
     import_cupti,
     memory_event,
     memory_stats,
+    start_fault_counter,
 )
 from gracetune.units import GIB, MIB
 
@@ -53,18 +53,24 @@ def test_the_forks_keys_are_there_on_a_cpu() -> None:
     assert "uvm.gpu_page_faults" not in stats
 
 
-def test_everything_that_happened_is_in_it() -> None:
-    here = machine(Link.COHERENT)
-    hints = here.hints()
-    place_batch({"latents": here.tensor(MIB), "text": here.tensor(2 * MIB)}, hints)
+def test_statistics_include_all_counters() -> None:
+    machine = simulated_machine(Link.COHERENT)
+    hints = machine.hints()
+    place_batch({"latents": machine.tensor(MIB), "text": machine.tensor(2 * MIB)}, hints)
     hints.prefetch_to_device(torch.zeros(9))
-    ledger = MemoryAccounting({Tier.MANAGED: GIB})
-    assert ledger.reserve(Tier.MANAGED, "latents", 600 * MIB)
-    assert not ledger.reserve(Tier.MANAGED, "latents", 600 * MIB)
-    assert ledger.reserve(Tier.HOST, "text", MIB)
+    accounting = MemoryAccounting({Tier.MANAGED: GIB})
+    assert accounting.reserve(Tier.MANAGED, "latents", 600 * MIB)
+    assert not accounting.reserve(Tier.MANAGED, "latents", 600 * MIB)
+    assert accounting.reserve(Tier.HOST, "text", MIB)
     stages = StageState(Stage.OVERSUBSCRIBED, 1, 4, 2)
     stats = memory_stats(
-        {"allocated_bytes.all.current": 5}, here.platform, hints.counts(), stages, ledger, "", POOL
+        {"allocated_bytes.all.current": 5},
+        machine.platform,
+        hints.counts(),
+        stages,
+        accounting,
+        "",
+        POOL,
     )
     expected = {
         "allocated_bytes.all.current": 5,
@@ -94,7 +100,7 @@ def test_everything_that_happened_is_in_it() -> None:
     assert (event.managed, event.stage) == (600 * MIB, 2)
 
 
-def test_light_reclamation_asks_every_owner() -> None:
+def test_light_reclamation_calls_every_trimmer() -> None:
     assert light_reclamation([lambda: 3, lambda: 0, lambda: 4])() == 7
 
 
@@ -106,7 +112,7 @@ Scopes = enum.IntEnum("Scopes", ["UNKNOWN", "PROCESS_SINGLE_DEVICE"], start=0)
 
 @dataclass
 class Record:
-    """A record as CUPTI hands it over."""
+    """A record as CUPTI delivers it."""
 
     counter_kind: int
     value: int
@@ -127,7 +133,7 @@ class Config:
 
 
 class FakeCupti:
-    """CUPTI's activity interface, which no machine without a GPU can start."""
+    """CUPTI's activity API, which needs a GPU in reality."""
 
     class cuptiError(Exception):  # noqa: N801
         pass
@@ -163,7 +169,7 @@ class FakeCupti:
         self.waiting = []
 
 
-def test_cuptis_records_are_added_up_by_cause() -> None:
+def test_cupti_records_are_summed_by_cause() -> None:
     cupti = FakeCupti()
     counter = start_fault_counter(cupti, 0)
     assert isinstance(counter, FaultCounter)
@@ -191,21 +197,21 @@ def test_cuptis_records_are_added_up_by_cause() -> None:
     assert cupti.enabled == set()
 
 
-def test_a_library_that_cupti_misses_is_the_reason() -> None:
-    class Lonely(FakeCupti):
+def test_a_missing_library_of_cupti_is_the_reason() -> None:
+    class CuptiWithoutDriver(FakeCupti):
         def activity_enable(self, kind: int) -> None:
             raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
-    assert "libcuda.so.1" in str(start_fault_counter(Lonely(), 0))
+    assert "libcuda.so.1" in str(start_fault_counter(CuptiWithoutDriver(), 0))
 
 
-def test_cuptis_refusal_is_the_reason() -> None:
+def test_a_refusal_of_cupti_is_the_reason() -> None:
     refused = start_fault_counter(FakeCupti("insufficient privileges"), 0)
     assert refused == "CUPTI refused to count unified memory: insufficient privileges"
 
 
 def test_without_the_package_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupti", None)
-    why = import_cupti()
-    assert isinstance(why, str)
-    assert "gracetune[cupti]" in why
+    reason = import_cupti()
+    assert isinstance(reason, str)
+    assert "gracetune[cupti]" in reason

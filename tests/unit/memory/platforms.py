@@ -1,4 +1,4 @@
-"""Machines built by hand, and tensors at their addresses."""
+"""Simulated machines for each kind of link, and tensors at simulated addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from fakes.simulated_driver import SimulatedDriver
 
 from gracetune.memory.hints import Hints
-from gracetune.memory.platform import NO_GPU, DeviceSpec, HostFacts, Link, Platform, Rates, detect_platform
+from gracetune.memory.platform import (
+    NO_GPU,
+    DeviceSpec,
+    HostFacts,
+    Link,
+    Platform,
+    Rates,
+    detect_platform,
+)
 from gracetune.units import GIB
 
 RATES = Rates(
@@ -37,8 +45,8 @@ GPU_LINKS = tuple(ATTRIBUTES)
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A platform and the driver under it; no driver where there is no GPU."""
+class SimulatedMachine:
+    """A platform and its simulated driver, which is None without a GPU."""
 
     platform: Platform
     driver: SimulatedDriver | None
@@ -52,7 +60,7 @@ class Machine:
         return Hints(self.driver, self.platform, **options)
 
     def tensor(self, nbytes: int, kind: str = "managed") -> torch.Tensor:
-        """A tensor over simulated addresses: to be named, sliced and viewed, never read."""
+        """Return a tensor at simulated addresses. It can be sliced and viewed, but not read."""
         if kind == "managed":
             code, pointer = self.gpu.allocate_managed(nbytes)
         elif kind == "pinned":
@@ -67,11 +75,13 @@ def tensor_at(pointer: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(pointer), dtype=torch.uint8)
 
 
-def machine(link: Link, page_bytes: int = 4096, failing: dict[str, int] | None = None) -> Machine:
+def simulated_machine(
+    link: Link, page_bytes: int = 4096, failing: dict[str, int] | None = None
+) -> SimulatedMachine:
     if link is Link.NONE:
-        return Machine(NO_GPU, None)
+        return SimulatedMachine(NO_GPU, None)
     spec = DeviceSpec(nbytes=8 * GIB, attributes=ATTRIBUTES[link], rates=RATES)
     driver = SimulatedDriver([spec], 32 * GIB, page_bytes, failing)
     platform = detect_platform(driver, 0, HostFacts(64 * GIB, 32 * GIB, page_bytes), rates=RATES)
     assert platform.link is link
-    return Machine(platform, driver)
+    return SimulatedMachine(platform, driver)

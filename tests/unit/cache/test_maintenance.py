@@ -51,7 +51,7 @@ def store(tmp_path):
         yield opened
 
 
-def test_a_whole_cache_is_clean_while_it_is_written_and_after(store, told):
+def test_an_intact_cache_is_clean_during_and_after_writing(store, told):
     fill(store, range(5))
     for _ in range(2):
         report = verify(store, told)
@@ -60,7 +60,7 @@ def test_a_whole_cache_is_clean_while_it_is_written_and_after(store, told):
         store.seal()
 
 
-def test_verify_names_each_damaged_entry_and_repair_forgets_it(store, told):
+def test_verify_names_damaged_entries_and_repair_deletes_them(store, told):
     fill(store, range(5))
     store.seal()
     (path,) = store.shards.iterdir()
@@ -92,7 +92,7 @@ def test_verify_finds_lost_shards(store, told, how):
     assert values(store, range(2)) == ([None, None] if how == "gone" else [0, 1])
 
 
-def test_a_damaged_header_costs_no_entry_and_is_written_again(store, told):
+def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, told):
     fill(store, range(3))
     store.seal()
     (path,) = store.shards.iterdir()
@@ -112,7 +112,7 @@ def damage_index(folder):
     path.write_bytes(data)
 
 
-def test_a_damaged_index_is_told_and_made_again_by_a_repair(tmp_path, told):
+def test_repair_rebuilds_a_damaged_index(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(200))
     damage_index(tmp_path)
@@ -126,7 +126,7 @@ def test_a_damaged_index_is_told_and_made_again_by_a_repair(tmp_path, told):
         assert values(store, range(200)) == [*range(200)]
 
 
-def test_an_index_in_use_is_not_made_again_under_its_user(tmp_path, told):
+def test_an_index_in_use_is_not_rebuilt(tmp_path, told):
     """What a process puts through an index that is gone would be lost, or read as another's."""
     with ShardStore(tmp_path) as user, ShardStore(tmp_path) as store:
         fill(user, range(3))
@@ -140,18 +140,18 @@ def test_an_index_in_use_is_not_made_again_under_its_user(tmp_path, told):
         assert values(user, range(6)) == [*range(6)], "who closed it opens the new one"
 
 
-def test_a_row_that_is_none_of_ours_is_damage_of_the_index(store, told):
+def test_an_unparsable_row_is_damage_of_the_index(store, told):
     fill(store, range(3))
     with sqlite3.connect(store.folder / "index.sqlite") as db:
         db.execute("UPDATE entries SET tensors = '[' WHERE key = 'k1'")
     report = verify(store, told)
-    assert [text for text in report.index_problems if "the row of k1 is no row of ours" in text]
+    assert [text for text in report.index_problems if "the row of k1 cannot be parsed" in text]
     repair(store, report)
     assert verify(store, told).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
 
-def test_compacting_moves_entries_out_of_files_that_are_mostly_gaps(store, told):
+def test_compact_moves_entries_out_of_shards_that_are_mostly_gaps(store, told):
     with ShardStore(store.folder) as reader:
         fill(store, range(100))
         before = values(reader, [98, 99])
@@ -167,7 +167,7 @@ def test_compacting_moves_entries_out_of_files_that_are_mostly_gaps(store, told)
     assert row_of(store, "k98").about == {}
 
 
-def test_compacting_leaves_files_alone_that_are_mostly_entries_or_another_writers(store):
+def test_compact_skips_full_shards_and_those_of_other_writers(store):
     fill(store, range(10))
     store.delete(["k1"])
     assert compact(store) == 0
@@ -179,7 +179,7 @@ def test_compacting_leaves_files_alone_that_are_mostly_entries_or_another_writer
     assert values(store, [20, 21]) == [20, 21]
 
 
-def test_compacting_removes_what_is_empty_or_unknown_and_seals_what_was_left_open(store):
+def test_compact_removes_empty_and_unknown_shards_and_seals_open_ones(store):
     fill(store, range(3))
     store._writer.release()
     (store.shards / f"{'a' * 16}.safetensors").write_bytes(bytes(100))
@@ -194,7 +194,7 @@ def test_compacting_removes_what_is_empty_or_unknown_and_seals_what_was_left_ope
     assert [path.name for path in store.shards.iterdir()] == ["notes.txt"]
 
 
-def test_a_reader_follows_an_entry_that_was_moved_before_it_looked(store, monkeypatch):
+def test_a_reader_finds_an_entry_that_was_moved_meanwhile(store, monkeypatch):
     """The row was read, then the file went: the question is asked again."""
     fill(store, range(100))
     store.seal()
@@ -209,7 +209,7 @@ def test_a_reader_follows_an_entry_that_was_moved_before_it_looked(store, monkey
         assert reader._entry(old) is None
 
 
-def test_leftovers_are_what_no_one_wants_by_kind(store):
+def test_unused_entries_are_counted_by_kind(store):
     keep, drop = text_key("kept", "e1"), text_key("dropped", "e1")
     store.put_many({key: {"x": torch.ones(2)} for key in (keep, drop, "bare")})
     left = find_unused(store, {keep})

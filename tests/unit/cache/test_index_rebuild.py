@@ -32,7 +32,7 @@ def everything(store):
 
 
 @pytest.mark.parametrize("words", [3, 40_000])
-def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
+def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
     monkeypatch.setattr(shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 400_000)
     key = text_key("a cat", "encoder")
     with ShardStore(tmp_path) as store:
@@ -56,7 +56,7 @@ def test_a_lost_index_is_made_again_from_sealed_and_open_shards(tmp_path, told, 
         assert store.get("k99")["latents"][0] == 99
 
 
-def test_a_torn_tail_and_damaged_entries_stay_out_and_all_others_come_back(tmp_path, told):
+def test_a_rebuilt_index_has_all_but_torn_and_damaged_entries(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(6))
         with store.index() as index:
@@ -75,7 +75,7 @@ def test_a_torn_tail_and_damaged_entries_stay_out_and_all_others_come_back(tmp_p
         assert sorted(everything(store).values()) == [*range(6)]
 
 
-def test_whoever_opens_second_waits_for_the_first(tmp_path, told):
+def test_a_second_process_waits_for_the_rebuild(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(50))
     lose_index(store)
@@ -94,7 +94,7 @@ def test_whoever_opens_second_waits_for_the_first(tmp_path, told):
     assert len(told.texts()) == 1
 
 
-def test_an_empty_folder_has_no_index_to_make_again(tmp_path, told):
+def test_an_empty_folder_needs_no_rebuild(tmp_path, told):
     ShardStore(tmp_path, told).close()
     (tmp_path / INDEX).unlink()
     (tmp_path / "shards" / "note.txt").write_text("no shard")
@@ -102,7 +102,7 @@ def test_an_empty_folder_has_no_index_to_make_again(tmp_path, told):
     assert told.texts() == []
 
 
-def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monkeypatch):
+def test_the_data_offset_is_read_from_the_file_or_the_default(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_format, "DEFAULT_DATA_OFFSET", 4096)
     with ShardStore(tmp_path) as store:
         store.put("many", {f"part {n}": torch.ones(1) for n in range(60)})
@@ -125,7 +125,7 @@ def test_the_room_of_a_header_is_told_by_the_file_or_is_the_usual(tmp_path, monk
 )
 @example(before=shard_format.RECORD_MAGIC, about={}, words=0)
 @settings(deadline=None, max_examples=60)
-def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
+def test_records_are_found_at_any_offset(before, about, words):
     """What has the mark of one and is none is passed over."""
     packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
     at = shard_format.align_up(len(before))
@@ -146,6 +146,6 @@ def test_a_record_is_found_and_read_wherever_it_lies(before, about, words):
     assert find_record(data, at + shard_format.TENSOR_ALIGNMENT) is None
 
 
-def test_a_record_with_a_mad_length_is_none():
+def test_a_record_with_an_invalid_length_is_ignored():
     data = bytearray(shard_format.RECORD_MAGIC + (2**60).to_bytes(8, "little") + bytes(48))
     assert read_record(torch.frombuffer(data, dtype=torch.uint8).numpy(), 0) is None

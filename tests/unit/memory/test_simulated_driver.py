@@ -1,13 +1,17 @@
 """The simulated driver: its books, its codes and its clock."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
-from fakes.simulated_driver import SimulatedDriver
+from fakes.simulated_driver import PageState, PageTable, SimulatedDriver
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gracetune.errors import RunFailedError
 from gracetune.memory.driver import HOST, Advice, CudaCode, PointerKind, RangeState
 from gracetune.memory.platform import DeviceSpec, Rates
+from gracetune.plan.machines import MACHINES
 
 PAGE = 4096
 MIB = 1024**2
@@ -51,7 +55,7 @@ def managed(driver: SimulatedDriver, nbytes: int, at: int | None = HOST) -> int:
 # Residency.
 
 
-def test_pages_come_to_life_where_they_are_touched_first() -> None:
+def test_pages_appear_where_they_are_first_touched() -> None:
     driver = simulated()
     pointer = managed(driver, 8 * MIB, at=None)
     assert driver.residency(pointer, 8 * MIB) == {}
@@ -211,7 +215,7 @@ def test_a_full_host_ends_the_simulation_with_the_numbers() -> None:
         driver.allocate_device(16 * MIB, 0)
 
 
-def test_more_than_both_memories_cannot_be_promised() -> None:
+def test_managed_memory_is_limited_to_host_and_device() -> None:
     driver = simulated(device_mib=16, host_mib=16)
     assert driver.allocate_managed(33 * MIB) == (CudaCode.OUT_OF_MEMORY, 0)
     assert driver.allocate_managed(32 * MIB)[0] == CudaCode.SUCCESS
@@ -219,7 +223,7 @@ def test_more_than_both_memories_cannot_be_promised() -> None:
     assert driver.allocate_pinned(17 * MIB) == (CudaCode.OUT_OF_MEMORY, 0)
 
 
-def test_everything_freed_is_everything_back() -> None:
+def test_freeing_everything_returns_all_memory() -> None:
     driver = simulated()
     pointers = [managed(driver, MIB, at) for at in (HOST, 0, None)]
     pointers.append(driver.allocate_pinned(MIB)[1])
@@ -243,11 +247,11 @@ def test_without_concurrent_access_hints_are_refused_as_cuda_refuses_them() -> N
     assert driver.discard(pointer, MIB, 0) == CudaCode.INVALID_DEVICE
 
 
-def test_without_managed_memory_none_is_given() -> None:
+def test_devices_without_managed_memory_cannot_allocate_it() -> None:
     assert simulated(attributes={}).allocate_managed(MIB) == (CudaCode.NOT_SUPPORTED, 0)
 
 
-def test_ranges_that_leave_their_allocation_are_refused() -> None:
+def test_ranges_beyond_their_allocation_are_refused() -> None:
     driver = simulated()
     pointer = managed(driver, MIB)
     assert driver.prefetch(pointer, MIB + 1, 0, 0) == CudaCode.INVALID_VALUE
@@ -261,7 +265,7 @@ def test_ranges_that_leave_their_allocation_are_refused() -> None:
 @pytest.mark.parametrize(
     "verb", ["allocate_managed", "allocate_pinned", "free", "advise", "prefetch", "discard"]
 )
-def test_any_verb_can_be_made_to_fail(verb: str) -> None:
+def test_any_call_can_be_made_to_fail(verb: str) -> None:
     failing: dict[str, int] = {}
     driver = simulated(failing=failing)
     pointer = managed(driver, MIB)
@@ -297,7 +301,7 @@ def test_on_an_integrated_device_nothing_moves() -> None:
 # The clock.
 
 
-def test_a_prefetch_holds_its_caller_for_part_of_the_way() -> None:
+def test_a_prefetch_blocks_its_caller_for_part_of_the_transfer() -> None:
     driver = simulated()
     pointer = managed(driver, 45 * MIB)
     began, seconds = driver.time.now_s, 45 * MIB / (45 * GB)
@@ -342,7 +346,7 @@ def test_both_directions_at_once_slow_each_other() -> None:
     assert driver.traffic.copied.to_host == 20_000_000
 
 
-def test_a_transfer_is_slowed_only_while_the_other_lasts() -> None:
+def test_a_transfer_is_slowed_only_while_the_other_direction_is_busy() -> None:
     driver = simulated()
     driver.copy(5_000_000, HOST, 0, stream=1)
     driver.copy(40_000_000, 0, HOST, stream=2)
@@ -357,7 +361,7 @@ def test_a_single_copy_engine_does_one_direction_at_a_time() -> None:
     assert driver.synchronize() == pytest.approx(2e-3, rel=1e-2)
 
 
-def test_eviction_occupies_the_way_out() -> None:
+def test_eviction_uses_the_outgoing_copy_engine() -> None:
     driver = simulated(device_mib=16)
     managed(driver, 16 * MIB, at=0)
     began = driver.synchronize()
@@ -371,3 +375,67 @@ def test_the_cpu_waits_for_its_stream_before_it_reads() -> None:
     driver.compute(1.0, 0, stream=3)
     driver.touch(pointer, MIB, HOST, stream=3)
     assert driver.time.now_s == pytest.approx(1.0 + MIB / (100 * GB))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["in", "out", "read", "write", "cpu", "mostly", "drop", "fixed"]),
+            st.integers(0, 23),
+            st.integers(1, 24),
+        ),
+        max_size=40,
+    )
+)
+def test_random_operations_neither_create_nor_lose_bytes(trace: list[tuple[str, int, int]]) -> None:
+    """Two ranges of 24 pages on a device of 20: used bytes are resident bytes, and fit."""
+    machine = MACHINES["h200-pcie"]
+    spec = DeviceSpec(20 * PAGE, machine.attributes, machine.rates())
+    driver = SimulatedDriver([spec], 200 * PAGE, PAGE)
+    bases = [driver.allocate_managed(24 * PAGE)[1] for _ in range(2)]
+    fixed: list[int] = []
+    for number, (verb, page, count) in enumerate(trace):
+        start = bases[number % 2] + page * PAGE
+        nbytes = min(count, 24 - page) * PAGE
+        if verb == "in":
+            driver.prefetch(start, nbytes, 0, 1)
+        elif verb == "out":
+            driver.prefetch(start, nbytes, HOST, 1)
+        elif verb in ("read", "write"):
+            driver.touch(start, nbytes, 0, 1, write=verb == "write")
+        elif verb == "cpu":
+            driver.touch(start, nbytes, HOST, 1, write=True)
+        elif verb == "mostly":
+            advice = Advice.SET_READ_MOSTLY if count % 2 else Advice.UNSET_READ_MOSTLY
+            driver.advise(start, nbytes, advice, 0)
+        elif verb == "drop":
+            driver.discard(start, nbytes, 1)
+        elif fixed:
+            driver.free(fixed.pop())
+        else:
+            code, pointer = driver.allocate_device(5 * PAGE, 0)
+            assert code == CudaCode.SUCCESS
+            fixed.append(pointer)
+        resident = sum(driver.residency(base, 24 * PAGE).get(0, 0) for base in bases)
+        free, total = driver.memory_info(0)
+        assert total - free == resident + len(fixed) * 5 * PAGE
+        assert 0 <= free <= total
+    for pointer in [*bases, *fixed]:
+        assert driver.free(pointer) == CudaCode.SUCCESS
+    assert driver.memory_info(0) == (20 * PAGE, 20 * PAGE)
+    assert driver.allocate_pinned(200 * PAGE)[0] == CudaCode.SUCCESS
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(-1, 2)), max_size=30))
+def test_runs_of_pages_behave_like_a_list_of_pages(changes: list[tuple[int, int, int]]) -> None:
+    table, plain = PageTable(40), [PageState()] * 40
+    for first, last, place in changes:
+        state = PageState(locations=frozenset({place}))
+        table.update(first, last, lambda _, state=state: state)
+        plain[first:last] = [state] * len(plain[first:last])
+        runs = list(table.runs())
+        assert [run.state for run in runs for _ in range(run.first, run.last)] == plain
+        assert all(one.state != two.state for one, two in pairwise(runs))
+        cut = list(table.runs(first, last))
+        assert [run.state for run in cut for _ in range(run.first, run.last)] == plain[first:last]

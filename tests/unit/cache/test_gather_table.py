@@ -60,7 +60,7 @@ def same_bits(one, other):
         ((0, 64), torch.bfloat16),
     ],
 )
-def test_a_batch_is_what_was_put_bit_for_bit(told, find, shape, dtype):
+def test_a_gathered_batch_is_bit_identical(told, find, shape, dtype):
     kept = store(find, told, 4096 * KIB)
     made = {f"{n}": {"x": bits(shape, dtype, n), "y": torch.tensor([n])} for n in range(5)}
     kept.put_many(made)
@@ -80,7 +80,7 @@ def test_a_batch_is_what_was_put_bit_for_bit(told, find, shape, dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_any_number_of_threads_copies_the_same(told, find, threads):
+def test_one_and_several_threads_give_the_same_result(told, find, threads):
     before = torch.get_num_threads()
     kept = store(find, told, 4096 * KIB)
     made = {f"{n}": {"x": bits((16, 64, 64), torch.bfloat16, n)} for n in range(4)}
@@ -94,7 +94,7 @@ def test_any_number_of_threads_copies_the_same(told, find, threads):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_as_many_bytes_of_another_shape_are_no_batch(told, find):
+def test_tensors_of_different_shapes_are_refused(told, find):
     kept = store(find, told)
     kept.put_many({"wide": {"x": torch.zeros(4, 8)}, "high": {"x": torch.zeros(8, 4)}})
     with pytest.raises(RuntimeError, match="equal size"):
@@ -102,7 +102,7 @@ def test_as_many_bytes_of_another_shape_are_no_batch(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_is_missing_comes_from_behind_or_not_at_all(told, find):
+def test_missing_entries_come_from_the_backing_store_or_are_none(told, find):
     hit_counts, backing = HitCounts(), DictStore()
     kept = store(find, told, backing=backing, hit_counts=hit_counts)
     kept.put("a", {"x": torch.tensor([1.0])})
@@ -117,13 +117,13 @@ def test_what_is_missing_comes_from_behind_or_not_at_all(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_rooms_of_what_has_left_are_used_again(told, find):
+def test_memory_of_evicted_entries_is_reused(told, find):
     """A row that outlived its entry would keep its room."""
     kept = store(find, told, 8 * KIB, DictStore())
     for number in range(40):
         kept.put(f"{number}", {"x": torch.full((256,), float(number))})
         kept.gather([f"{max(0, number - 3)}", f"{number}"], "x", allocate_pageable)
-    assert {*kept._entries} == {*kept._rows._rows["x"]}
+    assert {*kept._entries} == {*kept._table._rows["x"]}
     assert len(kept._entries) == 8
     batch = kept.gather([f"{number}" for number in (39, 0, 35)], "x", allocate_pageable)
     assert batch[:, 0].tolist() == [39, 0, 35]
@@ -131,7 +131,7 @@ def test_rooms_of_what_has_left_are_used_again(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_an_entry_that_is_put_again_takes_no_second_room(told, find):
+def test_putting_an_entry_twice_takes_no_more_memory(told, find):
     kept = store(find, told, 4 * KIB)  # nothing behind: what does not fit is an error
     for _ in range(10):
         kept.put("a", {"x": torch.full((256,), 1.0)})
@@ -139,7 +139,7 @@ def test_an_entry_that_is_put_again_takes_no_second_room(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_leaves_while_it_is_copied_is_copied_whole(told, find):
+def test_an_entry_evicted_during_a_copy_is_copied_completely(told, find):
     kept = store(find, told, 4 * KIB, DictStore())
     kept.put_many({f"{n}": {"x": torch.full((256,), float(n))} for n in range(3)})
 

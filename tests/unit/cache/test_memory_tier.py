@@ -30,7 +30,7 @@ def store(told, budget=64 * KIB, backing=None):
     return MemoryTier("latents", HostMemoryBudget(budget), backing, told, allocate_pageable, HitCounts())
 
 
-def test_entries_of_any_dtype_and_shape_come_back(told):
+def test_entries_of_any_dtype_and_shape_are_returned(told):
     kept = store(told)
     made = {
         "tokens": torch.randn(3, 5).bfloat16(),
@@ -56,7 +56,7 @@ def test_an_entry_is_a_view_and_not_a_copy(told):
     assert kept.get("a")["x"].data_ptr() == kept.get("a")["x"].data_ptr()
 
 
-def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
+def test_the_least_recently_used_entry_is_evicted_and_read_again(told):
     hit_counts, backing = HitCounts(), DictStore()
     kept = MemoryTier("latents", HostMemoryBudget(4 * KIB), backing, told, allocate_pageable, hit_counts)
     for number in range(4):
@@ -78,7 +78,7 @@ def test_the_least_recently_used_leaves_and_is_read_from_behind(told):
 
 @given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), max_size=40))
 @settings(deadline=None, max_examples=40)
-def test_what_leaves_is_what_was_used_longest_ago(batches):
+def test_eviction_is_in_order_of_last_use(batches):
     hit_counts, backing = HitCounts(), DictStore()
     backing.put_many({f"{number}": entry(number) for number in range(8)})
     kept = MemoryTier(
@@ -95,7 +95,7 @@ def test_what_leaves_is_what_was_used_longest_ago(batches):
         assert max(left, default=-1) <= min(used[key] for key in kept._entries)
 
 
-def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
+def test_recorded_uses_are_bounded(told, monkeypatch):
     monkeypatch.setattr(memory_tier, "MAX_PENDING_USES", 2)
     kept = store(told, 4 * KIB, DictStore())
     kept.put_many({f"{number}": entry(number) for number in range(4)})
@@ -103,10 +103,10 @@ def test_uses_are_counted_in_bounded_memory(told, monkeypatch):
         kept.get(key)
     kept.put("4", entry(4))  # of the uses, those of 1 and 0 are remembered
     assert [*kept._entries] == ["3", "1", "0", "4"]
-    assert len(kept._used) == 0
+    assert len(kept._uses) == 0
 
 
-def test_without_files_what_does_not_fit_is_refused_by_the_name_of_the_setting(told):
+def test_without_files_entries_beyond_the_budget_are_an_error(told):
     kept = store(told, budget=4 * KIB)
     kept.put_many({f"{number}": entry(number) for number in range(4)})
     with pytest.raises(ConfigError, match=r"host_budget_gb leaves 4\.0 KiB .*persistent_cache"):
@@ -114,14 +114,14 @@ def test_without_files_what_does_not_fit_is_refused_by_the_name_of_the_setting(t
     assert [kept.get(f"{n}")["x"][0].item() for n in range(4)] == [0, 1, 2, 3]
 
 
-def test_an_entry_larger_than_the_budget_is_read_from_behind(told):
+def test_an_entry_larger_than_the_budget_is_read_from_files(told):
     kept = store(told, budget=4 * KIB, backing=DictStore())
     kept.put("large", entry(1, 4096))
     assert kept.get("large")["x"].sum().item() == 4096
     assert len(told.texts()) == 1
 
 
-def test_room_is_not_used_again_while_someone_reads_it(told):
+def test_memory_is_not_reused_while_a_view_is_alive(told):
     kept = store(told, budget=4 * KIB, backing=DictStore())
     for number in range(4):
         kept.put(f"{number}", entry(number))
@@ -144,7 +144,7 @@ def test_warming_stops_at_the_budget_and_evicts_nothing(told):
     store(told).warm(["nothing behind"])
 
 
-def test_a_store_that_goes_gives_its_budget_back(told):
+def test_a_deleted_tier_releases_its_budget(told):
     budget = HostMemoryBudget(8 * KIB)
     first = MemoryTier("one", budget, None, told, allocate_pageable, HitCounts())
     first.put("a", entry(1))
@@ -158,15 +158,15 @@ def test_a_store_that_goes_gives_its_budget_back(told):
     assert budget.used == 0
 
 
-def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
+def test_slabs_double_in_size(monkeypatch):
     monkeypatch.setattr(memory_tier, "SLAB_NBYTES", 4 * KIB)
     sizes = []
     slabs = SlabAllocator(
         HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or allocate_pageable(nbytes)
     )
-    rooms = [slabs.take(KIB) for _ in range(1024)]
+    rooms = [slabs.allocate(KIB) for _ in range(1024)]
     assert None not in rooms
-    assert slabs.take(KIB) is None
+    assert slabs.allocate(KIB) is None
     assert sum(sizes) == 1024 * KIB
     assert len(sizes) < 12
     assert all(size & (size - 1) == 0 for size in sizes)
@@ -177,7 +177,7 @@ def test_slabs_double_so_that_few_are_looked_through(monkeypatch):
     st.integers(1, 40),
 )
 @settings(deadline=None, max_examples=40)
-def test_no_sequence_exceeds_the_budget_or_mixes_entries_up(steps, budget_kib):
+def test_random_operations_keep_the_budget_and_the_contents(steps, budget_kib):
     kept = store(lambda event: None, budget_kib * KIB, DictStore())
     sizes, held = {}, []
     for number, count in steps:
@@ -191,7 +191,7 @@ def test_no_sequence_exceeds_the_budget_or_mixes_entries_up(steps, budget_kib):
             assert len(found["x"]) == sizes[key]
 
 
-def test_threads_may_share_it(told):
+def test_threads_share_a_tier(told):
     kept = store(told, 16 * KIB, DictStore())
     kept.put_many({f"{number}": entry(number) for number in range(64)})
     wrong = []
@@ -212,7 +212,7 @@ def test_threads_may_share_it(told):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_pages_are_a_process_s_own():
+def test_pages_are_private_to_the_process():
     memory = allocate_page_aligned(8 * KIB)
     memory[:] = 1
     assert memory.data_ptr() % 4096 == 0

@@ -9,10 +9,10 @@ import pytest
 
 from gracetune.cache import shard_reader
 from gracetune.cache.memory_tier import allocate_page_aligned
-from gracetune.cache.shard_reader import DEPTH, AioQueue, ReadRequest
+from gracetune.cache.shard_reader import QUEUE_DEPTH, AioQueue, ReadRequest
 
 PAGE = 4096
-PAGES = 3 * DEPTH
+PAGES = 3 * QUEUE_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def wanted(descriptor, numbers):
 
 
 def holds(one):
-    return set(one.room.view(np.uint32).tolist())
+    return set(one.buffer.view(np.uint32).tolist())
 
 
-def test_more_than_the_kernel_takes_at_once_come_in_any_order(queue, pages):
+def test_more_reads_than_the_queue_depth_complete_in_any_order(queue, pages):
     numbers = [*np.random.default_rng(0).permutation(PAGES)]
     asked = wanted(pages, numbers)
     tickets = queue.submit(asked)
@@ -54,7 +54,7 @@ def test_more_than_the_kernel_takes_at_once_come_in_any_order(queue, pages):
     assert queue.submit([]) == []
 
 
-def test_the_end_of_a_file_comes_short(queue, pages):
+def test_a_read_at_the_end_of_a_file_is_short(queue, pages):
     inside, tail, past_end = queue.submit(wanted(pages, [PAGES - 1, PAGES, PAGES + 1]))
     assert [queue.wait(ticket) for ticket in (past_end, tail, inside)] == [0, 4, PAGE]
 
@@ -80,7 +80,7 @@ def test_threads_share_a_queue(queue, pages):
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_closed_queue_is_made_again(queue, pages):
+def test_a_closed_queue_is_created_again(queue, pages):
     begun = queue.submit(wanted(pages, range(8)))
     queue.close()
     assert [queue.wait(ticket) for ticket in begun] == [PAGE] * 8  # closing waited for all
@@ -89,7 +89,7 @@ def test_a_closed_queue_is_made_again(queue, pages):
     assert queue.wait(ticket) == PAGE
 
 
-def test_what_nobody_waits_for_is_settled(queue, pages):
+def test_drain_waits_for_unwanted_reads(queue, pages):
     asked = wanted(pages, range(32))
     tickets = queue.submit(asked)
     queue.wait(tickets[3])
@@ -99,44 +99,44 @@ def test_what_nobody_waits_for_is_settled(queue, pages):
         queue.wait(tickets[0])
 
 
-def test_one_bad_request_leaves_nothing_under_way(queue, pages):
+def test_an_invalid_request_leaves_no_read_in_flight(queue, pages):
     good, bad = wanted(pages, range(4)), wanted(10**6, [4])
     with pytest.raises(OSError, match="Bad file descriptor"):
         queue.submit([*good, *bad])
     assert [holds(one) for one in good] == [{n} for n in range(4)]
-    assert queue._begun == queue._done == {}
+    assert queue._in_flight == queue._results == {}
 
 
-def test_what_a_disk_reports_is_raised_for_that_read_alone(queue, pages, monkeypatch):
+def test_a_disk_error_is_raised_for_its_read_only(queue, pages, monkeypatch):
     bad, good = queue.submit(wanted(pages, [0, 1]))
     queue.drain([])
-    while queue._begun:
+    while queue._in_flight:
         queue._reap()
-    queue._done[bad] = -errno.EIO
+    queue._results[bad] = -errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
         queue.wait(bad)
     assert queue.wait(good) == PAGE
 
 
 def test_a_signal_does_not_end_a_wait(queue, pages):
-    real, calls = queue._call, []
+    real, calls = queue._syscall, []
 
     def interrupted(number, *rest):
         calls.append(number)
-        if number == queue._numbers[2] and calls.count(number) == 1:
+        if number == queue._syscall_numbers[2] and calls.count(number) == 1:
             ctypes.set_errno(errno.EINTR)
             return -1
         return real(number, *rest)
 
-    queue._call = interrupted
+    queue._syscall = interrupted
     (ticket,) = queue.submit(wanted(pages, [7]))
     assert queue.wait(ticket) == PAGE
 
 
-def test_a_wait_that_fails_is_an_error(queue, pages, monkeypatch):
+def test_a_failing_wait_raises(queue, pages, monkeypatch):
     (ticket,) = queue.submit(wanted(pages, [7]))
     with monkeypatch.context() as patched:
-        patched.setattr(queue, "_call", refuse(errno.EINVAL))
+        patched.setattr(queue, "_syscall", refuse(errno.EINVAL))
         with pytest.raises(OSError, match="Invalid argument"):
             queue.wait(ticket)
     assert queue.wait(ticket) == PAGE
@@ -150,27 +150,27 @@ def refuse(code):
     return call
 
 
-def test_a_kernel_without_a_queue_says_why_and_is_asked_once(pages, monkeypatch):
+def test_a_refused_queue_has_a_reason_and_is_requested_once(pages, monkeypatch):
     queue = AioQueue()
-    monkeypatch.setattr(queue, "_call", refuse(errno.EPERM))
+    monkeypatch.setattr(queue, "_syscall", refuse(errno.EPERM))
     assert queue.submit(wanted(pages, [1])) is None
     assert queue.refusal == "Operation not permitted"
     monkeypatch.undo()
     assert queue.submit(wanted(pages, [1])) is None
 
 
-def test_an_unknown_machine_has_no_queue(pages):
+def test_an_unknown_architecture_has_no_queue(pages):
     queue = AioQueue("vax")
     assert queue.submit(wanted(pages, [1])) is None
     assert "vax" in queue.refusal
 
 
-def test_a_queue_that_is_let_go_is_given_back_by_its_own_process(pages):
+def test_only_the_creating_process_destroys_a_queue(pages):
     queue, calls = AioQueue(), []
     (ticket,) = queue.submit(wanted(pages, [1]))
     queue.wait(ticket)
     context = queue._context.value
-    shard_reader._destroy(lambda *words: calls.append(words), 1, context, os.getpid() + 1)
+    shard_reader._destroy_queue(lambda *words: calls.append(words), 1, context, os.getpid() + 1)
     assert calls == []
     release = queue._release
     del queue

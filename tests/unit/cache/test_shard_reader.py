@@ -77,7 +77,7 @@ def store(tmp_path, told):
 @pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
 @pytest.mark.parametrize("words", [WORDS, WORDS + 3, 5], ids=["pages", "odd", "small"])
 @pytest.mark.parametrize("allocate", [allocate_page_aligned, allocate_pageable])
-def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
+def test_a_batch_is_gathered_into_the_given_memory(store, cold, words, allocate):
     fill(store, range(6), words)
     if cold:
         forget(store)
@@ -90,7 +90,7 @@ def test_a_batch_is_gathered_where_it_is_wanted(store, cold, words, allocate):
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_only_what_the_page_cache_lacks_is_read(store, monkeypatch):
+def test_only_entries_outside_the_page_cache_are_read(store, monkeypatch):
     fill(store, range(4))
     read, real = [], store._reader.read
 
@@ -106,7 +106,7 @@ def test_only_what_the_page_cache_lacks_is_read(store, monkeypatch):
     assert read == [["k2", "k0"]]
 
 
-def test_a_gathered_batch_with_something_missing_is_none(store):
+def test_gathering_a_missing_entry_returns_none(store):
     fill(store, range(2))
     assert store.gather(["k0", "absent"], "latents", Rooms()) is None
 
@@ -136,7 +136,7 @@ def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
         assert store.gather(["k0", "k2"], "latents", Rooms())[1, 0] == 2
 
 
-def test_a_moved_entry_is_found_again_and_a_lost_one_is_told(tmp_path, told):
+def test_a_moved_entry_is_found_and_a_lost_one_is_reported(tmp_path, told):
     with ShardStore(tmp_path, told) as store, ShardStore(tmp_path) as other:
         fill(other, range(6))
         other.seal()
@@ -151,7 +151,7 @@ def test_a_moved_entry_is_found_again_and_a_lost_one_is_told(tmp_path, told):
         assert len(damages(told)) == 1, "one entry of a file is named"
 
 
-def test_damage_is_told_once_when_an_entry_is_loaded(tmp_path, told):
+def test_damage_is_reported_once_when_an_entry_is_loaded(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(2))
         with store.index() as index:
@@ -172,7 +172,7 @@ def test_tensors_are_gathered_by_name_and_may_be_empty(store):
         store.gather(["k0", "k1"], "latents", allocate_pageable)
 
 
-def test_loaded_entries_lie_in_the_memory_that_was_given(store):
+def test_loaded_entries_are_in_the_given_memory(store):
     fill(store, range(3))
     store.put("pair", {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.int64)})
     forget(store)
@@ -195,7 +195,7 @@ def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
         assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
-def test_a_closed_store_opens_again_when_it_is_asked(store):
+def test_a_closed_store_reopens_on_use(store):
     fill(store, [1])
     store.close()
     store.close()
@@ -205,7 +205,7 @@ def test_a_closed_store_opens_again_when_it_is_asked(store):
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatch):
+def test_a_file_system_without_direct_reads_is_reported_once(store, told, monkeypatch):
     fill(store, range(4))
     forget(store)
     real = os.open
@@ -220,16 +220,16 @@ def test_a_file_system_without_direct_reads_is_told_once(store, told, monkeypatc
     forget(store)
     assert store.gather(["k0", "k3"], "latents", Rooms())[:, 0].tolist() == [0, 3]
     (text,) = told.texts()
-    assert "takes no direct reads" in text
+    assert "without direct reads" in text
     forget(store)
     store.will_need(["k0"])
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_kernel_without_a_queue_is_told_once(store, told, monkeypatch):
+def test_a_kernel_without_aio_is_reported_once(store, told, monkeypatch):
     fill(store, range(4))
     forget(store)
-    monkeypatch.setattr(store._reader._queue, "_numbers", None)
+    monkeypatch.setattr(store._reader._queue, "_syscall_numbers", None)
     monkeypatch.setattr(store._reader._queue, "refusal", "Operation not permitted")
     for _ in range(2):
         assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
@@ -241,7 +241,7 @@ def test_a_kernel_without_a_queue_is_told_once(store, told, monkeypatch):
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.EIO])
-def test_memory_that_a_disk_cannot_write_to_is_told_and_other_trouble_raised(
+def test_memory_that_a_disk_cannot_write_to_is_reported_and_other_errors_raised(
     store, told, monkeypatch, code
 ):
     fill(store, range(4))
@@ -259,25 +259,25 @@ def test_memory_that_a_disk_cannot_write_to_is_told_and_other_trouble_raised(
         return
     assert store.gather(["k1", "k2"], "latents", Rooms())[:, 0].tolist() == [1, 2]
     (text,) = told.texts()
-    assert "cannot write to the memory" in text
+    assert "cannot write to this memory" in text
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_nothing_is_under_way_when_a_batch_fails(store, monkeypatch):
+def test_no_read_is_in_flight_when_a_batch_fails(store, monkeypatch):
     fill(store, range(8))
     forget(store)
 
     def fail(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(store, "_is_whole", fail)
+    monkeypatch.setattr(store, "_is_intact", fail)
     with pytest.raises(RuntimeError, match="no"):
         store.gather([f"k{n}" for n in range(8)], "latents", Rooms())
     queue = store._reader._queue
-    assert queue._begun == queue._done == {}
+    assert queue._in_flight == queue._results == {}
 
 
-def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch):
+def test_other_errors_of_opening_are_raised(store, monkeypatch):
     fill(store, [1])
     monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
     with pytest.raises(PermissionError):
@@ -286,7 +286,7 @@ def test_what_cannot_be_opened_for_another_reason_is_an_error(store, monkeypatch
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("seconds", "asked"), [(1.0, ["k7", "k0", "k1"]), (0.001, ["k7"])])
-def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_path, seconds, asked):
+def test_slow_disks_and_small_entries_are_read_ahead(tmp_path, seconds, asked):
     told = []
 
     class Spied(shard_reader.ShardReader):
@@ -306,7 +306,7 @@ def test_a_disk_is_asked_in_advance_where_it_is_slow_or_entries_are_small(tmp_pa
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
+def test_querying_the_page_cache_reads_nothing(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(64 * PAGE))
     descriptor = os.open(path, os.O_RDONLY)
@@ -322,7 +322,7 @@ def test_the_page_cache_is_asked_without_having_it_read(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
-def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
+def test_a_kernel_without_cachestat_is_queried_once(monkeypatch, code):
     calls = []
 
     def refuse(*words):
@@ -330,20 +330,20 @@ def test_a_kernel_that_does_not_tell_is_asked_once(monkeypatch, code):
         return -1
 
     asked = PageCacheResidency()
-    monkeypatch.setattr(asked, "_ask", refuse)
+    monkeypatch.setattr(asked, "_syscall", refuse)
     monkeypatch.setattr(shard_reader.ctypes, "get_errno", lambda: code)
     assert not asked.holds(0, 0, 1)
     assert not asked.holds(0, 0, 1)
-    assert (len(calls), asked.is_known) == (1, False)
+    assert (len(calls), asked.is_supported) == (1, False)
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_what_the_kernel_refuses_otherwise_is_an_error():
+def test_other_errors_of_cachestat_are_raised():
     with pytest.raises(shard_reader.CacheError, match="Bad file descriptor"):
         PageCacheResidency().holds(10**6, 0, 1)
 
 
-def test_an_arena_reads_straight_into_its_slabs(store, told):
+def test_a_memory_tier_reads_directly_into_its_slabs(store, told):
     fill(store, range(5))
     store.put("small", {"x": torch.arange(3.0)})
     forget(store)

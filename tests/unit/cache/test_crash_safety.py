@@ -137,11 +137,11 @@ def check(tmp_path, told, monkeypatch, rounds, seed):
         assert [*store.shards.iterdir()] == [], "killed writers left nothing behind"
 
 
-def test_nothing_good_is_lost_at_twenty_kills(tmp_path, told, monkeypatch):
+def test_no_committed_entry_is_lost_in_twenty_kills(tmp_path, told, monkeypatch):
     check(tmp_path, told, monkeypatch, 20, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nothing_good_is_lost_at_two_hundred_kills(tmp_path, told, monkeypatch):
+def test_no_committed_entry_is_lost_in_two_hundred_kills(tmp_path, told, monkeypatch):
     check(tmp_path, told, monkeypatch, 200, 2)

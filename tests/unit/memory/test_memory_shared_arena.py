@@ -1,0 +1,472 @@
+"""Arenas: filling, sealing, attaching from other processes, and sharing one per machine."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from forked import hidden_from_others, holds_in_a_fork
+
+from gracetune.memory.shared_arena import (
+    Arena,
+    ArenaFullError,
+    ArenaWriter,
+    SegmentWriter,
+    share_arena,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+MIB = 1024**2
+
+
+def filled_arena(*pieces: bytes) -> tuple[Arena, list[int]]:
+    writer = ArenaWriter()
+    with writer.segment_writer() as segment:
+        addresses = [segment.write(piece) for piece in pieces]
+    return writer.seal(), addresses
+
+
+def shared_memory_nbytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        (line,) = (line for line in file if line.startswith("Shmem:"))
+    return int(line.split()[1]) * 1024
+
+
+def test_written_data_is_read_in_place() -> None:
+    arena, (first, empty, second) = filled_arena(b"first", b"", b"second")
+    assert arena.view(first, 5) == b"first"
+    assert arena.view(second, 6) == b"second"
+    assert arena.view(empty, 0) == b""
+    assert arena.view(first, 11) == b"firstsecond"  # without gaps
+    assert arena.view(first, 5).readonly
+
+
+def test_an_empty_arena_can_be_built() -> None:
+    assert ArenaWriter().seal().segments == ()
+    arena, (address,) = filled_arena(b"")
+    assert arena.view(address, 0) == b""
+
+
+def test_a_view_outlives_its_arena() -> None:
+    arena, (address,) = filled_arena(b"kept" * 1000)
+    view = arena.view(address, 4000)
+    del arena
+    gc.collect()
+    assert view == b"kept" * 1000
+
+
+def test_each_thread_fills_its_own_segment() -> None:
+    writer = ArenaWriter()
+    found: dict[int, list[int]] = {}
+    barrier = threading.Barrier(4)
+
+    def fill(number: int) -> None:
+        with writer.segment_writer() as segment:
+            barrier.wait(10)
+            found[number] = [segment.write(bytes([number]) * 1000) for _ in range(50)]
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with writer.segment_writer() as segment:  # reuses one of the four segments
+        again = segment.write(b"again")
+    arena = writer.seal()
+    assert len(arena.segments) == 4
+    assert arena.view(again, 5) == b"again"
+    for number, addresses in found.items():
+        assert all(arena.view(address, 1000) == bytes([number]) * 1000 for address in addresses)
+
+
+def test_files_are_copied_from_any_offset(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 5000)
+    writer = ArenaWriter()
+    with path.open("rb") as file, writer.segment_writer() as segment:
+        segment.write(b"before")
+        address, done = segment.copy_from(file.fileno(), 100, 1_000_000)
+        after = segment.write(b"after")
+    arena = writer.seal()
+    assert done == 1_000_000
+    assert arena.view(address, done) == path.read_bytes()[100:1_000_100]
+    assert arena.view(after, 5) == b"after"
+
+
+def test_a_file_shorter_than_requested_is_copied_up_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"short")
+    writer = ArenaWriter()
+    with (tmp_path / "file").open("rb") as file, writer.segment_writer() as segment:
+        address, done = segment.copy_from(file.fileno(), 2, 1000)
+        after = segment.write(b"after")
+    arena = writer.seal()
+    assert (arena.view(address, done), done) == (b"ort", 3)
+    assert arena.view(after, 5) == b"after"
+
+
+@pytest.mark.parametrize(("expected_nbytes", "calls"), [(-1, 2), (5, 1), (3, 2)])
+def test_copying_stops_at_the_expected_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected_nbytes: int, calls: int
+) -> None:
+    (tmp_path / "file").write_bytes(b"whole")
+    asked = []
+    send = os.sendfile
+    monkeypatch.setattr(os, "sendfile", lambda *all_of: asked.append(all_of) or send(*all_of))
+    writer = ArenaWriter()
+    with (tmp_path / "file").open("rb") as file, writer.segment_writer() as segment:
+        address, done = segment.copy_from(file.fileno(), 0, 6, expected_nbytes)
+    assert (writer.seal().view(address, done), len(asked)) == (b"whole", calls)
+
+
+def test_files_without_sendfile_are_copied_through_a_buffer() -> None:
+    writer = ArenaWriter()
+    with open("/proc/self/cmdline", "rb") as file, writer.segment_writer() as segment:
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.sendfile(segment._fd, file.fileno(), 0, 10)
+        segment.write(b"before")
+        address, done = segment.copy_from(file.fileno(), 0, 10**6)
+        after = segment.write(b"after")
+        file.seek(0)
+        text = file.read()
+    arena = writer.seal()
+    assert arena.view(address, done) == text
+    assert arena.view(after, 5) == b"after"
+
+
+def test_an_unreadable_file_raises_os_error(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with ArenaWriter().segment_writer() as segment, pytest.raises(OSError, match="directory"):
+            segment.copy_from(descriptor, 0, 10)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_full_machine_raises_arena_full_error(tmp_path: Path) -> None:
+    """A file size limit makes writes fail as a full machine does."""
+    program = """
+import resource, signal, sys
+from gracetune.memory.shared_arena import ArenaFullError, ArenaWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with ArenaWriter().segment_writer() as segment:
+    segment.write(bytes(90_000))
+    try:
+        segment.write(bytes(90_000))
+    except ArenaFullError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "File too large\n"
+
+
+def test_a_sealed_arena_cannot_be_changed_by_anyone() -> None:
+    arena, (address,) = filled_arena(b"sealed")
+    (descriptor,) = arena._fds
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(descriptor, b"no")
+    writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    try:
+        for change in (
+            lambda: os.pwrite(writable, b"no", 0),
+            lambda: os.ftruncate(writable, 0),
+            lambda: mmap.mmap(writable, 0),
+        ):
+            with pytest.raises(PermissionError):
+                change()
+        assert fcntl.fcntl(writable, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    finally:
+        os.close(writable)
+    with pytest.raises(TypeError):
+        arena.view(address, 6)[0] = 1
+    assert arena.view(address, 6) == b"sealed"
+
+
+def test_descriptors_are_closed_with_the_arena() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        arena, _ = filled_arena(b"x" * MIB)
+        with ArenaWriter().segment_writer() as segment:
+            segment.write(b"abandoned")
+        del arena, segment
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_resident_bytes_are_counted_once() -> None:
+    arena, _ = filled_arena(bytes(10 * MIB))
+    assert 10 * MIB <= arena.resident_nbytes <= 10.1 * MIB
+
+
+ATTACH = """
+import sys
+from gracetune.memory.shared_arena import Arena, ArenaHandle
+handle = ArenaHandle(int(sys.argv[1]), ((int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])),))
+view = Arena.attach(handle).segments[0]
+print(bytes(view[:5]), len(view), view.readonly)
+"""
+
+
+def test_another_process_attaches_by_handle() -> None:
+    arena, _ = filled_arena(b"hello" * 1000)
+    numbers = [arena.handle.pid, *arena.handle.segments[0]]
+    done = subprocess.run(
+        [sys.executable, "-c", ATTACH, *map(str, numbers)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "b'hello' 5000 True\n"
+
+
+def test_a_fork_inherits_the_arena() -> None:
+    arena, (address,) = filled_arena(b"inherited")
+    assert holds_in_a_fork(lambda: arena.view(address, 9) == b"inherited")
+
+
+def test_a_handle_with_a_reused_descriptor_is_refused() -> None:
+    arena, _ = filled_arena(b"one")
+    other, _ = filled_arena(b"other")
+    handle = arena.handle
+    mixed = replace(handle, segments=((other._fds[0], *handle.segments[0][1:]),))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match="no longer the shared memory"):
+        Arena.attach(replace(handle, segments=(*handle.segments, *mixed.segments)))
+    assert len(os.listdir("/proc/self/fd")) == before
+    gone = replace(handle, pid=2**22 + 1)
+    with pytest.raises(FileNotFoundError):
+        Arena.attach(gone)
+
+
+def test_sigkill_leaves_no_memory_behind() -> None:
+    program = f"""
+import os, signal
+from gracetune.memory.shared_arena import ArenaWriter
+writer = ArenaWriter()
+with writer.segment_writer() as segment:
+    segment.write(bytes({256 * MIB}))
+arena = writer.seal()
+print("ready", flush=True)
+signal.pause()
+"""
+    before = shared_memory_nbytes()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert shared_memory_nbytes() > before + 200 * MIB
+        process.kill()
+    deadline = time.monotonic() + 20  # other processes change the figure, too
+    while shared_memory_nbytes() >= before + 100 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not [name for name in os.listdir("/dev/shm") if "gracetune" in name]
+
+
+def test_a_full_machine_during_a_copy_raises_arena_full_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulates a kernel out of memory, which cannot be produced safely."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "sendfile", full)
+    with pytest.raises(ArenaFullError, match="No space left"):
+        SegmentWriter(0).copy_from(0, 0, 10)
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from gracetune.memory.shared_arena import ArenaWriter, share_arena
+
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+
+def build():
+    print("building", flush=True)
+    time.sleep(seconds)
+    writer = ArenaWriter()
+    with writer.segment_writer() as segment:
+        segment.write(b"built by %d" % os.getpid())
+    return writer.seal()
+
+shared = share_arena(folder, "data", build, lambda: print("waiting", flush=True))
+print(shared.is_owner, bytes(shared.arena.segments[0]).decode(), flush=True)
+signal.pause()
+"""
+
+
+class Rank:
+    """A process that shares the arena."""
+
+    def __init__(self, folder: Path, seconds: float = 0.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(folder), str(seconds)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    started: list[Rank] = []
+    yield started
+    for rank in started:
+        rank.kill()
+
+
+def start_rank(ranks: list[Rank], folder: Path, seconds: float = 0.0) -> Rank:
+    ranks.append(Rank(folder, seconds))
+    return ranks[-1]
+
+
+def test_one_process_builds_the_arena_and_others_wait_and_map_it(
+    ranks: list[Rank], tmp_path: Path
+) -> None:
+    first = start_rank(
+        ranks, tmp_path, 5.0
+    )  # long enough for two processes to start on a busy machine
+    assert first.line() == "building"
+    others = [start_rank(ranks, tmp_path), start_rank(ranks, tmp_path)]
+    assert [rank.line() for rank in others] == ["waiting", "waiting"]
+    built = f"built by {first.process.pid}"
+    assert first.line() == f"True {built}"
+    assert [rank.line() for rank in others] == [f"False {built}"] * 2
+
+
+def test_a_late_process_maps_the_arena(ranks: list[Rank], tmp_path: Path) -> None:
+    first = start_rank(ranks, tmp_path)
+    assert [first.line(), first.line()] == ["building", f"True built by {first.process.pid}"]
+    assert start_rank(ranks, tmp_path).line() == f"False built by {first.process.pid}"
+
+
+def test_the_next_process_builds_if_the_builder_is_killed(
+    ranks: list[Rank], tmp_path: Path
+) -> None:
+    first = start_rank(ranks, tmp_path, 600)
+    assert first.line() == "building"
+    second = start_rank(ranks, tmp_path)
+    assert second.line() == "waiting"
+    first.kill()
+    assert [second.line(), second.line()] == ["building", f"True built by {second.process.pid}"]
+
+
+def test_a_mapped_arena_survives_its_builder(ranks: list[Rank], tmp_path: Path) -> None:
+    first = start_rank(ranks, tmp_path)
+    assert [first.line(), first.line()][0] == "building"
+    second = start_rank(ranks, tmp_path)
+    assert second.line() == f"False built by {first.process.pid}"
+    first.kill()
+    assert second.process.poll() is None
+    third = start_rank(ranks, tmp_path)  # the offer is stale: its process has ended
+    assert [third.line(), third.line()] == ["building", f"True built by {third.process.pid}"]
+
+
+def build_arena(text: bytes) -> Arena:
+    writer = ArenaWriter()
+    with writer.segment_writer() as segment:
+        segment.write(text)
+    return writer.seal()
+
+
+def must_not_wait() -> None:
+    raise AssertionError("no other process holds the lock")
+
+
+def test_each_name_has_its_own_arena(tmp_path: Path) -> None:
+    kept = [
+        share_arena(tmp_path, name, lambda: build_arena(b"x"), must_not_wait) for name in ("a", "b")
+    ]
+    assert all(shared.is_owner for shared in kept)
+    assert kept[0].arena.handle != kept[1].arena.handle
+
+
+def test_a_second_call_in_one_process_builds_again(tmp_path: Path) -> None:
+    held = share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    again = share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
+    assert bytes(again.arena.segments[0]) == b"y"
+    assert bytes(held.arena.segments[0]) == b"x"
+    assert again.attach_error is None
+
+
+def test_an_offer_whose_descriptor_was_reused_is_replaced(
+    ranks: list[Rank], tmp_path: Path
+) -> None:
+    """The process is alive, but the descriptor in its offer is another file now."""
+    first = start_rank(ranks, tmp_path)
+    assert [first.line(), first.line()][0] == "building"
+    (offer,) = tmp_path.glob("*.json")
+    handle = json.loads(offer.read_text())
+    handle["segments"][0][0] = 1
+    offer.write_text(json.dumps(handle))
+    second = start_rank(ranks, tmp_path)
+    assert [second.line(), second.line()] == ["building", f"True built by {second.process.pid}"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"pid": "x", "segments": 3}'])
+def test_an_invalid_offer_is_replaced(tmp_path: Path, text: str) -> None:
+    share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    (offer,) = tmp_path.glob("*.json")
+    offer.write_text(text)
+    assert share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait).is_owner
+    assert json.loads(offer.read_text())["pid"] == os.getpid()
+
+
+def test_other_boots_and_containers_do_not_share(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    (proc / "sys/kernel/random").mkdir(parents=True)
+    (proc / "self/ns").mkdir(parents=True)
+    (proc / "sys/kernel/random/boot_id").write_text("another\n")
+    (proc / "self/ns/pid").write_text("")
+    folder = tmp_path / "meet"
+    here = share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+    there = share_arena(folder, "a", lambda: build_arena(b"y"), must_not_wait, proc)
+    assert bytes(there.arena.segments[0]) == b"y"
+    assert len(list(folder.glob("*.json"))) == 2
+    assert bytes(here.arena.segments[0]) == b"x"
+
+
+def test_an_arena_without_permission_is_reported_and_built_again() -> None:
+    """The offer is readable but the memory is not: report it, and build the arena again."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        held = share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o777)
+
+        def asks() -> bool:
+            shared = share_arena(folder, "a", lambda: build_arena(b"y"), must_not_wait)
+            return shared.is_owner and "Permission denied" in str(shared.attach_error)
+
+        with hidden_from_others():
+            assert holds_in_a_fork(asks, as_nobody=True)
+        assert held.is_owner
