@@ -1,7 +1,7 @@
-"""Processes that are killed at random moments of building, refreshing and collecting a cache.
+"""Kill processes at random moments while they build, refresh and compact a cache.
 
-Children are forked, because importing torch takes longer than all that they do before they die.
-What a child has finished it tells through a pipe: exactly that must be there afterwards.
+Children are forked, because importing torch takes longer than their work. A child reports each
+completed operation through a pipe; exactly the reported entries must exist afterwards.
 """
 
 import os
@@ -19,12 +19,12 @@ from gracetune.cache.shard_store import INDEX, ShardStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 MESSAGE = struct.Struct("<ci")
-"""What was done, and to which batch."""
+"""Operation and batch number."""
 BATCH = 4
 
 
 def batch(number):
-    """Entries that can be made again from their number alone."""
+    """Return entries that are determined by their batch number."""
     return {
         f"b{number}-{i}": {
             "latents": torch.full((8, 5 + i), float(number * BATCH + i)),
@@ -34,107 +34,112 @@ def batch(number):
     }
 
 
-def build(folder, begin, say):
+def build(folder, begin, report):
     with ShardStore(folder) as store:
         for number in range(begin, begin + 30):
             store.put_many(batch(number))
-            say(b"+", number)
+            report(b"+", number)
 
 
-def refresh(folder, begin, say):
-    """Each new generation replaces the one before."""
+def refresh(folder, begin, report):
+    """Replace each batch by the next one."""
     with ShardStore(folder) as store:
         for number in range(begin, begin + 30):
             store.put_many(batch(number))
-            say(b"+", number)
-            say(b"?", number - 1)
+            report(b"+", number)
+            report(b"?", number - 1)
             store.delete([*batch(number - 1)])
-            say(b"-", number - 1)
+            report(b"-", number - 1)
             compact(store)
 
 
-def collect(folder, begin, say):
-    """Everything that was there goes, batch by batch, while a little comes."""
+def collect(folder, begin, report):
+    """Delete all existing batches one by one, and add a few new ones."""
     with ShardStore(folder) as store:
-        there = sorted({int(key[1:].partition("-")[0]) for key in store.keys()})  # noqa: SIM118
-        for number in there:
-            say(b"?", number)
+        committed = sorted({int(key[1:].partition("-")[0]) for key in store.keys()})  # noqa: SIM118
+        for number in committed:
+            report(b"?", number)
             store.delete([*batch(number)])
-            say(b"-", number)
+            report(b"-", number)
             compact(store)
             store.put_many(batch(begin + number))
-            say(b"+", begin + number)
+            report(b"+", begin + number)
 
 
-def killed(work, folder, begin, words, delay_s):
-    """What the child had done when it was killed, in order: a moment after so many words of it,
-    because on a busy machine a moment alone may pass before it has done anything."""
-    hears, says = os.pipe()
+def run_and_kill(work, folder, begin, num_messages, delay_s):
+    """Fork a child, kill it, and return the operations that it reported, in order.
+
+    The child is killed a moment after a number of messages; a moment alone could pass on a busy
+    machine before it has done anything.
+    """
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.close(hears)
-            work(folder, begin, lambda what, number: os.write(says, MESSAGE.pack(what, number)))
+            os.close(read_end)
+            work(
+                folder, begin, lambda what, number: os.write(write_end, MESSAGE.pack(what, number))
+            )
         finally:
             os._exit(0)
-    os.close(says)
+    os.close(write_end)
     told = bytearray()
-    while len(told) < words * MESSAGE.size and (data := os.read(hears, 65536)):
+    while len(told) < num_messages * MESSAGE.size and (data := os.read(read_end, 65536)):
         told += data
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while data := os.read(hears, 65536):
+    while data := os.read(read_end, 65536):
         told += data
-    os.close(hears)
+    os.close(read_end)
     return [*MESSAGE.iter_unpack(bytes(told))]
 
 
-def survive(folder, rounds, seed, emit):
-    """Kill one child after the other; judge the cache after each."""
-    draw = random.Random(seed)
-    there, maybe = set(), set()
+def kill_and_check(folder, rounds, seed, emit):
+    """Kill one child after the other, and verify the cache after each."""
+    rng = random.Random(seed)
+    committed, uncertain = set(), set()
     for number in range(rounds):
-        work = draw.choice([build, build, refresh, collect])
-        moment = draw.randint(0, 12), draw.uniform(0.0, 0.03)
-        for what, which in killed(work, folder, 1 + number * 1000, *moment):
+        work = rng.choice([build, build, refresh, collect])
+        moment = rng.randint(0, 12), rng.uniform(0.0, 0.03)
+        for what, batch_number in run_and_kill(work, folder, 1 + number * 1000, *moment):
             if what == b"+":
-                there.add(which)
-            elif what == b"?":  # whether it is still there nobody knows until the next word
-                there.discard(which)
-                maybe.add(which)
+                committed.add(batch_number)
+            elif what == b"?":  # unknown until the next message
+                committed.discard(batch_number)
+                uncertain.add(batch_number)
             else:
-                maybe.discard(which)
+                uncertain.discard(batch_number)
         with ShardStore(folder, emit) as store:
             report = verify(store, emit)
             assert report.is_clean, (number, work.__name__, report)
-            for which in there:
-                for key, entry in batch(which).items():
+            for batch_number in committed:
+                for key, entry in batch(batch_number).items():
                     got = store.get(key)
                     assert got is not None, (number, work.__name__, key)
                     assert all(torch.equal(got[name], t) for name, t in entry.items())
             compact(store)
             assert verify(store, emit).is_clean
-    return there
+    return committed
 
 
 def check(tmp_path, told, monkeypatch, rounds, seed):
     monkeypatch.setattr(
         shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 8192
-    )  # so that files are sealed all the time
+    )  # so that shards are sealed often
     folder = tmp_path / "cache"
-    there = survive(folder, rounds, seed, told)
-    assert len(there) >= rounds // 2, "children lived too short to prove anything"
-    assert told.texts() == [], "nothing was found damaged"
+    committed = kill_and_check(folder, rounds, seed, told)
+    assert len(committed) >= rounds // 2, "the children were killed too early to prove anything"
+    assert told.texts() == [], "no entry is damaged"
     for path in folder.glob(f"{INDEX}*"):
         path.unlink()
     with ShardStore(folder, told) as store:
-        assert verify(store, told).is_clean, "the index that is made again is right"
-        every = [key for which in there for key in batch(which)]
-        assert all(store.has(every)), "and has all that the lost one had"
+        assert verify(store, told).is_clean, "the rebuilt index is correct"
+        every = [key for batch_number in committed for key in batch(batch_number)]
+        assert all(store.has(every)), "and has all committed entries"
         store.delete([*store.keys()])
         compact(store)
-        assert [*store.shards.iterdir()] == [], "killed writers left nothing behind"
+        assert [*store.shards.iterdir()] == [], "killed writers leave nothing behind"
 
 
 def test_no_committed_entry_is_lost_in_twenty_kills(tmp_path, told, monkeypatch):

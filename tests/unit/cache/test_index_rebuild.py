@@ -21,30 +21,32 @@ def fill(store, numbers, words=3):
     store.put_many({f"k{n}": entry(n, words) for n in numbers})
 
 
-def lose_index(store):
+def delete_index(store):
     for path in store.folder.glob(f"{INDEX}*"):
         path.unlink()
 
 
-def everything(store):
+def all_values(store):
     keys = [*store.keys()]
     return dict(zip(keys, (e["latents"][0].item() for e in store.get_many(keys)), strict=True))
 
 
 @pytest.mark.parametrize("words", [3, 40_000])
 def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
-    monkeypatch.setattr(shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 400_000)
+    monkeypatch.setattr(
+        shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 400_000
+    )
     key = text_key("a cat", "encoder")
     with ShardStore(tmp_path) as store:
         fill(store, range(20), words)
         store.put(key, entry(50))
-    left = ShardStore(tmp_path)
-    fill(left, range(20, 30), words)
-    left._writer.release()  # what the kernel does when a process dies
-    before = everything(left)
-    lose_index(left)
+    killed = ShardStore(tmp_path)
+    fill(killed, range(20, 30), words)
+    killed._writer.release()  # what the kernel does when a process dies
+    before = all_values(killed)
+    delete_index(killed)
     with ShardStore(tmp_path, told) as store:
-        assert everything(store) == before
+        assert all_values(store) == before
         assert len(before) == 31
         (text,) = told.texts()
         assert "31 entries" in text
@@ -68,22 +70,22 @@ def test_a_rebuilt_index_has_all_but_torn_and_damaged_entries(tmp_path, told):
         file.seek(rows["k3"].offset - 100)
         file.write(b"\x00" * 40)  # its record
         file.truncate(rows["k5"].end - 1)
-    lose_index(store)
+    delete_index(store)
     with ShardStore(tmp_path, told) as store:
-        assert everything(store) == {"k0": 0, "k2": 2, "k4": 4}
+        assert all_values(store) == {"k0": 0, "k2": 2, "k4": 4}
         fill(store, [1, 3, 5])
-        assert sorted(everything(store).values()) == [*range(6)]
+        assert sorted(all_values(store).values()) == [*range(6)]
 
 
 def test_a_second_process_waits_for_the_rebuild(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(50))
-    lose_index(store)
+    delete_index(store)
     found = []
 
     def work():
         with ShardStore(tmp_path, told) as opened:
-            found.append(len(everything(opened)))
+            found.append(len(all_values(opened)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -126,7 +128,7 @@ def test_the_data_offset_is_read_from_the_file_or_the_default(tmp_path, monkeypa
 @example(before=shard_format.RECORD_MAGIC, about={}, words=0)
 @settings(deadline=None, max_examples=60)
 def test_records_are_found_at_any_offset(before, about, words):
-    """What has the mark of one and is none is passed over."""
+    """Bytes that only start like a record are skipped."""
     packed = pack("key \N{SNOWMAN}", {"x": torch.zeros(words)}, about)
     at = shard_format.align_up(len(before))
     data = torch.frombuffer(

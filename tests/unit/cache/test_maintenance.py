@@ -9,13 +9,13 @@ from blake3 import blake3
 from gracetune.cache import shard_format
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.maintenance import (
-    find_caches,
+    cache_stats,
     compact,
     explain_entry,
+    find_caches,
     find_entries,
     find_unused,
     repair,
-    cache_stats,
     verify,
 )
 from gracetune.cache.shard_store import ShardStore
@@ -34,12 +34,12 @@ def values(store, numbers):
     return [None if one is None else one["x"][0].item() for one in found]
 
 
-def row_of(store, key):
+def find_row(store, key):
     with store.index() as index:
         return index.find_rows([key])[key]
 
 
-def flip(path, offset):
+def flip_bit(path, offset):
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
@@ -64,7 +64,7 @@ def test_verify_names_damaged_entries_and_repair_deletes_them(store, told):
     fill(store, range(5))
     store.seal()
     (path,) = store.shards.iterdir()
-    flip(path, row_of(store, "k3").offset + 17)
+    flip_bit(path, find_row(store, "k3").offset + 17)
     report = verify(store, told)
     assert [damage.row.key for damage in report.damaged] == ["k3"]
     assert store.has(["k3"]) == [True], "verifying changes nothing"
@@ -83,7 +83,7 @@ def test_verify_finds_lost_shards(store, told, how):
     if how == "gone":
         path.unlink()
     else:
-        os.truncate(path, row_of(store, "k2").offset + 5)
+        os.truncate(path, find_row(store, "k2").offset + 5)
     report = verify(store, told)
     assert len(report.damaged) == (3 if how == "gone" else 1)
     assert ("gone" if how == "gone" else "ends before") in report.damaged[-1].why
@@ -96,7 +96,7 @@ def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, told):
     fill(store, range(3))
     store.seal()
     (path,) = store.shards.iterdir()
-    flip(path, 8)
+    flip_bit(path, 8)
     report = verify(store, told)
     assert (report.damaged, len(report.bad_headers)) == ((), 1)
     repair(store, report)
@@ -105,7 +105,7 @@ def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, told):
 
 
 def damage_index(folder):
-    """Pages in the middle, as a disk loses them: the file still opens."""
+    """Overwrite pages in the middle, so that the file still opens."""
     path = folder / "index.sqlite"
     data = bytearray(path.read_bytes())
     data[8192 : len(data) - 4096] = b"\x5a" * (len(data) - 12288)
@@ -127,17 +127,17 @@ def test_repair_rebuilds_a_damaged_index(tmp_path, told):
 
 
 def test_an_index_in_use_is_not_rebuilt(tmp_path, told):
-    """What a process puts through an index that is gone would be lost, or read as another's."""
-    with ShardStore(tmp_path) as user, ShardStore(tmp_path) as store:
-        fill(user, range(3))
+    """Entries that another process puts into the old index would be lost."""
+    with ShardStore(tmp_path) as other, ShardStore(tmp_path) as store:
+        fill(other, range(3))
         broken = replace(verify(store, told), index_problems=("malformed",))
         with pytest.raises(CacheError, match="another process has it open"):
             repair(store, broken)
-        fill(user, range(3, 6))
+        fill(other, range(3, 6))
         assert values(store, range(6)) == [*range(6)]
-        user.close()
+        other.close()
         repair(store, broken)
-        assert values(user, range(6)) == [*range(6)], "who closed it opens the new one"
+        assert values(other, range(6)) == [*range(6)], "a closed store opens the new index"
 
 
 def test_an_unparsable_row_is_damage_of_the_index(store, told):
@@ -164,7 +164,7 @@ def test_compact_moves_entries_out_of_shards_that_are_mostly_gaps(store, told):
         assert values(later, [98, 99]) == [98, 99]
         assert verify(later, told).is_clean
     assert told.texts() == []
-    assert row_of(store, "k98").about == {}
+    assert find_row(store, "k98").about == {}
 
 
 def test_compact_skips_full_shards_and_those_of_other_writers(store):
@@ -174,7 +174,7 @@ def test_compact_skips_full_shards_and_those_of_other_writers(store):
     with ShardStore(store.folder) as writer:
         fill(writer, [20])
         store.delete([f"k{n}" for n in range(10)])
-        assert compact(store) == 0, "the writer holds the file"
+        assert compact(store) == 0, "the writer has locked the shard"
         fill(writer, [21])
     assert values(store, [20, 21]) == [20, 21]
 
@@ -195,7 +195,7 @@ def test_compact_removes_empty_and_unknown_shards_and_seals_open_ones(store):
 
 
 def test_a_reader_finds_an_entry_that_was_moved_meanwhile(store, monkeypatch):
-    """The row was read, then the file went: the question is asked again."""
+    """The row was read before the shard was removed: the entry is looked up again."""
     fill(store, range(100))
     store.seal()
     with ShardStore(store.folder) as reader:

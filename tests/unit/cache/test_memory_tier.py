@@ -4,19 +4,19 @@ import threading
 
 import pytest
 import torch
+from gracetune.cache.store import DictStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.cache import memory_tier
 from gracetune.cache.memory_tier import (
-    MemoryTier,
-    HostMemoryBudget,
-    SlabAllocator,
     HitCounts,
-    allocate_pageable,
+    HostMemoryBudget,
+    MemoryTier,
+    SlabAllocator,
     allocate_page_aligned,
+    allocate_pageable,
 )
-from gracetune.cache.store import DictStore
 from gracetune.errors import ConfigError
 
 KIB = 1024
@@ -26,54 +26,59 @@ def entry(number, count=256):
     return {"x": torch.full((count,), float(number))}  # 1 KiB
 
 
-def store(told, budget=64 * KIB, backing=None):
-    return MemoryTier("latents", HostMemoryBudget(budget), backing, told, allocate_pageable, HitCounts())
+def build_tier(told, budget=64 * KIB, backing=None):
+    return MemoryTier(
+        "latents", HostMemoryBudget(budget), backing, told, allocate_pageable, HitCounts()
+    )
 
 
 def test_entries_of_any_dtype_and_shape_are_returned(told):
-    kept = store(told)
-    made = {
+    tier = build_tier(told)
+    tensors = {
         "tokens": torch.randn(3, 5).bfloat16(),
         "mask": torch.tensor([True, False, True]),
         "none": torch.zeros(0, 64),
         "turned": torch.arange(6).view(2, 3).T,
     }
-    kept.put("a", made)
-    found = kept.get("a")
+    tier.put("a", tensors)
+    found = tier.get("a")
     assert all(
-        torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in made.items()
+        torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in tensors.items()
     )
     assert (
-        found["turned"].untyped_storage().data_ptr() != made["turned"].untyped_storage().data_ptr()
+        found["turned"].untyped_storage().data_ptr()
+        != tensors["turned"].untyped_storage().data_ptr()
     )
-    assert kept.get("b") is None
-    assert kept.has(["a", "b"]) == [True, False]
+    assert tier.get("b") is None
+    assert tier.has(["a", "b"]) == [True, False]
 
 
 def test_an_entry_is_a_view_and_not_a_copy(told):
-    kept = store(told)
-    kept.put("a", entry(1))
-    assert kept.get("a")["x"].data_ptr() == kept.get("a")["x"].data_ptr()
+    tier = build_tier(told)
+    tier.put("a", entry(1))
+    assert tier.get("a")["x"].data_ptr() == tier.get("a")["x"].data_ptr()
 
 
 def test_the_least_recently_used_entry_is_evicted_and_read_again(told):
     hit_counts, backing = HitCounts(), DictStore()
-    kept = MemoryTier("latents", HostMemoryBudget(4 * KIB), backing, told, allocate_pageable, hit_counts)
+    tier = MemoryTier(
+        "latents", HostMemoryBudget(4 * KIB), backing, told, allocate_pageable, hit_counts
+    )
     for number in range(4):
-        kept.put(f"{number}", entry(number))
+        tier.put(f"{number}", entry(number))
     assert told.events == []
-    kept.get("0")
-    kept.put("4", entry(4))
+    tier.get("0")
+    tier.put("4", entry(4))
     assert len(told.texts()) == 1
     assert "host_budget_gb" in told.texts()[0]
     assert told.events[0].fallback
     hit_counts.hits = hit_counts.reads = 0
-    assert [kept.get(key)["x"][0].item() for key in "0234"] == [0, 2, 3, 4]
+    assert [tier.get(key)["x"][0].item() for key in "0234"] == [0, 2, 3, 4]
     assert (hit_counts.hits, hit_counts.reads) == (4, 0)
-    assert kept.get("1")["x"][0].item() == 1
+    assert tier.get("1")["x"][0].item() == 1
     assert (hit_counts.hits, hit_counts.reads) == (4, 1)
     assert len(told.texts()) == 1
-    assert kept.nbytes <= 4 * KIB
+    assert tier.nbytes <= 4 * KIB
 
 
 @given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4), max_size=40))
@@ -81,67 +86,74 @@ def test_the_least_recently_used_entry_is_evicted_and_read_again(told):
 def test_eviction_is_in_order_of_last_use(batches):
     hit_counts, backing = HitCounts(), DictStore()
     backing.put_many({f"{number}": entry(number) for number in range(8)})
-    kept = MemoryTier(
-        "latents", HostMemoryBudget(4 * KIB), backing, lambda event: None, allocate_pageable, hit_counts
+    tier = MemoryTier(
+        "latents",
+        HostMemoryBudget(4 * KIB),
+        backing,
+        lambda event: None,
+        allocate_pageable,
+        hit_counts,
     )
     used = {}
     for turn, batch in enumerate(batches):
-        here, hit_counts.hits = {*kept._entries}, 0
-        kept.get_many([f"{number}" for number in batch])
+        here, hit_counts.hits = {*tier._entries}, 0
+        tier.get_many([f"{number}" for number in batch])
         assert hit_counts.hits == sum(f"{number}" in here for number in batch)
         used |= {f"{number}": turn for number in batch}
-        assert len(kept._entries) == min(4, len(used))
-        left = [used[key] for key in used if key not in kept._entries]
-        assert max(left, default=-1) <= min(used[key] for key in kept._entries)
+        assert len(tier._entries) == min(4, len(used))
+        left = [used[key] for key in used if key not in tier._entries]
+        assert max(left, default=-1) <= min(used[key] for key in tier._entries)
 
 
 def test_recorded_uses_are_bounded(told, monkeypatch):
     monkeypatch.setattr(memory_tier, "MAX_PENDING_USES", 2)
-    kept = store(told, 4 * KIB, DictStore())
-    kept.put_many({f"{number}": entry(number) for number in range(4)})
+    tier = build_tier(told, 4 * KIB, DictStore())
+    tier.put_many({f"{number}": entry(number) for number in range(4)})
     for key in "3210":
-        kept.get(key)
-    kept.put("4", entry(4))  # of the uses, those of 1 and 0 are remembered
-    assert [*kept._entries] == ["3", "1", "0", "4"]
-    assert len(kept._uses) == 0
+        tier.get(key)
+    tier.put("4", entry(4))  # only the uses of 1 and 0 are still recorded
+    assert [*tier._entries] == ["3", "1", "0", "4"]
+    assert len(tier._uses) == 0
 
 
 def test_without_files_entries_beyond_the_budget_are_an_error(told):
-    kept = store(told, budget=4 * KIB)
-    kept.put_many({f"{number}": entry(number) for number in range(4)})
+    tier = build_tier(told, budget=4 * KIB)
+    tier.put_many({f"{number}": entry(number) for number in range(4)})
     with pytest.raises(ConfigError, match=r"host_budget_gb leaves 4\.0 KiB .*persistent_cache"):
-        kept.put("4", entry(4))
-    assert [kept.get(f"{n}")["x"][0].item() for n in range(4)] == [0, 1, 2, 3]
+        tier.put("4", entry(4))
+    assert [tier.get(f"{n}")["x"][0].item() for n in range(4)] == [0, 1, 2, 3]
 
 
 def test_an_entry_larger_than_the_budget_is_read_from_files(told):
-    kept = store(told, budget=4 * KIB, backing=DictStore())
-    kept.put("large", entry(1, 4096))
-    assert kept.get("large")["x"].sum().item() == 4096
+    tier = build_tier(told, budget=4 * KIB, backing=DictStore())
+    tier.put("large", entry(1, 4096))
+    assert tier.get("large")["x"].sum().item() == 4096
     assert len(told.texts()) == 1
 
 
 def test_memory_is_not_reused_while_a_view_is_alive(told):
-    kept = store(told, budget=4 * KIB, backing=DictStore())
+    tier = build_tier(told, budget=4 * KIB, backing=DictStore())
     for number in range(4):
-        kept.put(f"{number}", entry(number))
-    derived = kept.get("0")["x"][3:7].view(2, 2).T  # a view of a view of the room
+        tier.put(f"{number}", entry(number))
+    derived = tier.get("0")["x"][3:7].view(2, 2).T  # a view of a view
     for number in range(4, 40):
-        kept.put(f"{number}", entry(number))
+        tier.put(f"{number}", entry(number))
     assert derived.tolist() == [[0, 0], [0, 0]]
-    assert kept.nbytes <= 4 * KIB
+    assert tier.nbytes <= 4 * KIB
 
 
 def test_warming_stops_at_the_budget_and_evicts_nothing(told):
     backing = DictStore()
     backing.put_many({f"{number}": entry(number) for number in range(500)})
     hit_counts = HitCounts()
-    kept = MemoryTier("latents", HostMemoryBudget(256 * KIB), backing, told, allocate_pageable, hit_counts)
-    kept.warm([f"{number}" for number in range(500)], num_workers=1)
-    assert kept.nbytes == 256 * KIB
-    kept.get_many([f"{number}" for number in range(256)])
+    tier = MemoryTier(
+        "latents", HostMemoryBudget(256 * KIB), backing, told, allocate_pageable, hit_counts
+    )
+    tier.warm([f"{number}" for number in range(500)], num_workers=1)
+    assert tier.nbytes == 256 * KIB
+    tier.get_many([f"{number}" for number in range(256)])
     assert (hit_counts.hits, hit_counts.reads) == (256, 0)
-    store(told).warm(["nothing behind"])
+    build_tier(told).warm(["no backing store"])
 
 
 def test_a_deleted_tier_releases_its_budget(told):
@@ -152,7 +164,7 @@ def test_a_deleted_tier_releases_its_budget(told):
     assert budget.used == 8 * KIB
     del first
     gc.collect()
-    assert budget.used == 8 * KIB  # someone still reads
+    assert budget.used == 8 * KIB  # a view is still alive
     del held
     gc.collect()
     assert budget.used == 0
@@ -162,10 +174,11 @@ def test_slabs_double_in_size(monkeypatch):
     monkeypatch.setattr(memory_tier, "SLAB_NBYTES", 4 * KIB)
     sizes = []
     slabs = SlabAllocator(
-        HostMemoryBudget(1024 * KIB), lambda nbytes: sizes.append(nbytes) or allocate_pageable(nbytes)
+        HostMemoryBudget(1024 * KIB),
+        lambda nbytes: sizes.append(nbytes) or allocate_pageable(nbytes),
     )
-    rooms = [slabs.allocate(KIB) for _ in range(1024)]
-    assert None not in rooms
+    buffers = [slabs.allocate(KIB) for _ in range(1024)]
+    assert None not in buffers
     assert slabs.allocate(KIB) is None
     assert sum(sizes) == 1024 * KIB
     assert len(sizes) < 12
@@ -178,28 +191,28 @@ def test_slabs_double_in_size(monkeypatch):
 )
 @settings(deadline=None, max_examples=40)
 def test_random_operations_keep_the_budget_and_the_contents(steps, budget_kib):
-    kept = store(lambda event: None, budget_kib * KIB, DictStore())
+    tier = build_tier(lambda event: None, budget_kib * KIB, DictStore())
     sizes, held = {}, []
     for number, count in steps:
         sizes.setdefault(number, count)
-        if kept.get(f"{number}") is None:
-            kept.put(f"{number}", entry(number, sizes[number]))
-        held = [*held[-3:], (number, kept.get(f"{number}"))]
-        assert kept.nbytes <= budget_kib * KIB
+        if tier.get(f"{number}") is None:
+            tier.put(f"{number}", entry(number, sizes[number]))
+        held = [*held[-3:], (number, tier.get(f"{number}"))]
+        assert tier.nbytes <= budget_kib * KIB
         for key, found in held:
             assert found["x"].eq(key).all()
             assert len(found["x"]) == sizes[key]
 
 
 def test_threads_share_a_tier(told):
-    kept = store(told, 16 * KIB, DictStore())
-    kept.put_many({f"{number}": entry(number) for number in range(64)})
+    tier = build_tier(told, 16 * KIB, DictStore())
+    tier.put_many({f"{number}": entry(number) for number in range(64)})
     wrong = []
 
     def read(offset):
         for turn in range(300):
             number = (turn * 7 + offset) % 64
-            if not kept.get(f"{number}")["x"].eq(number).all():
+            if not tier.get(f"{number}")["x"].eq(number).all():
                 wrong.append(number)
 
     threads = [threading.Thread(target=read, args=(offset,)) for offset in range(4)]
@@ -208,7 +221,7 @@ def test_threads_share_a_tier(told):
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert kept.nbytes <= 16 * KIB
+    assert tier.nbytes <= 16 * KIB
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""A cache where nothing can be written: it is called so, and nobody is told to remove its index."""
+"""A read-only cache raises an error that says so, and its index is kept."""
 
 import ctypes
 import subprocess
@@ -23,7 +23,7 @@ def fill(store):
 def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        root.chmod(0o755)  # nobody may look
+        root.chmod(0o755)  # readable by other users
         if state != "new":
             with ShardStore(root / "cache") as store:
                 fill(store)
@@ -32,34 +32,34 @@ def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
         closed = root if state == "new" else root / "cache"
         closed.chmod(0o555)
         try:
-            assert holds_in_a_fork(lambda: _is_called_read_only(root / "cache"), as_nobody=True)
+            assert holds_in_a_fork(lambda: raises_read_only_error(root / "cache"), as_nobody=True)
         finally:
             closed.chmod(0o755)
 
 
-def _is_called_read_only(folder):
+def raises_read_only_error(folder):
     try:
         ShardStore(folder)
     except CacheError as error:
-        said = str(error)
-        return said.startswith(f"The cache in {folder} is read-only") and "Remove" not in said
+        message = str(error)
+        return message.startswith(f"The cache in {folder} is read-only") and "Remove" not in message
     return False
 
 
 def test_a_cache_on_a_read_only_file_system_is_an_error(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store)
-    asked = ["sh", "-c", "unshare --mount true"]
-    if subprocess.run(asked, capture_output=True, check=False).returncode:
+    command = ["sh", "-c", "unshare --mount true"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("this user cannot mount")
 
     def refused_on_a_read_only_mount():
-        # Mounts of its own: they end with the process.
+        # A private mount namespace, which ends with the process.
         assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
         for options in (["--make-rprivate", "/"], ["--bind", tmp_path, tmp_path]):
             subprocess.run(["mount", *options], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", tmp_path], check=True)
-        return _is_called_read_only(tmp_path)
+        return raises_read_only_error(tmp_path)
 
     assert holds_in_a_fork(refused_on_a_read_only_mount)
     with ShardStore(tmp_path) as store:

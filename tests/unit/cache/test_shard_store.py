@@ -54,7 +54,9 @@ def test_every_dtype_and_shape_is_restored_bit_for_bit(store, dtype):
 
 
 def test_unsupported_dtypes_are_refused_by_name(store):
-    with pytest.raises(CacheError, match=r"Entry k: q has the dtype torch.complex128.*Supported: BF16"):
+    with pytest.raises(
+        CacheError, match=r"Entry k: q has the dtype torch.complex128.*Supported: BF16"
+    ):
         store.put("k", {"q": torch.zeros(2, dtype=torch.complex128)})
     assert store.has(["k"]) == [False]
     store.put("k", entry(1))
@@ -86,7 +88,9 @@ def test_a_sealed_shard_is_a_valid_safetensors_file(tmp_path):
         assert torch.equal(file.get_tensor("k7/latents"), entry(7)["latents"])
         assert file.get_tensor("odd/x").tolist() == [0, 1, 2]
         assert file.get_tensor("odd/empty").shape == (0,)
-    assert path.stat().st_blocks * 512 < shard_format.DEFAULT_DATA_OFFSET, "the room for the header is a hole"
+    assert path.stat().st_blocks * 512 < shard_format.DEFAULT_DATA_OFFSET, (
+        "the header space is a hole"
+    )
 
 
 def test_entries_are_private_views_of_the_file(tmp_path):
@@ -184,9 +188,9 @@ def test_a_fork_gets_its_own_writer_and_index(store):
 def test_a_damaged_entry_is_reported_and_can_be_put_again(tmp_path, told):
     with ShardStore(tmp_path) as store:
         fill(store, range(3))
-        row = index_rows(store, "k1")
+        row = find_row(store, "k1")
     (path,) = store.shards.iterdir()
-    flip(path, row.offset)
+    flip_bit(path, row.offset)
     with ShardStore(tmp_path, told) as store:
         assert store.get("k1") is None
         assert "k1" in told.texts()[0]
@@ -200,18 +204,18 @@ def test_a_damaged_entry_is_reported_and_can_be_put_again(tmp_path, told):
 def test_checksums_can_be_left_to_verify(tmp_path):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
-        row = index_rows(store, "k1")
-    flip(next(store.shards.iterdir()), row.offset)
+        row = find_row(store, "k1")
+    flip_bit(next(store.shards.iterdir()), row.offset)
     with ShardStore(tmp_path, check=False) as store:
         assert store.get("k1") is not None
 
 
-@pytest.mark.parametrize("how", ["gone", "short"])
-def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, told, how):
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, told, damage):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
     (path,) = store.shards.iterdir()
-    if how == "gone":
+    if damage == "gone":
         path.unlink()
     else:
         os.truncate(path, path.stat().st_size - 8)
@@ -302,7 +306,7 @@ def test_cached_views_are_limited(tmp_path):
 def test_the_components_of_a_key_are_stored(store):
     key = text_key("a cat", "encoder 1")
     store.put(key, entry(1))
-    (row,) = store_index(store, lambda index: index.rows_made_of("caption", "a cat"))
+    (row,) = query_index(store, lambda index: index.rows_made_of("caption", "a cat"))
     assert row.about == {"kind": "text", "caption": "a cat", "encoder": "encoder 1", "schema": "1"}
     assert row.key == key
 
@@ -314,7 +318,9 @@ def test_a_cache_has_a_marker_and_other_formats_are_refused(tmp_path):
     index = CacheIndex(tmp_path / INDEX)
     index._db.execute(f"PRAGMA user_version={FORMAT + 1}")
     index.close()
-    with pytest.raises(CacheError, match=f"has format {FORMAT + 1}, but this version.* reads format {FORMAT}"):
+    with pytest.raises(
+        CacheError, match=f"has format {FORMAT + 1}, but this version.* reads format {FORMAT}"
+    ):
         ShardStore(tmp_path)
 
 
@@ -325,19 +331,19 @@ def test_an_invalid_index_file_is_refused(tmp_path):
         ShardStore(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["gone", "short"])
-def test_entries_lost_from_a_file_are_reported_once(tmp_path, told, how):
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_entries_lost_from_a_file_are_reported_once(tmp_path, told, damage):
     with ShardStore(tmp_path) as store:
         fill(store, range(5))
-        row = index_rows(store, "k2")
+        row = find_row(store, "k2")
     (path,) = store.shards.iterdir()
-    if how == "gone":
+    if damage == "gone":
         path.unlink()
     else:
         os.truncate(path, row.end)
     with ShardStore(tmp_path, told) as store:
         there = store.has([f"k{n}" for n in range(6)])
-        assert there == ([False] * 6 if how == "gone" else [True] * 3 + [False] * 3)
+        assert there == ([False] * 6 if damage == "gone" else [True] * 3 + [False] * 3)
         assert len(told.texts()) == 1
         fill(store, range(5))
         assert store.has([f"k{n}" for n in range(5)]) == [True] * 5
@@ -379,7 +385,7 @@ def test_ranks_may_create_a_cache_at_the_same_time(tmp_path):
 
 def test_rows_are_committed_all_or_none(store):
     fill(store, [1])
-    row = index_rows(store, "k1")
+    row = find_row(store, "k1")
     wrong = row._replace(key="k3", about={"odd": "\ud800"})
     with pytest.raises(UnicodeEncodeError), store.index() as index:
         index.add([row._replace(key="k2"), wrong], row.shard, 1 << 40)
@@ -388,16 +394,16 @@ def test_rows_are_committed_all_or_none(store):
     assert store.has(["k1", "k2", "k3"]) == [True, False, False]
 
 
-def store_index(store, ask):
+def query_index(store, ask):
     with store.index() as index:
         return ask(index)
 
 
-def index_rows(store, key):
-    return store_index(store, lambda index: index.find_rows([key]))[key]
+def find_row(store, key):
+    return query_index(store, lambda index: index.find_rows([key]))[key]
 
 
-def flip(path, offset):
+def flip_bit(path, offset):
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
