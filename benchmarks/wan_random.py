@@ -1,29 +1,31 @@
-"""A family of its own for benchmarks: Wan 2.2 with both experts, and random weights made in place.
+"""A model family for benchmarks: Wan 2.2 with both experts and random weights.
 
-All but the weights is the package's `wan22`. They are drawn on the device, one at a time, and go to
-host memory, where a run expects a model that it has just read; no file ever holds them.
+Everything but the weights is the family `wan22`. The weights are drawn on the device, one tensor at a
+time, and copied to host memory, where a run expects a model that was just loaded. They are never
+written to a file.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from fakes.miniatures import write_miniature
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from gracetune.models.diffusers_family import find_model_folder, read_model_index
 from gracetune.models.wan22 import TRANSFORMER_FOLDERS, assemble
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.miniatures import write_miniature  # noqa: E402
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
-
     from gracetune.config.schema import ModelSection
     from gracetune.models.wan22 import Wan22
 
@@ -33,19 +35,19 @@ SMALL |= {"num_attention_heads": 8, "attention_head_dim": 24}
 
 
 def install(site: Path) -> None:
-    """Publish the family as a package would: by an entry point."""
-    about = site / f"{NAME}-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[gracetune.family]\n{NAME} = wan_random:load\n")
+    """Write an entry point for the family into a folder and put it on sys.path."""
+    dist_info = site / f"{NAME}-1.0.dist-info"
+    dist_info.mkdir(parents=True)
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
+    (dist_info / "entry_points.txt").write_text(f"[gracetune.family]\n{NAME} = wan_random:load\n")
     sys.path.insert(0, str(site))
 
 
 def write_folder(folder: Path, *, small: bool) -> Path:
-    """A pipeline's folder without the transformers' weights.
+    """Write a pipeline folder without the transformers' weights.
 
-    VAE: the published shape. Text encoder: the published class and width, one layer of 24, since
-    only the shape of what it gives matters here. `small`: a miniature of everything.
+    The VAE has the published shape. The text encoder has the published class and width but one of
+    24 layers, since only the shape of its output matters. With `small`, everything is a miniature.
     """
     write_miniature("wan22-t2v", folder)
     torch.manual_seed(0)
@@ -61,40 +63,40 @@ def write_folder(folder: Path, *, small: bool) -> Path:
 
 
 def load(section: ModelSection) -> Wan22:
-    """As `wan22`, but for the weights."""
+    """Load the family `wan22` with random transformers."""
     folder = find_model_folder(section)
     high, low = (
-        random_transformer(json.loads((folder / TRANSFORMER_FOLDERS[name] / "config.json").read_text()), seed)
-        for seed, name in enumerate(("high", "low"))
+        random_transformer(json.loads((folder / name / "config.json").read_text()), seed)
+        for seed, name in enumerate((TRANSFORMER_FOLDERS["high"], TRANSFORMER_FOLDERS["low"]))
     )
     return assemble(section, folder, read_model_index(folder), high, low)
 
 
 def random_transformer(config: Mapping[str, object], seed: int) -> nn.Module:
-    """In bf16 but for what diffusers keeps in fp32, in host memory."""
+    """Return a transformer in host memory, in bf16 except for what diffusers keeps in fp32."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
-    with init_empty_weights():  # buffers are there, as they should be
+    with init_empty_weights():  # buffers get real values
         model: nn.Module = WanTransformer3DModel(**config)
-    precise = WanTransformer3DModel._keep_in_fp32_modules
+    fp32_modules = WanTransformer3DModel._keep_in_fp32_modules
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            in_fp32 = any(part in f"{path}.{name}".split(".") for part in precise)
+            in_fp32 = any(part in f"{path}.{name}".split(".") for part in fp32_modules)
             dtype = torch.float32 if in_fp32 else torch.bfloat16
-            home = torch.zeros(parameter.shape, dtype=dtype)  # pages of it, by all cores
-            home.copy_(random_weight(path, name, parameter.shape, generator))
-            module._parameters[name] = nn.Parameter(home, requires_grad=False)
+            host = torch.zeros(parameter.shape, dtype=dtype)  # touches its pages with all cores
+            host.copy_(random_weight(path, name, parameter.shape, generator))
+            module._parameters[name] = nn.Parameter(host, requires_grad=False)
     return model.eval()
 
 
 def random_weight(
     path: str, name: str, shape: torch.Size, generator: torch.Generator
 ) -> torch.Tensor:
-    """Of a size at which forty blocks give finite numbers."""
+    """Return a random weight, scaled so that forty blocks give finite numbers."""
     if name == "bias":
         return torch.zeros(shape, device=generator.device)
     if len(shape) == 1:
-        return torch.ones(shape, device=generator.device)  # a norm's
+        return torch.ones(shape, device=generator.device)  # of a norm
     fan_in = shape[-1] if "table" in f"{path}.{name}" else shape[1:].numel()
     drawn = torch.empty(shape, device=generator.device, dtype=torch.bfloat16)
     return drawn.normal_(0, fan_in**-0.5, generator=generator)

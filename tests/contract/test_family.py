@@ -1,4 +1,4 @@
-"""What every family promises. A new one is added to MADE and must pass as it stands."""
+"""The contract of model families. Add a new family to MODELS; the tests need no change."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from gracetune.models.family import (
 )
 from gracetune.models.registry import FAMILIES
 
-MADE = {
+MODELS = {
     "flux": "flux",
     "qwen-image": "qwen_image",
     "qwen-image-edit": "qwen_image",
@@ -27,29 +27,29 @@ MADE = {
     "wan22-i2v": "wan22",
     "wan22-5b": "wan22",
 }
-"""Each model that is tried: its miniature's name, and the family that reads it."""
-WHOLE = {"stable_audio", "tiny"}
-"""Families that have no tiles."""
+"""Tested model -> family that reads its miniature. None: the family needs no files."""
+NOT_TILED = {"stable_audio", "tiny"}
+"""Families that cannot encode in tiles."""
 
 
-def test_every_family_is_tried():
-    assert set(FAMILIES) == {family or name for name, family in MADE.items()}
+def test_every_family_is_tested():
+    assert set(FAMILIES) == {family or name for name, family in MODELS.items()}
 
 
-@pytest.fixture(scope="module", params=sorted(MADE))
+@pytest.fixture(scope="module", params=sorted(MODELS))
 def family(request, miniature):
-    return load_made(request.param, miniature)
+    return load_model(request.param, miniature)
 
 
-def load_made(name, miniature):
-    if MADE[name] is None:
+def load_model(name, miniature):
+    if MODELS[name] is None:
         return load_family(ModelSection(family=name))
-    return load_family(ModelSection(family=MADE[name], path=str(miniature(name))))
+    return load_family(ModelSection(family=MODELS[name], path=str(miniature(name))))
 
 
 @pytest.fixture(scope="module")
 def shape(family):
-    """Of the smallest bucket that shows every axis."""
+    """Return the shape of a small bucket whose axes all differ."""
     if "audio" in family.kinds:
         return (2, 4096)
     size = (2 * family.pixel_step, 3 * family.pixel_step)
@@ -71,31 +71,32 @@ def encoded(family, media):
     return family.encode(media)
 
 
-def forward(family):
+def forward_of(family):
     return bind_expert(family.transformer, None if family.boundary is None else "high")
 
 
-def texts_of(family, captions):
-    """A control, where there is one, is the same for all captions."""
+def encode_captions(family, captions):
+    """Encode captions; a control image, if needed, is the same for all."""
     if not family.takes_control:
         return family.encode_text(captions)
     return family.encode_text(captions, [torch.zeros(3, 32, 32)] * len(captions))
 
 
-def conditions(family, captions, given):
-    return {**family.stack_text(texts_of(family, captions)), **given}
+def conditions_for(family, captions, conditions):
+    """Return all conditions of a batch: its captions and those from `split_encoded`."""
+    return {**family.stack_text(encode_captions(family, captions)), **conditions}
 
 
-def test_encoded_samples_have_the_shape_it_names(family, shape, encoded):
+def test_encoded_samples_have_the_latent_shape(family, shape, encoded):
     assert encoded.shape == (2, *family.latent_shape(*shape))
     assert not encoded.requires_grad
 
 
-def test_what_is_encoded_does_not_depend_on_its_neighbours(family, media, encoded):
+def test_encoding_does_not_depend_on_other_samples_of_the_batch(family, media, encoded):
     torch.testing.assert_close(family.encode(media[1:]), encoded[1:], rtol=1e-4, atol=1e-5)
 
 
-def test_every_kind_of_picture_has_a_shape(family):
+def test_images_have_the_latent_shape_too(family):
     if "image" in family.kinds:
         channels = 6 if family.takes_control else 3
         size = (2 * family.pixel_step, family.pixel_step)
@@ -103,10 +104,10 @@ def test_every_kind_of_picture_has_a_shape(family):
         assert family.encode(pixels).shape == (1, *family.latent_shape(*size))
 
 
-def test_the_prediction_has_the_latents_shape_and_a_gradient(family, encoded):
-    x0, given = family.split_encoded(encoded)
-    text = conditions(family, ["one two", ""], given)
-    out = family.predict(forward(family), x0, torch.tensor([0.92, 0.97]), text)
+def test_the_prediction_has_the_latents_shape_and_gradients(family, encoded):
+    x0, conditions = family.split_encoded(encoded)
+    text = conditions_for(family, ["one two", ""], conditions)
+    out = family.predict(forward_of(family), x0, torch.tensor([0.92, 0.97]), text)
     assert out.shape == x0.shape
     assert family.num_tokens(x0.shape[1:]) > 0
     out.square().mean().backward()
@@ -114,52 +115,56 @@ def test_the_prediction_has_the_latents_shape_and_a_gradient(family, encoded):
     family.transformer.zero_grad()
 
 
-def test_a_sample_does_not_depend_on_its_neighbours(family, encoded):
-    x0, given = family.split_encoded(encoded)
-    text = conditions(family, ["one two", "three"], given)
-    levels = torch.tensor([0.91, 0.98])
+def test_the_prediction_does_not_depend_on_other_samples_of_the_batch(family, encoded):
+    x0, conditions = family.split_encoded(encoded)
+    text = conditions_for(family, ["one two", "three"], conditions)
+    sigmas = torch.tensor([0.91, 0.98])
     with torch.no_grad():
-        both = family.predict(forward(family), x0, levels, text)
+        both = family.predict(forward_of(family), x0, sigmas, text)
         alone = family.predict(
-            forward(family), x0[1:], levels[1:], {k: t[1:] for k, t in text.items()}
+            forward_of(family), x0[1:], sigmas[1:], {k: t[1:] for k, t in text.items()}
         )
     torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_the_caption_and_the_level_matter(family, encoded):
-    x0, given = family.split_encoded(encoded)
-    levels = torch.tensor([0.91, 0.98])
+def test_the_prediction_depends_on_the_caption_and_sigma(family, encoded):
+    x0, conditions = family.split_encoded(encoded)
+    sigmas = torch.tensor([0.91, 0.98])
     with torch.no_grad():
-        one = family.predict(forward(family), x0, levels, conditions(family, ["a", "b"], given))
-        other = family.predict(forward(family), x0, levels, conditions(family, ["c", "d"], given))
+        one = family.predict(
+            forward_of(family), x0, sigmas, conditions_for(family, ["a", "b"], conditions)
+        )
+        other = family.predict(
+            forward_of(family), x0, sigmas, conditions_for(family, ["c", "d"], conditions)
+        )
         later = family.predict(
-            forward(family), x0, levels - 0.005, conditions(family, ["a", "b"], given)
+            forward_of(family), x0, sigmas - 0.005, conditions_for(family, ["a", "b"], conditions)
         )
     assert not torch.equal(one, other)
     assert not torch.equal(one, later)
 
 
-def test_captions_are_encoded_alike_alone_and_together(family):
-    alone = texts_of(family, ["red box"])[0]
-    together = texts_of(family, ["", "red box"])[1]
+def test_text_does_not_depend_on_other_captions(family):
+    alone = encode_captions(family, ["red box"])[0]
+    together = encode_captions(family, ["", "red box"])[1]
     assert alone.keys() == together.keys()
     for key in alone:
         assert torch.equal(alone[key], together[key])
 
 
-def test_captions_that_are_cut_are_told(family):
+def test_captions_that_are_too_long_are_reported(family):
     words = "a red ring on a blue box " * 400
     assert family.truncated_captions(["a red box"]) == []
     assert family.truncated_captions(["a red box", words]) in ([], [words])
 
 
-def test_blocks_are_parts_of_the_transformer(family):
+def test_blocks_belong_to_the_transformer(family):
     modules = set(map(id, family.transformer.modules()))
     assert family.blocks()
     assert all(id(block) in modules for block in family.blocks())
 
 
-def test_two_experts_come_with_a_boundary_and_one_comes_without(family):
+def test_only_models_with_experts_have_a_boundary(family):
     assert (family.boundary is not None) == isinstance(family.transformer, Experts)
     if family.boundary is not None:
         assert 0 < family.boundary < 1
@@ -175,54 +180,56 @@ def test_adapter_targets_match_modules_of_every_transformer(family):
             assert any(matches(name, target) for name in names), target
 
 
-def test_it_says_what_it_predicts(family):
+def test_the_prediction_type_is_known(family):
     assert family.prediction in ("flow", "epsilon", "v")
 
 
-def test_sampling_gives_what_was_ordered_and_again_the_same(family, shape):
-    *texts, empty = texts_of(family, ["one", "two", ""])
+def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
+    *texts, empty = encode_captions(family, ["one", "two", ""])
     needs_image = family.starts_from == "image" or family.takes_control
-    order = SampleRequest(
+    request = SampleRequest(
         texts=texts,
         empty_text=empty,
         shape=shape,
         seed=3,
-        steps=1 if family.takes_control else 2,  # an edit always looks at a megapixel
+        steps=1 if family.takes_control else 2,  # edits are always sampled at a megapixel
         guidance=1.0 if family.takes_control else 2.0,
         images=[torch.zeros(3, shape[1], shape[0])] * 2 if needs_image else (),
     )
     with torch.no_grad():
-        made = family.sample(order)
-        (again,) = family.sample(replace(order, texts=texts[:1], images=order.images[:1]))
-    assert len(made) == 2
-    torch.testing.assert_close(made[0].data, again.data)  # one or many at once round differently
-    for one in made:
-        if one.kind == "audio":
-            assert one.data.shape == shape
+        samples = family.sample(request)
+        (again,) = family.sample(replace(request, texts=texts[:1], images=request.images[:1]))
+    assert len(samples) == 2
+    torch.testing.assert_close(samples[0].data, again.data)  # batch sizes round differently
+    for sample in samples:
+        if sample.kind == "audio":
+            assert sample.data.shape == shape
         else:
             width, height, *frames = shape
-            assert one.data.shape == (3, *frames, height, width)
-        assert one.kind == ("image" if len(shape) == 2 and one.kind != "audio" else one.kind)
-        assert torch.isfinite(one.data).all()
-    assert not torch.equal(made[0].data, made[1].data)
+            assert sample.data.shape == (3, *frames, height, width)
+        assert sample.kind == (
+            "image" if len(shape) == 2 and sample.kind != "audio" else sample.kind
+        )
+        assert torch.isfinite(sample.data).all()
+    assert not torch.equal(samples[0].data, samples[1].data)
 
 
-def test_exported_weights_load_again(family, tmp_path):
+def test_an_exported_model_loads_again(family, tmp_path):
     family.export(tmp_path)
     back = load_family(ModelSection(family=family.name, path=str(tmp_path)))
     assert back.weights_digest() == family.weights_digest()
     assert back.identity() == family.identity()
 
 
-def test_checkpointing_changes_no_gradient(family, encoded):
-    x0, given = family.split_encoded(encoded)
-    text = conditions(family, ["one", "two"], given)
+def test_gradient_checkpointing_does_not_change_gradients(family, encoded):
+    x0, conditions = family.split_encoded(encoded)
+    text = conditions_for(family, ["one", "two"], conditions)
     family.transformer.train()
     gradients = []
     for recompute in (False, True):
         if recompute:
             family.enable_gradient_checkpointing()
-        out = family.predict(forward(family), x0, torch.tensor([0.92, 0.95]), text)
+        out = family.predict(forward_of(family), x0, torch.tensor([0.92, 0.95]), text)
         out.square().mean().backward()
         gradients.append([p.grad for p in family.transformer.parameters() if p.grad is not None])
         family.transformer.zero_grad()
@@ -231,21 +238,21 @@ def test_checkpointing_changes_no_gradient(family, encoded):
         torch.testing.assert_close(kept, recomputed)
 
 
-def test_a_released_text_encoder_is_not_needed_to_train(family, encoded):
-    text = conditions(family, ["one", "two"], family.split_encoded(encoded)[1])
+def test_training_works_without_the_text_encoder(family, encoded):
+    text = conditions_for(family, ["one", "two"], family.split_encoded(encoded)[1])
     family.release_text_encoder()
     x0, _ = family.split_encoded(encoded)
     with torch.no_grad():
         assert torch.isfinite(
-            family.predict(forward(family), x0, torch.tensor([0.92, 0.95]), text)
+            family.predict(forward_of(family), x0, torch.tensor([0.92, 0.95]), text)
         ).all()
 
 
-def test_tiles_can_be_switched_and_leave_what_is_smaller_than_one_as_it_is(family, media, encoded):
-    can = family.set_tiling(enabled=True)
+def test_tiling_does_not_change_samples_smaller_than_a_tile(family, media, encoded):
+    can_tile = family.set_tiling(enabled=True)
     tiled = family.encode(media)
-    assert family.set_tiling(enabled=False) == can
-    if family.name in FAMILIES:  # others say for themselves
-        assert can == (family.name not in WHOLE)
+    assert family.set_tiling(enabled=False) == can_tile
+    if family.name in FAMILIES:  # other packages' families may or may not tile
+        assert can_tile == (family.name not in NOT_TILED)
     assert torch.equal(tiled, encoded)
     assert torch.equal(family.encode(media), encoded)

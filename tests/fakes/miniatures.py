@@ -1,6 +1,6 @@
-"""Whole pipelines small enough for a test: the published classes, few layers, weights from a seed.
+"""Write miniature pipelines: the published classes with few, narrow layers and random weights.
 
-What is written is a folder that diffusers and `model.path` both read, tokenizer and all.
+The folders have all components, tokenizers included, and are read by diffusers and `model.path`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "box", "star", "sound")
-VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Where pictures stand in a text; their ids follow those of three others."""
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Tokens that mark an image in a text. Their ids start at 3, after the special tokens."""
 VOCABULARY = 128
 TEXT_WIDTH = 32
 
 
 def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the miniature of this name (`wan22-t2v`, ...) and give its folder."""
+    """Write the miniature of this name, such as `wan22-t2v`, and return its folder."""
     if name not in MINIATURES:
-        raise ConfigError(f"there is no miniature {name!r}. There are: {', '.join(MINIATURES)}.")
+        raise ConfigError(f"There is no miniature {name!r}; known: {', '.join(MINIATURES)}.")
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.manual_seed(seed)
         MINIATURES[name](folder)
@@ -34,13 +34,13 @@ def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
 
 
 def _tokenizer(length: int = 512) -> object:
-    """A word a token; what it does not know is one of a hundred others, by its bytes."""
+    """Return a tokenizer with one token per known word; other words are split into characters."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "</s>", "<unk>", *VISION]
+    special = ["<pad>", "</s>", "<unk>", *VISION_TOKENS]
     pieces = [*special, *WORDS, *(chr(code) for code in range(33, 127))]
-    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces))}
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     inner = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>", continuing_subword_prefix=""))
     inner.normalizer = normalizers.Lowercase()
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -52,7 +52,7 @@ def _tokenizer(length: int = 512) -> object:
         pad_token="<pad>",
         eos_token="</s>",
         unk_token="<unk>",
-        additional_special_tokens=list(VISION),
+        additional_special_tokens=list(VISION_TOKENS),
         model_max_length=length,
     )
 
@@ -135,7 +135,7 @@ def _flux(folder: Path) -> None:
 
 
 def _qwen_image_edit(folder: Path) -> None:
-    """The same parts and what looks at a picture, in the words of the pipeline that edits."""
+    """Write the text-to-image miniature, add an image processor and change the pipeline class."""
     import json
 
     from transformers import Qwen2VLImageProcessorPil
@@ -146,9 +146,9 @@ def _qwen_image_edit(folder: Path) -> None:
         folder / "processor"
     )
     index = folder / "model_index.json"
-    said = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
-    said["processor"] = ["transformers", "Qwen2VLProcessor"]
-    index.write_text(json.dumps(said, indent=2))
+    content = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
+    content["processor"] = ["transformers", "Qwen2VLProcessor"]
+    index.write_text(json.dumps(content, indent=2))
 
 
 def _qwen_image(folder: Path) -> None:
@@ -284,7 +284,7 @@ def _umt5() -> object:
     ).eval()
 
 
-def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
+def _wan(folder: Path, *, task: str, experts: int, is_5b: bool) -> None:
     from diffusers import (
         AutoencoderKLWan,
         FlowMatchEulerDiscreteScheduler,
@@ -307,7 +307,7 @@ def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
             patch_size=(1, 2, 2),
             num_attention_heads=2,
             attention_head_dim=12,
-            in_channels=2 * channels + 4 if task == "image" and not five else channels,
+            in_channels=2 * channels + 4 if task == "image" and not is_5b else channels,
             out_channels=channels,
             text_dim=TEXT_WIDTH,
             freq_dim=32,
@@ -319,7 +319,7 @@ def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
         )
 
     boundary = {"text": 0.875, "image": 0.9}[task]
-    cls = WanImageToVideoPipeline if task == "image" and not five else WanPipeline
+    cls = WanImageToVideoPipeline if task == "image" and not is_5b else WanPipeline
     cls(
         tokenizer=_tokenizer(),
         text_encoder=_umt5(),
@@ -328,7 +328,7 @@ def _wan(folder: Path, *, task: str, experts: int, five: bool) -> None:
         transformer=transformer(),
         transformer_2=transformer() if experts == 2 else None,
         boundary_ratio=boundary if experts == 2 else None,
-        expand_timesteps=five,
+        expand_timesteps=is_5b,
     ).save_pretrained(folder)
 
 
@@ -337,7 +337,7 @@ MINIATURES: dict[str, Callable[[Path], None]] = {
     "qwen-image": _qwen_image,
     "qwen-image-edit": _qwen_image_edit,
     "stable-audio": _stable_audio,
-    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, five=False),
-    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, five=False),
-    "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, five=True),
+    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, is_5b=False),
+    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, is_5b=False),
+    "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, is_5b=True),
 }
