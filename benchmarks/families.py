@@ -62,7 +62,7 @@ class Case:
 
     def shapes(self) -> ModelShapes:
         """One trace tells of any number of blocks: a few of each kind are looked at."""
-        subject = replace(self.outline().subject(), products=torch.bfloat16)
+        subject = replace(self.outline().trace_target(), products=torch.bfloat16)
         return trace_model(subject, TRACED_BATCH)
 
     def plan_model(

@@ -151,7 +151,7 @@ def model_of(
     for parameter in shape.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     trained = sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
-    return build_cost_model(shape.subject(), basics, plain_checkpointing=plain), trained
+    return build_cost_model(shape.trace_target(), basics, plain_checkpointing=plain), trained
 
 
 def choice_of(told: dict[str, Any], num_blocks: int) -> PlanCandidate:

@@ -1,4 +1,7 @@
-"""`gracetune plan RUN`: memory and speed of a run before it is started, and how to run it best."""
+"""`gracetune plan RUN`: predict a run's memory and speed, and find the fastest way to run it.
+
+Neither a GPU nor weights are needed if `--machine` names a known machine.
+"""
 
 from __future__ import annotations
 
@@ -27,49 +30,52 @@ if TYPE_CHECKING:
     from gracetune.plan.problem import TrainedSize
     from gracetune.plan.search import PlanBudget
 
-HELP = "memory and speed of a run before it is started, for this machine or a known one"
+HELP = "predict memory and speed of a run, for this machine or a known one"
 CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
+"""Files of a dataset that are not samples."""
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The machine a plan is for."""
+class PlanMachine:
+    """The machine that a plan is for."""
 
     title: str
-    basics: MachineRates
+    rates: MachineRates
     device_nbytes: int
     host_nbytes: int
     simulated: bool
+    """True if the rates are published figures."""
     one_memory: bool = False
-    """Whether host and device have the same memory."""
+    """True if host and device share one memory."""
     host_is_known: bool = True
-    """False: a usual size stands in, and the user may know of more."""
+    """False if host memory is an assumed size, which the user may raise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run file, the machine, the budget."""
+    """Add the run file, the machine and the memory limits."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
     )
-    parser.add_argument("--hbm", metavar="SIZE", help="device memory to plan with, such as 96GB")
+    parser.add_argument("--hbm", metavar="SIZE", help="limit of device memory, such as 96GB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="limit of host memory, such as 400GB")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="host memory to plan with, such as 400GB"
-    )
-    parser.add_argument(
-        "--samples", type=_count, metavar="N", help="samples of the data set, where it is not here"
+        "--samples",
+        type=_count,
+        metavar="N",
+        help="size of the dataset, if it is not on this machine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def _count(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; say 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; pass 1 or more")
     return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for this machine, or for a known one."""
+    """Plan for this machine, or for the one that --machine names."""
     from gracetune.memory.platform import open_machine
 
     return plan(args, open_machine, _measured)
@@ -80,9 +86,9 @@ def plan(
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
 ) -> int:
-    """Trace, choose, print; a test hands in the machine."""
+    """Plan and print the report; tests pass in the machine and its measurement."""
     run_file = load_run_file(args.run_file, args.overrides).run
-    where = _where(args, open_machine, measured, run_file.model.family)
+    machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.problem import (
@@ -95,89 +101,93 @@ def plan(
     )
     from gracetune.plan.report import ReportHeading, report_json, report_lines
 
-    picture = largest_sample(run_file)
-    shape = build_meta_model(run_file.model, picture)
-    trained = _trained(run_file, shape)
-    budget, caps = _budget(args, plan_settings(run_file), where)
+    sample = largest_sample(run_file)
+    model = build_meta_model(run_file.model, sample)
+    trained = _make_trainable(run_file, model)
+    budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     samples = count_samples(run_file) if args.samples is None else args.samples
-    fixed = fixed_memory_of(run_file, shape, trained, samples, budget.device_nbytes)
+    fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
     if budget.one_memory:
-        fixed = _with_staged(fixed, run_file)
-    planned = make_plan(
-        shape.subject(),
-        where.basics,
+        fixed = _with_staged_files(fixed, run_file)
+    result = make_plan(
+        model.trace_target(),
+        machine.rates,
         fixed,
         budget,
         constraints_of(run_file),
         frozen_compute=run_file.model.frozen_compute,
         stored_share=QUANTIZED_SHARES[run_file.model.quantize],
-        simulated=where.simulated,
+        simulated=machine.simulated,
     )
     ramp = run_file.gh200_optimizations
-    frames = f", {picture.frames} frames" if picture.frames > 1 else ""
+    frames = f", {sample.frames} frames" if sample.frames > 1 else ""
     heading = ReportHeading(
-        model=f"{shape.name} ({shape.source})",
-        sample=f"{picture.width}x{picture.height}{frames}",
-        machine=where.title,
+        model=f"{model.name} ({model.source})",
+        sample=f"{sample.width}x{sample.height}{frames}",
+        machine=machine.title,
         budget=budget,
-        notes=(*caps, *_notes(run_file, samples, budget.one_memory)),
+        notes=(*limit_notes, *_notes(run_file, samples, budget.one_memory)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     if args.json:
-        print(json.dumps(report_json(planned, heading), indent=2))
+        print(json.dumps(report_json(result, heading), indent=2))
     else:
-        print(*report_lines(planned, heading), sep="\n")
+        print(*report_lines(result, heading), sep="\n")
     return 0
 
 
 def _budget(
-    args: argparse.Namespace, settings: PlanSection, where: Where
+    args: argparse.Namespace, settings: PlanSection, machine: PlanMachine
 ) -> tuple[PlanBudget, tuple[str, ...]]:
-    """What a plan may take, never more than the machine has; with notes where that cuts it."""
+    """Return the memory budget, and a note for each limit that exceeds what the machine has."""
     from gracetune.plan.machines import FITTED_CONSTANTS
     from gracetune.plan.search import PlanBudget
 
     notes: list[str] = []
 
-    def most(option: str | None, name: str, setting: str | None, key: str, there_is: int) -> int:
-        asked, told = (setting, key) if option is None else (option, name)
-        if asked is None:
-            return there_is
-        if parse_bytes(asked) > there_is:
+    def limited(
+        option: str | None, flag: str, setting: str | None, key: str, available: int
+    ) -> int:
+        limit, name = (setting, key) if option is None else (option, flag)
+        if limit is None:
+            return available
+        if parse_bytes(limit) > available:
             notes.append(
-                f"{told} is {asked}, more than the machine can give: planned with "
-                f"{format_bytes(there_is)}"
+                f"{name} is {limit}, more than the machine has; planning with "
+                f"{format_bytes(available)}"
             )
-        return min(parse_bytes(asked), there_is)
+        return min(parse_bytes(limit), available)
 
-    device = where.device_nbytes - int(FITTED_CONSTANTS["context_nbytes"].value)
-    device = most(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", device)
-    said = args.host_memory or settings.host_memory
-    host = where.host_nbytes
-    if said is not None and not where.host_is_known:
-        host = max(host, parse_bytes(said))
-    host = most(args.host_memory, "--host-memory", settings.host_memory, "plan.host_memory", host)
-    if where.one_memory:
+    device = machine.device_nbytes - int(FITTED_CONSTANTS["context_nbytes"].value)
+    device = limited(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", device)
+    host_limit = args.host_memory or settings.host_memory
+    host = machine.host_nbytes
+    if host_limit is not None and not machine.host_is_known:
+        host = max(host, parse_bytes(host_limit))
+    host = limited(
+        args.host_memory, "--host-memory", settings.host_memory, "plan.host_memory", host
+    )
+    if machine.one_memory:
         host = min(host, device)
     fragmentation = FITTED_CONSTANTS["fragmentation"].value
-    return PlanBudget(device, host, fragmentation, where.one_memory), tuple(notes)
+    return PlanBudget(device, host, fragmentation, machine.one_memory), tuple(notes)
 
 
-def _where(
+def _machine(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
     family: str,
-) -> Where:
+) -> PlanMachine:
     from gracetune.memory.platform import Link
     from gracetune.plan.machines import MACHINES, find_machine, machine_rates
 
     if args.machine is not None:
         known = find_machine(args.machine)
         device = int(known.device_memory.value)
-        return Where(
+        return PlanMachine(
             title=known.title,
-            basics=machine_rates(known),
+            rates=machine_rates(known),
             device_nbytes=device,
             host_nbytes=known.host_bytes,
             simulated=True,
@@ -188,12 +198,12 @@ def _where(
     if platform.device < 0:
         why = platform.reasons["link"].rstrip(".")
         raise ConfigError(
-            f"there is no GPU to plan for: {why}. Name a machine with --machine: "
+            f"there is no GPU to plan for: {why}. Choose a machine with --machine: "
             f"{', '.join(sorted(MACHINES))}."
         )
-    return Where(
+    return PlanMachine(
         title=f"this machine ({format_bytes(platform.device_bytes)} GPU)",
-        basics=measured(platform.device, family),
+        rates=measured(platform.device, family),
         device_nbytes=platform.device_bytes,
         host_nbytes=platform.host_bytes,
         simulated=False,
@@ -210,18 +220,18 @@ def _measured(device: int, family: str) -> MachineRates:
 
 
 def _emit(notice: Notice) -> None:
-    """Beside the plan, which may be JSON."""
+    """Print to stderr, because stdout may be JSON."""
     print(notice.text, file=sys.stderr)
 
 
-def _trained(run_file: RunFile, shape: MetaModel) -> TrainedSize:
-    """What one expert trains, and what the optimizer keeps for it."""
+def _make_trainable(run_file: RunFile, model: MetaModel) -> TrainedSize:
+    """Add the adapter to the meta model, and return the sizes of what one expert trains."""
     from gracetune.optim.build import state_nbytes_per_element
     from gracetune.optim.offloaded_state import StateOffloadSettings
     from gracetune.plan.problem import MASTER_NBYTES, TrainedSize
 
-    count = make_trainable(shape, run_file.adapter)
-    trained = [p for p in shape.model.parameters() if p.requires_grad]
+    count = make_trainable(model, run_file.adapter)
+    trained = [p for p in model.model.parameters() if p.requires_grad]
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
             parameter.data = parameter.data.float()
@@ -232,19 +242,19 @@ def _trained(run_file: RunFile, shape: MetaModel) -> TrainedSize:
     return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots)
 
 
-def make_trainable(shape: MetaModel, section: AdapterSection | None) -> int:
-    """Put an adapter onto the meta model as a run does, or train all of it; how many numbers."""
+def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
+    """Add an adapter as a run does, or train all weights; return how many numbers are trained."""
     if section is None:
-        shape.model.requires_grad_(True)
+        model.model.requires_grad_(True)
     else:
         from gracetune.plan.launch_probe import prepare_for_training
 
-        prepare_for_training(shape, section)
-    return sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
+        prepare_for_training(model, section)
+    return sum(p.numel() for p in model.model.parameters() if p.requires_grad)
 
 
 def count_samples(run_file: RunFile) -> int | None:
-    """Files of local data sets that are no captions; none where some cannot be listed."""
+    """Count the samples of local datasets; return None if one cannot be listed."""
     total = 0
     for section in run_file.datasets:
         folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
@@ -256,13 +266,14 @@ def count_samples(run_file: RunFile) -> int | None:
     return total
 
 
-def _with_staged(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
-    """Files that are staged are in the one memory too, beside what is encoded from them."""
-    return replace(fixed, host_caches_nbytes=fixed.host_caches_nbytes + staged_nbytes(run_file))
+def _with_staged_files(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
+    """Count staged files too: they share the one memory with what is encoded from them."""
+    nbytes = fixed.host_caches_nbytes + staged_nbytes(run_file)
+    return replace(fixed, host_caches_nbytes=nbytes)
 
 
 def staged_nbytes(run_file: RunFile) -> int:
-    """Files of local data sets that are staged, as large as they are on disk."""
+    """Return the bytes of local dataset files that a run stages in memory."""
     from gracetune.config.schema import STAGED_TYPES
 
     total = 0
@@ -278,14 +289,17 @@ def staged_nbytes(run_file: RunFile) -> int:
 def _notes(run_file: RunFile, samples: int | None, one_memory: bool = False) -> tuple[str, ...]:
     notes = []
     if one_memory and run_file.optimizer.state == "host":
-        notes.append("optimizer.state is host, but there is one memory: state stays where it is")
+        notes.append(
+            "optimizer.state: host has no effect, because host and device share one memory"
+        )
     if samples is None:
         notes.append(
-            "the data sets cannot be listed here, so their caches are not counted in host memory; "
-            "--samples says how many samples there are"
+            "a dataset cannot be listed here, so its cache is not counted in host memory; pass "
+            "--samples"
         )
     if run_file.model.path is not None and not Path(run_file.model.path).is_dir():
         notes.append(
-            f"model.path {run_file.model.path!r} is no folder here; the published shape is planned"
+            f"model.path {run_file.model.path!r} is not a local folder; planning for the family's "
+            "published configuration"
         )
     return tuple(notes)

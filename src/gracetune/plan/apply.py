@@ -1,4 +1,14 @@
-"""A plan applied to a model: what streams, what is kept, what waits in host memory."""
+"""Apply a plan to a model: stream weights, offload or recompute activations, compile blocks.
+
+`apply_plan` stacks four parts, each of which is optional:
+
+    weight ring (offload/ring.py)          hooks that bind streamed weights
+    activation offload                     saved-tensor hooks that move activations to the host
+    block compiler                         torch.compile for each block
+    checkpoint wrappers                    what each block keeps or recomputes
+
+`AppliedPlan.close` removes them in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +40,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """How every transformer of a model runs; two experts run alike."""
+    """A plan's decisions, as `apply_plan` needs them; two experts get the same layout."""
 
     blocks: Sequence[BlockPlan]
     compiled: bool
     slots: int = DEFAULT_SLOTS
+    """Slots of the weight ring."""
     offload: OffloadSettings | None = None
+    """Settings of the activation offload; None: its defaults, within `spare_nbytes`."""
     min_offload_nbytes: int = MIB
     """Activations smaller than this stay on the device."""
     spare_nbytes: int = 0
-    """Device memory that is left: where backward waits, more activations come back ahead in it."""
+    """Device memory that the plan leaves free, in which more activations may be prefetched."""
 
 
 class AppliedPlan:
-    """A model that runs as planned; `close` leaves what was streamed in host memory."""
+    """A model that runs as planned. `close` leaves streamed weights in host memory."""
 
     def __init__(
         self,
@@ -58,27 +70,30 @@ class AppliedPlan:
         self._undo = undo
 
     def allow_ring_growth(self, nbytes: int) -> None:
-        """Let the ring add slots in so much device memory, where steps wait for weights."""
-        if self.ring is not None:  # the other half is for activations, where any are sent
+        """Let the ring add slots within this much device memory while steps wait for weights."""
+        if self.ring is not None:  # the activation offload may use the other half
             self.ring.enable_autosize(nbytes if self.offload is None else nbytes // 2)
 
     def shrink_ring(self) -> bool:
-        """Take back what was added to the ring; false where nothing was."""
+        """Release the slots that the ring added; return False if there were none."""
         return self.ring is not None and self.ring.release_extra_slots()
 
     def stall_seconds(self) -> float:
-        """How long computing has stood still for copies so far; waits for the device."""
+        """Return how long compute has waited for copies so far; synchronizes with the device."""
         ring = 0.0 if self.ring is None else self.ring.counters().stalled_s
         return ring + (0.0 if self.offload is None else self.offload.counters().stalled_s)
 
     def close(self) -> None:
-        """The last that was put on goes first; nothing that was put on is left to be asked."""
+        """Remove all hooks and wrappers, the last one first."""
         self._undo.close()
         self.ring = self.offload = self.compiler = None
 
 
 def fuse_operations(transformer: nn.Module, undo: ExitStack | None = None) -> None:
-    """The same numbers by fewer passes; what would leave it as it was is put on `undo`."""
+    """Fuse LoRA with its base matmul, and rotary embedding with attention; same results.
+
+    `undo` receives the callbacks that restore the transformer.
+    """
     fuse_lora(transformer, undo)
     use_fused_processors(transformer, undo)
 
@@ -87,37 +102,41 @@ def apply_plan(
     model: nn.Module,
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: PlanLayout,
-    mover: CopyEngine,
+    copy_engine: CopyEngine,
     emit: Emit,
     backend: str = "inductor",
 ) -> AppliedPlan:
-    """Bring a model to the device as a plan says; each of its transformers comes with its blocks.
+    """Move a model to the device as planned.
 
-    Call it when it is settled what is trained: frozen weights stream, others never do.
+    `transformers` maps each transformer of the model to its blocks. Decide what is trained before
+    this call: only frozen weights can be streamed. If anything does not fit, an exception is raised
+    and the model is left without hooks.
     """
-    blocks = [block for part in transformers.values() for block in part]
+    blocks = [block for blocks in transformers.values() for block in blocks]
     plans = [plan for _ in transformers for plan in layout.blocks]
-    with ExitStack() as undo:  # what does not fit after all leaves nothing behind
-        ring = _stream(model, transformers, layout, mover, emit)
+    with ExitStack() as undo:
+        ring = _stream(model, transformers, layout, copy_engine, emit)
         if ring is None:
-            model.to(mover.device)
+            model.to(copy_engine.device)
         else:
             undo.callback(ring.close, to_device=False)
-        offload = _offload(blocks, plans, layout, ring, mover, emit)
+        offload = _offload(blocks, plans, layout, ring, copy_engine, emit)
         if offload is not None:
             undo.callback(offload.close)
         compiler = BlockCompiler(emit, backend) if layout.compiled else None
         if compiler is not None:
             undo.callback(compiler.close)
-        keeping = [_keeping(plan, layout.compiled) for plan in plans]
-        running = wrap_blocks(blocks, keeping, compiler, ring)
-        undo.callback(running.close)
+        modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]
+        wrappers = wrap_blocks(blocks, modes, compiler, ring)
+        undo.callback(wrappers.close)
         return AppliedPlan(ring, offload, compiler, undo.pop_all())
 
 
-def _keeping(plan: BlockPlan, compiled: bool) -> CheckpointMode:
-    """What a block does not compute again. An offloaded one keeps it elsewhere: compiled, the lean
-    set; eager, all that autograd saves, since a policy's own savings cannot be sent.
+def _checkpoint_mode(plan: BlockPlan, compiled: bool) -> CheckpointMode:
+    """Return what a block keeps.
+
+    An offloaded block keeps the lean set if compiled. If eager, it keeps everything: tensors that a
+    checkpoint policy stores do not pass the offload's hooks.
     """
     if plan.activations == "offload":
         return "lean" if compiled else "keep"
@@ -128,14 +147,16 @@ def _stream(
     model: nn.Module,
     transformers: Mapping[nn.Module, Sequence[nn.Module]],
     layout: PlanLayout,
-    mover: CopyEngine,
+    copy_engine: CopyEngine,
     emit: Emit,
 ) -> WeightRing | None:
-    chosen = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
-    if not chosen:
+    numbers = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
+    if not numbers:
         return None
-    streamed = [part[index] for part in transformers.values() for index in chosen]
-    return stream_weights(model, streamed, mover, emit, layout.slots, submodels=list(transformers))
+    streamed = [blocks[number] for blocks in transformers.values() for number in numbers]
+    return stream_weights(
+        model, streamed, copy_engine, emit, layout.slots, submodels=list(transformers)
+    )
 
 
 def _offload(
@@ -143,19 +164,19 @@ def _offload(
     plans: Sequence[BlockPlan],
     layout: PlanLayout,
     ring: WeightRing | None,
-    mover: CopyEngine,
+    copy_engine: CopyEngine,
     emit: Emit,
 ) -> ActivationOffload | None:
-    sends = [p.activations == "offload" or p.offload_input for p in plans]
-    if not any(sends):
+    is_sent = [p.activations == "offload" or p.offload_input for p in plans]
+    if not any(is_sent):
         return None
     spare = layout.spare_nbytes if ring is None else layout.spare_nbytes // 2
     return offload_activations(
-        [block for block, sent in zip(blocks, sends, strict=True) if sent],
-        mover,
+        [block for block, sent in zip(blocks, is_sent, strict=True) if sent],
+        copy_engine,
         ring,
         emit,
         layout.min_offload_nbytes,
-        other_blocks=[block for block, sent in zip(blocks, sends, strict=True) if not sent],
+        other_blocks=[block for block, sent in zip(blocks, is_sent, strict=True) if not sent],
         settings=layout.offload or OffloadSettings(prefetch_nbytes=spare),
     )

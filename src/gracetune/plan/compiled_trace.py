@@ -1,8 +1,11 @@
-"""What a block does when it is compiled: its joint graph, cut in two as torch would cut it.
+"""Predict what a compiled block saves, which kernels it runs, and its peaks.
 
-AOTAutograd's own partitioner decides what is saved; that needs no GPU. What its compiler fuses is
-modelled: matrix products and attention are kernels of their own and their operands are in memory,
-all else is folded into whatever kernel needs it. So is the order in which it computes them.
+AOTAutograd traces forward and backward as one joint graph, and torch's own partitioner decides what
+is saved between them; that needs no GPU. Inductor itself is modelled:
+
+- Matmuls and attention are kernels of their own and read their operands from memory.
+- Every other operation is fused into the kernel that needs its result.
+- Of two kernel orders (as traced, or freeing memory early), the one with the lower peak is used.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ from gracetune.plan.kernels import (
 )
 from gracetune.plan.shapes import HostCalls, Op, Trace
 
-CALL = 20.0
-"""Operators that a host could call while it gets into a compiled block: guards and wrappers."""
+COMPILED_ENTRY_COST = 20.0
+"""CPU time to enter a compiled block (guards and wrappers), in operator calls."""
 Function = Callable[..., tuple[Tensor, ...]]
-SavedSet = Literal["all", "products", "attention"]
-"""All that the compiler would keep; or what products and attention gave; or what attention did."""
+SavedSet = Literal["all", "matmuls", "attention"]
+"""What forward saves: what the partitioner chooses, the outputs of matmuls and attention, or the
+outputs of attention alone."""
 
 
 def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """Forward and backward as one graph; to be called under the arguments' fake mode."""
+    """Return forward and backward as one graph; call it under the arguments' fake mode."""
     graph = cast(
         "fx.GraphModule",
         aot_export_joint_simple(
@@ -51,9 +55,9 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
     )
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and "val" not in node.meta and not node.users:
-            graph.graph.erase_node(node)  # torch 2.11 leaves checks in it, and cuts no such graph
+            graph.graph.erase_node(node)  # the partitioner of torch 2.11 rejects leftover checks
         elif node.target in ATTENTION:
-            # The partitioner knows CUDA's attention as too dear to do twice, but not the CPU's.
+            # The partitioner never recomputes CUDA's attention, but does not know the CPU's.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return graph
 
@@ -61,18 +65,20 @@ def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModu
 def partition(
     joint: fx.GraphModule,
     num_outputs: int,
-    kept: SavedSet,
+    saved_set: SavedSet,
     trained: Sequence[bool],
-    flowing: Sequence[int],
+    hidden: Sequence[int],
 ) -> Trace:
-    """The trace of a block that keeps so much of its forward pass.
+    """Partition a joint graph and return the block's trace.
 
-    Of the arguments, weights come first; `trained` tells which of them are. `flowing` are the
-    places of those that come from the block before.
+    The graph's arguments begin with the weights; `trained` says which of these are trained.
+    `hidden` holds the positions of the hidden states that come from the previous block.
     """
-    graph = _copy(joint)  # cutting uses it up
-    if kept != "all":
-        _mark(graph.graph, is_matmul_or_attention if kept == "products" else ATTENTION.__contains__)
+    graph = _copy(joint)  # partitioning modifies the graph
+    if saved_set == "matmuls":
+        _mark(graph.graph, is_matmul_or_attention)
+    elif saved_set == "attention":
+        _mark(graph.graph, ATTENTION.__contains__)
     with functorch_config.patch(activation_memory_budget=1.0):
         forward, backward = min_cut_rematerialization_partition(
             graph, None, num_fwd_outputs=num_outputs
@@ -83,31 +89,37 @@ def partition(
     for node, is_trained in zip(arguments, trained, strict=False):
         kinds[is_trained].update(_storages(node))
     weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
-    inputs = {storage for place in flowing for storage in _storages(arguments[place])}
+    inputs = {storage for place in hidden for storage in _storages(arguments[place])}
     outputs = _outputs(forward.graph)
     results = {storage for node in outputs[:num_outputs] for storage in _storages(node)}
-    # A policy marks more than backward reads; what it does not read is not kept.
+    # The policy marks more than backward reads; only what backward reads is kept.
     read = {node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users}
     kept_nodes = [node for node in outputs[num_outputs:] if node.name in read]
     saved = {storage: n for node in kept_nodes for storage, n in _sizes(node).items()}
-    there = _Fused(forward.graph, owned, weights, [*outputs[:num_outputs], *kept_nodes])
-    gradients = _places(backward.graph)[: len(trained)]
-    apart = {storage for node in gradients if node is not None for storage in _storages(node)}
-    back = _Fused(backward.graph, owned | apart, weights, _outputs(backward.graph))
+    fused_forward = _FusedGraph(
+        forward.graph, owned, weights, [*outputs[:num_outputs], *kept_nodes]
+    )
+    gradients = _output_slots(backward.graph)[: len(trained)]
+    gradient_storages = {
+        storage for node in gradients if node is not None for storage in _storages(node)
+    }
+    fused_backward = _FusedGraph(
+        backward.graph, owned | gradient_storages, weights, _outputs(backward.graph)
+    )
     return Trace(
-        forward=there.ops,
-        backward=back.ops,
+        forward=fused_forward.ops,
+        backward=fused_backward.ops,
         saved_nbytes=sum(n for storage, n in saved.items() if storage not in owned | results),
         saves_input=bool(inputs & saved.keys()),
-        forward_peak_nbytes=there.peak_nbytes,
-        backward_peak_nbytes=back.peak_nbytes,
-        forward_calls=there.calls(len(kept_nodes)),
-        backward_calls=back.calls(len(kept_nodes)),
+        forward_peak_nbytes=fused_forward.peak_nbytes,
+        backward_peak_nbytes=fused_backward.peak_nbytes,
+        forward_calls=fused_forward.calls(len(kept_nodes)),
+        backward_calls=fused_backward.calls(len(kept_nodes)),
     )
 
 
-def _mark(graph: fx.Graph, is_kept: Callable[[Any], bool]) -> None:
-    """Mark forward as selective checkpointing does."""
+def _mark(graph: fx.Graph, is_saved: Callable[[Any], bool]) -> None:
+    """Mark the nodes of forward as selective checkpointing does: save or recompute."""
     after_loss: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and str(node.target).startswith("tangents"):
@@ -119,7 +131,7 @@ def _mark(graph: fx.Graph, is_kept: Callable[[Any], bool]) -> None:
         node.meta["ac_graph_id"] = 0
         node.meta["recompute"] = (
             CheckpointPolicy.MUST_SAVE
-            if is_kept(source.target)
+            if is_saved(source.target)
             else CheckpointPolicy.PREFER_RECOMPUTE
         )
 
@@ -132,36 +144,42 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
+    """A kernel of the compiled graph."""
+
     node: fx.Node
     reads: frozenset[int]
     writes: dict[int, int]
-    own: bool
-    """A product or attention: it cannot write over what it reads."""
+    is_matmul: bool
+    """True for matmuls and attention, which cannot write in place of what they read."""
 
 
-class _Fused:
-    """A graph as the kernels that a compiler makes of it, with what is alive meanwhile."""
+class _FusedGraph:
+    """The kernels that Inductor would make of a graph, and the peak of memory while they run."""
 
     def __init__(
         self,
         graph: fx.Graph,
         owned: set[int],
         weights: WeightStorages,
-        gives: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
     ) -> None:
         self._weights = weights
-        self._gives = gives
+        self._outputs = outputs
         self._sizes: dict[int, int] = {}
         self._roots: dict[fx.Node, frozenset[int]] = {}
+        """The storages in memory from which a node can be computed by fusion."""
         kernels = self._kernels(graph)
         self.ops = tuple(op for kernel in kernels for op in self._ops(kernel))
         self.peak_nbytes = self._peak(graph, kernels, owned)
-        self._own = sum(is_custom_op(kernel.node.target) for kernel in kernels)
+        self._num_custom_ops = sum(is_custom_op(kernel.node.target) for kernel in kernels)
 
     def calls(self, saved: int) -> HostCalls:
-        """What queueing it takes: one call, which launches kernels and calls operators of ours."""
+        """Return the host's calls: one entry, the kernel launches, and our custom operators."""
         return HostCalls(
-            kernels=len(self.ops), custom_ops=self._own, saved_tensors=saved, entry_cost=CALL
+            kernels=len(self.ops),
+            custom_ops=self._num_custom_ops,
+            saved_tensors=saved,
+            entry_cost=COMPILED_ENTRY_COST,
         )
 
     def _kernels(self, graph: fx.Graph) -> list[_Kernel]:
@@ -178,57 +196,62 @@ class _Fused:
                 root for source in node.all_input_nodes for root in self._roots.get(source, ())
             )
             before = {s for source in node.all_input_nodes for s in _storages(source)}
-            if not writes or writes.keys() <= before:  # a view, or one of several outputs
+            if (
+                not writes or writes.keys() <= before
+            ):  # a view, or one of several outputs of an operator
                 shared = known & writes.keys()
                 self._roots[node] = shared or known
             elif is_matmul_or_attention(node.target) or _is_needed_in_memory(node):
                 self._roots[node] = frozenset(writes)
                 kernels.append(_Kernel(node, known, writes, is_matmul_or_attention(node.target)))
             else:
-                self._roots[node] = known  # folded into whoever reads it
+                self._roots[node] = known  # fused into the kernels that read it
         return kernels
 
     def _ops(self, kernel: _Kernel) -> list[Op]:
         node = kernel.node
         read = sum(self._sizes[storage] for storage in kernel.reads)
         nbytes = float(read + sum(kernel.writes.values()))
-        if not kernel.own:
+        if not kernel.is_matmul:
             return [Op("elementwise", 0.0, nbytes)]
         func = cast("torch._ops.OpOverload", node.target)
         values = tree_map(_value, node.args)
         return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Of the orders that a compiler tries, it takes the one with the lowest peak."""
+        """Return the lowest peak of the kernel orders that Inductor tries."""
         orders = (kernels, self._freeing_first(kernels, owned))
         return min(self._highest(graph, order, owned) for order in orders)
 
     def _freeing_first(self, kernels: list[_Kernel], owned: set[int]) -> list[_Kernel]:
-        """Whatever frees as much as it writes goes as soon as it can, what frees most before the
-        rest: of branches side by side, the wide one is done with before the other begins.
+        """Return an order that runs kernels early if they free at least as much as they write.
+
+        Of parallel branches, the wide one is finished before the other one starts.
         """
-        made = {storage for kernel in kernels for storage in kernel.writes}
-        stays = {root for node in self._gives for root in self._roots.get(node, ())} | owned
+        written_inside = {storage for kernel in kernels for storage in kernel.writes}
+        kept = {root for node in self._outputs for root in self._roots.get(node, ())} | owned
         waiting, order = list(kernels), list[_Kernel]()
-        there: set[int] = set()
+        available: set[int] = set()
 
         def growth(kernel: _Kernel) -> int:
-            needed = stays.union(*(other.reads for other in waiting if other is not kernel))
+            needed = kept.union(*(other.reads for other in waiting if other is not kernel))
             written = sum(n for storage, n in kernel.writes.items() if storage not in owned)
             return written - sum(self._sizes[storage] for storage in kernel.reads - needed)
 
         while waiting:
-            ready = [k for k in waiting if k.reads & made <= there | k.writes.keys()]
+            ready = [k for k in waiting if k.reads & written_inside <= available | k.writes.keys()]
             best = min(ready, key=growth)
             order.append(best if growth(best) <= 0 else waiting[0])
             waiting.remove(order[-1])
-            there |= order[-1].writes.keys()
+            available |= order[-1].writes.keys()
         return order
 
     def _highest(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Walk the kernels; what the caller owns is not counted, all else dies at its last use."""
+        """Return the peak of an order: memory of the caller does not count, the rest dies at its
+        last use.
+        """
         last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
-        for node in self._gives:
+        for node in self._outputs:
             last |= dict.fromkeys(self._roots.get(node, ()), len(kernels))
         alive = {
             storage: nbytes
@@ -240,7 +263,7 @@ class _Fused:
         peak = sum(alive.values())
         for place, kernel in enumerate(kernels):
             dying = [s for s in kernel.reads if s in alive and last[s] == place]
-            if not kernel.own:  # an elementwise kernel may write over what it is the last to read
+            if not kernel.is_matmul:  # an elementwise kernel may reuse memory that it reads last
                 for storage in dying:
                     del alive[storage]
             alive |= {s: n for s, n in kernel.writes.items() if s not in owned}
@@ -253,7 +276,7 @@ class _Fused:
 
 
 def _is_needed_in_memory(node: fx.Node) -> bool:
-    """Whether a product or the caller reads it, maybe through views."""
+    """Return True if a matmul, attention or the caller reads the node, maybe through views."""
     waiting, mine = list(node.users), set(_storages(node))
     while waiting:
         user = waiting.pop()
@@ -271,7 +294,7 @@ def _workspace(node: fx.Node) -> int:
 
 
 def _value(argument: object) -> Any:
-    """What stands for an argument; states of random generators have no value to look at."""
+    """Return the fake value of an argument; None for states of random generators."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
@@ -287,11 +310,11 @@ def _sizes(node: fx.Node) -> dict[int, int]:
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in _places(graph) if node is not None]
+    return [node for node in _output_slots(graph) if node is not None]
 
 
-def _places(graph: fx.Graph) -> list[fx.Node | None]:
-    """What a graph gives, place by place."""
+def _output_slots(graph: fx.Graph) -> list[fx.Node | None]:
+    """Return the outputs of a graph by position; None where an output is no node."""
     (node,) = [node for node in graph.nodes if node.op == "output"]
     given = cast("Sequence[object]", node.args[0])
     return [leaf if isinstance(leaf, fx.Node) else None for leaf in given]

@@ -1,10 +1,23 @@
-"""How fast this host queues operators: a model of no size, run as real ones are.
+"""Measure how long the CPU takes to launch a training step (CPU launch overhead).
 
-Loops over one operator would tell too little: they run from the processor's caches, where a dozen
-blocks' Python objects do not; and models differ in how much Python there is to an operator. So it
-is the very model that is planned for, with hardly any numbers, three times: as it is, prepared as a
-run prepares it, and that under a policy that is asked about each call. What a pass takes is shared
-out among the calls that the tracer counts, in a model that is smaller still.
+Kernels of a small batch are short. An eager step then takes as long as the CPU needs to call its
+operators, so the planner needs the cost of a call on the machine at hand. Timing one operator in a
+loop would be too optimistic: it runs from the CPU's caches, and models differ in how much Python
+surrounds an operator. Instead a tiny version of the planned model is run (`build_probe_model`):
+all its blocks and operators, hardly any numbers. Three variants are timed:
+
+    bare      the model as it is                                -> cost per operator
+    fused     with a LoRA, fused as in a run                    -> cost per custom operator, update
+    policy    that under a selective-checkpoint policy          -> cost of the policy per operator
+
+The time of a variant, divided by the calls that the tracer counts in it, is the cost of one call:
+
+    forward_s   = t(bare forward) / ops(bare forward)
+    custom_op_s = (t(fused forward) - ops(fused forward) * forward_s) / custom ops
+    policy_s    = (t(policy forward) - t(fused forward)) / policy calls
+
+What the weight ring and the activation offload do in Python is expressed in multiples of
+`policy_s`, since all of these are bound by the interpreter.
 """
 
 from __future__ import annotations
@@ -40,16 +53,103 @@ if TYPE_CHECKING:
 
 
 ProbeModelFactory = Callable[[bool, bool], MetaModel]
-"""Makes a model of no size, as it is or with what a run adds to it; and with tensors of no size, or
-as large as they must be for a device to treat them as it treats real ones."""
+"""Builds a probe model: (with an adapter, with tensors of realistic size) -> model."""
 
 WARM_UP, REPEATS = 1, 6
-SLOWEST = 0.2
-"""Share of those that is not counted: something else came between. The others are, slow or not."""
+"""Untimed and timed passes of each variant."""
+DROPPED_SHARE = 0.2
+"""Share of the slowest passes that is ignored: another process interrupted them."""
+
+VIEW_COST = 0.7
+"""Cost of an operator without a kernel, in operators with one. Measured on a CPU, tiny tensors."""
+POLICY_SAVE_COST = 2.2
+"""Cost for a policy to save a result, in calls that it does not save. Measured on a CPU with tiny
+Flux and Qwen-Image models."""
+PACK_COSTS = (0.1, 0.07)
+"""Cost of the ring's saved-tensor hooks per tensor, (forward, backward), in policy calls. Measured
+on a CPU with three tiny models."""
+STREAM_COSTS = (11.0, 10.0)
+"""Cost of the ring per streamed block, (forward, backward), in policy calls. Timed on an H200 with
+half and all of Flux's blocks streamed; without events and streams, on a CPU, it is (7, 5)."""
+OFFLOAD_COSTS = (1.2, 0.65)
+"""Cost of the offload per tensor, (forward, backward), in policy calls. Measured on a CPU."""
+
+PROXY_FAMILY = "wan22"
+"""The family that is probed in place of one without published shapes."""
+TINY_EDGE, TINY_TOKENS, TINY_RANK = 64, 8, 2
+"""Sample edge in pixels, text tokens and LoRA rank of a tiny probe model."""
+REALISTIC_CONFIG = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1024}
+REALISTIC_EDGE, REALISTIC_TOKENS = 1024, 3072
+"""The same for probe models whose tensors have a MiB or more and real head sizes. torch's allocator
+and kernels treat smaller tensors differently, and launching is faster with those."""
+REALISTIC_NBYTES = 2 * GIB
+"""Free device memory that realistic probe models require. The largest, Qwen-Image's, takes 1.3 GiB
+for weights and saved activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCosts:
+    """CPU seconds per call, by kind of call."""
+
+    forward_s: float = 0.0
+    """An operator called by the model, with the model's own Python around it."""
+    backward_s: float = 0.0
+    """An operator called by autograd."""
+    custom_op_s: float = 0.0
+    """One of our custom operators called by the model, without its kernels."""
+    custom_op_backward_s: float = 0.0
+    """One of our custom operators called by autograd, without its kernels."""
+    policy_s: float = 0.0
+    """What a selective-checkpoint policy adds to an operator in forward."""
+    policy_recompute_s: float = 0.0
+    """What it adds when forward is recomputed."""
+    optimizer_s: float = 0.0
+    """An optimizer step, per trained tensor."""
+
+    def forward_seconds(self, trace: Trace) -> float:
+        """Return the time to launch a forward pass."""
+        calls = trace.forward_calls
+        policy_calls = calls.policy_calls + POLICY_SAVE_COST * calls.policy_saves
+        return self._model_seconds(calls) + policy_calls * self.policy_s
+
+    def backward_seconds(self, trace: Trace) -> float:
+        """Return the time to launch a backward pass, with what it recomputes."""
+        recompute, backward = trace.recompute_calls, trace.backward_calls
+        seconds = self._model_seconds(recompute)
+        seconds += recompute.policy_calls * self.policy_recompute_s
+        seconds += equivalent_ops(backward) * self.backward_s
+        return seconds + backward.custom_ops * self.custom_op_backward_s
+
+    def hook_seconds(
+        self, num_saved: float, *, streamed: bool, packed: bool, sent: bool
+    ) -> tuple[float, float]:
+        """Return the time of the ring's and the offload's hooks in a block, (forward, backward).
+
+        `num_saved` tensors are saved. `streamed`: the block's weights are. `packed`: some block of
+        the model is streamed, so the ring's hooks see every saved tensor. `sent`: the block's
+        activations are offloaded.
+        """
+        per_tensor = OFFLOAD_COSTS if sent else PACK_COSTS if packed else (0.0, 0.0)
+        forward, backward = (
+            (num_saved * each + (stream if streamed else 0.0)) * self.policy_s
+            for each, stream in zip(per_tensor, STREAM_COSTS, strict=True)
+        )
+        return forward, backward
+
+    def _model_seconds(self, calls: HostCalls) -> float:
+        return equivalent_ops(calls) * self.forward_s + calls.custom_ops * self.custom_op_s
+
+
+def equivalent_ops(calls: HostCalls) -> float:
+    """Return the calls of torch's operators, expressed in operators that launch a kernel."""
+    return calls.kernels + VIEW_COST * calls.views + calls.entry_cost
+
+
+# The probe
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of the host's thread."""
+    """CPU seconds of the parts of one step."""
 
     forward: float
     backward: float
@@ -62,12 +162,12 @@ def measure_launch_costs(
     clock: Callable[[], float],
     make_model: ProbeModelFactory,
 ) -> LaunchCosts:
-    """Measure for a few seconds, in as much memory as the models take."""
+    """Build the probe models, measure for a few seconds, and return the costs."""
     return LaunchProbe(device, synchronize, clock, make_model).measure()
 
 
 class LaunchProbe:
-    """The models by which a host is measured, as often as somebody asks."""
+    """Probe models on a device, which can be measured several times."""
 
     def __init__(
         self,
@@ -77,72 +177,76 @@ class LaunchProbe:
         make_model: ProbeModelFactory,
     ) -> None:
         self._synchronize, self._clock = synchronize, clock
-        _introduce(device)
-        plain, prepared = (functools.partial(make_model, has_more) for has_more in (False, True))
-        self._bare, self._ours = _ProbePass(plain, device), _ProbePass(prepared, device)
-        self._asked = _ProbePass(prepared, device, policed=True)
-        self._bare_calls, self._our_calls = self._bare.count(), self._ours.count()
+        _start_autograd_thread(device)
+        bare, fused = (functools.partial(make_model, has_adapter) for has_adapter in (False, True))
+        self._bare, self._fused = _ProbePass(bare, device), _ProbePass(fused, device)
+        self._policy = _ProbePass(fused, device, has_policy=True)
+        self._bare_calls, self._fused_calls = self._bare.count(), self._fused.count()
 
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
-        """What the host takes now."""
-        passes = self._bare, self._ours, self._asked
-        found: list[list[HostSeconds]] = [[] for _ in passes]
-        for _ in range(WARM_UP + repeats):  # in turns: a host is not equally fast all the time
-            for one, times in zip(passes, found, strict=True):
-                self._synchronize()  # the device is done with the one before
-                times.append(one.time(self._clock))
-        bare, ours, asked = (_usual(times[WARM_UP:]) for times in found)
-        there, back = self._bare_calls
-        forward_s, backward_s = (
-            bare.forward / equivalent_ops(there),
-            bare.backward / equivalent_ops(back),
-        )
-        there, back = self._our_calls
-        own_s = (ours.forward - equivalent_ops(there) * forward_s) / there.custom_ops
-        own_back_s = (ours.backward - equivalent_ops(back) * backward_s) / back.custom_ops
+        """Time all variants and return the costs per call."""
+        variants = self._bare, self._fused, self._policy
+        times: list[list[HostSeconds]] = [[] for _ in variants]
+        for _ in range(WARM_UP + repeats):  # in turns, since the CPU's speed varies over time
+            for variant, found in zip(variants, times, strict=True):
+                self._synchronize()  # the device must not be busy with the previous variant
+                found.append(variant.time(self._clock))
+        bare, fused, policy = (_trimmed_mean(found[WARM_UP:]) for found in times)
+        forward, backward = self._bare_calls
+        forward_s = bare.forward / equivalent_ops(forward)
+        backward_s = bare.backward / equivalent_ops(backward)
+        forward, backward = self._fused_calls
+        custom_op_s = (fused.forward - equivalent_ops(forward) * forward_s) / forward.custom_ops
+        custom_op_backward_s = (
+            fused.backward - equivalent_ops(backward) * backward_s
+        ) / backward.custom_ops
+        recompute_s = policy.backward - fused.backward - fused.forward
         return LaunchCosts(
             forward_s=forward_s,
             backward_s=backward_s,
-            custom_op_s=max(0.0, own_s),
-            custom_op_backward_s=max(0.0, own_back_s),
-            policy_s=max(0.0, asked.forward - ours.forward) / there.policy_calls,
-            policy_recompute_s=max(0.0, asked.backward - ours.backward - ours.forward)
-            / there.policy_calls,
-            optimizer_s=ours.update / self._ours.num_trained,
+            custom_op_s=max(0.0, custom_op_s),
+            custom_op_backward_s=max(0.0, custom_op_backward_s),
+            policy_s=max(0.0, policy.forward - fused.forward) / forward.policy_calls,
+            policy_recompute_s=max(0.0, recompute_s) / forward.policy_calls,
+            optimizer_s=fused.update / self._fused.num_trained,
         )
 
 
-def _introduce(device: torch.device) -> None:
-    """Let autograd's thread meet the device: were the first it does there a product, torch would
-    warn that it finds no context.
+def _start_autograd_thread(device: torch.device) -> None:
+    """Run one operator in autograd's thread, which creates its CUDA context.
+
+    If the first operator there were a matmul, torch would warn about a missing context.
     """
     torch.autograd.backward(torch.ones(1, device=device, requires_grad=True).neg())
 
 
-def _usual(times: list[HostSeconds]) -> HostSeconds:
-    """The mean: a step adds up what its calls take, quick and slow."""
-    counted = len(times) - int(SLOWEST * len(times))
-    return HostSeconds(*(fmean(sorted(way)[:counted]) for way in zip(*times, strict=True)))
+def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
+    """Return the mean without the slowest passes.
+
+    The mean, not the minimum: a step adds up the times of all its calls, fast and slow.
+    """
+    counted = len(times) - int(DROPPED_SHARE * len(times))
+    return HostSeconds(*(fmean(sorted(part)[:counted]) for part in zip(*times, strict=True)))
 
 
 class _ProbePass:
-    """There and back through the model, and an update of what is trained."""
+    """Runs a probe model forward and backward and updates its trained weights."""
 
     def __init__(
-        self, make: Callable[[bool], MetaModel], device: torch.device, policed: bool = False
+        self, make: Callable[[bool], MetaModel], device: torch.device, has_policy: bool = False
     ) -> None:
         self._make = make
         self._device = device
-        shape = make(device.type == "cuda")
-        self._model = shape.model.to(device)
-        subject = shape.subject()
-        self._blocks = subject.blocks
-        for block in self._blocks if policed else ():
-            block.forward = _asking(block.forward)
-        self._predict = subject.predict
+        meta_model = make(device.type == "cuda")
+        self._model = meta_model.model.to(device)
+        target = meta_model.trace_target()
+        self._blocks = target.blocks
+        for block in self._blocks if has_policy else ():
+            block.forward = _with_policy(block.forward)
+        self._predict = target.predict
         self._batch = {
             name: torch.full_like(tensor, 0.02, device=device)
-            for name, tensor in subject.inputs(1).items()
+            for name, tensor in target.inputs(1).items()
         }
         self._batch["hidden_states"].requires_grad_(True)
         trained = [p for p in self._model.parameters() if p.requires_grad]
@@ -150,200 +254,106 @@ class _ProbePass:
         self._optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
     def time(self, clock: Callable[[], float]) -> HostSeconds:
-        """The host's seconds for each part of a step."""
-        began = clock()
-        out = self._there()
-        turned = clock()
-        self._back(out)
-        arrived = clock()
+        """Run a step and return the CPU time of each part, without waiting for the device."""
+        start = clock()
+        out = self._forward()
+        after_forward = clock()
+        self._backward(out)
+        after_backward = clock()
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return HostSeconds(turned - began, arrived - turned, clock() - arrived)
+        return HostSeconds(
+            after_forward - start, after_backward - after_forward, clock() - after_backward
+        )
 
     def count(self) -> tuple[HostCalls, HostCalls]:
-        """What the host does on each way, as the tracer counts it: on the CPU, in a model of its
-        own. Of the first, what a policy is asked about, which is what blocks call.
+        """Return the calls of forward and backward, as the tracer counts them.
+
+        They are counted in a tiny copy of the model on the CPU. `policy_calls` of forward are the
+        operators inside blocks.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
-        return _ProbePass(self._make, torch.device("cpu")).count_as(kernels)
+        return _ProbePass(self._make, torch.device("cpu"))._count_under(kernels)
 
-    def count_as(self, kernels: AbstractContextManager[object]) -> tuple[HostCalls, HostCalls]:
-        """With the kernels that another device would have."""
-        watch = KernelRecorder(self._model.parameters(), self._batch.values())
-        inside = 0
+    def _count_under(self, kernels: AbstractContextManager[object]) -> tuple[HostCalls, HostCalls]:
+        recorder = KernelRecorder(self._model.parameters(), self._batch.values())
+        in_blocks = 0
 
-        def begin(*_: object) -> None:
-            nonlocal inside
-            inside -= watch.num_dispatched
+        def block_begins(*_: object) -> None:
+            nonlocal in_blocks
+            in_blocks -= recorder.num_dispatched
 
-        def end(*_: object) -> None:
-            nonlocal inside
-            inside += watch.num_dispatched
+        def block_ends(*_: object) -> None:
+            nonlocal in_blocks
+            in_blocks += recorder.num_dispatched
 
-        self._there()  # what a model keeps from its first call is not counted
+        self._forward()  # a model may cache tables in its first call, which must not be counted
         for block in self._blocks:
-            block.register_forward_pre_hook(begin)
-            block.register_forward_hook(end)
-        with watch, kernels:
-            out = self._there()
-            there = replace(watch.take_calls(0), policy_calls=inside)
-            watch.take()
-            self._back(out)
-            return there, watch.take_calls(0)
+            block.register_forward_pre_hook(block_begins)
+            block.register_forward_hook(block_ends)
+        with recorder, kernels:
+            out = self._forward()
+            forward = replace(recorder.take_calls(0), policy_calls=in_blocks)
+            recorder.take()
+            self._backward(out)
+            return forward, recorder.take_calls(0)
 
-    def _there(self) -> Tensor:
+    def _forward(self) -> Tensor:
         return self._predict(self._model, self._batch)
 
-    def _back(self, out: Tensor) -> None:
+    def _backward(self, out: Tensor) -> None:
         torch.autograd.backward(out, torch.ones_like(out))
         self._batch["hidden_states"].grad = None
 
 
-def _asking(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward, done again in full under a policy on the way back."""
-    keeps = functools.partial(create_selective_checkpoint_contexts, _keep_nothing)
+def _with_policy(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a block's forward in a selective checkpoint that recomputes all of it."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, _save_nothing)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with set_checkpoint_early_stop(False):
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=keeps, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 
 
-def _keep_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
-    return _verdict(op)
+def _save_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:
+    return _decide(op)
 
 
 @functools.cache
-def _verdict(op: Any) -> CheckpointPolicy:
-    """Looked up as a real policy looks it up."""
-    kept = op.name() == "none"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _decide(op: Any) -> CheckpointPolicy:
+    """Decide as a real policy does: by a cached lookup of the operator."""
+    is_saved = op.name() == "none"
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# ------------------------------------------------------------------------------------------
-# What queueing a step costs the host: its seconds for each kind of call.
-#
-# Kernels of a small batch are short, and a step that is not compiled then takes as long as the host
-# needs to call its operators. `probe` measures that on the machine at hand. What the ring and the
-# offload do in Python are multiples of what a policy does in Python, since all of it is bound by
-# the
-# interpreter.
+# Probe models
 
 
-VIEW = 0.7
-"""Of an operator with a kernel, what one without takes: on a CPU, with tensors of no size."""
+def build_probe_model(family: str, has_adapter: bool, is_realistic: bool = False) -> MetaModel:
+    """Build the family's model with hardly any numbers, as it is or with a LoRA as in a run.
 
-KEPT = 2.2
-"""What a policy adds where it keeps what a call gave: in calls that it does not keep. Measured on a
-CPU, Flux and Qwen-Image of no size."""
-PACKED = (0.1, 0.07)
-"""What the ring does with each tensor that autograd saves, there and back: in calls of a policy.
-Measured on a CPU, with three models of no size."""
-USED = (11.0, 10.0)
-"""What it does for a block that it streams: by a clock around it on an H200, half and all of Flux's
-blocks streamed. Without events and streams, on a CPU, it is 7 and 5."""
-SENT = (1.2, 0.65)
-"""What the offload does with each tensor that is sent to host memory and comes back: on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchCosts:
-    """Seconds of the host's thread."""
-
-    forward_s: float = 0.0
-    """Of an operator that a model's code calls, with its share of that code."""
-    backward_s: float = 0.0
-    """Of one that autograd calls."""
-    custom_op_s: float = 0.0
-    """Of one of ours that a model calls, on top of the kernels inside."""
-    custom_op_backward_s: float = 0.0
-    """Of one that autograd calls."""
-    policy_s: float = 0.0
-    """What a policy adds to each call: it is asked about all of them, in Python."""
-    policy_recompute_s: float = 0.0
-    """What it adds to each when forward is done again."""
-    optimizer_s: float = 0.0
-    """What the optimizer takes for one trained tensor, however small."""
-
-    def forward_seconds(self, trace: Trace) -> float:
-        """To queue a pass forward."""
-        calls = trace.forward_calls
-        asked = calls.policy_calls + KEPT * calls.policy_saves
-        return self._called_by_model(calls) + asked * self.policy_s
-
-    def backward_seconds(self, trace: Trace) -> float:
-        """To queue the way back, and what is done again on it."""
-        again, back = trace.recompute_calls, trace.backward_calls
-        twice = self._called_by_model(again) + again.policy_calls * self.policy_recompute_s
-        return (
-            twice
-            + equivalent_ops(back) * self.backward_s
-            + back.custom_ops * self.custom_op_backward_s
-        )
-
-    def hook_seconds(
-        self, num_saved: float, *, streamed: bool, packed: bool, sent: bool
-    ) -> tuple[float, float]:
-        """What the ring and the offload do for one block, there and back.
-
-        `packed`: some block of the model is streamed, so that the ring looks at what is saved.
-        """
-        each = SENT if sent else PACKED if packed else (0.0, 0.0)
-        there, back = (
-            (num_saved * one + (use if streamed else 0.0)) * self.policy_s
-            for one, use in zip(each, USED, strict=True)
-        )
-        return there, back
-
-    def _called_by_model(self, calls: HostCalls) -> float:
-        return equivalent_ops(calls) * self.forward_s + calls.custom_ops * self.custom_op_s
-
-
-def equivalent_ops(calls: HostCalls) -> float:
-    """Calls of torch's own operators, each as dear as one with a kernel."""
-    return calls.kernels + VIEW * calls.views + calls.entry_cost
-
-
-# ------------------------------------------------------------------------------------------
-# Models without weights as a run prepares them; and of no size, to measure a host by.
-
-
-PROXY_FAMILY = "wan22"
-"""For a family whose shape nobody has published."""
-EDGE, TOKENS, RANK = 64, 8, 2
-"""Of a model of no size: pixels of its picture, tokens of text, its LoRA."""
-ROOMY = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1024}
-ROOMY_EDGE, ROOMY_TOKENS = 1024, 3072
-"""Of one whose tensors have a MiB or more, and heads as models have them: torch's allocator and its
-kernels treat smaller ones differently, and a host is quicker with those."""
-REALISTIC_NBYTES = 2 * GIB
-"""What must be free to measure by such models: the largest, Qwen-Image's, take 1.3 GiB for weights
-and for what they save."""
-
-
-def prepare_for_training(shape: MetaModel, section: AdapterSection) -> None:
-    """Give a model an adapter, and make both run as in a run."""
-    with next(shape.model.parameters()).device:
-        add_adapter({"": shape.model}, section, shape.shapes.targets, seed=0)
-    fuse_operations(shape.model)
-
-
-def build_probe_model(family: str, has_adapter: bool, is_roomy: bool = False) -> MetaModel:
-    """The family's model with hardly any numbers, as it is or as a run has it.
-
-    A roomy one is for a GPU that has the room; a CPU would compute for seconds.
+    Realistic tensor sizes are for GPUs; a CPU would compute for seconds.
     """
     name = family if family in PLANNABLE else PROXY_FAMILY
     changes = planner_shapes(name).probe_config
-    edge, tokens = EDGE, TOKENS
-    if is_roomy and changes:  # what is small as it is stays so
-        changes = {key: ROOMY.get(key, value) for key, value in changes.items()}
-        edge, tokens = ROOMY_EDGE, ROOMY_TOKENS
-    with torch.random.fork_rng(devices=[]):  # a run that is about to start draws as if it were not
-        shape = build_meta_model(ModelSection(family=name), SampleShape(edge, edge), changes, "cpu")
+    edge, tokens = TINY_EDGE, TINY_TOKENS
+    if is_realistic and changes:  # a family without a probe_config is tiny as it is
+        changes = {key: REALISTIC_CONFIG.get(key, value) for key, value in changes.items()}
+        edge, tokens = REALISTIC_EDGE, REALISTIC_TOKENS
+    with torch.random.fork_rng(devices=[]):  # the run that is about to start must not notice
+        section = ModelSection(family=name)
+        model = build_meta_model(section, SampleShape(edge, edge), changes, "cpu")
         if has_adapter:
-            prepare_for_training(shape, AdapterSection(rank=RANK))
-    text = tokens, shape.encoded.text_shape[1]
-    return replace(shape, encoded=replace(shape.encoded, text_shape=text))
+            prepare_for_training(model, AdapterSection(rank=TINY_RANK))
+    text_shape = tokens, model.encoded.text_shape[1]
+    return replace(model, encoded=replace(model.encoded, text_shape=text_shape))
+
+
+def prepare_for_training(model: MetaModel, section: AdapterSection) -> None:
+    """Add an adapter to a model and fuse its operations, as a run does."""
+    with next(model.model.parameters()).device:
+        add_adapter({"": model.model}, section, model.shapes.targets, seed=0)
+    fuse_operations(model.model)

@@ -1,8 +1,12 @@
-"""Known machines as data: memory sizes, link rates and speed, each figure with its source.
+"""Memory sizes and rates of known machines, each figure with its source.
 
-What nobody here can measure is taken from who published it; what nobody published is inferred from
-the nearest measurement and marked so. A plan made for one of these machines is named as simulated
-wherever it is printed. One entry is one GPU with its share of the host.
+`MACHINES` lists what a program sees of one GPU and its share of the host. A figure is measured by
+us, published by others, inferred from the nearest measurement, or assumed, and says which. Plans
+for these machines are called simulated wherever they are printed.
+
+`FITTED_CONSTANTS` are the shares of these rates that a training step reaches, fitted on an H200:
+
+    effective rate of a kind of kernel = machine's rate * fitted share
 """
 
 from __future__ import annotations
@@ -21,15 +25,16 @@ if TYPE_CHECKING:
     from gracetune.plan.shapes import Op
 
     Timer = Callable[[Op, float], float | None]
-    """Seconds of a kernel by itself at so many times the traced batch; none: it cannot tell."""
+    """Returns the seconds of one kernel at a multiple of the traced batch; None if it cannot."""
 
 
 Kind = Literal["measured", "published", "inferred", "assumed"]
+"""How a figure is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedFigure:
-    """A number and where it is from."""
+    """A number with its source."""
 
     value: float
     kind: Kind
@@ -38,35 +43,35 @@ class SourcedFigure:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """One GPU, the host memory that is its own, and how fast bytes and products go."""
+    """One GPU with its share of the host: memory sizes, bandwidths and matmul rate."""
 
     title: str
     link: Link
     device_memory: SourcedFigure
-    """Bytes that a program sees, not those on the box."""
+    """Bytes that a program can see, which is less than the advertised size."""
     host_memory: SourcedFigure
     page_bytes: int
     attributes: Mapping[str, int]
     bf16_flops: SourcedFigure
-    """Of large matrix products, per second, as achieved."""
+    """Flops per second that large bf16 matmuls reach."""
     figures: Mapping[str, SourcedFigure]
-    """By field of `Rates`."""
+    """Rates by field name of `memory.platform.Rates`."""
 
     @property
     def host_bytes(self) -> int:
-        """Host memory, all of it."""
+        """Bytes of host memory."""
         return int(self.host_memory.value)
 
     def rates(self) -> Rates:
-        """The figures without their sources."""
+        """Return the figures without their sources."""
         return Rates(**{name: figure.value for name, figure in self.figures.items()})
 
     def device(self) -> DeviceSpec:
-        """The GPU, for a simulated driver."""
+        """Return the GPU's description for the simulated driver."""
         return DeviceSpec(int(self.device_memory.value), self.attributes, self.rates())
 
     def platform(self) -> Platform:
-        """What detection would find there, with all host memory free."""
+        """Return the platform that detection would find, with all host memory free."""
         shared = self.link is Link.INTEGRATED
         why = f"published data of {self.title}, not this machine"
         return Platform(
@@ -85,11 +90,11 @@ class MachineSpec:
 
 
 def find_machine(name: str) -> MachineSpec:
-    """A machine by its name; the error lists the names there are."""
+    """Return a machine by name; the error lists the known names."""
     if name not in MACHINES:
         raise ConfigError(
-            f"machine {name!r} is not known. Known: {', '.join(sorted(MACHINES))}. "
-            "Leave --machine out to plan for this one."
+            f"--machine {name} is unknown. Known machines: {', '.join(sorted(MACHINES))}. "
+            "Omit --machine to plan for this machine."
         )
     return MACHINES[name]
 
@@ -103,9 +108,9 @@ _SPARK = "NVIDIA DGX Spark data sheet"
 _GH200_SHEET = "NVIDIA GH200 data sheet"
 
 _MATMUL_SHARE = 769 / 989.4
-"""Of the published dense rate, what 8192 x 8192 x 8192 reached on the H200."""
+"""Share of the published dense rate that an 8192 x 8192 x 8192 matmul reached on an H200."""
 _STREAM_SHARE = 4194 / 4800
-"""Of the published memory rate, what a device copy reached on the H200."""
+"""Share of the published memory bandwidth that a device copy reached on an H200."""
 _PREFETCH_IN_SHARE = 49.5 / 55.5
 _PREFETCH_OUT_SHARE = 10.5 / 55.3
 
@@ -194,7 +199,7 @@ _C2C_ATTRIBUTES = {
     "direct_managed_mem_access_from_host": 1,
 }
 
-_HOST_1_TIB = SourcedFigure(1024 * GIB, "assumed", "a common size; say --host-memory for yours")
+_HOST_1_TIB = SourcedFigure(1024 * GIB, "assumed", "a common size; pass --host-memory for yours")
 
 MACHINES: Mapping[str, MachineSpec] = {
     "gh200-96": MachineSpec(
@@ -230,22 +235,22 @@ MACHINES: Mapping[str, MachineSpec] = {
         figures={**_C2C_SHARED, "device": _device_rate(8e12, _GARDEN)},
     ),
     "gb10": MachineSpec(
-        title="DGX Spark (GB10), 128 GB of one memory",
+        title="DGX Spark (GB10), 128 GB shared by CPU and GPU",
         link=Link.INTEGRATED,
-        device_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel keep"),
-        host_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel keep"),
+        device_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel reserve"),
+        host_memory=_inferred(119.6 * GIB, "128 GB less what firmware and kernel reserve"),
         page_bytes=4096,
         attributes={**_C2C_ATTRIBUTES, "integrated": 1},
         bf16_flops=_matmul(125, f"{_SPARK}: 1000 sparse FP4, an eighth of it"),
         figures={
             **{
-                name: _inferred(273e9 / 2, "a copy reads and writes the one memory")
+                name: _inferred(273e9 / 2, "a copy reads and writes the shared memory")
                 for name in ("copy_in", "copy_out", "prefetch_in", "prefetch_out", "fault")
             },
             "read_in_place": SourcedFigure(273e9, "published", _SPARK),
             "device": SourcedFigure(273e9, "published", _SPARK),
             "host": SourcedFigure(273e9, "published", _SPARK),
-            "both_ways_share": _inferred(0.5, "both directions are one memory"),
+            "both_ways_share": _inferred(0.5, "both directions use the same memory"),
             **_CALLS,
         },
     ),
@@ -253,7 +258,7 @@ MACHINES: Mapping[str, MachineSpec] = {
         title="H100 80 GB on a PCIe 5 host",
         link=Link.MANAGED,
         device_memory=SourcedFigure(
-            79 * GIB, "assumed", "an 80 GB part, less what the driver keeps"
+            79 * GIB, "assumed", "an 80 GB GPU, less what the driver reserves"
         ),
         host_memory=_HOST_1_TIB,
         page_bytes=4096,
@@ -286,12 +291,7 @@ MACHINES: Mapping[str, MachineSpec] = {
 }
 
 
-# ------------------------------------------------------------------------------------------
-# How fast kernels are: constants fitted to measurements, each with its source, and what they give.
-#
-# The fit is on an H200; other machines get the same shares of their own figures in `machines`. A
-# new
-# measurement changes this file and no other.
+# Fitted constants. The fit is on an H200; other machines get the same shares of their own rates.
 
 
 _STEP = "8 blocks of Wan-14B, compiled, batch 2, by kernel time on an H200, torch 2.11, 2026-11-15"
@@ -299,7 +299,8 @@ _LONG = "40 blocks of Wan-14B on an H200: compiled and kept at batch 2, 0.985 s;
 _FUSED = "8 blocks of Wan-14B with fused LoRA, compiled, kept, batch 2, on an H200: 728 TFLOP/s"
 _RING = "ten blocks of Wan-14B, resident, eager and kept at batch 2, on an H200: 0.312 s"
 _HOST = (
-    "`probe` on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; hosts differ by factors"
+    "launch probe on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; other hosts may "
+    "differ by factors"
 )
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
@@ -308,94 +309,102 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "fp8_share": SourcedFigure(
         1353 / 769 * 0.88 / 0.97,
         "inferred",
-        f"{_KERNELS}: row-wise products with their quantisation; less what bf16 loses in a step",
+        f"{_KERNELS}: row-wise matmuls with quantization, less what bf16 loses in a step",
     ),
     "attention_forward_share": SourcedFigure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
     "attention_backward_share": SourcedFigure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
     "compiled_share": SourcedFigure(
         0.75, "measured", f"{_FUSED}; 16.8 ms of fused and small kernels for what 11 ms would copy"
     ),
-    "eager_share": SourcedFigure(0.75, "inferred", f"what products and attention leave of {_RING}"),
+    "eager_share": SourcedFigure(0.75, "inferred", f"what matmuls and attention leave of {_RING}"),
     "step_share": SourcedFigure(
-        0.88, "inferred", f"{_FUSED} where products alone do 757 to 805 TFLOP/s; and {_LONG}"
+        0.88, "inferred", f"{_FUSED} where matmuls alone reach 757 to 805 TFLOP/s; and {_LONG}"
     ),
-    "gap_s": SourcedFigure(2e-6, "assumed", "between two kernels of one stream"),
-    "forward_s": SourcedFigure(8e-6, "measured", f"an operator that a model calls: {_HOST}"),
-    "backward_s": SourcedFigure(5e-6, "measured", f"one that autograd calls: {_HOST}"),
-    "custom_op_s": SourcedFigure(110e-6, "measured", f"one of ours, beside its kernels: {_HOST}"),
+    "gap_s": SourcedFigure(2e-6, "assumed", "gap between two kernels of one stream"),
+    "forward_s": SourcedFigure(8e-6, "measured", f"an operator that the model calls: {_HOST}"),
+    "backward_s": SourcedFigure(5e-6, "measured", f"an operator that autograd calls: {_HOST}"),
+    "custom_op_s": SourcedFigure(
+        110e-6, "measured", f"a custom operator, without its kernels: {_HOST}"
+    ),
     "custom_op_backward_s": SourcedFigure(
-        31e-6, "measured", f"one of ours that autograd calls: {_HOST}"
+        31e-6, "measured", f"a custom operator that autograd calls: {_HOST}"
     ),
-    "policy_s": SourcedFigure(22e-6, "measured", f"what a policy adds to a call: {_HOST}"),
+    "policy_s": SourcedFigure(
+        22e-6, "measured", f"what a checkpoint policy adds to a call: {_HOST}"
+    ),
     "policy_recompute_s": SourcedFigure(
-        24e-6, "measured", f"and to one that is made again: {_HOST}"
+        24e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
     ),
-    "optimizer_s": SourcedFigure(11e-6, "measured", f"an update of one tensor: {_HOST}"),
+    "optimizer_s": SourcedFigure(11e-6, "measured", f"an optimizer step, per tensor: {_HOST}"),
     "fragmentation": SourcedFigure(
         0.03,
         "assumed",
-        "of the peak: held by torch's allocator, unused. A clip planned for 96 GB left 1 % in "
-        "segments that grow; those of fixed size may need more than there is",
+        "share of the peak that torch's allocator holds unused. A video planned for 96 GB needed "
+        "1 % with expandable segments; fixed segments may need more",
     ),
-    "context_nbytes": SourcedFigure(0.6 * GIB, "assumed", "the driver's own share of a device"),
+    "context_nbytes": SourcedFigure(0.6 * GIB, "assumed", "device memory of the CUDA context"),
     "library_nbytes": SourcedFigure(
-        0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN: what measured peaks leave for them"
+        0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN, from measured peaks"
     ),
 }
-"""Shares are of a machine's figures: of its large bf16 products, of its device memory's rate."""
+"""Constants of the cost model. Shares relate to the machine's matmul rate or memory bandwidth."""
 NO_LAUNCH_COSTS = LaunchCosts()
-"""Queueing takes no time: for reckoning by hand."""
+"""Launching takes no time, for tests with round numbers."""
 TYPICAL_LAUNCH_COSTS = LaunchCosts(
     **{field.name: FITTED_CONSTANTS[field.name].value for field in fields(LaunchCosts)}
 )
-"""Of a machine that is only known by name; the one at hand is measured."""
+"""Launch costs of machines that are only known by name; the machine at hand is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveRates:
-    """What a machine does a second, for the planner's kinds of work."""
+    """Rates that a training step reaches, in flops or bytes per second."""
 
     gemm: float
     fp8: float
     attention_forward: float
     attention_backward: float
     compiled: float
-    """Bytes that fused elementwise kernels move."""
+    """Bandwidth of fused elementwise kernels."""
     eager: float
-    """Bytes that elementwise kernels move one operation at a time."""
+    """Bandwidth of eager elementwise kernels."""
     memory: float
-    """Bytes that anything can move at best: thin products are bound by it."""
+    """Peak memory bandwidth, which bounds thin matmuls."""
     gap_s: float
+    """Seconds between two kernels."""
     link_in: float
+    """Bandwidth from host to device."""
     link_out: float
+    """Bandwidth from device to host."""
     both_ways_share: float
+    """Share of its bandwidth that a direction keeps while the other is busy."""
     timer: Timer | None = None
-    """What the machine itself says of a kernel; none: by the rates above."""
+    """Times single kernels on the machine at hand; None: use the rates above."""
     step_share: float = 1.0
-    """Of a product's speed by itself, what is left in the middle of a long compiled step."""
+    """Share of a matmul's speed in isolation that remains inside a long compiled step."""
     host: LaunchCosts = NO_LAUNCH_COSTS
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """What is known of a machine: measured here, or published."""
+    """Basic rates of a machine, measured here or published."""
 
     flops: float
-    """Of large bf16 products."""
+    """Flops per second of large bf16 matmuls."""
     memory: float
-    """Bytes a second of a device copy, read and write together."""
+    """Bandwidth of a copy on the device, counting reads and writes."""
     link_in: float
     link_out: float
     both_ways_share: float = 1.0
-    """What is left of each direction while the other is busy."""
+    """Share of its bandwidth that a direction keeps while the other is busy."""
     timer: Timer | None = None
-    """Times single kernels, where the machine is at hand."""
+    """Times single kernels on the machine at hand; None for other machines."""
     host: LaunchCosts = TYPICAL_LAUNCH_COSTS
-    """What queueing costs: measured, or what is assumed of a host that nobody has measured."""
+    """CPU launch costs, measured or typical."""
 
 
 def machine_rates(machine: MachineSpec) -> MachineRates:
-    """The figures of a known machine."""
+    """Return the basic rates of a known machine."""
     rates = machine.rates()
     return MachineRates(
         flops=machine.bf16_flops.value,
@@ -407,23 +416,23 @@ def machine_rates(machine: MachineSpec) -> MachineRates:
 
 
 def effective_rates(
-    basics: MachineRates, fitted: Mapping[str, SourcedFigure] = FITTED_CONSTANTS
+    rates: MachineRates, fitted: Mapping[str, SourcedFigure] = FITTED_CONSTANTS
 ) -> EffectiveRates:
-    """The basics, times the shares that a training step reaches of them."""
+    """Return the rates that a training step reaches: basic rates times fitted shares."""
     share = {name: figure.value for name, figure in fitted.items()}
     return EffectiveRates(
-        gemm=basics.flops * share["gemm_share"],
-        fp8=basics.flops * share["fp8_share"],
-        attention_forward=basics.flops * share["attention_forward_share"],
-        attention_backward=basics.flops * share["attention_backward_share"],
-        compiled=basics.memory * share["compiled_share"],
-        eager=basics.memory * share["eager_share"],
-        memory=basics.memory,
+        gemm=rates.flops * share["gemm_share"],
+        fp8=rates.flops * share["fp8_share"],
+        attention_forward=rates.flops * share["attention_forward_share"],
+        attention_backward=rates.flops * share["attention_backward_share"],
+        compiled=rates.memory * share["compiled_share"],
+        eager=rates.memory * share["eager_share"],
+        memory=rates.memory,
         gap_s=share["gap_s"],
-        link_in=basics.link_in,
-        link_out=basics.link_out,
-        both_ways_share=basics.both_ways_share,
-        timer=basics.timer,
+        link_in=rates.link_in,
+        link_out=rates.link_out,
+        both_ways_share=rates.both_ways_share,
+        timer=rates.timer,
         step_share=share["step_share"],
-        host=basics.host,
+        host=rates.host,
     )

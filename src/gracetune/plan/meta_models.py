@@ -1,7 +1,9 @@
-"""Models by their configuration alone: on the meta device, with the batches they are called with.
+"""Build a family's transformer from its configuration alone, usually on the meta device.
 
-A run file's `model.path` says what the model is, if it is a folder; otherwise the published shape
-of the family stands for it, and the plan says so.
+`gracetune plan` and the launch probe need a model's structure but not its weights. If the run
+file's `model.path` is a local folder, its config.json is used; otherwise the family's published
+configuration, and the plan says so. The per-family knowledge is in `PlannerShapes`
+(models/family.py).
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights."""
+    """A transformer without pretrained weights, with the shapes of one sample."""
 
     name: str
     model: nn.Module
     shapes: PlannerShapes
     experts: int
     encoded: EncodedShape
-    """One sample of the run."""
+    """The shapes of one encoded sample of the run."""
     dtype: torch.dtype
     source: str
-    """Where its shape is from."""
+    """Where the configuration comes from, for the report."""
 
-    def subject(self) -> TraceTarget:
-        """For the tracer; an adapter must be in place by now."""
+    def trace_target(self) -> TraceTarget:
+        """Return what the tracer needs; add the adapter before."""
         blocks = [
             b for name in self.shapes.blocks for b in self.model.get_submodule(name).children()
         ]
@@ -53,34 +55,33 @@ class MetaModel:
         return self.shapes.inputs(config, self.encoded, batch, self.dtype)
 
     def _predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        others = self.shapes.extra_arguments(self.encoded, len(batch["timestep"]))
-        prediction: Tensor = model(**batch, **others, return_dict=False)[0]
+        extra = self.shapes.extra_arguments(self.encoded, len(batch["timestep"]))
+        prediction: Tensor = model(**batch, **extra, return_dict=False)[0]
         return prediction
 
 
 def build_meta_model(
     section: ModelSection,
-    picture: SampleShape,
+    sample: SampleShape,
     changes: Mapping[str, Any] | None = None,
     device: str = "meta",
 ) -> MetaModel:
-    """The model that a run file names, or the published shape of its family.
+    """Build the model that a run file names, or the published one of its family.
 
-    `changes` are to its configuration: fewer layers, say. On another device than `meta` its weights
-    have values, any.
+    `changes` override its configuration, such as the number of layers. On another device than
+    `meta`, the weights are random.
     """
     if section.family not in PLANNABLE:
         raise ConfigError(
             f"model.family is {section.family!r}; the planner knows the shapes of "
             f"{', '.join(PLANNABLE)}. `gracetune train` plans others from the model that "
-            "it has loaded; in Python, gracetune.plan.trace.trace_model takes a Subject that names "
-            "the model's blocks."
+            "it has loaded; in Python, pass a TraceTarget to gracetune.plan.trace.trace_model."
         )
     shapes = planner_shapes(section.family)
     config, experts, source = shapes.published_config, shapes.experts, shapes.published_name
     file = None if section.path is None else Path(section.path) / "transformer" / "config.json"
     if file is not None and file.is_file():
-        class_name, config = _read(file)
+        class_name, config = _read_config(file)
         if class_name != shapes.class_name:
             raise ModelError(
                 f"model.path {section.path!r} holds a {class_name}, but the transformer of "
@@ -90,35 +91,37 @@ def build_meta_model(
         experts = 2 if (file.parents[1] / "transformer_2").is_dir() else 1
         source = f"as in {file}"
     dtype = torch.float32 if section.dtype == "float32" else shapes.dtype
-    model = _make(shapes.class_name, {**config, **(changes or {})}, dtype, device)
+    model = _build(shapes.class_name, {**config, **(changes or {})}, dtype, device)
     return MetaModel(
         name=section.family,
         model=model,
         shapes=shapes,
         experts=experts,
-        encoded=shapes.encoded_shape(cast("Any", model).config, picture),
+        encoded=shapes.encoded_shape(cast("Any", model).config, sample),
         dtype=dtype,
         source=source,
     )
 
 
-def _make(class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device: str) -> nn.Module:
-    """A model of diffusers, all of it frozen."""
+def _build(
+    class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device: str
+) -> nn.Module:
+    """Build a frozen model of diffusers."""
     cls = getattr(import_module("diffusers"), class_name)
     with torch.device(device):
         model = cast("nn.Module", cls.from_config(dict(config)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    make_attention_grads_contiguous(model)  # as its family loads it
+    make_attention_grads_contiguous(model)  # as the family does when it loads weights
     return model.requires_grad_(False)
 
 
-def _read(file: Path) -> tuple[str, dict[str, Any]]:
+def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
     try:
         config: dict[str, Any] = json.loads(file.read_text())
         return str(config["_class_name"]), config
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{file} cannot be read as a model's configuration: {error}. Name a folder as "
-            "diffusers saves it."
+            f"{file} is not a model configuration: {error}. Set model.path to a folder that "
+            "diffusers has saved."
         ) from error

@@ -1,4 +1,7 @@
-"""A plan as people read it, with its reasons, and as JSON."""
+"""Print a plan: the report of `gracetune plan`, its JSON, and the one-line texts of a run.
+
+The keys of the JSON are the field names in plan/result.py and plan/search.py.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,35 @@ if TYPE_CHECKING:
     from gracetune.plan.result import Plan
     from gracetune.plan.search import PlanBudget, RunFileBatchPlan, SearchResult
 
-WAYS = {
+MODE_NAMES = {
     ("keep", False): "kept",
     ("lean", False): "kept lean",
     ("offload", False): "offloaded",
     ("recompute", False): "recomputed",
-    ("recompute", True): "recomputed from host memory",
+    ("recompute", True): "recomputed from an input in host memory",
 }
 NOTICEABLE = 0.01
-"""Share of a step from which on a wait is worth a word."""
+"""Share of a step from which a wait is mentioned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHeading:
-    """What a plan is for."""
+    """What a plan was made for: the head of the report."""
 
     model: str
-    """The family, and where its shape is from."""
+    """The family, and where its configuration comes from."""
     sample: str
     machine: str
     budget: PlanBudget
     notes: tuple[str, ...] = ()
-    """What was assumed, or not known."""
+    """Assumptions that the user should know."""
     has_ramp: bool = False
-    """Whether a ramp decides how often a micro-batch is accumulated."""
+    """True if a batch-size ramp sets the gradient accumulation."""
 
 
-def report_lines(planned: SearchResult, heading: ReportHeading) -> Iterator[str]:
-    """The whole report, a line at a time."""
-    best = planned.best
+def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
+    """Yield the lines of the report."""
+    best = result.best
     simulated = ", simulated from published figures" if best.simulated else ", measured now"
     yield f"{heading.model}, {heading.sample} a sample, on {heading.machine}{simulated}"
     yield _within(heading.budget)
@@ -52,8 +55,8 @@ def report_lines(planned: SearchResult, heading: ReportHeading) -> Iterator[str]
     yield ""
     yield f"plan: {describe(best)}"
     yield f"      {describe_speed(best)}"
-    if planned.as_written is not None:
-        yield from _as_written(planned.as_written, best, heading.has_ramp)
+    if result.as_written is not None:
+        yield from _as_written(result.as_written, best, heading.has_ramp)
     yield ""
     yield from _table(best)
     if heading.budget.one_memory:
@@ -62,146 +65,147 @@ def report_lines(planned: SearchResult, heading: ReportHeading) -> Iterator[str]
     yield from _seconds(best)
     yield ""
     yield "why:"
-    yield from (f"  - {reason}" for reason in reasons(planned, heading.budget))
-    if planned.others:
+    yield from (f"  - {reason}" for reason in reasons(result, heading.budget))
+    if result.others:
         yield ""
-        yield f"next best, of {planned.num_tried} that were predicted{_close(planned)}:"
-        yield from (f"  {describe_speed(other)}: {describe(other)}" for other in planned.others)
+        yield f"next best of {result.num_tried} candidates{_close(result)}:"
+        yield from (f"  {describe_speed(other)}: {describe(other)}" for other in result.others)
 
 
-def report_json(planned: SearchResult, heading: ReportHeading) -> dict[str, object]:
-    """The same for machines; bytes are plain numbers."""
+def report_json(result: SearchResult, heading: ReportHeading) -> dict[str, object]:
+    """Return the report for programs; sizes are in bytes."""
     return {
         "model": heading.model,
         "sample": heading.sample,
         "machine": heading.machine,
         "budget": asdict(heading.budget),
         "notes": list(heading.notes),
-        "plan": _plan_json(planned.best),
-        "as_written": _as_written_json(planned, heading),
-        "reasons": reasons(planned, heading.budget),
-        "others": [_plan_json(other) for other in planned.others],
+        "plan": _plan_json(result.best),
+        "as_written": _as_written_json(result, heading),
+        "reasons": reasons(result, heading.budget),
+        "others": [_plan_json(other) for other in result.others],
     }
 
 
 def describe(plan: Plan) -> str:
-    """What is done, in one line."""
-    times = f", accumulated {plan.accumulation} times" if plan.accumulation > 1 else ""
+    """Return the plan's decisions in one line."""
+    times = f" x {plan.accumulation} accumulation steps" if plan.accumulation > 1 else ""
     how = "compiled" if plan.compiled else "eager"
-    fp8 = ", fp8 products" if plan.frozen_compute == "fp8" else ""
+    fp8 = ", fp8 matmuls" if plan.frozen_compute == "fp8" else ""
     state = f"; {_state(plan)}" if plan.host_state else ""
-    where = f"{_weights(plan)}; activations: {_ways(plan)}{state}"
+    where = f"{_weights(plan)}; activations: {_activations(plan)}{state}"
     return f"batch {plan.batch}{times}, {how}{fp8}; {where}"
 
 
 def describe_speed(plan: Plan) -> str:
-    """How fast, and in how much memory."""
+    """Return the predicted speed and memory in one line."""
     return (
-        f"{plan.samples_per_second:.3f} samples/s, {plan.seconds.step:.3f} s a micro-batch, "
+        f"{plan.samples_per_second:.3f} samples/s, {plan.seconds.step:.3f} s per micro-batch, "
         f"{format_bytes(plan.device.total)} of device memory"
     )
 
 
 def settings_to_change(plan: Plan, has_ramp: bool) -> dict[str, int]:
-    """What a run file must say for this plan's batch; a ramp finds the accumulation itself."""
+    """Return the run-file settings that give a run this plan's micro-batch.
+
+    With a batch-size ramp, the ramp sets the accumulation.
+    """
     settings = {"train.batch_size": plan.batch}
     if not has_ramp:
         settings["train.gradient_accumulation_steps"] = plan.accumulation
     return settings
 
 
-def reasons(planned: SearchResult, budget: PlanBudget) -> list[str]:
-    """Why this plan: what each decision buys, in its own numbers."""
-    best, found = planned.best, []
+def reasons(result: SearchResult, budget: PlanBudget) -> list[str]:
+    """Return why this plan was chosen: what each decision costs or saves."""
+    best, found = result.best, []
     seconds = best.seconds
     if budget.one_memory:
         found.append(
-            "host and device are one memory, so there is nothing to move: no weights are streamed, "
-            "nothing is offloaded, and what the run holds on the host counts beside the rest"
+            "host and device share one memory: nothing is streamed or offloaded, and host memory "
+            "of the run counts too"
         )
     elif best.streamed:
         wait = seconds.wait_weights / seconds.step
-        cost = f"computing waits {wait:.1%} of the step for them"
+        cost = f"compute waits {wait:.1%} of the step for them"
         if wait < NOTICEABLE:
-            cost = "computing does not wait for them"
+            cost = "compute does not wait for them"
         found.append(
-            f"streaming leaves {format_bytes(best.host.weights)} of weights in host memory; the "
+            f"streaming keeps {format_bytes(best.host.weights)} of weights in host memory; the "
             f"link to the device is busy {seconds.link_in / seconds.step:.0%} of the step, and "
             f"{cost}"
         )
     else:
-        found.append("all weights fit beside the activations, so none are streamed")
+        found.append("all weights fit on the device beside the activations, so none are streamed")
     found.append(_activation_reason(best))
     if best.host_state:
         found.append(
-            f"{_state(best)}: {format_bytes(best.host.optimizer)} go to the device and back in "
-            f"every update, which takes {seconds.wait_state / seconds.step:.1%} of the step"
+            f"{_state(best)}: every update moves {format_bytes(best.host.optimizer)} to the device "
+            f"and back, which adds {seconds.wait_state / seconds.step:.1%} to the step"
         )
     if seconds.wait_host > NOTICEABLE * seconds.step:
         found.append(
-            f"the host queues operators more slowly than the device runs them, which takes "
-            f"{seconds.wait_host / seconds.step:.1%} of the step: a larger batch"
+            f"the CPU launches kernels more slowly than the device runs them, which costs "
+            f"{seconds.wait_host / seconds.step:.1%} of the step; a larger batch"
             f"{'' if best.compiled else ' or compiled blocks'} would hide it"
         )
     batches: dict[int, Plan] = {}
-    for other in planned.others:  # fastest first
+    for other in result.others:  # fastest first
         if other.batch != best.batch:
             batches.setdefault(other.batch, other)
     for batch, other in sorted(batches.items()):
         gain = other.samples_per_second / best.samples_per_second - 1
         pace = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
-        found.append(f"batch {batch} at its best would be {pace}")
+        found.append(f"the best plan with batch {batch} would be {pace}")
     left = budget.device_nbytes - int(best.device.total * (1 + budget.fragmentation))
     if budget.one_memory:
         left -= best.host.total
-    whose = "memory's" if budget.one_memory else "device's"
-    found.append(f"{format_bytes(left)} of the {whose} budget stay free")
+    kind = "memory" if budget.one_memory else "device memory"
+    found.append(f"{format_bytes(left)} of the {kind} budget remains free")
     return found
 
 
 def _within(budget: PlanBudget) -> str:
-    allocator = f"({budget.fragmentation:.0%} of the peak left to the allocator)"
+    reserve = f"({budget.fragmentation:.0%} of the peak reserved for fragmentation)"
     device = format_bytes(budget.device_nbytes)
     if budget.one_memory:
-        return f"within {device} of one memory for host and device {allocator}"
+        return f"within {device} of memory shared by host and device {reserve}"
     host = format_bytes(budget.host_nbytes)
-    return f"within {device} of device memory {allocator} and {host} of host memory"
+    return f"within {device} of device memory {reserve} and {host} of host memory"
 
 
 def _as_written(written: RunFileBatchPlan, best: Plan, has_ramp: bool) -> Iterator[str]:
-    yield f"as written: `gracetune train` keeps the run file's batch of {written.batch}:"
+    yield f"as written: `gracetune train` keeps the run file's train.batch_size of {written.batch}:"
     if written.plan is None:
         yield f"      nothing fits. {written.why}"
     else:
         yield f"      {describe(written.plan)}"
         yield f"      {describe_speed(written.plan)}"
         if written.plan.samples_per_second >= best.samples_per_second:
-            yield "      which is as fast: there is nothing to set"
+            yield "      which is as fast, so nothing needs to be changed"
             return
     settings = settings_to_change(best, has_ramp)
     words = " and ".join(f"{key} to {value}" for key, value in settings.items())
-    yield f"      for the plan's, set {words}: a step has as many samples"
+    yield f"      to get the plan above, set {words}; a step has the same number of samples"
 
 
-def _as_written_json(planned: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
-    written = planned.as_written
+def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, object] | None:
+    written = result.as_written
     if written is None:
         return None
     return {
         "batch": written.batch,
         "plan": None if written.plan is None else _plan_json(written.plan),
         "why": written.why,
-        "set": settings_to_change(planned.best, heading.has_ramp),
+        "set": settings_to_change(result.best, heading.has_ramp),
     }
 
 
-def _close(planned: SearchResult) -> str:
-    """Why a faster one may be among the others."""
-    if planned.others[0].samples_per_second <= planned.best.samples_per_second:
+def _close(result: SearchResult) -> str:
+    """Explain why an alternative may be slightly faster than the plan."""
+    if result.others[0].samples_per_second <= result.best.samples_per_second:
         return ""
-    return (
-        f" (a plan with less machinery is taken before one that is up to {TIE_MARGIN:.1%} faster)"
-    )
+    return f" (a simpler plan is preferred to one that is up to {TIE_MARGIN:.1%} faster)"
 
 
 def _activation_reason(plan: Plan) -> str:
@@ -212,16 +216,16 @@ def _activation_reason(plan: Plan) -> str:
     if plan.host.activations:
         wait = seconds.wait_activations / seconds.step
         parts.append(
-            f"offloading moves {format_bytes(plan.host.activations)} out and back, and computing "
-            f"waits {wait:.1%} of the step for it"
+            f"offloading moves {format_bytes(plan.host.activations)} to the host and back, and "
+            f"compute waits {wait:.1%} of the step for it"
         )
     if not parts:
-        return "all activations fit, so no product is done twice"
-    return "; ".join(parts) + ": the rest of the device's memory is spent on activations that stay"
+        return "all activations fit, so nothing is recomputed"
+    return "; ".join(parts) + "; the rest of device memory holds activations that stay"
 
 
 def _state(plan: Plan) -> str:
-    return f"{plan.host_state:.0%} of the optimizer's state in host memory"
+    return f"{plan.host_state:.0%} of the optimizer state in host memory"
 
 
 def _weights(plan: Plan) -> str:
@@ -230,15 +234,15 @@ def _weights(plan: Plan) -> str:
     return f"{len(plan.streamed)} of {len(plan.blocks)} blocks streamed through {plan.slots} slots"
 
 
-def _ways(plan: Plan) -> str:
+def _activations(plan: Plan) -> str:
     counts = Counter((block.activations, block.offload_input) for block in plan.blocks)
-    return ", ".join(f"{count} {WAYS[way]}" for way, count in counts.items())
+    return ", ".join(f"{count} {MODE_NAMES[mode]}" for mode, count in counts.items())
 
 
 def _table(plan: Plan) -> Iterator[str]:
     device, host = plan.device.by_role(), plan.host.by_role()
     yield f"{'GiB at the peak':<16}{'device':>9}{'host':>9}"
-    is_full = not device["weights"] + host["weights"]  # nothing is frozen
+    is_full = not device["weights"] + host["weights"]  # full training: nothing is frozen
     for role in ROLES:
         name = "trained weights" if is_full and role == "adapters" else role
         yield f"{name:<16}{device[role] / GIB:>9.2f}{host[role] / GIB:>9.2f}"
@@ -247,17 +251,17 @@ def _table(plan: Plan) -> Iterator[str]:
 
 def _seconds(plan: Plan) -> Iterator[str]:
     s = plan.seconds
-    yield f"{'a micro-batch':<24}{format_seconds(s.step):>9}"
+    yield f"{'one micro-batch':<24}{format_seconds(s.step):>9}"
     for name, part in (
-        ("matrix products", s.gemm),
+        ("matmuls", s.gemm),
         ("attention", s.attention),
         ("elementwise", s.elementwise),
-        ("done again", s.recompute),
-        ("outside, gaps", s.overhead),
+        ("recomputed", s.recompute),
+        ("overhead", s.overhead),
         ("waiting for weights", s.wait_weights),
         ("waiting for activations", s.wait_activations),
-        ("waiting for the state", s.wait_state),
-        ("waiting for the host", s.wait_host),
+        ("waiting for state", s.wait_state),
+        ("waiting for the CPU", s.wait_host),
     ):
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 

@@ -1,6 +1,7 @@
-"""What one step of a model does and holds, as numbers: the planner's whole view of a model.
+"""The planner's view of a model: the kernels, the saved bytes and the peaks of each kind of block.
 
-Made by `trace` from fake tensors, read by `cost` and `memory`. Nothing here loads torch.
+`trace.trace_model` makes these records from fake tensors; `cost.CostModel` reads them. The second
+half records elementwise calls such that they can be repeated on a device and timed there.
 """
 
 from __future__ import annotations
@@ -22,88 +23,91 @@ Kind = Literal["gemm", "attention", "elementwise"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kernel: what it computes, and what it reads and writes of device memory."""
+    """One kernel: its arithmetic and its memory traffic, at the traced batch size."""
 
     kind: Kind
     flops: float
     nbytes: float
+    """Bytes read and written."""
     weights_nbytes: float = 0.0
-    """Of these, what is read of weights: it does not grow with the batch."""
+    """Of these, bytes of weights, which do not grow with the batch."""
     out_nbytes: float = 0.0
-    """Of these, what is written."""
+    """Of these, bytes written."""
     frozen: bool = False
-    """Whether it is a product with a frozen weight, which may be done in fp8."""
+    """True for a matmul with a frozen weight, or a kernel inside the same operator; may be fp8."""
     backward: bool = False
     dims: tuple[int, ...] = ()
-    """Of a product with a weight: rows, inner and outer width. Of attention: samples, heads,
-    queries, keys, width of a head. The first grows with the batch; empty: nobody can time it."""
+    """Sizes from which the kernel can be timed. Matmul with a weight: rows, in features, out
+    features. Attention: batch, heads, queries, keys, head width. The first grows with the batch.
+    Empty: the kernel cannot be timed."""
     starts_custom_op: bool = False
-    """Whether it is the first kernel of one of our operators."""
+    """True for the first kernel of one of our custom operators."""
     reads_frozen_weight: bool = False
-    """Whether the weight is frozen itself, and not of the adapter inside one of our operators."""
+    """True if the weight itself is frozen, unlike an adapter's inside the same operator."""
     replay: ReplayCall | None = None
-    """Of an elementwise kernel that is not compiled: the call that makes it run on a device."""
+    """For an eager elementwise kernel: the call that runs it on a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCalls:
-    """What queueing one pass gives the host to do."""
+    """Counts of what the CPU does to launch one pass. Averages may make them fractional."""
 
     dispatched: float = 0.0
-    """Operators that are called, whatever is inside of them."""
+    """Operators that are called, whatever they do inside."""
     kernels: float = 0.0
-    """Kernels that are launched, those inside of our operators too."""
+    """Kernels that are launched, including those inside our operators."""
     views: float = 0.0
-    """Operators that only look at memory, or only take it."""
+    """Operators that launch no kernel: views and allocations."""
     custom_ops: float = 0.0
-    """Operators of ours, which are Python inside."""
+    """Calls of our custom operators, which run Python."""
     saved_tensors: float = 0.0
     """Tensors that autograd saves in forward and reads in backward."""
     policy_calls: float = 0.0
-    """Of the operators, those that a policy is asked about."""
+    """Operators about which a selective-checkpoint policy is asked."""
     policy_saves: float = 0.0
-    """Of those, the ones whose results it keeps."""
+    """Of these, operators whose results the policy saves."""
     entry_cost: float = 0.0
-    """What comes before the first kernel, in operators that the host could call meanwhile."""
+    """Cost to enter a compiled block, in operator calls that would take as long."""
 
     def scaled(self, factor: float) -> HostCalls:
-        """Each kind so many times as often."""
+        """Return every count multiplied by a factor."""
         return HostCalls(*(count * factor for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Forward and backward of one piece of a model, run one way."""
+    """Forward and backward of one block, or of the model outside of blocks, in one mode."""
 
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     saved_nbytes: int
-    """Kept from forward to backward, without weights and without the block's own input."""
+    """Bytes kept from forward to backward, without weights and the block's own input."""
     saves_input: bool
-    """Whether backward needs the input as well."""
+    """Whether backward needs the block's input as well."""
     forward_peak_nbytes: int
-    """Most that forward has allocated at once, its output and what it saves included."""
+    """Peak of forward's allocations, including its output and what it saves."""
     backward_peak_nbytes: int
-    """Most that backward has at once, of what is still saved and work; weights' gradients apart."""
+    """Peak of backward: saved tensors still needed plus workspace, without gradients of weights."""
 
     transposed_nbytes: int = 0
-    """Of a weight that lies another way round beside that: it does not grow with the batch."""
+    """Extra peak of backward that does not grow with the batch: a transposed weight."""
     num_needed: int | None = None
-    """Kernels of forward up to the last that backward reads from; none: all of them."""
+    """Kernels of forward up to the last one that saves a tensor; None: all. Checkpointing stops
+    recomputing there."""
     forward_calls: HostCalls = HostCalls()
     recompute_calls: HostCalls = HostCalls()
-    """Of forward, made once more on the way back."""
+    """Calls of forward that backward repeats."""
     backward_calls: HostCalls = HostCalls()
 
     @property
     def flops(self) -> float:
-        """Of both passes."""
+        """Floating-point operations of both passes."""
         return sum(op.flops for op in (*self.forward, *self.backward))
 
 
 @dataclass(frozen=True, slots=True)
 class TracesByMode:
-    """A block by what it keeps; backward has what is done again."""
+    """The traces of a block by activation mode; `backward` includes recomputed kernels."""
 
     keep: Trace
     lean: Trace
@@ -111,117 +115,120 @@ class TracesByMode:
 
 
 def recomputed_trace(
-    keep: Trace, kept: Sequence[Op], input_nbytes: int, policed: bool = True
+    keep: Trace, saved: Sequence[Op], input_nbytes: int, has_policy: bool = True
 ) -> Trace:
-    """A block that keeps its input and what some kernels gave, and does the others twice.
+    """Return the trace of an eager block that keeps its input and the outputs of some kernels.
 
-    Checkpointing stops where backward has all it reads; a policy is asked about every operator.
-    What it has kept launches no kernel, but the host runs the Python around it again.
+    Backward first repeats forward up to the last kernel that it needs, without the `saved` kernels.
+    With a selective-checkpoint policy (`has_policy`), Python is run for every operator; saved ones
+    launch no kernel but still cost the host time.
     """
-    stays = {id(op) for op in kept}
-    again = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in stays)
-    there = keep.forward_calls
-    twice = there.scaled(1.0 if keep.num_needed is None else keep.num_needed / len(keep.forward))
-    twice = replace(twice, kernels=float(len(again)))
-    if policed:
-        num_kept = sum(op.out_nbytes > 0 for op in kept)  # of one of ours, the last kernel's
-        there = replace(there, policy_calls=there.dispatched, policy_saves=float(num_kept))
-        twice = replace(twice, policy_calls=twice.dispatched)
-    saved_nbytes = int(sum(op.out_nbytes for op in kept))
+    saved_ids = {id(op) for op in saved}
+    repeated = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in saved_ids)
+    forward_calls = keep.forward_calls
+    share = 1.0 if keep.num_needed is None else keep.num_needed / len(keep.forward)
+    recompute_calls = replace(forward_calls.scaled(share), kernels=float(len(repeated)))
+    if has_policy:
+        # In a custom operator, only the last kernel has an output: it is saved as one operator.
+        num_saved = sum(op.out_nbytes > 0 for op in saved)
+        forward_calls = replace(
+            forward_calls, policy_calls=forward_calls.dispatched, policy_saves=float(num_saved)
+        )
+        recompute_calls = replace(recompute_calls, policy_calls=recompute_calls.dispatched)
+    saved_nbytes = int(sum(op.out_nbytes for op in saved))
     return Trace(
         forward=keep.forward,
-        backward=(*again, *keep.backward),
+        backward=(*repeated, *keep.backward),
         saved_nbytes=saved_nbytes,
         saves_input=True,
         forward_peak_nbytes=keep.forward_peak_nbytes - keep.saved_nbytes + saved_nbytes,
-        # Backward begins with all of forward there again, beside the output's gradient.
+        # After recomputing, all of forward is in memory again, beside the output's gradient.
         backward_peak_nbytes=max(
             keep.forward_peak_nbytes + input_nbytes, keep.backward_peak_nbytes
         ),
-        forward_calls=there,
-        recompute_calls=twice,
+        forward_calls=forward_calls,
+        recompute_calls=recompute_calls,
         backward_calls=keep.backward_calls,
     )
 
 
 def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
-    """As torch's own checkpointing does it: the input alone is kept, and all is done again."""
-    return recomputed_trace(keep, (), input_nbytes, policed=False)
+    """Return the trace under torch's own checkpointing: keep the input, recompute everything."""
+    return recomputed_trace(keep, (), input_nbytes, has_policy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShapes:
-    """A kind of block; most models have one or two kinds."""
+    """One kind of block; most models have one or two kinds."""
 
     frozen_nbytes: int
     trained_nbytes: int
     input_nbytes: int
-    """Of what flows from block to block: what `recompute` must remember."""
+    """Bytes of the hidden states that enter the block: what `recompute` keeps."""
     eager: TracesByMode
     compiled: TracesByMode
     cast_copies_nbytes: int = 0
-    """Of what is trained, once a pass, in the type of the products; 0: it is used as it is."""
+    """Copies of trained weights in the compute dtype, made once per pass; 0: used as they are."""
     num_trained: int = 0
-    """Tensors that are trained."""
+    """Number of trained tensors."""
 
     @property
     def gradients_nbytes(self) -> int:
-        """What backward leaves: gradients of the copies, where there are any."""
+        """Gradients that backward leaves: of the copies if there are any, else of the weights."""
         return self.cast_copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A model at one batch size."""
+    """A traced model at one batch size."""
 
     name: str
     batch: int
     kinds: tuple[BlockShapes, ...]
     order: tuple[int, ...]
-    """The kind of each block, in the order of forward."""
+    """The kind of each block, in forward order."""
     outside: Trace
-    """Everything that is not in a block: embeddings, head and loss."""
+    """Everything outside of blocks: embeddings, head and loss."""
     outside_frozen_nbytes: int
     outside_trained_nbytes: int
     batch_nbytes: int
-    """What the data loader hands over: latents, text, noise levels."""
+    """Bytes of a batch: latents, text, timesteps."""
 
     @property
     def blocks(self) -> tuple[BlockShapes, ...]:
-        """Each block's kind, in order."""
+        """The shapes of every block, in forward order."""
         return tuple(self.kinds[kind] for kind in self.order)
 
     @property
     def frozen_nbytes(self) -> int:
-        """All weights that are not trained."""
+        """Bytes of all frozen weights."""
         return self.outside_frozen_nbytes + sum(block.frozen_nbytes for block in self.blocks)
 
     @property
     def trained_nbytes(self) -> int:
-        """All weights that are."""
+        """Bytes of all trained weights."""
         return self.outside_trained_nbytes + sum(block.trained_nbytes for block in self.blocks)
 
     @property
     def cast_copies_nbytes(self) -> int:
-        """Of those, copies in the type of the products."""
+        """Bytes of their copies in the compute dtype."""
         return sum(block.cast_copies_nbytes for block in self.blocks)
 
 
-# ------------------------------------------------------------------------------------------
-# Calls that a trace saw, to be made again on a device, where they can be timed.
+# Recorded calls, to be repeated on a device and timed
 #
-# How fast an elementwise kernel is cannot be told from its bytes: one that mixes types, or reads
-# across the grain, takes two or three times as long as one that copies.
+# The speed of an elementwise kernel does not follow from its bytes alone: one that mixes dtypes or
+# reads across strides takes two or three times as long as a copy. So each call is timed.
 
 
 aten = torch.ops.aten
-STATISTICS = {aten.native_layer_norm_backward.default: (3, 4)}
-"""Arguments that CUDA wants in fp32, and the CPU in the type of the input."""
+FP32_ARGUMENTS = {aten.native_layer_norm_backward.default: (3, 4)}
+"""Positions of arguments that CUDA expects in fp32 and the CPU in the input's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCall:
-    """A call of an operator; equal ones take equally long."""
+    """An operator call without data; equal calls take equally long."""
 
     func: OpOverload
     args: tuple[object, ...]
@@ -232,69 +239,69 @@ class ReplayCall:
 
 
 @dataclass(frozen=True, slots=True)
-class _Looks:
-    """A tensor without its numbers."""
+class _TensorSpec:
+    """Shape, strides and dtype of a tensor argument."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     conjugate: bool
 
-    def made(self, device: torch.device) -> Tensor:
-        """Of zeros, which are good indices too."""
+    def build(self, device: torch.device) -> Tensor:
+        """Return a tensor of zeros, which are valid indices too."""
         spans = ((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         numel = 0 if 0 in self.shape else 1 + sum(spans)
-        plain = torch.zeros(numel, dtype=self.dtype, device=device)
-        laid = plain.as_strided(self.shape, self.strides)
-        return laid.conj() if self.conjugate else laid
+        flat = torch.zeros(numel, dtype=self.dtype, device=device)
+        tensor = flat.as_strided(self.shape, self.strides)
+        return tensor.conj() if self.conjugate else tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Number:
-    """With its type: 2 and 2.0 are equal, and may not give the same."""
+class _TypedNumber:
+    """A number with its type: 2 == 2.0 in Python, but not for an operator."""
 
     kind: type
     value: complex
 
 
 @dataclass(frozen=True, slots=True)
-class _Several:
-    """A list among the arguments, which could not be looked up as it is."""
+class _Sequence:
+    """A list among the arguments, in hashable form."""
 
     members: tuple[object, ...]
 
 
 def record_call(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
-    """What to write down of a call."""
-    named = tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
-    placed = [_described(value) for value in args]
-    for place in STATISTICS.get(func, ()):
-        looks = placed[place]
-        assert isinstance(looks, _Looks), f"{func} has {looks} there"
-        placed[place] = replace(looks, dtype=torch.float32)
+    """Return a hashable description of a call."""
+    named = tuple((name, _describe(value)) for name, value in sorted(kwargs.items()))
+    placed = [_describe(value) for value in args]
+    for place in FP32_ARGUMENTS.get(func, ()):
+        spec = placed[place]
+        assert isinstance(spec, _TensorSpec), f"argument {place} of {func} is {spec}"
+        placed[place] = replace(spec, dtype=torch.float32)
     return ReplayCall(func, tuple(placed), named)
 
 
-def replay_on(recipe: ReplayCall, device: torch.device) -> Callable[[], object]:
-    """The same call, with tensors of its own, on this device."""
-    args = [_remade(value, device) for value in recipe.args]
-    kwargs = {name: _remade(value, device) for name, value in recipe.kwargs}
-    return lambda: recipe.func(*args, **kwargs)
+def replay_on(call: ReplayCall, device: torch.device) -> Callable[[], object]:
+    """Return a function that repeats the call on a device, with tensors of its own."""
+    args = [_rebuild(value, device) for value in call.args]
+    kwargs = {name: _rebuild(value, device) for name, value in call.kwargs}
+    return lambda: call.func(*args, **kwargs)
 
 
-def _described(value: object) -> object:
+def _describe(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Looks(tuple(value.shape), tuple(value.stride()), value.dtype, value.is_conj())
+        return _TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, value.is_conj())
     if isinstance(value, list | tuple):
-        return _Several(tuple(_described(member) for member in value))
-    return _Number(type(value), value) if isinstance(value, int | float | complex) else value
+        return _Sequence(tuple(_describe(member) for member in value))
+    return _TypedNumber(type(value), value) if isinstance(value, int | float | complex) else value
 
 
-def _remade(value: object, device: torch.device) -> object:
-    if isinstance(value, _Looks):
-        return value.made(device)
-    if isinstance(value, _Several):
-        return [_remade(member, device) for member in value.members]
-    if isinstance(value, _Number):
+def _rebuild(value: object, device: torch.device) -> object:
+    if isinstance(value, _TensorSpec):
+        return value.build(device)
+    if isinstance(value, _Sequence):
+        return [_rebuild(member, device) for member in value.members]
+    if isinstance(value, _TypedNumber):
         return value.value
     return device if isinstance(value, torch.device) else value

@@ -1,8 +1,11 @@
-"""From a model to `ModelShapes`: a step on fake tensors, each kind of block looked at once.
+"""Trace one training step of a model on fake tensors and return its `ModelShapes`.
 
-The model may be on the meta device or loaded; its weights are not touched and nothing is computed.
-A pass over the whole model finds what reaches each block; equal blocks with equal inputs are one
-kind. What is outside of blocks is traced with stand-ins for them.
+1. A pass over the whole model records the inputs of each block (`record_block_calls`).
+2. Blocks with equal weights and inputs are one kind. One block of each kind is traced: eagerly by
+   running it under a `KernelRecorder`, compiled by partitioning its joint graph.
+3. The rest of the model is traced with stubs instead of blocks.
+
+The model may be loaded or on the meta device. Its weights are not read and nothing is computed.
 """
 
 from __future__ import annotations
@@ -36,29 +39,76 @@ if TYPE_CHECKING:
     from gracetune.plan.compiled_trace import SavedSet
 
 
-def trace_model(subject: TraceTarget, batch: int) -> ModelShapes:
-    """All that the planner wants to know of a step with this batch."""
-    check_blocks(subject)
-    # Tables of positions may be plain attributes, which nothing has made fake.
+@dataclass(frozen=True)
+class TraceTarget:
+    """A model to trace, with its adapter in place."""
+
+    name: str
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    """The repeated modules, in forward order."""
+    inputs: Callable[[int], dict[str, Tensor]]
+    """Returns a batch of the given size, as the data loader would; called under fake tensors."""
+    predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    """Calls the model with such a batch and returns its prediction."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype to which trained weights are copied once per pass; None: used as they are."""
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """The arguments and outputs of a block in a forward pass, as flattened leaves."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    hidden: tuple[int, ...]
+    """Positions of the leaves that are hidden states: outputs of the previous block, or of the
+    embeddings for the first block."""
+    outputs: tuple[Any, ...]
+    """The leaves of its outputs; the last block may return None for unused ones."""
+    out_spec: TreeSpec
+
+    @property
+    def hidden_states(self) -> list[Tensor]:
+        """The hidden states themselves."""
+        return [self.leaves[place] for place in self.hidden]
+
+
+class CalledModel(nn.Module):
+    """A model together with its call, as one module for `functional_call`."""
+
+    def __init__(self, target: TraceTarget) -> None:
+        super().__init__()
+        self.model = target.model
+        self._predict = target.predict
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self._predict(self.model, batch)
+
+
+def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
+    """Trace a training step at this batch size."""
+    check_blocks(target)
+    # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = fake_weights(subject.model, subject.compute_dtype)
-        calls = record_block_calls(subject, fakes, batch)
+        fakes = fake_weights(target.model, target.compute_dtype)
+        calls = record_block_calls(target, fakes, batch)
         groups: dict[object, int] = {}
         kinds: list[BlockShapes] = []
         order = []
-        for block, call in zip(subject.blocks, calls, strict=True):
+        for block, call in zip(target.blocks, calls, strict=True):
             key = block_signature(block, call.leaves), call.hidden
             if key not in groups:
                 groups[key] = len(kinds)
                 kinds.append(_trace_block(block, fakes, call))
             order.append(groups[key])
-        outside, batch_nbytes = _trace_outside(subject, fakes, calls, batch)
-    _forget_fakes(subject.model)
-    inside = {id(p) for block in subject.blocks for p in block.parameters()}
-    rest = [p for p in subject.model.parameters() if id(p) not in inside]
-    buffers = list(subject.model.buffers())
+        outside, batch_nbytes = _trace_outside(target, fakes, calls, batch)
+    _forget_fakes(target.model)
+    inside = {id(p) for block in target.blocks for p in block.parameters()}
+    rest = [p for p in target.model.parameters() if id(p) not in inside]
+    buffers = list(target.model.buffers())
     return ModelShapes(
-        name=subject.name,
+        name=target.name,
         batch=batch,
         kinds=tuple(kinds),
         order=tuple(order),
@@ -70,7 +120,7 @@ def trace_model(subject: TraceTarget, batch: int) -> ModelShapes:
 
 
 def _forget_fakes(model: nn.Module) -> None:
-    """Tables that a model's classes remember by their arguments were made of fakes just now."""
+    """Clear the model's `lru_cache` tables, which have just been filled with fake tensors."""
     for kind in {type(module) for module in model.modules()}:
         for method in vars(kind).values():
             inside = method.__closure__ or () if isfunction(method) else ()
@@ -80,7 +130,7 @@ def _forget_fakes(model: nn.Module) -> None:
 
 
 def _fresh(call: BlockCall) -> list[Any]:
-    """The same arguments with memory of their own, those that flow ready for gradients."""
+    """Return the arguments with memory of their own; hidden states require gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.hidden:
         leaves[place].requires_grad_(True)
@@ -92,24 +142,30 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
     input_nbytes = sum(touched_nbytes(leaf) for leaf in call.hidden_states)
-    cut_to = _compiled(block, fakes, call)
+    partition_for = _compiled(block, fakes, call)
     return BlockShapes(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(trained),
         input_nbytes=input_nbytes,
-        eager=_eager_ways(_trace_eager(block, fakes, call), input_nbytes),
-        compiled=TracesByMode(cut_to("all"), cut_to("products"), cut_to("attention")),
+        eager=_eager_modes(_trace_eager(block, fakes, call), input_nbytes),
+        compiled=TracesByMode(
+            partition_for("all"), partition_for("matmuls"), partition_for("attention")
+        ),
         cast_copies_nbytes=copies_nbytes,
         num_trained=len(trained),
     )
 
 
-def _eager_ways(keep: Trace, input_nbytes: int) -> TracesByMode:
-    """What selective checkpointing keeps, it does not do again; a LoRA's sum is one product."""
+def _eager_modes(keep: Trace, input_nbytes: int) -> TracesByMode:
+    """Return the traces of all modes of an eager block, from the one that keeps everything.
+
+    The lean mode saves the outputs of attention and of matmuls with frozen weights. A LoRA's own
+    matmuls are part of the same operator and are not saved separately.
+    """
     attention = [op for op in keep.forward if op.kind == "attention"]
     has_frozen = any(op.frozen for op in keep.forward)
-    products = [op for op in keep.forward if op.kind == "gemm" and op.frozen == has_frozen]
-    lean = recomputed_trace(keep, [*products, *attention], input_nbytes)
+    matmuls = [op for op in keep.forward if op.kind == "gemm" and op.frozen == has_frozen]
+    lean = recomputed_trace(keep, [*matmuls, *attention], input_nbytes)
     return TracesByMode(keep, lean, recomputed_trace(keep, attention, input_nbytes))
 
 
@@ -118,7 +174,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
     leaves = _fresh(call)
     inputs = [leaves[place] for place in call.hidden]
     trained = [w for w in weights.values() if w.requires_grad]
-    watch = KernelRecorder(weights.values(), tensors_of(leaves))
+    recorder = KernelRecorder(weights.values(), tensors_of(leaves))
     saved: dict[int, int] = {}
     num_read = num_saved = 0
 
@@ -126,32 +182,32 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
         nonlocal num_read, num_saved
         num_saved += 1
         saved[storage_id(tensor)] = int(tensor.untyped_storage().nbytes())
-        num_read = watch.num_ops
+        num_read = recorder.num_ops
         return tensor
 
     args, kwargs = tree_unflatten(leaves, call.spec)
-    with watch, CudaKernels():
+    with recorder, CudaKernels():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = functional_call(block, weights, args, kwargs)
         outputs = [t for t in tensors_of(output) if t.requires_grad]
         results = {storage_id(t) for t in outputs}
-        forward_calls = watch.take_calls(num_saved)
-        forward, forward_peak = watch.take()
-        before = watch.live_nbytes
-        kept = sum(n for s, n in saved.items() if watch.has(s) and s not in results)
-        watch.backward = True
+        forward_calls = recorder.take_calls(num_saved)
+        forward, forward_peak = recorder.take()
+        before = recorder.live_nbytes
+        kept = sum(n for s, n in saved.items() if recorder.is_alive(s) and s not in results)
+        recorder.backward = True
         gradients = [torch.empty_like(t) for t in outputs]
-        wanted = [*trained, *inputs]
-        made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        backward_calls = watch.take_calls(num_saved)
-        backward, backward_peak = watch.take(apart=tensors_of(made[: len(trained)]))
+        leaves_with_grad = [*trained, *inputs]
+        found = torch.autograd.grad(outputs, leaves_with_grad, gradients, allow_unused=True)
+        backward_calls = recorder.take_calls(num_saved)
+        backward, backward_peak = recorder.take(excluded=tensors_of(found[: len(trained)]))
     return Trace(
         forward=forward,
         backward=backward,
         saved_nbytes=kept,
         saves_input=any(storage_id(t) in saved for t in inputs),
         forward_peak_nbytes=forward_peak,
-        # The block's output belongs to the next block, which is done with it by now.
+        # The output belongs to the next block, which has finished its backward by now.
         backward_peak_nbytes=backward_peak - (before - kept),
         num_needed=num_read,
         forward_calls=forward_calls,
@@ -162,30 +218,30 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
 def _compiled(
     block: nn.Module, fakes: dict[int, Tensor], call: BlockCall
 ) -> Callable[[SavedSet], Trace]:
-    """One joint graph, to be cut in any way."""
+    """Trace a block's joint graph and return a function that partitions it for a mode."""
     weights = named_fakes(block, fakes)
     names = list(weights)
     leaves = _fresh(call)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
-        mine = list(leaves)
+        filled = list(leaves)
         for place, tensor in zip(places, arguments[len(names) :], strict=True):
-            mine[place] = tensor
-        args, kwargs = tree_unflatten(mine, call.spec)
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, call.spec)
         output = functional_call(block, dict(zip(names, arguments, strict=False)), args, kwargs)
-        # Two outputs may be slices of one tensor, which is what a compiled block gives then.
+        # Two outputs may be slices of one tensor; a compiled block then returns that tensor.
         bases = {id(base): base for base in map(_base, tensors_of(output))}
         return tuple(bases.values())
 
     arguments = [*weights.values(), *tensors_of(leaves)]
     joint = joint_graph(run, arguments)
-    return lambda kept: partition(
+    return lambda saved_set: partition(
         joint,
         num_outputs=len({storage_id(tensor) for tensor in tensors_of(call.outputs)}),
-        kept=kept,
+        saved_set=saved_set,
         trained=[weight.requires_grad for weight in weights.values()],
-        flowing=[len(names) + places.index(place) for place in call.hidden],
+        hidden=[len(names) + places.index(place) for place in call.hidden],
     )
 
 
@@ -194,30 +250,32 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _trace_outside(
-    subject: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
+    target: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
 ) -> tuple[Trace, int]:
-    """Embeddings, head and loss; and the bytes of the batch itself."""
-    weights = named_fakes(subject.model, fakes, "model.")
-    inputs = subject.inputs(batch)
-    watch = KernelRecorder(weights.values(), inputs.values())
+    """Return the trace of embeddings, head and loss, and the bytes of the batch."""
+    weights = named_fakes(target.model, fakes, "model.")
+    inputs = target.inputs(batch)
+    recorder = KernelRecorder(weights.values(), inputs.values())
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         saved[storage_id(tensor)] = int(tensor.untyped_storage().nbytes())
         return tensor
 
-    with stub_blocks(subject.blocks, calls), watch, CudaKernels():
+    with stub_blocks(target.blocks, calls), recorder, CudaKernels():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            prediction = functional_call(CalledModel(subject), weights, (inputs,))
+            prediction = functional_call(CalledModel(target), weights, (inputs,))
             loss = prediction.float().square().mean()
-        forward_calls = watch.take_calls(len(saved))
-        forward, forward_peak = watch.take()
-        kept = sum(n for s, n in saved.items() if watch.has(s))
+        forward_calls = recorder.take_calls(len(saved))
+        forward, forward_peak = recorder.take()
+        kept = sum(n for s, n in saved.items() if recorder.is_alive(s))
         del prediction
-        watch.backward = True
+        recorder.backward = True
         loss.backward()
-        backward_calls = watch.take_calls(len(saved))
-        backward, backward_peak = watch.take(apart=tensors_of([w.grad for w in weights.values()]))
+        backward_calls = recorder.take_calls(len(saved))
+        backward, backward_peak = recorder.take(
+            excluded=tensors_of([w.grad for w in weights.values()])
+        )
     shared = {storage_id(t): int(t.untyped_storage().nbytes()) for t in _context(calls)}
     trace = Trace(
         forward=forward,
@@ -233,7 +291,7 @@ def _trace_outside(
 
 
 def _context(calls: Sequence[BlockCall]) -> list[Tensor]:
-    """What every block is given besides what flows: text, noise level, positions."""
+    """Return the arguments that all blocks share: text, timestep embedding, positions."""
     return [
         leaf
         for call in calls
@@ -246,95 +304,47 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# ------------------------------------------------------------------------------------------
-# A model seen from outside: what it is called with, what reaches each block, and stand-ins.
-#
-# Everything here runs on fake tensors, under a mode that whoever calls has entered.
+# The model seen from outside. Everything below runs under the fake-tensor mode of the caller.
 
 
-@dataclass(frozen=True)
-class TraceTarget:
-    """A model to be planned for, with its adapter in place."""
-
-    name: str
-    model: nn.Module
-    blocks: Sequence[nn.Module]
-    """In the order of forward."""
-    inputs: Callable[[int], dict[str, Tensor]]
-    """A batch of so many samples, as the loader would hand it over; called on fake tensors."""
-    predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    """One call of the model with such a batch."""
-    compute_dtype: torch.dtype | None = None
-    """What trained weights are copied to once a pass; none: they are used as they are."""
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """What a block was called with, and what it gave."""
-
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-    hidden: tuple[int, ...]
-    """The leaves that came from the block before, or from the embeddings where it is the first."""
-    outputs: tuple[Any, ...]
-    """Its leaves; a last block may give none for what nobody reads."""
-    out_spec: TreeSpec
-
-    @property
-    def hidden_states(self) -> list[Tensor]:
-        """The leaves themselves."""
-        return [self.leaves[place] for place in self.hidden]
-
-
-class CalledModel(nn.Module):
-    """The model and how it is called, as one module whose weights can be exchanged."""
-
-    def __init__(self, subject: TraceTarget) -> None:
-        super().__init__()
-        self.model = subject.model
-        self._predict = subject.predict
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._predict(self.model, batch)
-
-
-def check_blocks(subject: TraceTarget) -> None:
-    """Refuse a model whose blocks nobody named, and say how to."""
-    if not subject.blocks:
-        children = ", ".join(name for name, _ in subject.model.named_children())
+def check_blocks(target: TraceTarget) -> None:
+    """Raise an error if the family does not name its blocks."""
+    if not target.blocks:
+        children = ", ".join(name for name, _ in target.model.named_children())
         raise ModelError(
-            f"model {subject.name!r} names no blocks, so nothing can be streamed or recomputed by "
-            "block. Let the family's blocks() return the repeated modules in the order of forward; "
-            f"{type(subject.model).__name__} consists of: {children}."
+            f"model {target.name!r} names no blocks, so nothing can be streamed or recomputed. Let "
+            "the family's blocks() return the repeated modules in forward order; "
+            f"{type(target.model).__name__} consists of: {children}."
         )
 
 
-def fake_weights(model: nn.Module, products: torch.dtype | None) -> dict[int, Tensor]:
-    """A fake on the CPU for each parameter and buffer, by the identity of the real one."""
+def fake_weights(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[int, Tensor]:
+    """Return a fake CPU tensor for each parameter and buffer, by the id of the real one."""
     fakes = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        dtype = products if products is not None and tensor.requires_grad else tensor.dtype
+        is_cast = compute_dtype is not None and tensor.requires_grad
+        dtype = compute_dtype if is_cast else tensor.dtype
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
     return fakes
 
 
 def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """The fakes of a module's parameters and buffers, by name."""
+    """Return the fake tensors of a module's parameters and buffers by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {prefix + name: fakes[id(tensor)] for name, tensor in named}
 
 
 def record_block_calls(
-    subject: TraceTarget, fakes: dict[int, Tensor], batch: int
+    target: TraceTarget, fakes: dict[int, Tensor], batch: int
 ) -> list[BlockCall]:
-    """Run the whole model once; what each block was called with."""
+    """Run the whole model once and return the call of each block."""
     seen: dict[nn.Module, BlockCall] = {}
-    flowing: set[int] = set()
+    hidden_storages: set[int] = set()
     known: dict[object, tuple[list[Any], TreeSpec]] = {}
-    """What blocks of a kind give: equal ones are run once."""
+    """Outputs by kind of block: equal blocks are run once."""
 
-    def noting(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = tree_flatten((args, kwargs))
             kind = block_signature(block, leaves)
@@ -345,30 +355,30 @@ def record_block_calls(
                 place
                 for place, leaf in enumerate(leaves)
                 if isinstance(leaf, Tensor)
-                and (storage_id(leaf) in flowing or (not seen and _like_any(leaf, outputs)))
+                and (storage_id(leaf) in hidden_storages or (not seen and _like_any(leaf, outputs)))
             ]
-            flowing.update(storage_id(tensor) for tensor in tensors_of(outputs))
+            hidden_storages.update(storage_id(tensor) for tensor in tensors_of(outputs))
             seen[block] = BlockCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)
 
         return run
 
     with ExitStack() as stack, torch.no_grad():
-        for block in subject.blocks:
-            stack.enter_context(_replaced(block, noting(block, block.forward)))
-        weights = named_fakes(subject.model, fakes, "model.")
-        functional_call(CalledModel(subject), weights, (subject.inputs(batch),))
-    missing = [i for i, block in enumerate(subject.blocks) if block not in seen]
+        for block in target.blocks:
+            stack.enter_context(_replaced(block, recording(block, block.forward)))
+        weights = named_fakes(target.model, fakes, "model.")
+        functional_call(CalledModel(target), weights, (target.inputs(batch),))
+    missing = [i for i, block in enumerate(target.blocks) if block not in seen]
     if missing:
         raise ModelError(
-            f"block {missing[0]} of {subject.name!r} is never called by a forward pass, so it "
+            f"block {missing[0]} of {target.name!r} is never called by a forward pass, so it "
             "cannot be planned. Let the family's blocks() return the modules that forward calls."
         )
-    return [seen[block] for block in subject.blocks]
+    return [seen[block] for block in target.blocks]
 
 
 def block_signature(block: nn.Module, leaves: Sequence[Any]) -> object:
-    """Equal for blocks that do the same to inputs of the same shapes."""
+    """Return a key that is equal for blocks that do the same work on inputs of the same shapes."""
     weights = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
     )
@@ -380,7 +390,7 @@ def block_signature(block: nn.Module, leaves: Sequence[Any]) -> object:
 
 
 def _fresh_outputs(outputs: Sequence[Any]) -> list[Any]:
-    """The same in memory of their own; slices of one tensor stay slices of one."""
+    """Return copies of the outputs; slices of one tensor remain slices of one tensor."""
     bases: dict[int, Tensor] = {}
     fresh: list[Any] = []
     for leaf in outputs:
@@ -397,8 +407,8 @@ def _like_any(leaf: Tensor, outputs: Sequence[Any]) -> bool:
     return any(leaf.shape == out.shape and leaf.dtype == out.dtype for out in tensors_of(outputs))
 
 
-class _StandIn(torch.autograd.Function):
-    """A block of no weight: outputs and gradients of the right size, nothing saved."""
+class _BlockStub(torch.autograd.Function):
+    """Stands for a block: returns outputs and gradients of the right size and saves nothing."""
 
     @staticmethod
     def forward(
@@ -415,14 +425,14 @@ class _StandIn(torch.autograd.Function):
 
 @contextmanager
 def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iterator[None]:
-    """Blocks that do nothing, for as long as the rest of the model is looked at."""
-    anchor = torch.empty(1, requires_grad=True)  # frozen embeddings alone would end the graph
+    """Replace blocks by stubs while the rest of the model is traced."""
+    anchor = torch.empty(1, requires_grad=True)  # without it, frozen embeddings would need no graph
 
-    def stand_in(call: BlockCall) -> Callable[..., Any]:
+    def stub(call: BlockCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_flatten((args, kwargs))[0]
             inputs = [leaves[place] for place in call.hidden]
-            apply: Callable[..., tuple[Tensor, ...]] = _StandIn.apply
+            apply: Callable[..., tuple[Tensor, ...]] = _BlockStub.apply
             made = iter(apply(anchor, tensors_of(call.outputs), *inputs))
             outputs = [next(made) if isinstance(x, Tensor) else x for x in call.outputs]
             return tree_unflatten(outputs, call.out_spec)
@@ -431,7 +441,7 @@ def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iter
 
     with ExitStack() as stack:
         for block, call in zip(blocks, calls, strict=True):
-            stack.enter_context(_replaced(block, stand_in(call)))
+            stack.enter_context(_replaced(block, stub(call)))
         yield
 
 

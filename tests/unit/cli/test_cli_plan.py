@@ -14,10 +14,10 @@ from gracetune.config.schema import OptimizerSection, PlanSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.memory.platform import Machine
 from gracetune.models import tiny
+from gracetune.models.family import SampleShape
 from gracetune.optim.build import state_nbytes_per_element
 from gracetune.plan.machines import MACHINES, machine_rates
 from gracetune.plan.memory import FixedMemory
-from gracetune.models.family import SampleShape
 from gracetune.plan.meta_models import build_meta_model
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_a_plan_for_a_known_machine_is_printed_as_simulated(
     assert "simulated from published figures" in told
     assert "within 953.7 MiB of device memory" in told
     assert "batch 4" in told
-    assert "--samples says how many" in told
+    assert "pass --samples" in told
 
 
 def test_json_is_for_programs(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_without_a_gpu_a_machine_must_be_named(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = Machine(None, MACHINES["gh200-96"].platform())
-    gone = Machine(None, _replace(without.platform, device=-1, why={"link": "there is none."}))
+    gone = Machine(None, _replace(without.platform, device=-1, reasons={"link": "there is none."}))
     with pytest.raises(ConfigError, match=r"no GPU to plan for: there is none\. Name.*gh200-96"):
         plan.plan(arguments(written), lambda: gone, lambda *_: machine_rates(MACHINES["gb10"]))
 
@@ -116,19 +116,19 @@ def test_no_plan_takes_more_than_the_machine_has(
     assert told["budget"]["device_nbytes"] < known.device_memory.value
     assert told["budget"]["host_nbytes"] == known.host_bytes
     first, second = told["notes"][:2]
-    assert first == "--hbm is 960GB, more than the machine can give: planned with 94.3 GiB"
+    assert first == "--hbm is 960GB, more than the machine has; planning with 94.3 GiB"
     assert second.startswith("plan.host_memory is 2TB, more than")
 
 
 def test_a_host_whose_size_is_assumed_may_have_more(written: Path) -> None:
-    where = plan._where(arguments(written, "--machine", "h100-pcie"), _never, _never, "tiny")
+    machine = plan._machine(arguments(written, "--machine", "h100-pcie"), _never, _never, "tiny")
     more = arguments(written, "--host-memory", "2TB", "--hbm", "96GB")
-    budget, (note,) = plan._budget(more, PlanSection(), where)
+    budget, (note,) = plan._budget(more, PlanSection(), machine)
     assert budget.host_nbytes == 2 * 10**12
     assert budget.device_nbytes < MACHINES["h100-pcie"].device_memory.value
     assert note.startswith("--hbm is 96GB")
     less = PlanSection(device_memory="1GB", host_memory="2GB")
-    budget, notes = plan._budget(arguments(written), less, where)
+    budget, notes = plan._budget(arguments(written), less, machine)
     assert (budget.device_nbytes, budget.host_nbytes, notes) == (10**9, 2 * 10**9, ())
 
 
@@ -143,8 +143,8 @@ def test_one_memory_is_counted_once(
     assert plan.plan(asked, lambda: here, lambda *_: machine_rates(MACHINES["gb10"])) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["budget"]["one_memory"] is True
-    assert told["reasons"][0].startswith("host and device are one memory")
-    assert any("optimizer.state is host" in note for note in told["notes"])
+    assert told["reasons"][0].startswith("host and device share one memory")
+    assert any("optimizer.state: host has no effect" in note for note in told["notes"])
     for each in (told["plan"], *told["others"]):
         assert {block["weights"] for block in each["blocks"]} == {"resident"}
         assert not any(block["offload_input"] for block in each["blocks"])
@@ -164,7 +164,7 @@ def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
     assert nbytes(type="in_memory") == 1000
     assert nbytes(type="local") == 0
     assert nbytes(type="in_memory", instance_data_dir=str(tmp_path / "gone")) == 0
-    with_staged = plan._with_staged(
+    with_staged = plan._with_staged_files(
         FixedMemory(1, host_caches_nbytes=5),
         RunFile.model_validate({"datasets": [{**here, "type": "in_memory"}]}),
     )
@@ -195,7 +195,7 @@ def test_a_data_set_has_a_sample_at_least(
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(written), f"--samples={samples}"])
     assert caught.value.code == 2
-    assert f"'{samples}' is not a number of samples; say 1 or more" in capsys.readouterr().err
+    assert f"'{samples}' is not a number of samples; pass 1 or more" in capsys.readouterr().err
 
 
 def test_the_least_that_is_named_gives_a_plan(
@@ -226,8 +226,10 @@ def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
 def test_training_all_keeps_state_for_all(dtype: str, each: tuple[int, int]) -> None:
     """Weights in fp32, or in bf16 with masters among the state."""
     run = RunFile.model_validate({"model": {"family": "wan22", "dtype": dtype}})
-    shape = build_meta_model(run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2})
-    trained = plan._trained(run, shape)
+    shape = build_meta_model(
+        run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2}
+    )
+    trained = plan._make_trainable(run, shape)
     count = sum(p.numel() for p in shape.model.parameters())
     assert all(p.requires_grad for p in shape.model.parameters())
     found = trained.nbytes / count, trained.state_nbytes / count
@@ -246,7 +248,7 @@ def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_is_planned_by_its_published_shape() -> None:
     run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
     (note,) = plan._notes(run, 1)
-    assert "'Wan-AI/somewhere' is no folder here" in note
+    assert "'Wan-AI/somewhere' is not a local folder" in note
 
 
 def _never(*_: object) -> Any:

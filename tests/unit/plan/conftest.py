@@ -27,7 +27,7 @@ def wan_shapes() -> ModelShapes:
         add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shapes.targets, seed=0)
     for parameter in shape.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    return trace_model(shape.subject(), TRACED_BATCH)
+    return trace_model(shape.trace_target(), TRACED_BATCH)
 
 
 @pytest.fixture(scope="session")
@@ -44,4 +44,4 @@ def fused_shapes() -> ModelShapes:
         ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
     )
     make_trainable(shape, AdapterSection(rank=32))
-    return trace_model(shape.subject(), TRACED_BATCH)
+    return trace_model(shape.trace_target(), TRACED_BATCH)

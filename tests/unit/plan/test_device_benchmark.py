@@ -5,8 +5,8 @@ import torch
 
 from gracetune.plan import device_benchmark
 from gracetune.plan.device_benchmark import (
-    LEAST_NBYTES,
-    MEASURED_SHARE,
+    BUFFER_PART,
+    MIN_BUFFER_NBYTES,
     measure_gpu,
     probe_model_factory,
 )
@@ -18,30 +18,28 @@ from gracetune.units import MIB
 @pytest.mark.parametrize("free", [REALISTIC_NBYTES, REALISTIC_NBYTES - 1])
 def test_a_host_is_measured_with_large_tensors_where_they_have_room(free, told):
     make = probe_model_factory("wan22", free, told)
-    small, large = (make(False, is_roomy).encoded for is_roomy in (False, True))
+    small, large = (make(False, is_realistic).encoded for is_realistic in (False, True))
     if free == REALISTIC_NBYTES:
         assert large == build_probe_model("wan22", False, True).encoded != small
         assert told.texts() == []
     else:
         assert large == small == build_probe_model("wan22", False).encoded
         assert told.texts() == [
-            "only 2.0 GiB of device memory are free, so how fast this host queues a step is "
-            "measured with small tensors: its part may be said too short"
+            "launch overhead is measured with small tensors, because only 2.0 GiB of device memory "
+            "is free; it may be underestimated"
         ]
 
 
 def test_a_family_that_nobody_published_has_a_stand_in_and_that_is_told(told):
     make = probe_model_factory("unheard", REALISTIC_NBYTES, told)
     assert make(True, False).encoded == build_probe_model(PROXY_FAMILY, True).encoded
-    assert told.texts() == [
-        f"how fast this host queues a step is measured by {PROXY_FAMILY} for unheard"
-    ]
+    assert told.texts() == [f"launch overhead is measured with {PROXY_FAMILY} in place of unheard"]
 
 
 @pytest.mark.parametrize(
     ("free", "edge", "copied"),
     [
-        (MEASURED_SHARE * LEAST_NBYTES, 512, MIB),
+        (BUFFER_PART * MIN_BUFFER_NBYTES, 512, MIB),
         (560 * 10**6, 4096, 70 * 10**6),
         (2**40, 8192, 2**29),
     ],
@@ -54,11 +52,13 @@ def test_pieces_are_as_large_as_there_is_room(free, edge, copied, told, monkeypa
     )
     measure_gpu(torch.device("cuda", 0), "wan22", told)
     assert found == [(edge, copied)]
-    assert 2 * edge**2 <= free // MEASURED_SHARE
+    assert 2 * edge**2 <= free // BUFFER_PART
 
 
-@pytest.mark.parametrize("free", [-5, 0, MEASURED_SHARE * LEAST_NBYTES - 1])
+@pytest.mark.parametrize("free", [-5, 0, BUFFER_PART * MIN_BUFFER_NBYTES - 1])
 def test_a_device_that_is_full_is_refused_with_what_is_free(free, told, monkeypatch):
     monkeypatch.setattr(device_benchmark, "free_nbytes", lambda _: free)
-    with pytest.raises(PlanError, match=r"^(0 B|8\.0 MiB) of device memory are free, too few"):
+    with pytest.raises(
+        PlanError, match=r"^only (0 B|8\.0 MiB) of device memory is free, too little"
+    ):
         measure_gpu(torch.device("cuda", 0), "wan22", told)

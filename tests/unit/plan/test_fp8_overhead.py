@@ -50,7 +50,7 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
                 layer.outlier_weight = nn.Parameter(directions(layer.out_features).t(), False)
     fuse_operations(shape.model)
     (kind,) = trace_model(
-        replace(shape.subject(), compute_dtype=torch.bfloat16), TRACED_BATCH
+        replace(shape.trace_target(), compute_dtype=torch.bfloat16), TRACED_BATCH
     ).kinds
     return kind
 

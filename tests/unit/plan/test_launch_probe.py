@@ -15,12 +15,12 @@ from cost_model_factory import SPEEDS, made_choice, made_model
 from gracetune.models.family import PLANNABLE
 from gracetune.plan.cost import CostModel
 from gracetune.plan.launch_probe import (
-    KEPT,
-    PACKED,
+    OFFLOAD_COSTS,
+    PACK_COSTS,
+    POLICY_SAVE_COST,
     REPEATS,
-    SENT,
-    USED,
-    VIEW,
+    STREAM_COSTS,
+    VIEW_COST,
     WARM_UP,
     LaunchCosts,
     _ProbePass,
@@ -77,7 +77,7 @@ def seconds_of(model: CostModel, *, batch: int = 1, activations: str = "keep", s
 def test_each_kind_of_call_has_its_price() -> None:
     keep = replace(made_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
     keep = replace(keep, backward_calls=HostCalls(dispatched=3, kernels=3, custom_ops=1))
-    assert HOST.forward_seconds(keep) == pytest.approx(6 + 5 * VIEW + 2 * 10)
+    assert HOST.forward_seconds(keep) == pytest.approx(6 + 5 * VIEW_COST + 2 * 10)
     assert HOST.backward_seconds(keep) == pytest.approx(3 * 2 + 7)
 
 
@@ -103,7 +103,9 @@ def test_what_a_policy_keeps_is_dearer_than_what_it_only_looks_at() -> None:
         1,
         2,
     )  # one of ours is one
-    assert HOST.forward_seconds(lean) - HOST.forward_seconds(recompute) == pytest.approx(KEPT * 3)
+    assert HOST.forward_seconds(lean) - HOST.forward_seconds(recompute) == pytest.approx(
+        POLICY_SAVE_COST * 3
+    )
 
 
 def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_called() -> None:
@@ -186,15 +188,18 @@ def test_recomputing_under_a_policy_takes_the_host_longer() -> None:
 
 def test_the_ring_and_the_offload_take_the_host_their_time() -> None:
     there, back = HOST.hook_seconds(4, streamed=True, packed=True, sent=False)
-    assert there == pytest.approx(3 * (4 * PACKED[0] + USED[0]))
-    assert back == pytest.approx(3 * (4 * PACKED[1] + USED[1]))
+    assert there == pytest.approx(3 * (4 * PACK_COSTS[0] + STREAM_COSTS[0]))
+    assert back == pytest.approx(3 * (4 * PACK_COSTS[1] + STREAM_COSTS[1]))
     there, back = HOST.hook_seconds(4, streamed=False, packed=True, sent=True)
-    assert (there, back) == (pytest.approx(12 * SENT[0]), pytest.approx(12 * SENT[1]))
+    assert (there, back) == (
+        pytest.approx(12 * OFFLOAD_COSTS[0]),
+        pytest.approx(12 * OFFLOAD_COSTS[1]),
+    )
     assert HOST.hook_seconds(4, streamed=False, packed=False, sent=False) == (0, 0)
     calls = HostCalls(kernels=9, saved_tensors=5)
     model = queued(2, replace(HOST, policy_s=100.0), calls, HostCalls(kernels=9))
     resident, streamed = seconds_of(model).step, seconds_of(model, streamed=2).step
-    each = 5 * sum(PACKED) + sum(USED)
+    each = 5 * sum(PACK_COSTS) + sum(STREAM_COSTS)
     assert streamed - resident == pytest.approx(2 * 100 * each, rel=0.1)
 
 
@@ -312,8 +317,8 @@ def test_a_plan_says_that_the_host_is_too_slow() -> None:
 def test_a_roomy_model_calls_what_one_of_no_size_calls(family: str) -> None:
     """A host is timed with the one and its calls are counted with the other."""
     small, roomy = (
-        trace_model(build_probe_model(family, True, is_roomy).subject(), 1)
-        for is_roomy in (False, True)
+        trace_model(build_probe_model(family, True, is_realistic).trace_target(), 1)
+        for is_realistic in (False, True)
     )
     for one, other in zip(small.kinds, roomy.kinds, strict=True):
         assert one.eager.keep.forward_calls == other.eager.keep.forward_calls

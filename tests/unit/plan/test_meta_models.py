@@ -53,7 +53,7 @@ def test_published_shapes_have_their_published_size(
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
     shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
     trained = make_trainable(shape, AdapterSection(rank=4))
-    traced = trace_model(shape.subject(), 2)
+    traced = trace_model(shape.trace_target(), 2)
     assert traced.order == kinds
     assert traced.trained_nbytes == 4 * trained
     assert traced.cast_copies_nbytes == 2 * trained
@@ -70,7 +70,7 @@ def test_frames_and_the_small_wan_have_their_own_latents() -> None:
     changes = {"num_layers": 1, "in_channels": 48, "num_attention_heads": 2, "ffn_dim": 64}
     small = build_meta_model(ModelSection(family="wan22"), clip, changes)
     assert small.encoded.latent_shape == (48, 9, 30, 52)
-    assert small.subject().inputs(2)["timestep"].shape == (2, 9 * 15 * 26)
+    assert small.trace_target().inputs(2)["timestep"].shape == (2, 9 * 15 * 26)
 
 
 def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
     section = ModelSection(family="wan22", path=str(tmp_path), dtype="float32")
     shape = build_meta_model(section, SQUARE)
-    assert len(shape.subject().blocks) == 2
+    assert len(shape.trace_target().blocks) == 2
     assert (shape.experts, shape.dtype) == (1, torch.float32)
     assert str(tmp_path) in shape.source
     (tmp_path / "transformer_2").mkdir()
@@ -114,7 +114,7 @@ def test_a_loaded_family_is_planned_as_its_configuration_is() -> None:
     text = family.stack_text(family.encode_text(["a red ring"]))
     loaded = trace_model(family_trace_target(family, family.latent_shape(24, 24), text), 2)
     published = trace_model(
-        build_meta_model(ModelSection(family="tiny"), SampleShape(24, 24)).subject(), 2
+        build_meta_model(ModelSection(family="tiny"), SampleShape(24, 24)).trace_target(), 2
     )
     assert loaded.order == published.order
     assert loaded.frozen_nbytes == published.frozen_nbytes

@@ -2,11 +2,11 @@
 
 import itertools
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
+from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import RunFailedError
 from gracetune.events.types import BatchesFed, Notice, StepDone
 from gracetune.optim.schedule import effective_lr
@@ -14,7 +14,7 @@ from gracetune.plan import planner
 from gracetune.plan.controller import PlanController
 from gracetune.train import build as building
 from gracetune.train import step as stepping
-from gracetune.train.loop import TIMED, WARM
+from gracetune.train.loop import TIMED_STEPS, WARMUP_STEPS
 from gracetune.train.run import run_training
 
 PLENTY = {"device_memory": "1GB", "compile": "never"}
@@ -87,16 +87,16 @@ def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fi
         watch(self)
 
     def checked(self, seconds, left):
-        assert len(steps) == watched[-1] + TIMED
+        assert len(steps) == watched[-1] + TIMED_STEPS
         return check(self, seconds, left)
 
     monkeypatch.setattr(PlanController, "count_batch", seen)
     monkeypatch.setattr(PlanController, "start_measuring", begun)
     monkeypatch.setattr(PlanController, "check", checked)
-    full_in = WARM + 2  # the second step that is timed
+    full_in = WARMUP_STEPS + 2  # the second step that is timed
     fill(full_in - 1)
     losses(PLENTY, max_train_steps=9)
-    assert watched == [0, WARM, full_in + WARM]
+    assert watched == [0, WARMUP_STEPS, full_in + WARMUP_STEPS]
     assert len(steps) == 9 + 1, "one was brought twice"
     assert sum(text.startswith("measured:") for text in told.texts()) == 1
 
@@ -106,19 +106,14 @@ def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, 
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": accumulation}
     expected = losses("off", **settings)
     calls = itertools.count()
-    build_feed = building.build_feed
 
-    def small(*given):
-        feed = build_feed(*given)
-
-        def load(draws):
-            if next(calls) == 4:  # the first one is what the plan looks at
+    class FullOnce(DataPipeline):
+        def load(self, draws):
+            if next(calls) == 4:  # the planner loads the first one
                 raise torch.OutOfMemoryError(FULL)
-            return feed.load(draws)
+            return super().load(draws)
 
-        return replace(feed, load=load)
-
-    monkeypatch.setattr(building, "build_feed", small)
+    monkeypatch.setattr(building, "DataPipeline", FullOnce)
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
     (notice,) = [event for event in told.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
@@ -144,8 +139,8 @@ def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
 def test_steps_that_were_compiled_in_are_no_measure(losses, told, monkeypatch):
     compiling = itertools.chain([True, True], itertools.repeat(False))
     monkeypatch.setattr(PlanController, "has_compiled", lambda _: next(compiling))
-    window = TIMED + 1  # the clock is started after a step
-    losses(PLENTY, max_train_steps=WARM + 3 * window - 1)
+    window = TIMED_STEPS + 1  # the clock is started after a step
+    losses(PLENTY, max_train_steps=WARMUP_STEPS + 3 * window - 1)
     assert next(compiling) is False
     assert sum(text.startswith("measured:") for text in told.texts()) == 1
 

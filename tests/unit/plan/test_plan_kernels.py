@@ -112,12 +112,12 @@ def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
     add_adapter({"": model}, AdapterSection(rank=4), shape.shapes.targets, seed=0)
     fuse_lora(model)
     use_fused_processors(model)
-    (kind,) = trace_model(replace(shape, model=model).subject(), 2).kinds
+    (kind,) = trace_model(replace(shape, model=model).trace_target(), 2).kinds
     way = getattr(kind.compiled, how)
     told: list[Any] = []
     compiler = BlockCompiler(told.append, "aot_eager_decomp_partition")
     running = wrap_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
-    found = saved_inside(model, shape.subject().inputs(2))
+    found = saved_inside(model, shape.trace_target().inputs(2))
     running.close()
     compiler.close()
     assert told == []  # it was compiled

@@ -14,8 +14,8 @@ from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.family import SampleShape
 from gracetune.plan.device_benchmark import (
-    MOST_NBYTES,
-    MOST_ROWS,
+    MAX_TIMED_NBYTES,
+    MAX_TIMED_ROWS,
     REPEATS,
     KernelTimer,
     measure_device,
@@ -163,7 +163,7 @@ def test_kernels_are_timed_once_for_each_extent() -> None:
     assert one == 1 / REPEATS
     assert watch.seconds(replace(product, backward=True), 1.0) == one
     assert len(work) == 2
-    more = watch.seconds(Op("gemm", 0.0, 0.0, dims=(2 * MOST_ROWS, 1, 1)), 2.0)
+    more = watch.seconds(Op("gemm", 0.0, 0.0, dims=(2 * MAX_TIMED_ROWS, 1, 1)), 2.0)
     assert more == 4 / REPEATS  # timed for fewer rows
     attention = Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8))
     assert watch.seconds(attention, 1.0) == pytest.approx(3 / REPEATS)  # timed for one sample
@@ -188,7 +188,7 @@ def test_elementwise_kernels_are_timed_as_they_were_called(
     times = [watch.seconds(op(3), scale) for scale in (1.0, 4.0, 0.5)]
     assert times == [pytest.approx(n / REPEATS) for n in (5, 1 + 4 * 4, 1 + 4 / 2)]
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert watch.seconds(op(3, nbytes=2.0 * MOST_NBYTES), 1.0) is None
+    assert watch.seconds(op(3, nbytes=2.0 * MAX_TIMED_NBYTES), 1.0) is None
     # What the device refuses goes by its bytes, and that is said once.
     assert [watch.seconds(op(2), 1.0) for _ in range(2)] == [None, None]
     (said,) = caplog.messages

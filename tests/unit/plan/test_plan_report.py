@@ -42,7 +42,7 @@ def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
     for role in ROLES:
         assert f"\n{role}" in text
     assert "waiting for weights" in text
-    assert f"next best, of {found.num_tried} that were predicted:" in text
+    assert f"next best of {found.num_tried} candidates:" in text
     assert all(describe(other) in text for other in found.others)
 
 
@@ -70,15 +70,15 @@ def test_a_plan_for_this_machine_is_not_called_simulated() -> None:
 def test_reasons_follow_the_choice() -> None:
     roomy, heading = planned(10**6)
     assert reasons(roomy, heading.budget)[:2] == [
-        "all weights fit beside the activations, so none are streamed",
-        "all activations fit, so no product is done twice",
+        "all weights fit on the device beside the activations, so none are streamed",
+        "all activations fit, so nothing is recomputed",
     ]
     tight, heading = planned(650, offload=False)
     streaming, activations = reasons(tight, heading.budget)[:2]
     assert "of weights in host memory" in streaming
     assert "recomputing takes" in activations
     moved, heading = planned(500)
-    assert any("out and back" in reason for reason in reasons(moved, heading.budget))
+    assert any("to the host and back" in reason for reason in reasons(moved, heading.budget))
 
 
 def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
@@ -89,10 +89,10 @@ def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
     slower = replace(faster, seconds=found.best.seconds)
     told = SearchResult(found.best, (faster, slower, slow, fast), 9)
     text = "\n".join(report_lines(told, heading))
-    assert "less machinery is taken before one that is up to 0.5% faster" in text
+    assert "a simpler plan is preferred to one that is up to 0.5% faster" in text
     gain = faster.samples_per_second / found.best.samples_per_second - 1
-    assert f"batch {batch + 1} at its best would be {gain:.1%} faster" in text
-    assert "less machinery" not in "\n".join(
+    assert f"the best plan with batch {batch + 1} would be {gain:.1%} faster" in text
+    assert "a simpler plan" not in "\n".join(
         report_lines(SearchResult(found.best, (slow, fast), 9), heading)
     )
 
@@ -100,7 +100,11 @@ def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
 def test_other_batches_are_compared() -> None:
     found, heading = planned(1200, samples=4)
     others = {other.batch for other in found.others} - {found.best.batch}
-    told = [reason for reason in reasons(found, heading.budget) if reason.startswith("batch ")]
+    told = [
+        reason
+        for reason in reasons(found, heading.budget)
+        if reason.startswith("the best plan with batch ")
+    ]
     assert others
     assert len(told) == len(others)
 
@@ -114,11 +118,11 @@ def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
     assert written.plan is not None
     text = "\n".join(report_lines(told, heading))
     best = found.best
-    assert "keeps the run file's batch of 4" in text
+    assert "keeps the run file's train.batch_size of 4" in text
     assert describe(written.plan) in text
     assert describe_speed(written.plan) in text
     accumulated = f" and train.gradient_accumulation_steps to {best.accumulation}"
-    assert f"set train.batch_size to {best.batch}{accumulated}:" in text
+    assert f"set train.batch_size to {best.batch}{accumulated};" in text
     ramped = replace(heading, has_ramp=True)
     assert accumulated not in "\n".join(report_lines(told, ramped))
     asked = json.loads(json.dumps(report_json(told, heading)))["as_written"]
@@ -129,7 +133,7 @@ def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
     }
     as_fast = replace(told, as_written=RunFileBatchPlan(4, found.best))
     text = "\n".join(report_lines(as_fast, heading))
-    assert "which is as fast: there is nothing to set" in text
+    assert "which is as fast, so nothing needs to be changed" in text
     assert "set train.batch_size" not in text
     none = replace(told, as_written=RunFileBatchPlan(4, None, "too little."))
     assert "nothing fits. too little." in "\n".join(report_lines(none, heading))
