@@ -1,4 +1,4 @@
-"""Made adapters, and the keys that tools were seen to write, for several test files."""
+"""Factories of small adapters for several test files."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def map_tensors(layer, change):
 
 
 def shape_of(module, hidden=HIDDEN, ffn=FFN):
-    """(out, in) of a tiny Wan's module."""
+    """Return (rows, columns) of a module of a tiny Wan."""
     if module.endswith("net.0.proj"):
         return ffn, hidden
     if module.endswith("net.2"):
@@ -98,7 +98,7 @@ def make_wan(kind="lora", stages=(None,), num_blocks=2, alpha=None, seed=0):
 
 
 def same(one, other):
-    """Bit for bit the same layers."""
+    """Return True if two adapters have the same layers, bit for bit."""
     return sorted(one.layers) == sorted(other.layers) and all(
         same_layer(layer, other.layers[place]) for place, layer in one.layers.items()
     )

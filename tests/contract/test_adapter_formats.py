@@ -165,7 +165,7 @@ ROWS = {
     "transformer_2.": ("diffusers-both", keys_with_prefix("transformer_2.", DIFFUSERS), AB, "low"),
     "DiffSynth": ("diffsynth", ORIGINAL, AB_DEFAULT, None),
 }
-"""By name: the form it is to be told as, the module part of each key, the endings, the stage."""
+"""By name: the expected format, the module part of each key, the suffixes, the expert."""
 WITH_ALPHA = {"kohya", "wan-fun", "lycoris", "lycoris-combined", "lightning", "simpletuner-comfyui"}
 
 
@@ -225,13 +225,13 @@ def test_files_of_every_tool_are_read(row, file_of):
 def test_an_adapter_written_in_any_format_reads_back_the_same(row, form, file_of, tmp_path):
     adapter = read_adapter(file_of(row), TABLES)
     wanted = get_format(form)
-    # `transformer.` alone says no stage, so that form is written for the low one.
+    # `transformer.` alone names no expert, so that format is written for the low one.
     stage = "low" if form == "diffusers-both" else adapter.stages[0] or "high"
     given = with_stage(adapter, stage if wanted.stages else None)
     path = write_adapter(tmp_path / "out.safetensors", given, wanted)
     back = read_adapter(path, TABLES)
     assert set(back.layers) == set(given.layers)
-    # A form that folds alpha in has other factors and the same product; all others keep the bits.
+    # A format that folds alpha in has other factors but the same dW; all others keep every bit.
     if wanted.alpha == "folded":
         for place, layer in given.layers.items():
             torch.testing.assert_close(delta(back.layers[place]), delta(layer))

@@ -1,4 +1,4 @@
-"""Our tables against the models and the converters of diffusers, which are not ours."""
+"""The key tables agree with diffusers' models and checkpoint converters."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_block_linears_are_the_linear_modules_of_blocks(family):
 
 
 def original_wan():
-    """A checkpoint in the original's names, each tensor with a number of its own."""
+    """Return (original, diffusers) names of every tensor of a checkpoint with two blocks."""
     names = []
     for theirs, ours in TABLES["wan"].rows:
         for number in (0, 1) if "{}" in theirs else ("",):
@@ -84,7 +84,7 @@ def test_wan_names_match_diffusers_converter():
 
 
 def original_flux(hidden=8):
-    """A tiny Flux in the original's names, with all that the converter asks for."""
+    """Return a tiny Flux checkpoint in original names, with all that the converter needs."""
     generator = torch.Generator().manual_seed(0)
     index = KeyIndex(TABLES["flux"])
     sizes = {"qkv": 3, "linear1": 7, "img_mlp.0": 4, "txt_mlp.0": 4, "modulation.lin": 3}
@@ -106,8 +106,8 @@ def original_flux(hidden=8):
 
 
 def test_merging_commutes_with_diffusers_conversion_of_the_checkpoint(tmp_path):
-    """Fused projections, swapped halves and names, judged by diffusers' converter at full width."""
-    hidden = 3072  # the converter has the published width written into it
+    """Covers fused projections, swapped halves and names, at the full width of the model."""
+    hidden = 3072  # the converter assumes the published width
     generator = torch.Generator().manual_seed(1)
     checkpoint = {
         name: torch.zeros(()).expand(tensor.shape[0] // 8 * hidden, *tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""Files in a real diffusers Wan pipeline of two tiny transformers: what loads, and what it does."""
+"""Adapter files load in a diffusers Wan pipeline of two tiny transformers, or fail as reported."""
 
 import copy
 
@@ -32,7 +32,7 @@ ALL = len(wan_modules())
 
 @pytest.fixture(scope="module")
 def pipeline_template():
-    """The pipeline; tests take copies."""
+    """Build the pipeline once; tests use copies."""
     torch.manual_seed(1)
     config = {
         "num_attention_heads": 2,
@@ -77,7 +77,7 @@ def predict(model):
 
 
 def scaled_down(adapter, factor=0.05):
-    """Changes that leave the model's output finite and near."""
+    """Scale an adapter down so that the model's output stays finite and close."""
     layers = {
         place: map_tensors(layer, lambda t: t * factor) for place, layer in adapter.layers.items()
     }
@@ -85,7 +85,7 @@ def scaled_down(adapter, factor=0.05):
 
 
 def merged_copy(model, adapter):
-    """The model with our own dW in its weights."""
+    """Return a copy of the model with dW merged into its weights."""
     changed = copy.deepcopy(model)
     with torch.no_grad():
         for place, layer in adapter.layers.items():
@@ -152,7 +152,7 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
 
 
 def test_dropped_magnitudes_are_detected(tmp_path):
-    """It filters dora_scale out with a log line, and computes a plain LoRA."""
+    """diffusers drops dora_scale with a log line and computes a plain LoRA."""
     generator = torch.Generator().manual_seed(0)
     layer = make_lora(HIDDEN, HIDDEN, generator, dora=True)
     prefix = "transformer.blocks.0.attn1.to_q"

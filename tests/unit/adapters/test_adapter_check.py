@@ -1,4 +1,4 @@
-"""ComfyUI's key map, as its source builds it, without ComfyUI."""
+"""The simulation of ComfyUI's loader follows its source."""
 
 import pytest
 from adapter_examples import TABLES

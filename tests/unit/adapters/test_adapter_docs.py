@@ -1,4 +1,4 @@
-"""docs/adapters.md says what the tables say."""
+"""docs/adapters.md matches the code."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Reading and writing files: what is said of them, and a read_error on everything that is wrong."""
+"""Adapter files are read and written with their headers, and faults are reported."""
 
 import json
 
@@ -252,7 +252,7 @@ def test_a_peft_folder_loads_in_peft(tmp_path):
 
 
 def test_the_peft_config_lists_the_modules_that_were_written(tmp_path):
-    """The whole has the ranks of its parts added up, and so another alpha."""
+    """The fused layer has the sum of its parts' ranks, and so another alpha."""
     table = get_table("flux", TABLES)
     parts = {
         LayerPath(None, f"transformer_blocks.0.attn.to_{name}"): make_lora(
@@ -475,13 +475,13 @@ def test_core_tensors_with_different_kernels_are_refused(path):
 
 
 SETS = [roles for sets in TENSOR_SETS.values() for roles in sets]
-"""Complete layers; what varies below is their shapes."""
+"""Tensors of complete layers; the test below varies their shapes."""
 
 
 @st.composite
 def layers_of_any_shape(draw):
-    beside = draw(st.sampled_from([set(), {"diff_b"}, {"dora"}]))
-    roles = sorted(draw(st.sampled_from(SETS)) | beside)
+    extra = draw(st.sampled_from([set(), {"diff_b"}, {"dora"}]))
+    roles = sorted(draw(st.sampled_from(SETS)) | extra)
     axes = draw(st.sampled_from([2, 2, 3, 4]))
     shapes = {}
     for role in roles:
@@ -494,7 +494,7 @@ def layers_of_any_shape(draw):
 @given(layers_of_any_shape(), st.sampled_from([None, 0.0, 2.0]))
 @settings(max_examples=500, deadline=None)
 def test_any_shapes_give_a_valid_layer_or_an_adapter_error(shapes, alpha):
-    """Whatever a file holds, nothing but a read_error comes out of reading it, and no traceback."""
+    """Reading never fails with anything but an AdapterError."""
     tensors = {f"{PREFIX}{SUFFIXES['kohya'][role]}": torch.ones(s) for role, s in shapes.items()}
     if alpha is not None:
         tensors[f"{PREFIX}.alpha"] = torch.tensor(alpha)

@@ -25,7 +25,7 @@ WAN, FLUX, QWEN = (KeyIndex(TABLES[name]) for name in ("wan", "flux", "qwen_imag
 
 
 def paths_in_format(index, form):
-    """Every kind of module that a form has a name for, at every stage that it can say."""
+    """Yield every module that a format has a name for, for every expert that it can name."""
     stages = (
         [stage for stage, _ in form.stages] if form.stages and index.table.has_stages else [None]
     )

@@ -1,4 +1,4 @@
-"""Our maths against the live forward of lycoris-lora and peft: neither's merge is trusted."""
+"""Our dW matches the forward passes of lycoris-lora and peft."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def layer_of(module):
 
 
 def live_change(kind, base, **options):
-    """What a live LyCORIS module adds, as a function of the input, and our layer of its file."""
+    """Return the delta of a LyCORIS module as a function of the input, and our layer of its file."""
     module = KINDS[kind]("x", base, 1.0, 4, options.pop("alpha", 2.0), **options)
     fill(module)
     layer = layer_of(module)

@@ -108,7 +108,7 @@ def test_adapters_that_cannot_be_combined_are_refused():
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("rank", [None, 12])
 def test_a_fused_projection_and_its_parts_add_up(rank, order):
-    """Files of two tools: one has q, k and v as one module."""
+    """The files of two tools, of which one has q, k and v as one module."""
     names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v")]
     whole = make_lora(36, 12, generator(), 4, 2.0)
     part = make_lora(12, 12, generator(1), 4)

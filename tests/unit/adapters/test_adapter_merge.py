@@ -1,4 +1,4 @@
-"""Adapters into models of either naming, and out of two of them."""
+"""Adapters are merged into models of either naming, and extracted from two models."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def generator(seed=0):
 
 
 def wan_weights(naming="diffusers", prefix="", dtype=torch.float32, seed=7):
-    """A tiny Wan's linear weights with biases, and a norm."""
+    """Return the linear weights, with biases, and a norm of a tiny Wan."""
     index, g = KeyIndex(WAN), generator(seed)
     tensors = {}
     for name in wan_modules():
@@ -282,7 +282,7 @@ def test_extraction_needs_models_of_the_same_shape_and_naming(tmp_path):
 
 @pytest.mark.parametrize("shorter", ["base", "tuned"])
 def test_extraction_needs_the_same_weights_in_both_models(shorter, tmp_path):
-    """One shard of a folder, say: the rest of what was tuned would be left out without a word."""
+    """With a single shard of a model, the changes in the other shards would be lost silently."""
     paths = {name: tmp_path / f"{name}.safetensors" for name in ("base", "tuned")}
     for seed, path in enumerate(paths.values()):
         save_file(wan_weights(seed=seed), path)

@@ -1,4 +1,4 @@
-"""Fused projections: taken apart and put together without a change in any bit or any product."""
+"""Splitting and joining fused projections keeps dW, and where possible every bit."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def generator(seed=0):
 
 @st.composite
 def loras(draw):
-    """LoRAs on some parts of a projection, of any ranks and alphas."""
+    """Draw LoRAs on some parts of a projection, with any ranks and alphas."""
     names, outs = draw(st.sampled_from([(QKV, [12] * 3), (SINGLE, [12] * 3 + [48])]))
     kept = draw(st.sets(st.sampled_from(names), min_size=1))
     same_alpha = draw(st.booleans())
@@ -71,7 +71,7 @@ def test_loras_joined_and_split_again_compute_the_same(adapter):
     for place, layer in adapter.layers.items():
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
     if len({scale_of(layer) for layer in adapter.layers.values()}) == 1:
-        assert same(adapter, back)  # one scale: every bit comes back
+        assert same(adapter, back)  # with one scale, every bit is restored
 
 
 @given(loras())

@@ -216,7 +216,7 @@ def test_initial_weights_depend_only_on_the_seed(kind):
 @pytest.mark.parametrize("alpha", [None, 1.0])
 @pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "full"])
 def test_the_forward_is_the_frozen_layer_plus_the_delta(model, kind, alpha):
-    """Our own formula, from what would be saved, against what the module computes."""
+    """The formula, applied to the tensors that would be saved, matches the module's output."""
     frozen = {name: m.weight.clone() for name, m in model.named_modules() if hasattr(m, "weight")}
     bias = model.blocks[0].attn["to_q"].bias.clone()
     section = AdapterSection(kind=kind, rank=2, alpha=alpha)

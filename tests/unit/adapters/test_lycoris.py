@@ -1,4 +1,4 @@
-"""Our products of a LoKr against the matrix itself, and against what LyCORIS computes."""
+"""LoKr matmuls agree with the full matrix and with LyCORIS."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_gradients_match_lycoris(settings):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
+@pytest.mark.filterwarnings("ignore")  # the compiler reads attributes that torch warns about
 def test_a_lokr_block_compiles_to_one_graph():
     model = adapted(rank=2, factor=4)
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
@@ -125,7 +125,7 @@ def test_checkpointing_saves_the_fused_matmul():
 
 
 def saved_nbytes(model, x):
-    """Of what autograd keeps besides weights, by storage."""
+    """Return the bytes that autograd saves besides weights, each storage counted once."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

@@ -1,4 +1,4 @@
-"""Main directions of inputs: what products in fp8 lose less by knowing them, and how they do."""
+"""Outlier subspaces are found during a forward pass and reduce the error of fp8 layers."""
 
 import weakref
 
@@ -28,7 +28,7 @@ from gracetune.adapters.compute.outlier_subspace import (
 from gracetune.errors import GracetuneError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-"""torch's tracer looks at what torch warns of looking at."""
+"""The compiler reads attributes that torch warns about."""
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def random_tensor(*shape, seed=0):
 
 
 def inputs_with_outliers(rows, columns, directions=4, seed=1):
-    """Inputs that mostly lie along a few directions, as those of trained models do."""
+    """Return inputs that lie mostly in a few directions, like those of trained models."""
     spread = random_tensor(rows, directions, seed=seed) @ random_tensor(directions, columns, seed=7)
     return spread + 0.1 * random_tensor(rows, columns, seed=seed + 50)
 
@@ -74,7 +74,7 @@ def test_rows_of_rank_zero_or_one_give_a_finite_basis(rows):
 
 
 def layers(bias=True):
-    """One layer exactly, and in fp8 with and without main directions of its input."""
+    """Return a layer in bf16, in fp8, and in fp8 with the outlier subspace of its input."""
     torch.manual_seed(0)
     exact = nn.Linear(128, 96, bias=bias).requires_grad_(False).bfloat16()
     along = nn.Parameter(
@@ -86,16 +86,16 @@ def layers(bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 def test_calibration_reduces_the_error_of_fp8(bias):
     x = inputs_with_outliers(64, 128, seed=2).bfloat16()
-    exact, blind, knowing = layers(bias)
-    lost = [relative_error(layer(x), exact(x)) for layer in (blind, knowing)]
-    assert lost[0] > 0.02, "rounding to fp8 is not for nothing"
+    exact, plain_fp8, calibrated = layers(bias)
+    lost = [relative_error(layer(x), exact(x)) for layer in (plain_fp8, calibrated)]
+    assert lost[0] > 0.02, "rounding to fp8 has a cost"
     assert lost[1] < lost[0] / 4
 
 
 def test_calibration_does_not_hurt_other_inputs():
     x = random_tensor(64, 128, seed=3).bfloat16()
-    exact, blind, knowing = layers()
-    lost = [relative_error(layer(x), exact(x)) for layer in (blind, knowing)]
+    exact, plain_fp8, calibrated = layers()
+    lost = [relative_error(layer(x), exact(x)) for layer in (plain_fp8, calibrated)]
     assert lost[1] < 1.05 * lost[0]
 
 
@@ -104,9 +104,9 @@ def test_input_gradients_do_not_depend_on_calibration():
         inputs_with_outliers(64, 128, seed=2).bfloat16(),
         random_tensor(64, 96, seed=4).bfloat16(),
     )
-    _, blind, knowing = layers()
+    _, plain_fp8, calibrated = layers()
     found = []
-    for layer in (blind, knowing):
+    for layer in (plain_fp8, calibrated):
         given = x.clone().requires_grad_()
         layer(given).backward(grad)
         found.append(given.grad)
@@ -114,7 +114,7 @@ def test_input_gradients_do_not_depend_on_calibration():
 
 
 class Block(nn.Module):
-    """Two layers with one input in common, and one that comes after."""
+    """Two layers that share an input, and a third layer after them."""
 
     def __init__(self):
         super().__init__()
@@ -143,19 +143,19 @@ def convert_with_samples(blocks, seen):
 
 
 def test_a_forward_pass_calibrates_all_blocks():
-    exact, blind, knowing = model(), model(), model()
-    assert convert_to_fp8(blind) == Fp8Conversion(6, 0, uncalibrated=6)
-    assert convert_with_samples(knowing, inputs_with_outliers(512, 64)) == Fp8Conversion(6, 0)
+    exact, plain_fp8, calibrated = model(), model(), model()
+    assert convert_to_fp8(plain_fp8) == Fp8Conversion(6, 0, uncalibrated=6)
+    assert convert_with_samples(calibrated, inputs_with_outliers(512, 64)) == Fp8Conversion(6, 0)
     x = inputs_with_outliers(128, 64, seed=2)
     expected = exact(x)
-    lost = [relative_error(made(x), expected) for made in (blind, knowing)]
+    lost = [relative_error(made(x), expected) for made in (plain_fp8, calibrated)]
     assert lost[1] < lost[0] / 2
-    block = knowing[0]
+    block = calibrated[0]
     assert block.left.outlier_basis is block.right.outlier_basis, (
-        "one parameter for an input in common"
+        "layers with one input share a parameter"
     )
     assert block.left.outlier_basis is not block.down.outlier_basis
-    assert not any(p.requires_grad for p in knowing.parameters())
+    assert not any(p.requires_grad for p in calibrated.parameters())
     assert not block._forward_hooks
     assert not block._forward_pre_hooks
 
@@ -173,14 +173,14 @@ def test_calibration_runs_with_the_original_layers():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lora_gradients_of_calibrated_layers_are_closer_to_exact(compiled):
-    """Its gradients come nearer to those of the exact model, and it is still one graph."""
+    """Also when compiled, which must still give one graph."""
     x = inputs_with_outliers(64, 64, seed=2).bfloat16()
     results = []
-    for way in ("exact", "blind", "knowing"):
+    for way in ("exact", "plain_fp8", "calibrated"):
         made = model(rank=4, dtype=torch.bfloat16)
-        if way == "blind":
+        if way == "plain_fp8":
             convert_to_fp8(made)
-        if way == "knowing":
+        if way == "calibrated":
             with torch.autocast("cpu", torch.bfloat16):
                 convert_with_samples(made, inputs_with_outliers(512, 64).bfloat16())
         assert fuse_lora(made) == 6
@@ -192,9 +192,9 @@ def test_lora_gradients_of_calibrated_layers_are_closer_to_exact(compiled):
         y.float().square().sum().backward()
         trained = [p.grad.flatten() for p in made.parameters() if p.requires_grad]
         results.append((y.detach(), torch.cat(trained)))
-    exact, blind, knowing = results
+    exact, plain_fp8, calibrated = results
     for which in range(2):
-        lost = [relative_error(one[which], exact[which]) for one in (blind, knowing)]
+        lost = [relative_error(one[which], exact[which]) for one in (plain_fp8, calibrated)]
         assert lost[1] < 0.7 * lost[0]
 
 
@@ -214,17 +214,17 @@ def test_a_shared_input_is_split_and_quantized_once_when_compiled():
     made[0].forward = torch.compile(made[0].forward, backend=backend, fullgraph=True)
     made(inputs_with_outliers(16, 64).bfloat16().requires_grad_()).float().sum().backward()
     torch._dynamo.reset()
-    there, back = graphs
-    assert sum("lora_linear_fp8" in name for name in there) == 3
-    assert sum("split_outliers" in name for name in there) == 2
-    assert sum("amax" in name for name in there) == 2
-    assert not any("split_outliers" in name for name in back), (
-        "nor is it done again on the way back"
+    forward, backward = graphs
+    assert sum("lora_linear_fp8" in name for name in forward) == 3
+    assert sum("split_outliers" in name for name in forward) == 2
+    assert sum("amax" in name for name in forward) == 2
+    assert not any("split_outliers" in name for name in backward), (
+        "it is not recomputed in backward"
     )
 
 
 class AdapterAround(nn.Module):
-    """As a LoKr in one product: the layer's weight is read, and the layer never called."""
+    """Like a fused LoKr, it reads the layer's weight and does not call the layer."""
 
     def __init__(self, base_layer):
         super().__init__()
@@ -252,17 +252,17 @@ def test_split_outliers_is_a_valid_operator(turned):
 
 
 def test_blocks_that_did_not_run_are_converted_without_calibration():
-    made, blind = model(), model()
-    convert_to_fp8(blind)
+    made, plain_fp8 = model(), model()
+    convert_to_fp8(plain_fp8)
     frozen = convert_to_fp8_calibrated(lambda: made[0](random_tensor(8, 64)), list(made), CPU)
     assert frozen == Fp8Conversion(6, 0, uncalibrated=3)
     assert made[1].left.outlier_basis is None
-    assert torch.equal(made[1](random_tensor(2, 64)), blind[1](random_tensor(2, 64)))
+    assert torch.equal(made[1](random_tensor(2, 64)), plain_fp8[1](random_tensor(2, 64)))
     assert not made[1]._forward_hooks
 
 
 def test_replaced_layers_are_freed_during_the_pass():
-    """Or all of a model would be on the device in the end."""
+    """Otherwise the whole model would be on the device at the end."""
     made = model()
     replaced = [weakref.ref(layer) for layer in made[0].children() if type(layer) is nn.Linear]
     alive = []
@@ -281,7 +281,7 @@ def test_a_replaced_layer_is_moved_back_to_its_device():
 
 
 def test_a_block_moves_back_to_the_device_of_its_largest_weight():
-    """Small ones, which are not streamed, may be on the device before the pass."""
+    """Small weights, which are not streamed, may be on the device before the pass."""
     block, device, went = model()[0], torch.device("meta"), []
     block.table = nn.Parameter(torch.empty(2, device=device), requires_grad=False)
     assert next(block.parameters()) is block.table

@@ -1,4 +1,4 @@
-"""LoRA layers of one input together, against peft's layers one by one."""
+"""LoRA layers that share an input compute the same together as one by one."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from gracetune.adapters.compute.fused_lora import fuse_lora, fuse_shared_input
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-"""torch's tracer looks at what torch warns of looking at."""
+"""The compiler reads attributes that torch warns about."""
 
 NAMES = ["query", "key", "value"]
 
