@@ -42,7 +42,7 @@ import proof_ways
 import results
 import torch
 from proof_ways import Asked
-from wan14b import in_a_row, let_go, step_of
+from wan14b import time_each_step, free_memory, make_training_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
@@ -159,7 +159,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         step()
-        seconds, loss = in_a_row(step, count, self.device)
+        seconds, loss = time_each_step(step, count, self.device)
         assert torch.isfinite(loss), f"the loss is {float(loss)}"
         if self.device.type != "cuda":
             return median(seconds), 1.0
@@ -223,13 +223,13 @@ def compare(bench: Bench, name: str) -> None:
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
     fuse_operations(model)
-    let_go()
+    free_memory()
     measure_ours(bench, name, case, model)
     ours, plain = (float(bench.figures[f"{name}_{who}_samples_s"]) for who in ("96", "plain"))
     bench.figures[f"{name}_ratio"] = ours / plain
     print(f"{name}: {ours / plain:.3f} times the plain loop", flush=True)
     del model
-    let_go()
+    free_memory()
 
 
 def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
@@ -238,7 +238,7 @@ def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None
     best = 0.0
     for batch in BATCHES:
         try:
-            step = step_of(model, *case.call(model, batch, bench.device), autocast=True)
+            step = make_training_step(model, *case.call(model, batch, bench.device), autocast=True)
             found = bench.time(step, PLAIN_STEPS[name])
         except torch.OutOfMemoryError as full:
             print(f"{name}: plain, batch {batch} does not fit: {str(full)[:200]}", flush=True)
@@ -314,7 +314,7 @@ def prove(
             except (PlanError, torch.OutOfMemoryError) as full:
                 print(f"{title} does not fit: {str(full)[:200]}", flush=True)
         del model
-        let_go()
+        free_memory()
 
 
 def run_plan(
@@ -349,7 +349,7 @@ def run_choice(
     mover = open_copy_engine(bench.device, bench.link)
     backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
     placed = apply_plan(model, {model: blocks}, layout, mover, show, backend)
-    let_go()
+    free_memory()
     bench.limit(BUDGET_NBYTES)
     try:
         rounds = take_rounds(bench, name, case, model, choice, steps)
@@ -357,7 +357,7 @@ def run_choice(
     finally:
         placed.close()
         bench.limit(None)
-        let_go()
+        free_memory()
     found = {
         key: fmean(one[key] for one in rounds)
         for key in ("seconds", "peak_gib", "predicted_seconds", "predicted_peak_gib")
@@ -383,7 +383,7 @@ def take_rounds(
     steps: tuple[int, int],
 ) -> list[dict[str, Any]]:
     """In each a look at the host, a prediction, and some steps."""
-    step = step_of(model, *case.call(model, choice.batch, bench.device), autocast=False)
+    step = make_training_step(model, *case.call(model, choice.batch, bench.device), autocast=False)
     warm_up, count = steps
     for _ in range(warm_up):
         step()

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import results
 import torch
-from wan14b import DEVICE, in_a_row, let_go, make_model, make_step
+from wan14b import DEVICE, time_each_step, free_memory, make_model, make_step
 
 from gracetune.memory.platform import open_machine
 from gracetune.offload.autosize import RING_WINDOW_PASSES, MIN_STALL_SHARE
@@ -164,7 +164,7 @@ def measure(
             streamed.placed.allow_ring_growth(0)
     for side in (resident, streamed):
         side.placed.close()
-    let_go()
+    free_memory()
 
 
 def settle(streamed: Side, spare_nbytes: int) -> None:
@@ -210,7 +210,7 @@ def take_turn(side: Side) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     side.step()
-    side.seconds += in_a_row(side.step, STEPS - 1, DEVICE)[0]
+    side.seconds += time_each_step(side.step, STEPS - 1, DEVICE)[0]
     side.peak_nbytes = max(side.peak_nbytes, torch.cuda.max_memory_allocated())
 
 

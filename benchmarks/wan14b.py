@@ -1,6 +1,7 @@
-"""A Wan2.2-A14B-shaped transformer with random weights, its LoRA, and a step of it, for timing.
+"""Build and time training steps of a LoRA on a transformer with the shape of Wan 2.2 A14B.
 
-One frame of 1024x1024 is 4096 tokens. Everything is on the device; whoever streams takes it away.
+Weights are random. One image of 1024x1024 pixels is 4096 tokens. Everything is created on the
+device; benchmarks that stream weights move them to the host.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ DEVICE = torch.device("cuda", 0)
 LAYERS = 40
 RANK = 32
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
-WARM_UP = 2
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One way to run a step."""
+class StepTiming:
+    """Time and memory of one way to run a training step."""
 
     seconds: float
     peak_gib: float
-    """What torch had allocated at most, beside the reserve that its allocator keeps."""
+    """Peak of allocated memory, without the allocator's cache."""
     reserved_gib: float
+    """Peak of memory that the allocator held, cache included."""
     loss: float
 
 
 def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Random frozen weights in bf16 and a LoRA that is not zero."""
+    """Return a model with random frozen bf16 weights and a LoRA whose output is not zero."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with DEVICE:
@@ -60,13 +62,13 @@ def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) ->
 
 
 def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[[], torch.Tensor]:
-    """A whole step on inputs that stay: forward, backward, AdamW. Gives the loss."""
-    predict, latents = ask(model, batch)
-    return step_of(model, predict, latents, autocast)
+    """Return a function that runs one training step on fixed inputs and returns the loss."""
+    predict, latents = make_forward(model, batch)
+    return make_training_step(model, predict, latents, autocast)
 
 
-def ask(model: nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
-    """What passes these inputs through a model, and latents of the shape that it gives."""
+def make_forward(model: nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """Return a function that runs one forward pass on fixed inputs, and a target of its shape."""
     generator = torch.Generator(DEVICE).manual_seed(batch)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -86,12 +88,12 @@ def ask(model: nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], torch
     return predict, latents
 
 
-def step_of(
+def make_training_step(
     model: nn.Module, predict: Callable[[], torch.Tensor], target: torch.Tensor, autocast: bool
 ) -> Callable[[], torch.Tensor]:
-    """Forward, loss, backward, fused AdamW; gives the loss."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    """Return a function that runs forward, loss, backward and AdamW, and returns the loss."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 
     def step() -> torch.Tensor:
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
@@ -105,14 +107,14 @@ def step_of(
     return step
 
 
-def time_step(step: Callable[[], torch.Tensor], steps: int) -> Timed:
-    """The median of some steps after a warm-up, queued one behind the other as in a run."""
-    for _ in range(WARM_UP):
+def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
+    """Return the median time of some steps, queued without waiting, after a warm-up."""
+    for _ in range(WARM_UP_STEPS):
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    seconds, loss = in_a_row(step, steps)
-    return Timed(
+    seconds, loss = time_each_step(step, steps)
+    return StepTiming(
         seconds=median(seconds),
         peak_gib=torch.cuda.max_memory_allocated() / GIB,
         reserved_gib=torch.cuda.max_memory_reserved() / GIB,
@@ -120,11 +122,11 @@ def time_step(step: Callable[[], torch.Tensor], steps: int) -> Timed:
     )
 
 
-def in_a_row(
+def time_each_step(
     step: Callable[[], torch.Tensor], count: int, device: torch.device = DEVICE
 ) -> tuple[list[float], torch.Tensor]:
-    """Seconds of each of some steps that nobody waits between, by the device; and the last loss."""
-    clock: Callable[[], Any] = time.perf_counter if device.type == "cpu" else _moment
+    """Return the seconds of each step, measured on the device without waiting, and the last loss."""
+    clock: Callable[[], Any] = time.perf_counter if device.type == "cpu" else _record_event
     moments = [clock()]
     for _ in range(count):
         loss = step()
@@ -135,15 +137,15 @@ def in_a_row(
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(moments)], loss
 
 
-def _moment() -> torch.cuda.Event:
-    """When all that was queued so far is done."""
+def _record_event() -> torch.cuda.Event:
+    """Record an event on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
-def let_go() -> None:
-    """Give cached memory and compilations back before the next way is measured."""
+def free_memory() -> None:
+    """Free cached memory and compiled code before the next measurement."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()

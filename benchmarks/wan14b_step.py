@@ -25,7 +25,7 @@ import torch
 import wan14b
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from wan14b import DEVICE, LAYERS, ask, let_go, make_model, make_step, time_step
+from wan14b import DEVICE, LAYERS, make_forward, free_memory, make_model, make_step, time_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from wan14b import Timed
+    from wan14b import StepTiming
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
@@ -152,7 +152,7 @@ def measure_plain(figures: dict[str, float | str]) -> None:
         float(figures[f"plain_batch_{batch}_images_s"]) for batch in (1, 2, 4)
     )
     del model
-    let_go()
+    free_memory()
 
 
 def measure_ours(
@@ -173,7 +173,7 @@ def measure_ours(
                 print(f"{prefix}{budget} GB: {way} does not fit: {str(full)[:300]}", flush=True)
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
-                let_go()
+                free_memory()
 
 
 def measure_way(
@@ -182,12 +182,12 @@ def measure_way(
     """Place, narrow the memory, time."""
     model = make_model()
     if name.startswith("fp8"):
-        convert_to_fp8_calibrated(ask(model, 1)[0], list(model.blocks), DEVICE)
+        convert_to_fp8_calibrated(make_forward(model, 1)[0], list(model.blocks), DEVICE)
     fuse_operations(model)
     placed = apply_plan(
         model, {model: list(model.blocks)}, way.layout(), open_copy_engine(DEVICE, link), show
     )
-    let_go()
+    free_memory()
     total = torch.cuda.mem_get_info(DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(budget_gb * 1e9 / total)
     try:
@@ -198,7 +198,7 @@ def measure_way(
             figures[f"{name}_ratio"] = float(figures[f"{name}_images_s"]) / float(
                 figures["plain_images_s"]
             )
-        figures[f"{name}_waiting_s"] = placed.stall_seconds() / (wan14b.WARM_UP + STEPS)
+        figures[f"{name}_waiting_s"] = placed.stall_seconds() / (wan14b.WARM_UP_STEPS + STEPS)
         print("   ", figures[f"{name}_layout"], figures.get(f"{name}_ratio"), flush=True)
         print("   ", placed.ring and placed.ring.counters(), flush=True)
         print("   ", placed.offload and placed.offload.counters(), flush=True)
@@ -319,10 +319,10 @@ def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> 
     note(figures, "group_offload", 2, time_step(make_step(model, 2, True), 3))
     save()
     del model
-    let_go()
+    free_memory()
     model = with_ramtorch(make_model())
     model.enable_gradient_checkpointing()
-    wan14b.WARM_UP = 1  # its steps take ten times as long as others
+    wan14b.WARM_UP_STEPS = 1  # its steps take ten times as long as others
     note(figures, "ramtorch", 2, time_step(make_step(model, 2, True), 2))
     for peer in ("group_offload", "ramtorch"):
         if "12_images_s" in figures:
@@ -344,7 +344,7 @@ def with_ramtorch(model: nn.Module) -> nn.Module:
     return model
 
 
-def note(figures: dict[str, float | str], name: str, batch: int, measured: Timed) -> None:
+def note(figures: dict[str, float | str], name: str, batch: int, measured: StepTiming) -> None:
     """Write one way down, and show it."""
     figures[f"{name}_step_s"] = measured.seconds
     figures[f"{name}_images_s"] = batch / measured.seconds

@@ -1,7 +1,7 @@
 """A model family for benchmarks: Wan 2.2 with both experts and random weights.
 
-Everything but the weights is the family `wan22`. The weights are drawn on the device, one tensor at a
-time, and copied to host memory, where a run expects a model that was just loaded. They are never
+Everything but the weights is the family `wan22`. The weights are drawn on the device, one tensor at
+a time, and copied to host memory, where a run expects a model that was just loaded. They are never
 written to a file.
 """
 
@@ -21,11 +21,13 @@ from transformers import UMT5Config, UMT5EncoderModel
 from gracetune.models.diffusers_family import find_model_folder, read_model_index
 from gracetune.models.wan22 import TRANSFORMER_FOLDERS, assemble
 
+# The miniatures are test code, which is not installed with the package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from fakes.miniatures import write_miniature  # noqa: E402
+from fakes.miniatures import write_miniature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
     from gracetune.config.schema import ModelSection
     from gracetune.models.wan22 import Wan22
 
