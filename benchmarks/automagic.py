@@ -1,9 +1,8 @@
-"""Automagic without a rate beside AdamW at three, on the demo's adapter.
+"""Compare Automagic without a learning rate with AdamW at three learning rates.
 
 Every run is `examples/demo-lora.json` with another optimizer, from the same weights, with the same
-batches and noise. What is compared is the loss on samples that nobody trains on, at fixed levels
-and with fixed noise. The claim: Automagic needs at most 25 % more steps to be as good as the best
-AdamW is at its end.
+batches and noise. The measure is the loss on held-out samples, at fixed timesteps and with fixed
+noise. The goal: Automagic needs at most 25 % more steps to reach the final loss of the best AdamW.
 
     python benchmarks/automagic.py [--steps 500] [--write]
 
@@ -27,23 +26,22 @@ from gracetune.data.loader import Loader
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.step import TrainProgress
-from gracetune.train.step import losses_given_noise, train_step
+from gracetune.train.step import TrainProgress, losses_given_noise, train_step
 
 if TYPE_CHECKING:
     from gracetune.train.build import Session
 
 ROOT = Path(__file__).parent.parent
-RATES = (1e-3, 3e-3, 1e-2)
-"""The demo's own, and about three times less and more."""
-ALLOWED = 1.25
-EVERY = 25
-DRAWS = 4
-"""How often each held-out sample is measured, each time at another level."""
+ADAMW_RATES = (1e-3, 3e-3, 1e-2)
+"""The demo's learning rate, and about three times less and more."""
+MAX_STEP_RATIO = 1.25
+EVALUATE_EVERY = 25
+EVALUATIONS_PER_SAMPLE = 4
+"""Losses measured for each held-out sample, each at another timestep."""
 
 
 def train(steps: int, settings: list[str]) -> tuple[dict[int, float], list[float]]:
-    """One run: the held-out loss by step, and the learning rate of every step."""
+    """Train one run; return held-out losses by step, and the learning rate of every step."""
     with tempfile.TemporaryDirectory() as folder:
         run = load_run_file(
             ROOT / "examples" / "demo-lora.json",
@@ -58,59 +56,60 @@ def train(steps: int, settings: list[str]) -> tuple[dict[int, float], list[float
             environment={},
         ).run
         accelerator = start_accelerator(run)
-        with open(Path(folder) / "told", "w") as told:
+        with open(Path(folder) / "events.txt", "w") as events:
             session = build_session(
                 run,
                 accelerator,
-                lambda event: print(event, file=told),
+                lambda event: print(event, file=events),
                 RunControl(Path(folder)),
                 SignalHandler(),
             )
-        return follow(session, steps)
+        return train_and_evaluate(session, steps)
 
 
-def follow(session: Session, steps: int) -> tuple[dict[int, float], list[float]]:
-    """Train, and look every now and then."""
+def train_and_evaluate(session: Session, steps: int) -> tuple[dict[int, float], list[float]]:
+    """Train, and evaluate every `EVALUATE_EVERY` steps."""
     batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
-    losses, rates = {0: held_out(session)}, []
+    losses, rates = {0: held_out_loss(session)}, []
     for step in range(steps):
         batch, _ = next(batches)
         result = train_step(session.state, [batch], 1, TrainProgress(step, step))
         rates.append(float(result.lr))
-        if (step + 1) % EVERY == 0 or step + 1 == steps:
-            losses[step + 1] = held_out(session)
+        if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
+            losses[step + 1] = held_out_loss(session)
     return losses, rates
 
 
 @torch.no_grad()
-def held_out(session: Session) -> float:
-    """The mean loss over evenly spread levels, with noise that never changes."""
+def held_out_loss(session: Session) -> float:
+    """Return the mean loss over evenly spread timesteps, with fixed noise."""
     total, count = 0.0, 0
-    for draw in range(DRAWS):
+    for repetition in range(EVALUATIONS_PER_SAMPLE):
         for index, batch in enumerate(session.validation.held_out):
-            generator = torch.Generator().manual_seed(1000 * draw + index)
+            generator = torch.Generator().manual_seed(1000 * repetition + index)
             noise = torch.randn(batch.latents.shape, generator=generator)
-            levels = torch.arange(len(batch)) + torch.rand(len(batch), generator=generator)
-            losses = losses_given_noise(session.state, batch, levels / len(batch), noise)
+            sigmas = torch.arange(len(batch)) + torch.rand(len(batch), generator=generator)
+            losses = losses_given_noise(session.state, batch, sigmas / len(batch), noise)
             total, count = total + float(losses.sum()), count + len(batch)
     return total / count
 
 
 def first_below(losses: dict[int, float], goal: float) -> float | None:
-    """The step at which a curve first is at the goal, between two that were measured."""
-    earlier = None
+    """Return the step at which a curve first reaches the goal, interpolated between evaluations."""
+    previous = None
     for step, loss in losses.items():
         if loss <= goal:
-            if earlier is None:
+            if previous is None:
                 return float(step)
-            before, at = earlier
-            return before + (step - before) * (at - goal) / (at - loss)
-        earlier = (step, loss)
+            previous_step, previous_loss = previous
+            share = (previous_loss - goal) / (previous_loss - loss)
+            return previous_step + (step - previous_step) * share
+        previous = (step, loss)
     return None
 
 
 def main() -> None:
-    """Train all, compare, and write the result where asked."""
+    """Train all runs, compare them, and write the results with --write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--write", action="store_true", help="write results/automagic.{json,png}")
@@ -118,37 +117,41 @@ def main() -> None:
     torch.set_num_threads(1)
     base = ROOT / "runs" / "demo" / "model"
     if not base.is_dir():
-        parser.error(f"{base} is not there; make it with `make demo`.")
+        parser.error(f"{base} does not exist. Create it with `make demo`.")
     model = f"model.path={base}"
-    curves, ends = {}, {}
-    for rate in RATES:
+    curves, final_losses = {}, {}
+    for rate in ADAMW_RATES:
         name = f"AdamW, {rate:g}"
         curves[name], _ = train(args.steps, [model, "optimizer.name=adamw", f"optimizer.lr={rate}"])
-        ends[name] = curves[name][args.steps]
-        print(f"{name:<20} {ends[name]:.5f} after {args.steps} steps", flush=True)
-    best = min(ends, key=ends.__getitem__)
-    allowed = round(ALLOWED * args.steps)
-    found = {}
-    for steps in (args.steps, allowed):
+        final_losses[name] = curves[name][args.steps]
+        print(f"{name:<20} {final_losses[name]:.5f} after {args.steps} steps", flush=True)
+    best = min(final_losses, key=final_losses.__getitem__)
+    max_steps = round(MAX_STEP_RATIO * args.steps)
+    rates_half_way = {}
+    for steps in (args.steps, max_steps):
         name = f"Automagic, {steps} steps"
         curves[name], rates = train(steps, [model, "optimizer.name=automagic", "optimizer.lr=null"])
-        ends[name] = curves[name][steps]
-        found[name] = rates[steps // 2]
-        print(f"{name:<20} {ends[name]:.5f}; half-way its rate was {found[name]:.2e}", flush=True)
-    reached = first_below(curves[f"Automagic, {allowed} steps"], ends[best])
+        final_losses[name] = curves[name][steps]
+        rates_half_way[name] = rates[steps // 2]
+        print(
+            f"{name:<20} {final_losses[name]:.5f}; "
+            f"learning rate half-way: {rates_half_way[name]:.2e}",
+            flush=True,
+        )
+    reached = first_below(curves[f"Automagic, {max_steps} steps"], final_losses[best])
     figures = {
         "steps": args.steps,
         "best_adamw": best,
-        "held_out_loss_at_the_end": ends,
-        "automagic_rate_half_way": found,
+        "held_out_loss_at_the_end": final_losses,
+        "automagic_rate_half_way": rates_half_way,
         "automagic_reaches_best_adamw_at_step": reached,
         "automagic_steps_over_best_adamw": None if reached is None else reached / args.steps,
         "held_out_loss": {name: json.dumps(curve) for name, curve in curves.items()},
     }
-    print(f"best: {best}; Automagic is there at step {reached} of {allowed} allowed")
+    print(f"best: {best}; Automagic reaches it at step {reached}, at most {max_steps} allowed")
     if args.write:
         path = results.write("automagic", figures)
-        draw_curves(curves, path.with_suffix(".png"), "loss on samples held out", "optimizer steps")
+        draw_curves(curves, path.with_suffix(".png"), "loss on held-out samples", "optimizer steps")
 
 
 if __name__ == "__main__":

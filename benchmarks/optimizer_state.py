@@ -1,17 +1,18 @@
-"""A full training step with the optimizer's state in host memory: ours, torchao's, on the device.
+"""Measure a full training step with optimizer state in host memory, on the device, and by torchao.
 
-A transformer of 2.9 B parameters in fp32, computed in bf16, recomputed block by block, two samples
-of 4096 tokens; AdamW. Each way trains the same model in the same process: two steps to warm up,
-five that are timed together, from one wait for the device to the next. `update_s` is what a step
-takes more than forward and backward alone. The link is measured in the same run, both ways at once:
-ours cannot be faster than its bytes are there.
+The model is a transformer of 2.9 B parameters in fp32, computed in bf16 with activation
+checkpointing, two samples of 4096 tokens, AdamW. Every variant trains the same model in the same
+process: two warm-up steps, then five steps timed together. `update_s` is the time of a step beyond
+forward and backward. The link is measured in the same run, in both directions at once, because it
+bounds the time of an update.
 
-torchao's copies gradients out during backward and steps on the CPU, with all its threads here. It
-cannot clip, since the length of all gradients comes too late for it; ways are compared without, and
-ours is measured with it as well. What is asked: which of them is faster, whether ours takes longer
-than its bytes on the link, whether its device memory is less by the state, and whether its numbers
-are those of the device, bit for bit. With `--masters` the same model is also trained in bf16, with
-its fp32 masters among the state.
+torchao copies gradients to the host during backward and updates on the CPU, here with all its
+threads. It does not support gradient clipping, which needs the norm of all gradients first, so the
+comparison is without clipping; gracetune is measured with clipping as well.
+
+Questions: Which one is faster? Is an update slower than its bytes on the link? Does the device save
+the memory of the state? Are the results bit for bit those of state on the device? With `--masters`
+the model is also trained in bf16, with fp32 master weights in the state.
 
     PYTHONPATH=src:benchmarks python benchmarks/optimizer_state.py [--out FOLDER] [--commit NAME]
 """
@@ -37,7 +38,7 @@ from gracetune.config.schema import OptimizerSection
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import CopyStream, open_copy_engine
 from gracetune.optim.build import build_optimizer
-from gracetune.optim.offloaded_state import StateOffloadSettings, OptimizerStepper
+from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings
 from gracetune.train.step import scale_and_clip_gradients
 from gracetune.units import GIB
 
@@ -47,17 +48,17 @@ if TYPE_CHECKING:
     from gracetune.offload.copies import CopyEngine
 
 WARM_UP, STEPS = 2, 5
-NEEDED = 70 * GIB
-STATE_NBYTES_EACH = 8.0
+REQUIRED_NBYTES = 70 * GIB
+STATE_NBYTES_PER_ELEMENT = 8.0
 SECTION = OptimizerSection(lr=1e-5)
 COMPARED_BLOCKS = 4
-"""Of the model: what bits are compared on."""
-COPIED, COPIES = 1 << 28, 8
+"""Blocks whose weights and state are compared bit for bit."""
+LINK_COPY_NBYTES, LINK_COPIES = 1 << 28, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the model and of what it is given."""
+    """Size of the model and of its input."""
 
     width: int = 3072
     heads: int = 24
@@ -66,54 +67,54 @@ class Size:
     tokens: int = 4096
 
 
-REHEARSED = Size(width=64, heads=2, blocks=6, batch=1, tokens=16)
+SMALL = Size(width=64, heads=2, blocks=6, batch=1, tokens=16)
 
 
 class Block(nn.Module):
-    """Attention and two wide products."""
+    """A transformer block: attention and an MLP."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         width = size.width
         self.heads = size.heads
-        self.before = nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.between = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width, bias=False)
-        self.narrow = nn.Linear(4 * width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Before each half its norm, around each half the sum."""
-        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        """Apply attention and the MLP, each with a norm before it and a residual around it."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         mixed = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.narrow(gelu(self.wide(self.between(x))))
+        return x + self.down(gelu(self.up(self.norm2(x))))
 
 
 class Bench:
-    """One model, trained in several ways."""
+    """One model, trained with its optimizer state in different places."""
 
     def __init__(
         self,
         size: Size,
-        mover: Callable[[], CopyEngine],
-        travel: StateOffloadSettings,
+        open_engine: Callable[[], CopyEngine],
+        settings: StateOffloadSettings,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.mover = mover
-        self.travel = travel
-        self.device = mover().device
+        self.open_engine = open_engine
+        self.settings = settings
+        self.device = open_engine().device
         torch.manual_seed(0)
         with self.device:
             self.blocks = nn.ModuleList(Block(size).to(dtype) for _ in range(size.blocks))
             self.x = torch.randn(size.batch, size.tokens, size.width, dtype=dtype)
         self.parameters = dict(self.blocks.named_parameters())
         self.numel = sum(p.numel() for p in self.parameters.values())
-        self.nbytes_each = STATE_NBYTES_EACH + (4 if dtype == torch.bfloat16 else 0)
+        self.nbytes_per_element = STATE_NBYTES_PER_ELEMENT + (4 if dtype == torch.bfloat16 else 0)
 
     def backward(self) -> None:
-        """Forward and backward of one micro-batch."""
+        """Run forward and backward of one micro-batch."""
         with torch.autocast(self.device.type, torch.bfloat16):
             x = self.x
             for block in self.blocks:
@@ -121,67 +122,69 @@ class Bench:
             loss = (x.float() - self.x.roll(1, 1)).square().mean()
         loss.backward()
 
-    def forget(self) -> None:
-        """Begin without gradients."""
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
         for p in self.parameters.values():
             p.grad = None
 
-    def seconds(self, update: Callable[[], object], clip: bool = False) -> float:
-        """Of one step, from several in a row."""
+    def step_seconds(self, step: Callable[[], object], clip: bool = False) -> float:
+        """Return the time of one step, from several in a row."""
         began = 0.0
         for number in range(WARM_UP + STEPS):
             if number == WARM_UP:
-                self.wait()
+                self.synchronize()
                 began = time.perf_counter()
             self.backward()
             if clip:
-                one = torch.ones((), device=self.device)
-                scale_and_clip_gradients(list(self.parameters.values()), one, max_norm=1.0)
-            update()
-            self.forget()
-        self.wait()
+                scale = torch.ones((), device=self.device)
+                scale_and_clip_gradients(list(self.parameters.values()), scale, max_norm=1.0)
+            step()
+            self.zero_grad()
+        self.synchronize()
         return (time.perf_counter() - began) / STEPS
 
-    def wait(self) -> None:
-        """For the device."""
+    def synchronize(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def clear(self) -> None:
-        """Give up what the last way has left, and start counting again."""
-        self.forget()
+        """Free memory of the last measurement and reset the peak."""
+        self.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> float:
-        """Device memory at most since `clear`."""
+        """Return the peak device memory since `clear`."""
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else 0.0
 
-    def ours(self, host_share: float) -> dict[str, float]:
-        """AdamW as a run has it, with so much of its state in host memory."""
+    def measure_ours(self, host_share: float) -> dict[str, float]:
+        """Measure AdamW as a run has it, with a share of its state in host memory."""
         self.clear()
         optimizer = build_optimizer(self.parameters, SECTION)
-        update = OptimizerStepper(optimizer, self.mover(), self.nbytes_each, self.travel)
-        update.set_host_share(host_share)
+        stepper = OptimizerStepper(
+            optimizer, self.open_engine(), self.nbytes_per_element, self.settings
+        )
+        stepper.set_host_share(host_share)
         began = time.perf_counter()
         self.backward()
-        update.step()
-        self.forget()
-        self.wait()
-        found = {
+        stepper.step()
+        self.zero_grad()
+        self.synchronize()
+        figures = {
             "first_step_s": time.perf_counter() - began,
-            "step_s": self.seconds(update.step),
-            "step_with_clipping_s": self.seconds(update.step, clip=True),
+            "step_s": self.step_seconds(stepper.step),
+            "step_with_clipping_s": self.step_seconds(stepper.step, clip=True),
             "device_peak_gib": self.peak_gib(),
-            "host_gib": update.host_nbytes / GIB,
+            "host_gib": stepper.host_nbytes / GIB,
         }
-        update.close()
-        return found
+        stepper.close()
+        return figures
 
-    def theirs(self) -> dict[str, float]:
-        """torchao's, with gradients left on the device as ours: it may accumulate then."""
+    def measure_torchao(self) -> dict[str, float]:
+        """Measure torchao's CPU offload, with gradients kept on the device as in ours."""
         from torchao.optim import CPUOffloadOptimizer
 
         self.clear()
@@ -196,130 +199,143 @@ class Bench:
         began = time.perf_counter()
         self.backward()
         optimizer.step()
-        self.forget()
-        self.wait()
-        held = 2 + STATE_NBYTES_EACH / 4  # weights and gradients besides
+        self.zero_grad()
+        self.synchronize()
+        # Per element: the state, a weight and a gradient, all in fp32 on the host.
+        held = 2 + STATE_NBYTES_PER_ELEMENT / 4
         return {
             "first_step_s": time.perf_counter() - began,
-            "step_s": self.seconds(optimizer.step),
+            "step_s": self.step_seconds(optimizer.step),
             "device_peak_gib": self.peak_gib(),
             "host_gib": 4 * held * self.numel / GIB,
         }
 
-    def bits(self, host_share: float) -> Iterator[Tensor]:
-        """Sums over all bits of weights and state after three updates with given gradients."""
+    def checksums(self, host_share: float) -> Iterator[Tensor]:
+        """Yield checksums of weights and state after three steps with fixed gradients."""
         self.clear()
         named = {
             name: nn.Parameter(p.detach().clone())
             for name, p in self.blocks[:COMPARED_BLOCKS].named_parameters()
         }
         optimizer = build_optimizer(named, SECTION)
-        update = OptimizerStepper(optimizer, self.mover(), STATE_NBYTES_EACH, self.travel)
-        update.set_host_share(host_share)
+        stepper = OptimizerStepper(
+            optimizer, self.open_engine(), STATE_NBYTES_PER_ELEMENT, self.settings
+        )
+        stepper.set_host_share(host_share)
         generator = torch.Generator(self.device).manual_seed(0)
         for _ in range(3):
             for p in named.values():
                 p.grad = torch.randn(p.shape, generator=generator, device=self.device)
-            update.step()
-        update.synchronize()
+            stepper.step()
+        stepper.synchronize()
         for p in named.values():
             for tensor in (p.detach(), *optimizer.state[p].values()):
                 yield tensor.view(torch.int32).sum(dtype=torch.int64).cpu()
-        update.close()
+        stepper.close()
 
 
 def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
-    """GB/s in, out, and each way while both are busy."""
-    mover = bench.mover()
-    inward = mover.allocate_device(nbytes), mover.allocate_pinned(nbytes)
-    outward = mover.allocate_pinned(nbytes), mover.allocate_device(nbytes)
+    """Return GB/s in, out, and in each direction while both are busy."""
+    engine = bench.open_engine()
+    copy_in = engine.allocate_device(nbytes), engine.allocate_pinned(nbytes)
+    copy_out = engine.allocate_pinned(nbytes), engine.allocate_device(nbytes)
 
-    def timed(*ways: tuple[CopyStream, tuple[Tensor, Tensor]]) -> float:
-        for repetitions in (1, COPIES):
-            bench.wait()
+    def rate(*directions: tuple[CopyStream, tuple[Tensor, Tensor]]) -> float:
+        for repetitions in (1, LINK_COPIES):
+            bench.synchronize()
             began = time.perf_counter()
             for _ in range(repetitions):
-                for lane, (target, source) in ways:
-                    mover.copy(target, source, poison=False, stream=lane)
-            bench.wait()
-        return COPIES * nbytes / (time.perf_counter() - began) / 1e9
+                for stream, (target, source) in directions:
+                    engine.copy(target, source, poison=False, stream=stream)
+            bench.synchronize()
+        return LINK_COPIES * nbytes / (time.perf_counter() - began) / 1e9
 
-    into, out = (CopyStream.STATE_IN, inward), (CopyStream.STATE_OUT, outward)
-    found = {"in": timed(into), "out": timed(out), "each_of_both": timed(into, out)}
-    mover.close()
-    return found
+    into, out = (CopyStream.STATE_IN, copy_in), (CopyStream.STATE_OUT, copy_out)
+    figures = {"in": rate(into), "out": rate(out), "each_of_both": rate(into, out)}
+    engine.close()
+    return figures
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit to record if git is not available")
     parser.add_argument(
-        "--masters", action="store_true", help="also bf16 weights with fp32 masters, 30 s more"
+        "--masters",
+        action="store_true",
+        help="also measure bf16 weights with fp32 master weights; takes 30 s more",
     )
-    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU; prints only")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run a small model on the CPU and only print"
+    )
     arguments = parser.parse_args()
     if not arguments.rehearse and (
-        not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < NEEDED
+        not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < REQUIRED_NBYTES
     ):
-        print("a GPU with 70 GiB free is needed; --rehearse runs a small model on the CPU")
+        print("This needs a GPU with 70 GiB free. Use --rehearse for a small model on the CPU.")
         return 2
     if not arguments.rehearse and find_spec("torchao") is None:
-        print("torchao is needed beside ours: pip install 'gracetune[quantize]'")
+        print("This needs torchao. Run: pip install 'gracetune[quantize]'")
         return 2
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao's steps are the CPU's
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao updates on the CPU
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
     link = open_machine().platform.link
-    how = (
-        REHEARSED if arguments.rehearse else Size(),
+    bench_arguments = (
+        SMALL if arguments.rehearse else Size(),
         lambda: open_copy_engine(device, link),
-        StateOffloadSettings(bucket_numel=1 << 14) if arguments.rehearse else StateOffloadSettings(),
+        StateOffloadSettings(bucket_numel=1 << 14)
+        if arguments.rehearse
+        else StateOffloadSettings(),
     )
-    bench = Bench(*how)
+    bench = Bench(*bench_arguments)
     figures: dict[str, Any] = {
         "parameters": bench.numel,
         "cpu_threads": torch.get_num_threads(),
-        "link_gb_s": link_rates(bench, 1 << 16 if arguments.rehearse else COPIED),
+        "link_gb_s": link_rates(bench, 1 << 16 if arguments.rehearse else LINK_COPY_NBYTES),
     }
 
-    def record(name: str, found: object) -> None:
-        figures[name] = found
-        print(f"{name}: {found}", flush=True)
+    def record(name: str, value: object) -> None:
+        figures[name] = value
+        print(f"{name}: {value}", flush=True)
         if not arguments.rehearse:
             results.write("optimizer_state", figures, arguments.out, arguments.commit)
 
     print(figures, flush=True)
-    here, there = (torch.stack(list(bench.bits(share))) for share in (0.0, 1.0))
-    record("equal_bits", bool(torch.equal(here, there)))
+    on_device, in_host = (torch.stack(list(bench.checksums(share))) for share in (0.0, 1.0))
+    record("equal_bits", bool(torch.equal(on_device, in_host)))
     bench.clear()
-    record("without_update", {"step_s": bench.seconds(lambda: None)})
+    record("without_update", {"step_s": bench.step_seconds(lambda: None)})
     for name, share in (("device", 0.0), ("ours", 1.0), ("ours_half", 0.5)):
-        record(name, bench.ours(share))
-    if not arguments.rehearse:  # it has no way for a CPU
-        record("torchao", bench.theirs())
+        record(name, bench.measure_ours(share))
+    if not arguments.rehearse:  # torchao needs a GPU
+        record("torchao", bench.measure_torchao())
     record("summary", summary(figures, bench.numel))
     if arguments.masters:
         bench.clear()
         del bench
-        record("ours_with_masters", Bench(*how, dtype=torch.bfloat16).ours(1.0))
+        record("ours_with_masters", Bench(*bench_arguments, dtype=torch.bfloat16).measure_ours(1.0))
     return 0
 
 
 def summary(figures: dict[str, Any], numel: int) -> dict[str, float]:
-    """What is claimed, in numbers."""
-    found: dict[str, float] = {}
+    """Return the time of the updates alone, and ratios to the link and to torchao."""
+    summarized: dict[str, float] = {}
     bare = figures["without_update"]["step_s"]
-    for way in ("device", "ours", "ours_half", "torchao"):
-        if way in figures:
-            found[f"{way}_update_s"] = figures[way]["step_s"] - bare
-    moved = STATE_NBYTES_EACH * numel / figures["link_gb_s"]["each_of_both"] / 1e9
-    found["link_s"] = moved
-    found["ours_update_over_link"] = found["ours_update_s"] / moved
+    for name in ("device", "ours", "ours_half", "torchao"):
+        if name in figures:
+            summarized[f"{name}_update_s"] = figures[name]["step_s"] - bare
+    link_s = STATE_NBYTES_PER_ELEMENT * numel / figures["link_gb_s"]["each_of_both"] / 1e9
+    summarized["link_s"] = link_s
+    summarized["ours_update_over_link"] = summarized["ours_update_s"] / link_s
     if "torchao" in figures:
-        found["torchao_step_over_ours"] = figures["torchao"]["step_s"] / figures["ours"]["step_s"]
-        found["torchao_update_over_ours"] = found["torchao_update_s"] / found["ours_update_s"]
-    return found
+        summarized["torchao_step_over_ours"] = (
+            figures["torchao"]["step_s"] / figures["ours"]["step_s"]
+        )
+        summarized["torchao_update_over_ours"] = (
+            summarized["torchao_update_s"] / summarized["ours_update_s"]
+        )
+    return summarized
 
 
 if __name__ == "__main__":

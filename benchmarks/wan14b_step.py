@@ -1,10 +1,10 @@
-"""Images a second of a Wan2.2-A14B-shaped LoRA step in a given device memory, ours and others'.
+"""Measure images per second of a Wan2.2-A14B-shaped LoRA step in a given device memory.
 
-The plain loop is what a user would write: diffusers' transformer, peft's LoRA in fp32 under bf16
-autocast, gradient checkpointing, fused AdamW, SDPA, eager, at its best batch of 1, 2 and 4. Peers
-are diffusers' group offload and RamTorch at the same work. Ours runs in a budget that torch's
-memory fraction enforces. Where the first layout of a budget does not fit, the next is taken, and
-`layout` in the result says which.
+The baseline ("plain") is what a user would write: diffusers' transformer, peft's LoRA in fp32 under
+bf16 autocast, gradient checkpointing, fused AdamW, SDPA, eager, at its best batch size of 1, 2 and
+4. The peers are diffusers' group offload and RamTorch on the same work. gracetune runs in a memory
+budget that torch's memory fraction enforces. If the first variant of a budget does not fit, the
+next one is tried; `layout` in the results names it.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan14b_step.py [--out FOLDER] [--commit NAME]
         [--only plain,ours,fp8,peers]
@@ -25,13 +25,13 @@ import torch
 import wan14b
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from wan14b import DEVICE, LAYERS, make_forward, free_memory, make_model, make_step, time_step
+from wan14b import DEVICE, LAYERS, free_memory, make_forward, make_model, make_step, time_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copies import open_copy_engine
-from gracetune.plan.apply import PlanLayout, fuse_operations, apply_plan
+from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.result import BlockPlan
 from gracetune.units import GIB
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 STEPS = 5
 SUSTAINED_S = 0.3
-"""A kernel is timed alone after it has run for so long."""
-LEAST = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
-LEAST_FP8 = {"96": 2.6, "12": 1.4}
-NEEDED = 130 * GIB
-BESIDE = "copies"
-"""The kind of work that other engines do while kernels run."""
+"""Seconds that a kernel runs before it is timed alone."""
+MIN_RATIOS = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
+MIN_FP8_RATIOS = {"96": 2.6, "12": 1.4}
+REQUIRED_NBYTES = 130 * GIB
+COPIES = "copies"
+"""The kind of work that copy engines do while kernels run."""
 TOKENS, WIDTH, HIDDEN, TEXT_TOKENS, HEADS = 4096, 5120, 13824, 512, 40
 
 
 @dataclass(frozen=True)
-class Way:
-    """One layout to try: how many blocks do what; the rest of the blocks recompute."""
+class Variant:
+    """A layout to try: the number of blocks in each mode. All other blocks recompute."""
 
     name: str
     batch: int
@@ -65,21 +65,23 @@ class Way:
     keep: int = 0
     lean: int = 0
     offload: int = 0
-    sends_inputs: bool = False
-    """Whether what recomputed blocks start from waits in host memory."""
+    offload_inputs: bool = False
+    """True if the inputs of recomputed blocks are offloaded."""
 
     def layout(self) -> PlanLayout:
-        """Each kind spread evenly, so that links and kernels are busy at the same time."""
+        """Spread each mode evenly over the blocks, so that link and kernels are busy together."""
         streamed = spread(self.streamed, range(LAYERS))
-        left = list(range(LAYERS))
-        doing: dict[int, BlockPlan] = {}
+        remaining = list(range(LAYERS))
+        plans: dict[int, BlockPlan] = {}
         for kind, count in (("keep", self.keep), ("lean", self.lean), ("offload", self.offload)):
-            for index in spread(count, left):
-                doing[index] = BlockPlan("resident", kind)
-            left = [index for index in left if index not in doing]
-        doing |= {index: BlockPlan("resident", "recompute", self.sends_inputs) for index in left}
+            for index in spread(count, remaining):
+                plans[index] = BlockPlan("resident", kind)
+            remaining = [index for index in remaining if index not in plans]
+        plans |= {
+            index: BlockPlan("resident", "recompute", self.offload_inputs) for index in remaining
+        }
         blocks = [
-            replace(doing[index], weights="streamed" if index in streamed else "resident")
+            replace(plans[index], weights="streamed" if index in streamed else "resident")
             for index in range(LAYERS)
         ]
         return PlanLayout(blocks, compiled=True, offload=OffloadSettings(prefetch_blocks=2))
@@ -87,40 +89,42 @@ class Way:
 
 OURS = {
     "96": [
-        Way("24 of 40 streamed, all kept", 2, streamed=24, keep=40),
-        Way("resident, half kept, half lean", 2, streamed=0, keep=20, lean=20),
+        Variant("24 of 40 streamed, all kept", 2, streamed=24, keep=40),
+        Variant("resident, half kept, half lean", 2, streamed=0, keep=20, lean=20),
     ],
-    "48": [Way("streamed, 36 lean", 2, lean=36), Way("streamed, 30 lean", 2, lean=30)],
+    "48": [Variant("streamed, 36 lean", 2, lean=36), Variant("streamed, 30 lean", 2, lean=30)],
     "24": [
-        Way("streamed, 8 lean, 14 offloaded", 3, lean=8, offload=14, sends_inputs=True),
-        Way("streamed, 14 offloaded", 3, offload=14, sends_inputs=True),
-        Way("streamed, all recomputed", 2),
+        Variant("streamed, 8 lean, 14 offloaded", 3, lean=8, offload=14, offload_inputs=True),
+        Variant("streamed, 14 offloaded", 3, offload=14, offload_inputs=True),
+        Variant("streamed, all recomputed", 2),
     ],
     "12": [
-        Way("streamed, 14 offloaded", 3, offload=14, sends_inputs=True),
-        Way("streamed, 8 offloaded", 2, offload=8, sends_inputs=True),
-        Way("streamed, all recomputed, inputs in host memory", 2, sends_inputs=True),
+        Variant("streamed, 14 offloaded", 3, offload=14, offload_inputs=True),
+        Variant("streamed, 8 offloaded", 2, offload=8, offload_inputs=True),
+        Variant("streamed, all recomputed, inputs in host memory", 2, offload_inputs=True),
     ],
 }
 IN_FP8 = {
-    "96": [Way("resident, all kept", 2, streamed=0, keep=40)],
+    "96": [Variant("resident, all kept", 2, streamed=0, keep=40)],
     "12": [
-        Way("streamed, 20 offloaded", 3, offload=20, sends_inputs=True),
-        Way("streamed, 12 offloaded", 2, offload=12, sends_inputs=True),
-        Way("streamed, all recomputed, inputs in host memory", 2, sends_inputs=True),
+        Variant("streamed, 20 offloaded", 3, offload=20, offload_inputs=True),
+        Variant("streamed, 12 offloaded", 2, offload=12, offload_inputs=True),
+        Variant("streamed, all recomputed, inputs in host memory", 2, offload_inputs=True),
     ],
 }
 
 
 def main() -> int:
-    """Measure, print, write; what is done is written even where the rest fails."""
+    """Measure, print and write each part, so that results survive a later failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
-    parser.add_argument("--only", default="plain,ours,fp8,peers", help="parts to measure")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit to record if git is not available")
+    parser.add_argument(
+        "--only", default="plain,ours,fp8,peers", help="comma-separated parts to measure"
+    )
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < NEEDED:
-        print("a GPU with 130 GiB free is needed, of which ours is given less")
+    if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < REQUIRED_NBYTES:
+        print("This needs a GPU with 130 GiB free. gracetune is given only its budget of that.")
         return 2
     link = open_machine().platform.link
     figures: dict[str, float | str] = {}
@@ -143,11 +147,11 @@ def main() -> int:
 
 
 def measure_plain(figures: dict[str, float | str]) -> None:
-    """Its best batch is what everything is compared with."""
+    """Measure the plain loop. Its best batch size is the baseline."""
     model = make_model()
     model.enable_gradient_checkpointing()
     for batch in (1, 2, 4):
-        note(figures, f"plain_batch_{batch}", batch, time_step(make_step(model, batch, True), 4))
+        record(figures, f"plain_batch_{batch}", batch, time_step(make_step(model, batch, True), 4))
     figures["plain_images_s"] = max(
         float(figures[f"plain_batch_{batch}_images_s"]) for batch in (1, 2, 4)
     )
@@ -158,74 +162,80 @@ def measure_plain(figures: dict[str, float | str]) -> None:
 def measure_ours(
     figures: dict[str, float | str],
     link: Link,
-    budgets: dict[str, list[Way]],
+    budgets: dict[str, list[Variant]],
     prefix: str,
     save: Callable[[], None],
 ) -> None:
-    """The first layout of each budget that fits; the first budget is also taken apart."""
-    for budget, ways in budgets.items():
-        for way in ways:
+    """Measure the first variant of each budget that fits."""
+    for budget, variants in budgets.items():
+        for variant in variants:
             try:
-                measure_way(figures, link, f"{prefix}{budget}", int(budget), way)
+                measure_variant(figures, link, f"{prefix}{budget}", int(budget), variant)
                 save()
                 break
-            except torch.OutOfMemoryError as full:
-                print(f"{prefix}{budget} GB: {way} does not fit: {str(full)[:300]}", flush=True)
+            except torch.OutOfMemoryError as error:
+                print(
+                    f"{prefix}{budget} GB: {variant} does not fit: {str(error)[:300]}", flush=True
+                )
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
                 free_memory()
 
 
-def measure_way(
-    figures: dict[str, float | str], link: Link, name: str, budget_gb: int, way: Way
+def measure_variant(
+    figures: dict[str, float | str], link: Link, name: str, budget_gb: int, variant: Variant
 ) -> None:
-    """Place, narrow the memory, time."""
+    """Apply a layout, limit the memory to the budget, and time steps."""
     model = make_model()
     if name.startswith("fp8"):
         convert_to_fp8_calibrated(make_forward(model, 1)[0], list(model.blocks), DEVICE)
     fuse_operations(model)
-    placed = apply_plan(
-        model, {model: list(model.blocks)}, way.layout(), open_copy_engine(DEVICE, link), show
+    applied = apply_plan(
+        model,
+        {model: list(model.blocks)},
+        variant.layout(),
+        open_copy_engine(DEVICE, link),
+        print_notice,
     )
     free_memory()
     total = torch.cuda.mem_get_info(DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(budget_gb * 1e9 / total)
     try:
-        step = make_step(model, way.batch)
-        note(figures, name, way.batch, time_step(step, STEPS))
-        figures[f"{name}_layout"] = f"batch {way.batch}: {way.name}"
+        step = make_step(model, variant.batch)
+        record(figures, name, variant.batch, time_step(step, STEPS))
+        figures[f"{name}_layout"] = f"batch {variant.batch}: {variant.name}"
         if "plain_images_s" in figures:
             figures[f"{name}_ratio"] = float(figures[f"{name}_images_s"]) / float(
                 figures["plain_images_s"]
             )
-        figures[f"{name}_waiting_s"] = placed.stall_seconds() / (wan14b.WARM_UP_STEPS + STEPS)
+        figures[f"{name}_waiting_s"] = applied.stall_seconds() / (wan14b.WARM_UP_STEPS + STEPS)
         print("   ", figures[f"{name}_layout"], figures.get(f"{name}_ratio"), flush=True)
-        print("   ", placed.ring and placed.ring.counters(), flush=True)
-        print("   ", placed.offload and placed.offload.counters(), flush=True)
+        print("   ", applied.ring and applied.ring.counters(), flush=True)
+        print("   ", applied.offload and applied.offload.counters(), flush=True)
         if budget_gb == 96:
-            take_apart(figures, name, step, way.batch)
+            profile_step(figures, name, step, variant.batch)
     finally:
-        placed.close()
+        applied.close()
 
 
-def take_apart(
+def profile_step(
     figures: dict[str, float | str], name: str, step: Callable[[], torch.Tensor], batch: int
 ) -> None:
-    """Where the step goes, and how near it is to its products and attention alone.
+    """Profile a step by kind of kernel, and compare it with its matmuls and attention alone.
 
-    What is neither a kernel nor waiting for weights is idle.
+    Time that is neither a kernel nor a stall on weights is idle.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
     spent: Counter[str] = Counter()
-    for event in watched.events():
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spent[kind_of(event.name)] += event.device_time_total / 1e6
     for kind, seconds in spent.items():
         figures[f"{name}_{kind}_s"] = seconds
     step_s, waiting_s = (float(figures[f"{name}_{part}_s"]) for part in ("step", "waiting"))
-    busy_s = sum(seconds for kind, seconds in spent.items() if kind != BESIDE)
+    busy_s = sum(seconds for kind, seconds in spent.items() if kind != COPIES)
     figures[f"{name}_idle_s"] = max(0.0, step_s - busy_s - waiting_s)
     if not name.startswith("fp8"):
         limit = limit_s(batch)
@@ -238,37 +248,37 @@ def take_apart(
 
 
 def kind_of(kernel: str) -> str:
-    """By name: libraries call their kernels what they are."""
+    """Return the kind of a kernel, judged by its name."""
     name = kernel.lower()
-    for kind, marks in {
+    for kind, patterns in {
         "attention": ("flash", "fmha", "sdpa", "attention", "cudnn::fusion"),
         "gemm": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
-        BESIDE: ("memcpy htod", "memcpy dtoh"),
+        COPIES: ("memcpy htod", "memcpy dtoh"),
         "elementwise": ("triton", "elementwise", "multi_tensor", "reduce"),
     }.items():
-        if any(mark in name for mark in marks):
+        if any(pattern in name for pattern in patterns):
             return kind
     return "other"
 
 
 def limit_s(batch: int) -> float:
-    """A step's frozen products, forward and for the input's gradient, and its attention."""
+    """Return the time of a step's frozen matmuls (with input gradients) and attention."""
     rows, text_rows = batch * TOKENS, batch * TEXT_TOKENS
-    wide = product_s(rows, WIDTH, WIDTH)
-    products = 6 * 2 * wide + 2 * (product_s(rows, WIDTH, HIDDEN) + product_s(rows, HIDDEN, WIDTH))
-    products += 2 * product_s(text_rows, WIDTH, WIDTH)  # text needs no gradient
-    return LAYERS * (products + attention_s(batch, TOKENS) + attention_s(batch, TEXT_TOKENS))
+    square = matmul_s(rows, WIDTH, WIDTH)
+    matmuls = 6 * 2 * square + 2 * (matmul_s(rows, WIDTH, HIDDEN) + matmul_s(rows, HIDDEN, WIDTH))
+    matmuls += 2 * matmul_s(text_rows, WIDTH, WIDTH)  # text needs no gradient
+    return LAYERS * (matmuls + attention_s(batch, TOKENS) + attention_s(batch, TEXT_TOKENS))
 
 
-def product_s(rows: int, inner: int, outer: int) -> float:
-    """One product alone."""
+def matmul_s(rows: int, inner: int, outer: int) -> float:
+    """Return the time of one matmul alone."""
     left = torch.randn(rows, inner, device=DEVICE, dtype=torch.bfloat16)
     right = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16)
     return timed(lambda: left @ right.t())
 
 
 def attention_s(batch: int, keys: int) -> float:
-    """Attention alone, forward and backward."""
+    """Return the time of attention alone, forward and backward."""
 
     def heads(tokens: int) -> torch.Tensor:
         shape = (batch, HEADS, tokens, WIDTH // HEADS)
@@ -277,14 +287,14 @@ def attention_s(batch: int, keys: int) -> float:
     query, key, value = heads(TOKENS), heads(keys), heads(keys)
     grad = torch.randn_like(query)
 
-    def there_and_back() -> None:
+    def forward_and_backward() -> None:
         functional.scaled_dot_product_attention(query, key, value).backward(grad)
 
-    return timed(there_and_back)
+    return timed(forward_and_backward)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """One of many in a row, as in a step: a cool device is faster for its first tenths."""
+    """Return the time of one of many repetitions: a cool GPU is faster at first than in a step."""
     for _ in range(3):
         work()
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -305,7 +315,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> None:
-    """Two ways to train with frozen weights in host memory."""
+    """Measure two other tools that keep frozen weights in host memory."""
     model = make_model()
     model.enable_gradient_checkpointing()
     model.enable_group_offload(
@@ -316,14 +326,14 @@ def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> 
         use_stream=True,
         non_blocking=True,
     )
-    note(figures, "group_offload", 2, time_step(make_step(model, 2, True), 3))
+    record(figures, "group_offload", 2, time_step(make_step(model, 2, True), 3))
     save()
     del model
     free_memory()
     model = with_ramtorch(make_model())
     model.enable_gradient_checkpointing()
-    wan14b.WARM_UP_STEPS = 1  # its steps take ten times as long as others
-    note(figures, "ramtorch", 2, time_step(make_step(model, 2, True), 2))
+    wan14b.WARM_UP_STEPS = 1  # its steps take ten times as long
+    record(figures, "ramtorch", 2, time_step(make_step(model, 2, True), 2))
     for peer in ("group_offload", "ramtorch"):
         if "12_images_s" in figures:
             figures[f"12_to_{peer}"] = float(figures["12_images_s"]) / float(
@@ -332,7 +342,7 @@ def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> 
 
 
 def with_ramtorch(model: nn.Module) -> nn.Module:
-    """Every adapted linear layer of the blocks in host memory."""
+    """Move every adapted linear layer of the blocks to host memory."""
     from ramtorch.helpers import replace_linear_with_ramtorch
 
     for module in list(model.blocks.modules()):
@@ -344,8 +354,8 @@ def with_ramtorch(model: nn.Module) -> nn.Module:
     return model
 
 
-def note(figures: dict[str, float | str], name: str, batch: int, measured: StepTiming) -> None:
-    """Write one way down, and show it."""
+def record(figures: dict[str, float | str], name: str, batch: int, measured: StepTiming) -> None:
+    """Record and print one measurement."""
     figures[f"{name}_step_s"] = measured.seconds
     figures[f"{name}_images_s"] = batch / measured.seconds
     figures[f"{name}_peak_gib"] = measured.peak_gib
@@ -353,28 +363,28 @@ def note(figures: dict[str, float | str], name: str, batch: int, measured: StepT
     print(f"{name}: batch {batch}, {batch / measured.seconds:.3f} images/s, {measured}", flush=True)
 
 
-def spread(count: int, among: list[int] | range) -> list[int]:
-    """So many of them, at even distances."""
-    return [among[(2 * k + 1) * len(among) // (2 * count)] for k in range(count)]
+def spread(count: int, items: list[int] | range) -> list[int]:
+    """Return `count` of the items, evenly spaced."""
+    return [items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count)]
 
 
 def report(figures: dict[str, float | str]) -> bool:
-    """Print each promise, and whether it holds."""
-    promised = {f"{budget}_ratio": least for budget, least in LEAST.items()}
-    promised |= {f"fp8_{budget}_ratio": least for budget, least in LEAST_FP8.items()}
-    promised |= {"12_to_ramtorch": 6.5, "12_to_group_offload": 1.45}
+    """Print each goal, and whether it is met."""
+    goals = {f"{budget}_ratio": minimum for budget, minimum in MIN_RATIOS.items()}
+    goals |= {f"fp8_{budget}_ratio": minimum for budget, minimum in MIN_FP8_RATIOS.items()}
+    goals |= {"12_to_ramtorch": 6.5, "12_to_group_offload": 1.45}
     met = True
-    for name, least in promised.items():
+    for name, minimum in goals.items():
         found = figures.get(name)
-        holds = isinstance(found, float) and found >= least
+        holds = isinstance(found, float) and found >= minimum
         met &= holds
         shown = f"{found:.3f}" if isinstance(found, float) else "not measured"
-        print(f"{'met   ' if holds else 'MISSED'} {name}: {shown} (at least {least})")
+        print(f"{'met   ' if holds else 'MISSED'} {name}: {shown} (at least {minimum})")
     return met
 
 
-def show(notice: Notice) -> None:
-    """Print what a placement tells."""
+def print_notice(notice: Notice) -> None:
+    """Print a notice of the applied plan."""
     print("   ", notice.text, flush=True)
 
 
