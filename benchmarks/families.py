@@ -1,8 +1,8 @@
-"""Models of three families at full width with random weights, and what the planner says of them.
+"""Full-width models of three families with random weights, and their cost models.
 
-A Flux-1-dev-shaped 12 B and a Qwen-Image-shaped 20 B at 1024x1024, and one expert of Wan2.2-A14B
-for a clip of 33 frames at 832x480. LoRA of rank 32 beside every linear layer of the blocks that the
-family names, in fp32; fewer blocks where whoever measures asks for them.
+FLUX.1-dev (12 B) and Qwen-Image (20 B) at 1024x1024, and one expert of Wan2.2-A14B for a video of
+33 frames at 832x480. All have a LoRA of rank 32 in fp32 on the family's target layers. Benchmarks
+may ask for fewer blocks.
 """
 
 from __future__ import annotations
@@ -39,48 +39,46 @@ if TYPE_CHECKING:
 RANK = 32
 TRAINED_NBYTES = 4
 STATE_NBYTES = 8
-"""AdamW's two moments of each trained number, in fp32."""
+"""Bytes of AdamW's two fp32 moments per trained number."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family with a sample, and changes to its published shape."""
+    """A family with a sample size and changes to its published configuration."""
 
     family: str
-    picture: SampleShape
+    sample: SampleShape
     config: Mapping[str, Any]
     counts: tuple[int, ...]
-    """Blocks of each kind."""
+    """Number of blocks of each kind."""
     frozen_compute: FrozenCompute = "bf16"
-    """What frozen products are computed in; it is traced in bf16 all the same, as a run does."""
+    """Precision of frozen matmuls; the trace is always in bf16, as in a run."""
 
-    def outline(self) -> MetaModel:
-        """On the meta device, its adapter in place, as it will be run."""
-        shape = build_meta_model(ModelSection(family=self.family), self.picture, self.config)
-        prepare_for_training(shape, AdapterSection(rank=RANK))
-        return shape
+    def meta_model(self) -> MetaModel:
+        """Return the model on the meta device with its adapter, fused as in a run."""
+        model = build_meta_model(ModelSection(family=self.family), self.sample, self.config)
+        prepare_for_training(model, AdapterSection(rank=RANK))
+        return model
 
     def shapes(self) -> ModelShapes:
-        """One trace tells of any number of blocks: a few of each kind are looked at."""
-        subject = replace(self.outline().trace_target(), products=torch.bfloat16)
-        return trace_model(subject, TRACED_BATCH)
+        """Trace the model; a few blocks of each kind are enough."""
+        target = replace(self.meta_model().trace_target(), compute_dtype=torch.bfloat16)
+        return trace_model(target, TRACED_BATCH)
 
-    def plan_model(
-        self, shapes: ModelShapes, basics: MachineRates
-    ) -> tuple[CostModel, FixedMemory]:
-        """On a machine of these rates; and what it needs whatever is chosen."""
+    def plan_model(self, shapes: ModelShapes, rates: MachineRates) -> tuple[CostModel, FixedMemory]:
+        """Return the cost model on a machine, and the memory that every plan needs."""
         assert len(shapes.kinds) == len(self.counts), f"{len(shapes.kinds)} kinds of blocks"
         order = tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))
-        mine = replace(shapes, order=order)
+        shapes = replace(shapes, order=order)
         fixed = FixedMemory(
-            optimizer_nbytes=mine.trained_nbytes // TRAINED_NBYTES * STATE_NBYTES,
+            optimizer_nbytes=shapes.trained_nbytes // TRAINED_NBYTES * STATE_NBYTES,
             library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
             batches_ahead=0,
         )
-        return CostModel(mine, effective_rates(basics), self.frozen_compute), fixed
+        return CostModel(shapes, effective_rates(rates), self.frozen_compute), fixed
 
     def model(self, device: torch.device) -> nn.Module:
-        """Made on the device: random frozen weights in bf16, and a LoRA that is not zero."""
+        """Build the model on the device with random bf16 weights and a random LoRA."""
         cls = getattr(import_module("diffusers"), self._shape.class_name)
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
@@ -89,7 +87,7 @@ class Case:
                 "nn.Module", cls.from_config({**self._shape.published_config, **self.config})
             )
         torch.set_default_dtype(torch.float32)
-        make_attention_grads_contiguous(model)  # for the plain loop too: without, cuDNN's backward fails
+        make_attention_grads_contiguous(model)  # cuDNN's backward needs it, in the plain loop too
         add_adapter({"": model}, AdapterSection(rank=RANK), self._shape.targets, seed=0)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -99,9 +97,9 @@ class Case:
     def call(
         self, model: nn.Module, batch: int, device: torch.device
     ) -> tuple[Callable[[], Tensor], Tensor]:
-        """A prediction for inputs that stay, and its target."""
+        """Return a function that runs one forward pass on fixed inputs, and a target tensor."""
         config = cast("Any", model).config
-        encoded = self._shape.encoded_shape(config, self.picture)
+        encoded = self._shape.encoded_shape(config, self.sample)
         empty = self._shape.inputs(config, encoded, batch, torch.bfloat16)
         inputs = {name: torch.randn_like(tensor, device=device) for name, tensor in empty.items()}
         inputs["timestep"] = torch.rand_like(inputs["timestep"])
@@ -113,7 +111,7 @@ class Case:
         return predict, inputs["hidden_states"]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """In the order of forward."""
+        """Return the blocks in forward order."""
         names = self._shape.blocks
         return [block for name in names for block in model.get_submodule(name).children()]
 
@@ -122,35 +120,35 @@ class Case:
         return planner_shapes(self.family)
 
 
-PICTURE, CLIP = SampleShape(1024, 1024), SampleShape(832, 480, 33)
+IMAGE, CLIP = SampleShape(1024, 1024), SampleShape(832, 480, 33)
 
 
 def flux(double: int, single: int) -> Case:
-    """FLUX.1-dev with so many blocks of each kind."""
+    """Return FLUX.1-dev with this many double and single blocks."""
     config = {"num_layers": double, "num_single_layers": single}
-    return Case("flux", PICTURE, config, (double, single))
+    return Case("flux", IMAGE, config, (double, single))
 
 
 def qwen(layers: int) -> Case:
-    """Qwen-Image with so many blocks."""
-    return Case("qwen_image", PICTURE, {"num_layers": layers}, (layers,))
+    """Return Qwen-Image with this many blocks."""
+    return Case("qwen_image", IMAGE, {"num_layers": layers}, (layers,))
 
 
-def wan(layers: int, picture: SampleShape) -> Case:
-    """One expert of Wan 2.2 with so many blocks."""
-    return Case("wan22", picture, {"num_layers": layers}, (layers,))
+def wan(layers: int, sample: SampleShape) -> Case:
+    """Return one expert of Wan 2.2 with this many blocks."""
+    return Case("wan22", sample, {"num_layers": layers}, (layers,))
 
 
-TRACED = {"flux": flux(1, 2), "qwen": qwen(2), "wan": wan(2, PICTURE), "clip": wan(2, CLIP)}
+TRACED = {"flux": flux(1, 2), "qwen": qwen(2), "wan": wan(2, IMAGE), "clip": wan(2, CLIP)}
 TRACED |= {"fp8": TRACED["wan"]}
-"""What the planner looks at."""
-FULL = {"flux": flux(19, 38), "qwen": qwen(60), "wan": wan(40, PICTURE), "clip": wan(40, CLIP)}
-SHORT = {"flux": flux(6, 12), "qwen": qwen(16), "wan": wan(12, PICTURE), "clip": wan(8, CLIP)}
-SHORT |= {"fp8": replace(wan(12, PICTURE), frozen_compute="fp8")}
+"""The models that are traced."""
+FULL = {"flux": flux(19, 38), "qwen": qwen(60), "wan": wan(40, IMAGE), "clip": wan(40, CLIP)}
+SHORT = {"flux": flux(6, 12), "qwen": qwen(16), "wan": wan(12, IMAGE), "clip": wan(8, CLIP)}
+SHORT |= {"fp8": replace(wan(12, IMAGE), frozen_compute="fp8")}
 
 
 def rehearsed(case: Case) -> Case:
-    """The same code in no time, on any machine."""
-    narrow = planner_shapes(case.family).probe_config
-    small = SampleShape(64, 64, min(case.picture.frames, 5))
-    return replace(case, picture=small, config={**narrow, **case.config})
+    """Return a tiny version that runs anywhere, to rehearse the benchmark."""
+    probe_config = planner_shapes(case.family).probe_config
+    small = SampleShape(64, 64, min(case.sample.frames, 5))
+    return replace(case, sample=small, config={**probe_config, **case.config})

@@ -1,26 +1,25 @@
-"""Samples a second of Flux, Qwen-Image and a Wan clip, ours against the plain loop; and the proof
-of the planner.
+"""Measure Flux, Qwen-Image and a Wan video against the plain loop, and test the planner.
 
 The plain loop is what a user would write: diffusers' transformer, peft's LoRA in fp32 under bf16
-autocast, gradient checkpointing, fused AdamW, SDPA, eager, at the best batch of 1, 2 and 4 that the
-whole card takes; a larger batch is not tried once it got slower. Ours runs in 96 GB, enforced by
-torch's memory fraction, as the planner says; where a plan does not fit, the next smaller one is
-taken, as in a run, and told.
+autocast, gradient checkpointing, fused AdamW, SDPA, eager, at the fastest batch of 1, 2 and 4 on
+the whole GPU. Ours runs as planned within 96 GB, enforced by torch's memory fraction; if a plan
+does not fit, the next smaller one is used, as in a run.
 
-The parts named `proof_*` run other ways with fewer blocks of the same widths. Every configuration,
-those of ours too, is predicted before it is measured, with rates from this machine, and lands in
-`plan_proof.json`; `plan_check.py` judges that file. No rate was fitted to any of them. Those named
-`planned_*` are what the planner chooses for `proof_ways.ASKED`. A host that others share may be
-half as fast a minute later, and a small batch that is not compiled is bound by it: so each is run
-in rounds, every one with a look at the host, a prediction and some steps, and what is written down
-are the means of their usual steps. Where nobody waits for the host, rounds are fewer.
+Parts named `proof_*` measure other configurations with fewer blocks; parts named `planned_*`
+measure what the planner chooses for the requests in `proof_ways.PLANNED`. Every configuration is
+predicted before it is measured, with rates from this machine, and written to `plan_proof.json`,
+which `plan_check.py` judges. No constant was fitted to any of them.
+
+A shared host may be half as fast a minute later, and small eager batches are bound by it. So each
+configuration is measured in rounds: a launch probe, a prediction and some steps. The record has the
+means over the rounds. Configurations that do not wait for the CPU get fewer rounds.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled,planned_eager,planned_compiled]
         [--models flux,qwen,wan,clip,fp8] [--ways first|later|last|hosts|fresh|all] [--rehearse]
 
-Two files are written, whatever parts run: `families_step.json` and `plan_proof.json`. What they
-have of other parts and configurations stays, each with the commit that it is of.
+Two files are written: `families_step.json` and `plan_proof.json`. Results of parts that do not run
+are kept, each with its commit.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ import families
 import proof_ways
 import results
 import torch
-from proof_ways import Asked
-from wan14b import time_each_step, free_memory, make_training_step
+from proof_ways import PlanRequest
+from wan14b import free_memory, make_training_step, time_each_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.copies import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
-from gracetune.plan.simulate import candidate_of
 from gracetune.plan.device_benchmark import measure_device
 from gracetune.plan.launch_probe import LaunchProbe, build_probe_model
 from gracetune.plan.machines import FITTED_CONSTANTS, machine_rates
 from gracetune.plan.report import describe
 from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan, predict
+from gracetune.plan.simulate import candidate_of
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -72,29 +71,30 @@ if TYPE_CHECKING:
     from gracetune.plan.shapes import ModelShapes
     from gracetune.plan.simulate import PlanCandidate
 
-LEAST = 1.5
+REQUIRED_RATIO = 1.5
+"""Speed compared with the plain loop."""
 BUDGET_NBYTES = int(96e9)
 HOST_NBYTES = 90 * GIB
-SMALLER = (1.0, 0.96, 0.92, 0.86)
-"""Shares of the budget that are tried in turn."""
+BUDGET_SHARES = (1.0, 0.96, 0.92, 0.86)
+"""Shares of the budget, tried in turn until a plan fits."""
 BATCHES = (1, 2, 4)
-ANY = Constraints()
+NO_CONSTRAINTS = Constraints()
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 3)
-"""Of warming up, and timed in a round."""
+"""Steps to warm up, and timed steps of a round."""
 ROUNDS, FEW_ROUNDS = 6, 3
-LOOKS = 3
-"""Passes of each kind by which the host is measured before a round."""
+PROBE_REPEATS = 3
+"""Repetitions of the launch probe before a round."""
 
 
 @dataclass
 class Bench:
-    """Where it runs, and what was found so far."""
+    """The device, its rates, and the results so far."""
 
     device: torch.device
     link: Link
-    basics: MachineRates
+    rates: MachineRates
     rehearse: bool
     out: Path
     commit: str
@@ -103,37 +103,35 @@ class Bench:
     traces: dict[str, ModelShapes] = field(default_factory=dict)
     probes: dict[str, LaunchProbe] = field(default_factory=dict)
     probes_nbytes: int = 0
-    """Of device memory that they hold, which a run has let go of before its first step."""
+    """Device memory of the probe models, which a run frees before its first step."""
 
     def case(self, case: Case) -> Case:
-        """As asked for, or narrow."""
+        """Return the case itself, or its tiny version in a rehearsal."""
         return families.rehearsed(case) if self.rehearse else case
 
     def plan_model(self, name: str, case: Case) -> tuple[CostModel, FixedMemory]:
-        """The planner's view of a model, each family traced once, on this host as fast as it is
-        now.
-        """
+        """Return the cost model of a case with fresh launch costs; each family is traced once."""
         if name not in self.traces:
-            began = time.perf_counter()
+            start = time.perf_counter()
             self.traces[name] = self.case(families.TRACED[name]).shapes()
-            self.figures[f"{name}_trace_s"] = time.perf_counter() - began
+            self.figures[f"{name}_trace_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
-            self.basics = replace(self.basics, host=self._probe(case.family).measure(LOOKS))
-        return case.plan_model(self.traces[name], self.basics)
+            self.rates = replace(self.rates, host=self._probe(case.family).measure(PROBE_REPEATS))
+        return case.plan_model(self.traces[name], self.rates)
 
     def _probe(self, family: str) -> LaunchProbe:
         if family not in self.probes:
             before = torch.cuda.memory_allocated(self.device)
-            small = partial(build_probe_model, family)
+            make_model = partial(build_probe_model, family)
             self.probes[family] = LaunchProbe(
-                self.device, self.synchronize, time.perf_counter, small
+                self.device, self.synchronize, time.perf_counter, make_model
             )
             self.probes[family].measure(1)
             self.probes_nbytes += torch.cuda.memory_allocated(self.device) - before
         return self.probes[family]
 
     def save(self) -> None:
-        """What is there so far."""
+        """Write the results so far."""
         results.write("families_step", self.figures, self.out, self.commit)
         results.write("plan_proof", {"configurations": self.records}, self.out, self.commit)
 
@@ -142,15 +140,16 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def limit(self, nbytes: int | None) -> None:
-        """Let torch take no more than this; none: all there is."""
+        """Limit torch's device memory; None: no limit."""
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
             share = 1.0 if nbytes is None else nbytes / total
             torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def time(self, step: Callable[[], torch.Tensor], steps: tuple[int, int]) -> tuple[float, float]:
-        """Seconds of the usual step, and the peak in GiB; the last of those to warm up and the
-        timed ones are queued one behind the other, as in a run.
+        """Return the median step in seconds and the peak in GiB.
+
+        The last warm-up step and the timed ones are queued without a pause, as in a run.
         """
         warm_up, count = steps
         for _ in range(warm_up - 1):
@@ -168,31 +167,35 @@ class Bench:
 
 
 def main() -> int:
-    """Measure, print; what is done is written at once, even where the rest fails."""
+    """Measure all parts; each result is written at once, even if a later part fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--commit", default="", help="commit of the code, if git is not available")
     parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
     parser.add_argument(
-        "--models", default=",".join(families.SHORT), help="of the parts named proof_*, planned_*"
+        "--models",
+        default=",".join(families.SHORT),
+        help="models of the parts proof_* and planned_*",
     )
-    parser.add_argument("--ways", default="all", choices=proof_ways.WAYS, help="of proof_*")
+    parser.add_argument(
+        "--ways", default="all", choices=proof_ways.WAYS, help="configurations of the parts proof_*"
+    )
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
     bench = open_bench(arguments.rehearse, arguments.out, arguments.commit)
-    print(bench.basics, flush=True)
+    print(bench.rates, flush=True)
     for part in arguments.only.split(","):
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             if part.startswith(("proof_", "planned_")):
                 kind, how = part.split("_")
-                ways = proof_ways.WAYS[arguments.ways] if kind == "proof" else proof_ways.ASKED
+                ways = proof_ways.WAYS[arguments.ways] if kind == "proof" else proof_ways.PLANNED
                 chosen = {name: ways[name] for name in arguments.models.split(",")}
                 prove(bench, how == "compiled", chosen)
             else:
                 compare(bench, part)
         finally:
-            bench.figures[f"{part}_took_s"] = time.perf_counter() - began
+            bench.figures[f"{part}_took_s"] = time.perf_counter() - start
             bench.figures[f"{part}_commit"] = bench.commit
             bench.save()
     return 0 if report(bench.figures) else 1
@@ -206,19 +209,19 @@ def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
     if rehearse:
         from gracetune.plan.machines import MACHINES
 
-        basics = machine_rates(MACHINES["h200-pcie"])
+        rates = machine_rates(MACHINES["h200-pcie"])
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", 0)
-        basics = measure_device(device, torch.cuda.synchronize)
+        rates = measure_device(device, torch.cuda.synchronize)
     commit = commit or results.this_commit()
-    return Bench(device, machine.platform.link, basics, rehearse, out, commit, found, records)
+    return Bench(device, machine.platform.link, rates, rehearse, out, commit, found, records)
 
 
 def compare(bench: Bench, name: str) -> None:
-    """One family: the plain loop on the whole card, then ours in the budget."""
+    """Measure one family: the plain loop on the whole GPU, then ours within the budget."""
     for key in [key for key in bench.figures if key.startswith(f"{name}_")]:
-        del bench.figures[key]  # of an earlier run, which may have gone further
+        del bench.figures[key]  # results of an earlier run
     case = bench.case(families.FULL[name])
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
@@ -233,7 +236,7 @@ def compare(bench: Bench, name: str) -> None:
 
 
 def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
-    """Up to the batch that is slower than the one before, or does not fit."""
+    """Measure the plain loop until a larger batch is slower or does not fit."""
     model.enable_gradient_checkpointing()
     best = 0.0
     for batch in BATCHES:
@@ -252,9 +255,9 @@ def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None
 
 
 def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
-    """The planner's choice; a smaller one where it does not fit."""
+    """Measure the planner's candidate; a smaller plan if it does not fit."""
     planner, fixed = bench.plan_model(name, case)
-    for share in SMALLER:
+    for share in BUDGET_SHARES:
         plan = best_plan(planner, fixed, int(BUDGET_NBYTES * share))
         title = f"{name}, all blocks, planned for 96 GB"
         try:
@@ -264,23 +267,21 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
             continue
         note(bench, f"{name}_96", plan.batch, (record["seconds"], record["peak_gib"]))
         bench.figures[f"{name}_96_plan"] = describe(plan)
-        bench.figures[f"{name}_96_tries"] = SMALLER.index(share) + 1
+        bench.figures[f"{name}_96_tries"] = BUDGET_SHARES.index(share) + 1
         return
     raise RuntimeError(f"{name}: no plan fits")
 
 
 def best_plan(
-    planner: CostModel, fixed: FixedMemory, nbytes: int, wishes: Constraints = ANY
+    planner: CostModel, fixed: FixedMemory, nbytes: int, constraints: Constraints = NO_CONSTRAINTS
 ) -> Plan:
-    """The fastest of all batches."""
-    budget = PlanBudget(
-        nbytes, HOST_NBYTES, FITTED_CONSTANTS["fragmentation"].value
-    )  # as a run does it
+    """Return the fastest plan over all batch sizes."""
+    budget = PlanBudget(nbytes, HOST_NBYTES, FITTED_CONSTANTS["fragmentation"].value)
     plans = []
     for batch in BATCHES:
-        wishes = replace(wishes, samples=batch, batches=(batch,))
+        constraints = replace(constraints, samples=batch, batches=(batch,))
         try:
-            plans.append(find_best_plan(planner, fixed, budget, wishes, simulated=False).best)
+            plans.append(find_best_plan(planner, fixed, budget, constraints, simulated=False).best)
         except PlanError as small:
             print(f"batch {batch}: {small}", flush=True)
     if not plans:
@@ -289,9 +290,9 @@ def best_plan(
 
 
 def prove(
-    bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[Way] | Sequence[Asked]]
+    bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[Way] | Sequence[PlanRequest]]
 ) -> None:
-    """Other ways to run, or what is planned for other budgets; with fewer blocks."""
+    """Measure other configurations, or plans for other budgets, with fewer blocks."""
     for name, every in chosen.items():
         ways = [way for way in every if way.compiled == compiled]
         if not ways:
@@ -305,12 +306,12 @@ def prove(
         for way in ways:
             title = f"{name}, {way}"
             try:
-                if isinstance(way, Asked):
+                if isinstance(way, PlanRequest):
                     planner, fixed = bench.plan_model(name, case)
-                    plan = best_plan(planner, fixed, way.budget_gb * 10**9, way.wishes)
+                    plan = best_plan(planner, fixed, way.budget_gb * 10**9, way.constraints)
                     run_plan(bench, name, title, case, model, plan)
                 else:
-                    run_choice(bench, name, title, case, model, way.choice(case))
+                    run_candidate(bench, name, title, case, model, way.candidate(case))
             except (PlanError, torch.OutOfMemoryError) as full:
                 print(f"{title} does not fit: {str(full)[:200]}", flush=True)
         del model
@@ -326,36 +327,36 @@ def run_plan(
     plan: Plan,
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
-    """What was chosen, which its record tells; the next choice for the same takes its place."""
+    """Measure a plan and describe it in its record, which replaces an earlier one."""
     print(f"{title}: {describe(plan)}", flush=True)
-    record = run_choice(bench, name, title, case, model, candidate_of(plan), steps)
+    record = run_candidate(bench, name, title, case, model, candidate_of(plan), steps)
     record["plan"] = describe(plan)
     bench.save()
     return record
 
 
-def run_choice(
+def run_candidate(
     bench: Bench,
     name: str,
     title: str,
     case: Case,
     model: nn.Module,
-    choice: PlanCandidate,
+    candidate: PlanCandidate,
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
-    """Predict, then measure, some times in turns; all in one record."""
+    """Predict and measure a configuration in rounds, and write its record."""
     blocks = case.blocks(model)
-    layout = PlanLayout(choice.blocks, choice.compiled, choice.slots)
-    mover = open_copy_engine(bench.device, bench.link)
+    layout = PlanLayout(candidate.blocks, candidate.compiled, candidate.slots)
+    copy_engine = open_copy_engine(bench.device, bench.link)
     backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
-    placed = apply_plan(model, {model: blocks}, layout, mover, show, backend)
+    applied = apply_plan(model, {model: blocks}, layout, copy_engine, show, backend)
     free_memory()
     bench.limit(BUDGET_NBYTES)
     try:
-        rounds = take_rounds(bench, name, case, model, choice, steps)
-        waits = placed.ring and placed.ring.counters()
+        rounds = take_rounds(bench, name, case, model, candidate, steps)
+        counters = applied.ring and applied.ring.counters()
     finally:
-        placed.close()
+        applied.close()
         bench.limit(None)
         free_memory()
     found = {
@@ -364,10 +365,10 @@ def run_choice(
     }
     print(
         f"{title}: {found['predicted_seconds']:.3f} s and {found['predicted_peak_gib']:.2f} GiB "
-        f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {waits}",
+        f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {counters}",
         flush=True,
     )
-    record = proof_ways.record(title, case, choice) | found
+    record = proof_ways.record(title, case, candidate) | found
     record |= {"rounds": rounds, "commit": bench.commit}
     bench.records = [one for one in bench.records if one["name"] != title] + [record]
     bench.save()
@@ -379,11 +380,13 @@ def take_rounds(
     name: str,
     case: Case,
     model: nn.Module,
-    choice: PlanCandidate,
+    candidate: PlanCandidate,
     steps: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """In each a look at the host, a prediction, and some steps."""
-    step = make_training_step(model, *case.call(model, choice.batch, bench.device), autocast=False)
+    """Return rounds of a launch probe, a prediction and some timed steps."""
+    step = make_training_step(
+        model, *case.call(model, candidate.batch, bench.device), autocast=False
+    )
     warm_up, count = steps
     for _ in range(warm_up):
         step()
@@ -391,7 +394,7 @@ def take_rounds(
     enough = FEW_ROUNDS
     while len(rounds) < enough:
         planner, fixed = bench.plan_model(name, case)
-        plan = predict(planner, choice, fixed, simulated=False)
+        plan = predict(planner, candidate, fixed, simulated=False)
         if plan.seconds.wait_host:
             enough = ROUNDS
         seconds, peak_gib = bench.time(step, (1, count))
@@ -408,7 +411,7 @@ def take_rounds(
 
 
 def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> None:
-    """Write one way down, and show it."""
+    """Store and print one result."""
     seconds, peak_gib = found
     bench.figures[f"{name}_step_s"] = seconds
     bench.figures[f"{name}_samples_s"] = batch / seconds
@@ -417,18 +420,18 @@ def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> Non
 
 
 def report(figures: dict[str, Any]) -> bool:
-    """Print each promise that was measured, and whether it holds."""
+    """Print each measured ratio and whether it meets the requirement."""
     met = True
     for name in ("flux", "qwen", "clip"):
         found = figures.get(f"{name}_ratio")
         if isinstance(found, float):
-            met &= found >= LEAST
-            print(f"{'met   ' if found >= LEAST else 'MISSED'} {name}_ratio: {found:.3f}")
+            met &= found >= REQUIRED_RATIO
+            print(f"{'met   ' if found >= REQUIRED_RATIO else 'MISSED'} {name}_ratio: {found:.3f}")
     return met
 
 
 def show(notice: Notice) -> None:
-    """Print what a placement tells."""
+    """Print a notice of the applied plan."""
     print("   ", notice.text, flush=True)
 
 

@@ -1,27 +1,27 @@
-"""How near the planner comes: predicted against measured, for every configuration of a file.
+"""Compare the planner's predictions with recorded measurements.
 
-A file has, under `figures.configurations`, one record a measured step:
+A result file has one record per measured step under `figures.configurations`:
 
     name, model (a family), batch, compiled, seconds, peak_gib
     streamed      numbers of the streamed blocks, or "all", "every_second", "none"
-    activations   of each block, or one word for all
-    checkpointing "plain" where recomputed blocks did attention again too, as torch's own does
-    slots, rank, width, height, frames, config (changes to the model's shape)   where not the usual
-    sends_inputs  of each block: whether what it recomputes from waits in host memory
-    lora          "fused" where it was prepared as a run does it; else peft's own, in bf16
-    ahead         blocks whose activations were brought back ahead of backward
-    frozen_compute  "fp8" where frozen products were
-    state_nbytes  what the optimizer keeps of each trained number
-    fitted        whether a rate in `plan/rates` was fitted to it; such records prove nothing
-    excused       why a record is not counted, if it is not
-    predicted_seconds, predicted_peak_gib   what the planner said before the measurement, if it did
-    host          how fast the host was then, for a reader
-    commit        of which it is, where a file has several
-    plan          what was chosen, where it was the planner's choice
-    rounds        of which the figures are means, each with its own look at the host
+    activations   the activation mode of each block, or one for all
+    checkpointing "plain": recomputed blocks recompute attention too, as torch's own checkpointing
+    slots, rank, width, height, frames, config (changes to the model)   if not the defaults
+    sends_inputs  for each block: whether the input of a recomputed block is offloaded
+    lora          "fused": prepared as in a run; otherwise peft's own LoRA in bf16
+    ahead         blocks whose activations were prefetched in backward
+    frozen_compute  "fp8" if frozen matmuls were computed in fp8
+    state_nbytes  optimizer state per trained number
+    fitted        true if a constant was fitted to this record; it then proves nothing
+    excused       why a record is not counted
+    predicted_seconds, predicted_peak_gib   the prediction made before the measurement, if any
+    host          launch costs of the host at that time
+    commit        of the record, if a file has several
+    plan          the plan, if the planner chose it
+    rounds        measurements of which the figures are means
 
-Needs no GPU. What was predicted before is taken as it was; all else is predicted now, for the
-machine that was measured, by its name. `--again` predicts everything now.
+Needs no GPU. Stored predictions are used as they are; other records are predicted now, for the
+named machine. `--again` predicts all records now.
 
     PYTHONPATH=src:benchmarks python benchmarks/plan_check.py [FILE ...] [--machine h200-pcie]
 """
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from gracetune.plan.result import FrozenCompute
 
 PEAK_LIMIT, SECONDS_LIMIT = 0.05, 0.10
-USUAL = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
-USUAL |= {"checkpointing": "selective", "lora": "peft", "frozen_compute": "bf16"}
+DEFAULTS = {"rank": 32, "width": 1024, "height": 1024, "frames": 1, "config": {}, "slots": 3}
+DEFAULTS |= {"checkpointing": "selective", "lora": "peft", "frozen_compute": "bf16"}
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One configuration."""
+class Comparison:
+    """A record with its prediction."""
 
     record: dict[str, Any]
     seconds: float
@@ -78,53 +78,57 @@ class Compared:
         return self.peak_gib / self.record["peak_gib"] - 1
 
     @property
+    def is_within_limits(self) -> bool:
+        return abs(self.seconds_off) <= SECONDS_LIMIT and abs(self.peak_off) <= PEAK_LIMIT
+
+    @property
     def counts(self) -> bool:
         return not self.record.get("fitted") and not self.record.get("excused")
 
 
 def main() -> int:
-    """Predict, print, judge."""
+    """Predict every record, print the deviations, and return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "files", type=Path, nargs="*", default=[results.FOLDER / "plan_measured.json"]
     )
-    parser.add_argument("--machine", default="h200-pcie", help="what was measured")
-    parser.add_argument("--again", action="store_true", help="forget what was predicted before")
+    parser.add_argument("--machine", default="h200-pcie", help="the machine that was measured")
+    parser.add_argument("--again", action="store_true", help="ignore stored predictions")
     arguments = parser.parse_args()
-    compared = [
+    comparisons = [
         compare(record, arguments.machine, arguments.again)
         for file in arguments.files
         for record in json.loads(file.read_text())["figures"]["configurations"]
     ]
     print(f"{'':72}{'seconds':>18}{'off':>8}{'peak GiB':>16}{'off':>8}")
-    for one in compared:
+    for one in comparisons:
         show(one)
-    return 0 if judge(compared) else 1
+    return 0 if judge(comparisons) else 1
 
 
-def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> Compared:
-    """The planner's answer to one record."""
+def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> Comparison:
+    """Predict one record."""
     if "predicted_seconds" in record and not again:
-        return Compared(record, record["predicted_seconds"], record["predicted_peak_gib"])
-    told = USUAL | record
+        return Comparison(record, record["predicted_seconds"], record["predicted_peak_gib"])
+    filled = DEFAULTS | record
     model, trained = model_of(
-        told["model"],
-        json.dumps(told["config"], sort_keys=True),
-        told["rank"],
-        (told["width"], told["height"], told["frames"]),
+        filled["model"],
+        json.dumps(filled["config"], sort_keys=True),
+        filled["rank"],
+        (filled["width"], filled["height"], filled["frames"]),
         machine_name,
-        told["checkpointing"] == "plain",
-        told["lora"] == "fused",
-        told["frozen_compute"],
+        filled["checkpointing"] == "plain",
+        filled["lora"] == "fused",
+        filled["frozen_compute"],
     )
-    choice = choice_of(told, model.num_blocks)
+    candidate = candidate_of_record(filled, model.num_blocks)
     fixed = FixedMemory(
-        optimizer_nbytes=int(trained * told.get("state_nbytes", 4)),
+        optimizer_nbytes=int(trained * filled.get("state_nbytes", 4)),
         library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         batches_ahead=0,
     )
-    plan = predict(model, choice, fixed, simulated=False)
-    return Compared(record, plan.seconds.step, plan.device.total / GIB)
+    plan = predict(model, candidate, fixed, simulated=False)
+    return Comparison(record, plan.seconds.step, plan.device.total / GIB)
 
 
 @cache
@@ -138,44 +142,48 @@ def model_of(
     fused: bool,
     frozen_compute: FrozenCompute,
 ) -> tuple[CostModel, int]:
-    """A traced model, and how many numbers its LoRA trains."""
-    basics = machine_rates(find_machine(machine_name))
+    """Return the cost model of a record, and how many numbers its LoRA trains."""
+    rates = machine_rates(find_machine(machine_name))
     if fused:
         case = Case(family, SampleShape(*size), json.loads(config), ())
         shapes = case.shapes()
-        model = CostModel(shapes, effective_rates(basics), frozen_compute)
+        model = CostModel(shapes, effective_rates(rates), frozen_compute)
         return model, shapes.trained_nbytes // TRAINED_NBYTES
-    shape = build_meta_model(ModelSection(family=family), SampleShape(*size), json.loads(config))
+    meta_model = build_meta_model(
+        ModelSection(family=family), SampleShape(*size), json.loads(config)
+    )
     with torch.device("meta"):
-        add_adapter({"": shape.model}, AdapterSection(rank=rank), shape.shapes.targets, seed=0)
-    for parameter in shape.model.parameters():
+        add_adapter(
+            {"": meta_model.model}, AdapterSection(rank=rank), meta_model.shapes.targets, seed=0
+        )
+    for parameter in meta_model.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    trained = sum(p.numel() for p in shape.model.parameters() if p.requires_grad)
-    return build_cost_model(shape.trace_target(), basics, plain_checkpointing=plain), trained
+    trained = sum(p.numel() for p in meta_model.model.parameters() if p.requires_grad)
+    return build_cost_model(meta_model.trace_target(), rates, plain_checkpointing=plain), trained
 
 
-def choice_of(told: dict[str, Any], num_blocks: int) -> PlanCandidate:
-    """The record's own way to run, in the planner's words."""
-    streamed = told["streamed"]
+def candidate_of_record(record: dict[str, Any], num_blocks: int) -> PlanCandidate:
+    """Return the record's configuration as a plan candidate."""
+    streamed = record["streamed"]
     named = {"all": range(num_blocks), "every_second": range(0, num_blocks, 2), "none": range(0)}
     inside = set(named[streamed] if isinstance(streamed, str) else streamed)
-    ways = told["activations"]
+    ways = record["activations"]
     ways = [ways] * num_blocks if isinstance(ways, str) else ways
-    assert len(ways) == num_blocks, f"{told['name']}: {len(ways)} ways for {num_blocks} blocks"
-    sent = told.get("sends_inputs", [False] * num_blocks)
+    assert len(ways) == num_blocks, f"{record['name']}: {len(ways)} ways for {num_blocks} blocks"
+    sent = record.get("sends_inputs", [False] * num_blocks)
     blocks = tuple(
         BlockPlan("streamed" if index in inside else "resident", way, sent[index])
         for index, way in enumerate(ways)
     )
-    slots = told["slots"] if inside else 0
-    ahead = told.get("ahead", ACTIVATION_PREFETCH)
+    slots = record["slots"] if inside else 0
+    ahead = record.get("ahead", ACTIVATION_PREFETCH)
     return PlanCandidate(
-        blocks, told["batch"], 1, slots, told["compiled"], activation_prefetch=ahead
+        blocks, record["batch"], 1, slots, record["compiled"], activation_prefetch=ahead
     )
 
 
-def show(one: Compared) -> None:
-    """One line."""
+def show(one: Comparison) -> None:
+    """Print one line."""
     record = one.record
     remark = "fitted" if record.get("fitted") else record.get("excused", "")
     seconds = f"{one.seconds:>9.3f} /{record['seconds']:>7.3f}{one.seconds_off:>+8.1%}"
@@ -183,18 +191,20 @@ def show(one: Compared) -> None:
     print(f"{record['name'][:70]:<72}{seconds}{peak}  {remark}")
 
 
-def judge(compared: list[Compared]) -> bool:
-    """The largest deviations among what was not fitted, and whether they are within the limits."""
-    counted = [one for one in compared if one.counts]
+def judge(comparisons: list[Comparison]) -> bool:
+    """Print the largest deviations of the counted records; return True if all are within limits."""
+    counted = [one for one in comparisons if one.counts]
     if not counted:
-        print("nothing here was left out of the fit: there is nothing to judge")
+        print("every record was fitted or excused, so there is nothing to judge")
         return False
     seconds = max(counted, key=lambda one: abs(one.seconds_off))
     peak = max(counted, key=lambda one: abs(one.peak_off))
-    met = abs(seconds.seconds_off) <= SECONDS_LIMIT and abs(peak.peak_off) <= PEAK_LIMIT
+    within = sum(one.is_within_limits for one in counted)
+    met = within == len(counted)
+    verdict = "met   " if met else "MISSED"
     print(
-        f"{'met   ' if met else 'MISSED'} {len(counted)} configurations are counted; "
-        f"seconds are off by at most {seconds.seconds_off:+.1%} ({seconds.record['name']}), limit "
+        f"{verdict} {within} of {len(counted)} configurations are within bounds; seconds are off "
+        f"by at most {seconds.seconds_off:+.1%} ({seconds.record['name']}), limit "
         f"{SECONDS_LIMIT:.0%}; the peak by at most {peak.peak_off:+.1%} ({peak.record['name']}), "
         f"limit {PEAK_LIMIT:.0%}"
     )

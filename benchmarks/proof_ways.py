@@ -1,18 +1,19 @@
-"""The ways in which the planner is put to the proof, and how each is written down.
+"""Configurations with which the planner's predictions are tested, and their records.
 
-Chosen before anything was measured: three models and a clip, resident, half and all streamed, every
-way to keep activations and mixes of them, eager and compiled, batches of 1, 2 and 4.
+All were chosen before they were measured: three models and a video; resident, half and all
+streamed; every activation mode and mixes of them; eager and compiled; batches of 1, 2 and 4.
 
-`LATER` was chosen after eight of these had been seen, and before any of it was: mostly eager steps
-of one sample, which the host bounds, and products in fp8. `LAST` was chosen when the eager ones of
-both had been seen (`plan_proof.json` as of 13805ea) and the host's part had been made anew, and
-before any of it was measured. `HOSTS` are its eager ways, and those of the others whose time had
-been said more than a tenth too short, to be looked at in rounds. `FRESH` was chosen when kernels
-between products had begun to be timed one by one, which those had led to, and before any of it was
-measured: no way is in it that had been run before.
+    FIRST   the first set
+    LATER   chosen after eight of FIRST had been seen: mostly eager steps of one sample, which are
+            bound by the CPU, and fp8
+    LAST    chosen after the eager ones of both had been seen (plan_proof.json of 13805ea) and the
+            launch probe had been rewritten
+    HOSTS   the eager ones of LAST, and earlier ones whose time was predicted more than 10 % too
+            short, measured in rounds
+    FRESH   chosen when elementwise kernels began to be timed one by one; none had been run before
 
-`ASKED` are not ways but what a user asks for: a budget, and which streams there may be. What is run
-is what the planner then chooses. They were written down when all of the above had been seen.
+`PLANNED` holds requests, not configurations: a memory budget and what may be streamed. The planner
+chooses the configuration. They were written down after all of the above had been seen.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ SLOTS = 3
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a step."""
+    """One configuration of a step."""
 
     compiled: bool
     batch: int
     streamed: Streamed
     first: tuple[ActivationMode, ...]
-    """Of the first half of the blocks, in turns."""
+    """Activation modes of the first half of the blocks, which alternate."""
     last: ActivationMode
+    """Activation mode of the other half."""
     sends_inputs: bool = False
-    """Whether what recomputed blocks start from waits in host memory."""
+    """Whether the inputs of recomputed blocks are offloaded."""
 
     def __str__(self) -> str:
         how = "compiled" if self.compiled else "eager"
@@ -52,8 +54,8 @@ class Way:
         ways = f"{' and '.join(self.first)}{sent}, then {self.last}"
         return f"{how}, batch {self.batch}, {self.streamed} streamed, {ways}"
 
-    def choice(self, case: Case) -> PlanCandidate:
-        """For a model of so many blocks."""
+    def candidate(self, case: Case) -> PlanCandidate:
+        """Return the configuration for a model."""
         total = sum(case.counts)
         inside = {"none": range(0), "half": range(0, total, 2), "all": range(total)}[self.streamed]
         blocks = []
@@ -197,13 +199,13 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a plan is made for."""
+class PlanRequest:
+    """A memory budget for which the planner chooses a configuration."""
 
     compiled: bool
     budget_gb: int
     streams: Literal["none", "weights", "both"]
-    """What may stream: nothing, weights, or activations too."""
+    """What may use the link: nothing, weights, or activations too."""
 
     def __str__(self) -> str:
         how = "compiled" if self.compiled else "eager"
@@ -211,45 +213,45 @@ class Asked:
         return f"{how}, planned for {self.budget_gb} GB{streams}"
 
     @property
-    def wishes(self) -> Constraints:
-        """As a run states them."""
+    def constraints(self) -> Constraints:
+        """Return the request as the planner takes it."""
         return Constraints(
             compile=(self.compiled,), stream=self.streams != "none", offload=self.streams == "both"
         )
 
 
 _BUDGETS = [
-    Asked(False, 40, "both"),
-    Asked(False, 16, "none"),
-    Asked(False, 16, "weights"),
-    Asked(False, 8, "both"),
-    Asked(True, 16, "weights"),
-    Asked(True, 8, "both"),
+    PlanRequest(False, 40, "both"),
+    PlanRequest(False, 16, "none"),
+    PlanRequest(False, 16, "weights"),
+    PlanRequest(False, 8, "both"),
+    PlanRequest(True, 16, "weights"),
+    PlanRequest(True, 8, "both"),
 ]
-ASKED = {
+PLANNED = {
     "flux": _BUDGETS,
     "qwen": _BUDGETS,
     "wan": _BUDGETS,
-    "clip": [Asked(False, 24, "both")],
+    "clip": [PlanRequest(False, 24, "both")],
     "fp8": [],
 }
 
 
-def record(title: str, case: Case, choice: PlanCandidate) -> dict[str, Any]:
-    """In the form that `plan_check` reads."""
+def record(title: str, case: Case, candidate: PlanCandidate) -> dict[str, Any]:
+    """Return a record as `plan_check` reads it."""
     return {
         "name": title,
         "model": case.family,
         "config": dict(case.config),
-        "width": case.picture.width,
-        "height": case.picture.height,
-        "frames": case.picture.frames,
-        "batch": choice.batch,
-        "compiled": choice.compiled,
-        "slots": choice.slots,
-        "streamed": list(choice.streamed),
-        "activations": [block.activations for block in choice.blocks],
-        "sends_inputs": [block.offload_input for block in choice.blocks],
+        "width": case.sample.width,
+        "height": case.sample.height,
+        "frames": case.sample.frames,
+        "batch": candidate.batch,
+        "compiled": candidate.compiled,
+        "slots": candidate.slots,
+        "streamed": list(candidate.streamed),
+        "activations": [block.activations for block in candidate.blocks],
+        "sends_inputs": [block.offload_input for block in candidate.blocks],
         "lora": "fused",
         "state_nbytes": 8,
         "frozen_compute": case.frozen_compute,

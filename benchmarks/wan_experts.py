@@ -1,15 +1,14 @@
-"""Both experts of a Wan2.2-A14B-shaped model on 260 pictures of 1024x1024, LoKr, within 96 GB.
+"""Train both experts of a Wan2.2-A14B-shaped model on 260 images of 1024x1024 within 96 GB (LoKr).
 
 A whole run as a user would start it: a run file, data staged in memory, a VAE of the published
-shape that encodes them into the unified-memory cache, the plan, the loop, the result. Weights are
-random (`wan_random`), the text encoder has one layer. The device's 96 GB are enforced by torch's
-memory fraction. Blocks are compiled, as `plan: auto` would do for a run of a usual length.
+shape, the unified-memory cache, the plan, the loop and the export. Weights are random
+(`wan_random`) and the text encoder has one layer. The 96 GB are enforced by torch's memory
+fraction. Blocks are compiled, as `plan: auto` would do for a run of normal length.
 
-Counted are the steps after both experts have had `--warm` turns; what compiling and the plan's own
-correction take is in what comes before. Turns and lines of the log are equally long, so that each
-line times one expert. A picture is sampled before the first step and after the last, through both
-experts; the device memory of that is measured apart. Caches and encoders that are on the device
-before the plan is made are no part of it, nor of what is measured against it.
+Steps count once both experts have had `--warm` turns, so compilation and the plan's correction are
+excluded. A turn is as long as the logging interval, so each line of the log times one expert. An
+image is sampled before the first and after the last step; its device memory is measured separately.
+Caches and encoders that are on the device before planning are not counted.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan_experts.py [--out FOLDER] [--commit NAME]
         [--steps 40] [--batch 2] [--compile always|auto|never] [--rehearse]
@@ -57,62 +56,65 @@ if TYPE_CHECKING:
 
 DEVICE_GB = 96
 TURN = 5
-"""Steps of one expert before the other has its turn."""
-PICTURES, EDGE = 260, 1024
-FEW, SMALL_EDGE = 16, 64
+"""Steps of one expert before the other one is trained."""
+NUM_IMAGES, EDGE = 260, 1024
+FEW_IMAGES, SMALL_EDGE = 16, 64
+"""The same in a rehearsal."""
 
 
 def main() -> int:
-    """Prepare, run, compare with the plan, write."""
-    arguments = parsed()
-    clock = Clock()
+    """Prepare the data, train, compare with the plan, and write the results."""
+    arguments = parse_arguments()
+    clock = PhaseClock()
     if not arguments.rehearse:
-        narrow_the_device()
+        limit_device_memory()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wan_random.install(folder / "site")
         wan_random.write_folder(folder / "model", small=arguments.rehearse)
-        make_pictures(
+        make_images(
             folder / "pictures",
-            FEW if arguments.rehearse else PICTURES,
+            FEW_IMAGES if arguments.rehearse else NUM_IMAGES,
             SMALL_EDGE if arguments.rehearse else EDGE,
         )
-        clock.lap("prepare")
+        clock.end_phase("prepare")
         figures = train(run_file(folder, arguments), arguments, clock)
     results.write("wan_experts", figures, arguments.out, arguments.commit)
     return 0 if judge(figures) else 1
 
 
-def parsed() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--commit", default="", help="commit of the code, if git is not available")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--warm", type=int, default=2, help="turns of each expert not counted")
-    parser.add_argument("--batch", type=int, default=2, help="pictures of a step")
+    parser.add_argument(
+        "--warm", type=int, default=2, help="turns of each expert that are not counted"
+    )
+    parser.add_argument("--batch", type=int, default=2, help="images per step")
     parser.add_argument("--compile", choices=("always", "auto", "never"), default="always")
-    parser.add_argument("--rehearse", action="store_true", help="a miniature of all, on the CPU")
+    parser.add_argument("--rehearse", action="store_true", help="run a miniature on the CPU")
     arguments = parser.parse_args()
     if arguments.steps < 2 * TURN * (arguments.warm + 1):
-        parser.error(f"--steps: {2 * TURN * (arguments.warm + 1)} are the least with this --warm")
+        parser.error(f"--steps: {2 * TURN * (arguments.warm + 1)} is the minimum with this --warm")
     if not arguments.rehearse and not torch.cuda.is_available():
         parser.error("there is no GPU; --rehearse runs a miniature without one")
     return arguments
 
 
-def narrow_the_device() -> None:
-    """From here on torch refuses to take more, whatever the device has."""
+def limit_device_memory() -> None:
+    """Make torch refuse to allocate more than DEVICE_GB."""
     total = torch.cuda.mem_get_info(0)[1]
     torch.cuda.set_per_process_memory_fraction(DEVICE_GB * 1e9 / total, 0)
     square = torch.ones(256, 256, device="cuda")
-    (square @ square).sum().item()  # the libraries' own host memory is no part of the run's
+    (square @ square).sum().item()  # loads cuBLAS, whose host memory must not be counted
 
 
-def make_pictures(folder: Path, count: int, edge: int) -> None:
-    """Soft colours under a fine grain, no two alike, each with a caption of its own."""
+def make_images(folder: Path, count: int, edge: int) -> None:
+    """Write different smooth, grainy images, each with its own caption."""
     folder.mkdir()
-    ramp = np.linspace(0, 2 * np.pi, edge, dtype=np.float32)
+    ramp = np.linssteps_per_second(0, 2 * np.pi, edge, dtype=np.float32)
     grain = np.random.default_rng(count).integers(-12, 13, (edge, edge, 1)).astype(np.float32)
 
     def make(number: int) -> None:
@@ -132,7 +134,7 @@ def make_pictures(folder: Path, count: int, edge: int) -> None:
 
 
 def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
-    """What a user would write, for the small model as for the large one."""
+    """Write the run file."""
     small = arguments.rehearse
     settings = {
         "output_dir": str(folder / "run"),
@@ -172,31 +174,31 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
     return path
 
 
-class Clock:
-    """Wall time by what it went to."""
+class PhaseClock:
+    """Measures the wall time of each phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._began = self._since = time.monotonic()
 
-    def say(self, text: str) -> None:
-        """A line, with the time since the beginning."""
+    def print(self, text: str) -> None:
+        """Print a line with the time since the start."""
         print(f"{time.monotonic() - self._began:7.1f} {text}", flush=True)
 
-    def lap(self, name: str) -> None:
-        """All since the last lap."""
+    def end_phase(self, name: str) -> None:
+        """Record the time since the last phase ended."""
         now = time.monotonic()
         self.seconds[name] = now - self._since
         self._since = now
-        self.say(
+        self.print(
             f"{name} took {self.seconds[name]:.1f} s; host memory {host_nbytes() / GIB:.1f} GiB"
         )
 
 
 class Watcher:
-    """A sink: prints what a run tells, and keeps the time and the memory of its steps."""
+    """An event sink that prints notices and records the time and memory of steps."""
 
-    def __init__(self, clock: Clock, warm_steps: int, last_step: int) -> None:
+    def __init__(self, clock: PhaseClock, warm_steps: int, last_step: int) -> None:
         self.steps: list[StepDone] = []
         self.before_plan = self.training = self.sampling = DeviceMemory()
         self._clock = clock
@@ -204,32 +206,32 @@ class Watcher:
         self._stage = ""
 
     def handle(self, event: Event) -> None:
-        """Everything that is said in words, and each stage once."""
+        """Print notices, and each stage once."""
         if isinstance(event, StepDone):
             self.steps.append(event)
             if event.step % TURN == 0:
                 line = f"step {event.step} ({event.expert}): {event.seconds:.3f} s"
-                self._clock.say(f"{line}, loss {event.loss:.4f}")
+                self._clock.print(f"{line}, loss {event.loss:.4f}")
             if event.step in (self._warm_steps, self._last_step):
-                self.training = device_memory()  # the second look is at the counted steps alone
+                self.training = device_memory()  # the second reading covers the counted steps alone
         elif isinstance(event, Validated):
             self.sampling = device_memory()
-            self._clock.say(f"sampled in {event.seconds:.1f} s")
+            self._clock.print(f"sampled in {event.seconds:.1f} s")
         elif isinstance(event, Notice):
-            self._clock.say(event.text)
+            self._clock.print(event.text)
             if event.text.startswith("plan: "):
                 self.before_plan = device_memory()
         elif isinstance(event, StageProgress) and event.stage != self._stage:
             self._stage = event.stage
-            self._clock.say(f"{event.stage}: {event.total} {event.unit}")
+            self._clock.print(f"{event.stage}: {event.total} {event.unit}")
 
     def close(self) -> None:
-        """Nothing to flush."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """By torch's allocator: taken now, and the most since the last look."""
+    """Bytes of torch's allocator: allocated now, and peaks since the last reading."""
 
     now: int = 0
     taken: int = 0
@@ -237,59 +239,58 @@ class DeviceMemory:
 
 
 def device_memory() -> DeviceMemory:
-    """Look, and begin anew."""
+    """Read the allocator and reset its peaks."""
     if not torch.cuda.is_available():
         return DeviceMemory()
-    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    seen = DeviceMemory(torch.cuda.memory_allocated(), *most)
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    memory = DeviceMemory(torch.cuda.memory_allocated(), *peaks)
     torch.cuda.reset_peak_memory_stats()
-    return seen
+    return memory
 
 
-def train(path: Path, arguments: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """The run itself, and what it took beside what was planned."""
+def train(path: Path, arguments: argparse.Namespace, clock: PhaseClock) -> dict[str, Any]:
+    """Run the training and return measured and planned figures."""
     run = load_run_file(path, environment={}).run
     warm_steps = 2 * TURN * arguments.warm
     watcher = Watcher(clock, warm_steps, arguments.steps)
     before = host_nbytes()
     output = Path(run.output_dir)
     output.mkdir()
-    with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as fan:
+    with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as dispatcher:
         accelerator = start_accelerator(run)
         with closing(
-            build_session(run, accelerator, fan.emit, RunControl(output), SignalHandler())
-        ) as built:
-            clock.lap("build")
-            planned = plan_of(built)
-            train_loop(built, TrainProgress())
-            clock.lap("steps")
+            build_session(run, accelerator, dispatcher.emit, RunControl(output), SignalHandler())
+        ) as session:
+            clock.end_phase("build")
+            planned = plan_of(session)
+            train_loop(session, TrainProgress())
+            clock.end_phase("steps")
             figures = {
                 "first_plan": describe(planned),
                 "first_planned_step_s": planned.seconds.step,
-                **memory_figures(built, watcher, host_nbytes() - before),
-                **speed_figures(built, watcher.steps, warm_steps),
+                **memory_figures(session, watcher, host_nbytes() - before),
+                **speed_figures(session, watcher.steps, warm_steps),
             }
-            exported = built.export()
-            clock.lap("export")
+            exported = session.export()
+            clock.end_phase("export")
             figures["files"] = ", ".join(sorted(file.name for file in exported.iterdir()))
     return {**figures, "took_s": clock.seconds}
 
 
-def plan_of(built: Session) -> Plan:
-    """The plan at work."""
-    settled = built.plan_controller
-    assert settled is not None, "the run was not planned"
-    return settled.plan
+def plan_of(session: Session) -> Plan:
+    """Return the plan in use."""
+    assert session.plan_controller is not None, "the run was not planned"
+    return session.plan_controller.plan
 
 
-def memory_figures(built: Session, watcher: Watcher, host: int) -> dict[str, Any]:
-    """Planned and measured, side by side; `host`: what the run has added to the process."""
-    plan, family = plan_of(built), built.state.family
+def memory_figures(session: Session, watcher: Watcher, host: int) -> dict[str, Any]:
+    """Return planned and measured memory; `host` is the process's growth in bytes."""
+    plan, family = plan_of(session), session.state.family
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     inside = {p for block in family.blocks() for p in block.parameters()}
     streamed = sum(p.nbytes for p in frozen if p in inside and p.device.type == "cpu")
     return {
-        "trained_parameters": sum(p.numel() for p in built.state.parameters.values()),
+        "trained_parameters": sum(p.numel() for p in session.state.parameters.values()),
         "frozen_parameters": sum(p.numel() for p in frozen),
         "device_gib": {
             "allowed": DEVICE_GB * 1e9 / GIB,
@@ -305,52 +306,52 @@ def memory_figures(built: Session, watcher: Watcher, host: int) -> dict[str, Any
             "planned_weights": plan.host.weights / GIB,
             "weights": streamed / GIB,
             "measured": host / GIB,
-            "most": most_host_nbytes() / GIB,
+            "most": peak_host_nbytes() / GIB,
             "machine": psutil.virtual_memory().total / GIB,
         },
     }
 
 
-def speed_figures(built: Session, steps: list[StepDone], warm_steps: int) -> dict[str, Any]:
-    """Of the steps that count, by expert and over all."""
-    plan = plan_of(built)
+def speed_figures(session: Session, steps: list[StepDone], warm_steps: int) -> dict[str, Any]:
+    """Return the speed of the counted steps, by expert and overall."""
+    plan = plan_of(session)
     counted = [step for step in steps if step.step > warm_steps]
-    over_all = pace(counted)
+    overall = steps_per_second(counted)
     return {
-        "pictures": len(built.pipeline.train_samples),
+        "pictures": len(session.pipeline.train_samples),
         "steps": len(steps),
         "counted_steps": len(counted),
         "batch": plan.batch,
         "plan": describe(plan),
         "planned_step_s": plan.seconds.step,
         "loss": {"first": steps[0].loss, "last": steps[-1].loss},
-        "high_steps_s": pace(step for step in counted if step.expert == "high"),
-        "low_steps_s": pace(step for step in counted if step.expert == "low"),
-        "steps_s": over_all,
-        "pictures_s": plan.batch * over_all,
-        "of_planned_speed": over_all * plan.seconds.step,
+        "high_steps_s": steps_per_second(step for step in counted if step.expert == "high"),
+        "low_steps_s": steps_per_second(step for step in counted if step.expert == "low"),
+        "steps_s": overall,
+        "pictures_s": plan.batch * overall,
+        "of_planned_speed": overall * plan.seconds.step,
     }
 
 
-def pace(steps: Iterable[StepDone]) -> float:
-    """Steps a second."""
+def steps_per_second(steps: Iterable[StepDone]) -> float:
+    """Return steps per second."""
     return 1 / mean(step.seconds for step in steps)
 
 
 def host_nbytes() -> int:
-    """Of this process, what is in memory now."""
+    """Return the resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
-def most_host_nbytes() -> int:
-    """The most there ever was, loading included."""
+def peak_host_nbytes() -> int:
+    """Return the peak of resident memory, including loading."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def judge(figures: dict[str, Any]) -> bool:
-    """Print the table; whether the run stayed within what it was allowed."""
+    """Print the table and return True if every requirement is met."""
     device, host = figures["device_gib"], figures["host_gib"]
     print(f"plan: {figures['plan']}")
     print(f"{'GiB':<24}{'planned':>9}{'measured':>10}")
