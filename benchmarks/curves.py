@@ -1,4 +1,4 @@
-"""Curves as a picture, by Pillow alone: benchmarks need no plotting library."""
+"""Draw line plots with Pillow, so that benchmarks need no plotting library."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ SIZE = (1000, 640)
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 30, 70
 COLOURS = ("#4e79a7", "#76b7b2", "#59a14f", "#f28e2b", "#e15759", "#b07aa1")
 SCALE = 2
-"""Drawn this much larger, then reduced: smooth lines."""
+"""Factor of supersampling, for smooth lines."""
 
 
 def draw_curves(
     curves: Mapping[str, Mapping[int, float]],
     path: Path,
     title: str,
-    below: str,
+    x_label: str,
     legend: Literal["high", "low"] = "high",
 ) -> None:
-    """One line a curve, six at most, over the same axes; what is high at the very start is cut."""
+    """Draw up to six curves over common axes.
+
+    The y axis covers the values after the first 5 %, so that a high start does not dominate it.
+    """
     assert len(curves) <= len(COLOURS), len(curves)
     points = {name: sorted(curve.items()) for name, curve in curves.items()}
     last = max(x for curve in points.values() for x, _ in curve)
-    least = min(y for curve in points.values() for _, y in curve)
-    most = max(y for curve in points.values() for x, y in curve if x >= last / 20)
-    low, high = least - 0.05 * (most - least), most
+    lowest = min(y for curve in points.values() for _, y in curve)
+    highest = max(y for curve in points.values() for x, y in curve if x >= last / 20)
+    low, high = lowest - 0.05 * (highest - lowest), highest
     image = Image.new("RGB", (SIZE[0] * SCALE, SIZE[1] * SCALE), "white")
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(15 * SCALE)
@@ -52,9 +55,11 @@ def draw_curves(
         )
     for colour, curve in zip(COLOURS, points.values(), strict=False):
         draw.line([place(x, y) for x, y in curve], fill=colour, width=3 * SCALE, joint="curve")
-    draw.rectangle([0, 0, SIZE[0] * SCALE, TOP * SCALE], "white")  # what begins above the axes
+    draw.rectangle(
+        [0, 0, SIZE[0] * SCALE, TOP * SCALE], "white"
+    )  # hides curves that start above the axes
     draw.text((LEFT * SCALE, 14 * SCALE), title, "black", font)
-    draw.text((LEFT * SCALE, (SIZE[1] - 34) * SCALE), below, "black", font)
+    draw.text((LEFT * SCALE, (SIZE[1] - 34) * SCALE), x_label, "black", font)
     first = TOP + 12 if legend == "high" else SIZE[1] - BOTTOM - 12 - 24 * len(points)
     for index, (colour, name) in enumerate(zip(COLOURS, points, strict=False)):
         row = (first + 24 * index) * SCALE
@@ -66,7 +71,7 @@ def draw_curves(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """A handful of round numbers between two."""
+    """Return about six round numbers in a range."""
     rough = (high - low) / 6
     unit = 10 ** math.floor(math.log10(rough))
     step = min((m * unit for m in (1, 2, 5, 10)), key=lambda m: abs(m - rough))

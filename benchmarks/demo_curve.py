@@ -1,8 +1,8 @@
-"""The demo's adapter, trained once; prints the loss on pictures that nobody trains on, by step.
+"""Train the demo's adapter and print its loss on held-out images by step, as JSON.
 
     PYTHONPATH=src python benchmarks/demo_curve.py MODEL [--seed 0] [--compute bf16|fp8] [--steps N]
 
-The held-out pictures are the same for every seed: further copies of the stars that are trained on.
+The held-out images are the same for every seed: other copies of the stars that it is trained on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from gracetune.data.shapes import draw, drawn
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.step import TrainProgress
-from gracetune.train.step import train_step
+from gracetune.train.step import TrainProgress, train_step
 from gracetune.train.validate import held_out_loss
 
 if TYPE_CHECKING:
@@ -36,21 +35,21 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "demo-lora.json"
 EVERY = 25
 PIXELS = 24
 COPIES = range(100, 112)
-"""Numbers far above those that the example draws."""
+"""Numbers of the held-out copies, above those that the example trains on."""
 
 
 def main() -> None:
-    """Train, and print one line: a JSON object."""
+    """Train, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="the folder of the demo's model")
+    parser.add_argument("model", help="folder of the demo's model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compute", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--steps", type=int, default=500)
     arguments = parser.parse_args()
-    told: list[str] = []
+    messages: list[str] = []
 
     def emit(event: Event) -> None:
-        told.append(str(event))
+        messages.append(str(event))
 
     with tempfile.TemporaryDirectory() as folder:
         run = load_run_file(
@@ -68,32 +67,32 @@ def main() -> None:
         ).run
         requests = RunControl(Path(folder))
         built = build_session(run, start_accelerator(run), emit, requests, SignalHandler())
-        curve = follow(built, arguments.steps)
+        curve = train_and_evaluate(built, arguments.steps)
         built.close()
-    rounded = [line for line in told if "fp8" in line]
-    print(json.dumps({"curve": curve, "told": rounded}))
+    about_fp8 = [line for line in messages if "fp8" in line]
+    print(json.dumps({"curve": curve, "told": about_fp8}))
 
 
-def follow(session: Session, steps: int) -> dict[int, float]:
-    """Train, and look every now and then."""
+def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:
+    """Train, and evaluate the held-out loss every `EVERY` steps."""
     held = held_out_batch(session.state.family, session.state.accelerator.device)
     batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
 
     @torch.no_grad()
-    def look() -> float:
+    def evaluate() -> float:
         return held_out_loss(session.state, [held])["held_out"]
 
-    curve = {0: look()}
+    curve = {0: evaluate()}
     for step in range(steps):
         batch, _ = next(batches)
         train_step(session.state, [batch], 1, TrainProgress(step, step))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
-            curve[step + 1] = look()
+            curve[step + 1] = evaluate()
     return curve
 
 
 def held_out_batch(family: Family, device: torch.device) -> Batch:
-    """Drawn here, encoded by the family."""
+    """Draw the held-out images and encode them with the family."""
     figures = [(figure, copy) for copy in COPIES for figure in drawn("star")]
     images = np.stack([np.asarray(draw(figure, PIXELS, copy, 0)) for figure, copy in figures])
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1.0

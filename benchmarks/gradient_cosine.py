@@ -1,4 +1,4 @@
-"""Gradients of one batch by blocks, computed in several ways, and the angles between them."""
+"""Compare the gradients of one batch, block by block, between precisions."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shapes_wan import Asked
+    from shapes_wan import ModelInputs
     from torch import Tensor, nn
 
 
 def compare_gradients(
-    figures: dict[str, object], name: str, models: Mapping[str, nn.Module], asked: Asked
+    figures: dict[str, object], name: str, models: Mapping[str, nn.Module], inputs: ModelInputs
 ) -> None:
-    """fp8 against bf16 by blocks; both against fp32, of which the least is noted."""
-    found = {way: gradients(model, asked) for way, model in models.items()}
+    """Record the cosines of fp8 with bf16, and of bf16 with fp32, for each block."""
+    found = {precision: gradients(model, inputs) for precision, model in models.items()}
     for what in ("adapter", "input"):
         pairs = {"fp8_bf16": ("fp8", "bf16"), "bf16_fp32": ("bf16", "fp32")}
         for pair, (one, other) in pairs.items():
-            each = [
-                cosine(mine, theirs)
-                for mine, theirs in zip(found[one][what], found[other][what], strict=True)
+            cosines = [
+                cosine(a, b) for a, b in zip(found[one][what], found[other][what], strict=True)
             ]
-            figures[f"{name}.{what}.{pair}"] = json.dumps([round(value, 5) for value in each])
-            figures[f"{name}.{what}.{pair}_least"] = min(each)
-            print(f"{name} {what} {pair}: least {min(each):.5f}, mean {mean(each):.5f}", flush=True)
+            figures[f"{name}.{what}.{pair}"] = json.dumps([round(value, 5) for value in cosines])
+            figures[f"{name}.{what}.{pair}_least"] = min(cosines)
+            print(
+                f"{name} {what} {pair}: smallest {min(cosines):.5f}, mean {mean(cosines):.5f}",
+                flush=True,
+            )
 
 
-def gradients(model: nn.Module, asked: Asked) -> dict[str, list[Tensor]]:
-    """By blocks: of the adapter, as one vector, and of what came into the block."""
-    entering: dict[int, Tensor] = {}
+def gradients(model: nn.Module, inputs: ModelInputs) -> dict[str, list[Tensor]]:
+    """Return, by block, the gradient of the adapter as one vector and of the block's input."""
+    input_grads: dict[int, Tensor] = {}
 
-    def remember(index: int) -> None:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            inputs[0].register_hook(lambda grad: entering.__setitem__(index, grad.float()))
+    def watch(index: int) -> None:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            arguments[0].register_hook(lambda grad: input_grads.__setitem__(index, grad.float()))
 
         handles.append(model.blocks[index].register_forward_pre_hook(hook))
 
     handles: list[torch.utils.hooks.RemovableHandle] = []
     for index in range(len(model.blocks)):
-        remember(index)
+        watch(index)
     model.zero_grad()
-    asked.noisy.requires_grad_()  # so that the first block has an input gradient too
-    losses(model, asked, autocast=False).mean().backward()
+    inputs.noisy.requires_grad_()  # so that the first block has an input gradient too
+    losses(model, inputs, autocast=False).mean().backward()
     for handle in handles:
         handle.remove()
-    asked.noisy.requires_grad_(False).grad = None
+    inputs.noisy.requires_grad_(False).grad = None
     adapters = [
         torch.cat([p.grad.float().flatten() for p in block.parameters() if p.requires_grad])
         for block in model.blocks
     ]
     model.zero_grad()
-    return {"adapter": adapters, "input": [entering[index] for index in sorted(entering)]}
+    return {"adapter": adapters, "input": [input_grads[index] for index in sorted(input_grads)]}
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """Of two gradients as vectors."""
+    """Return the cosine of two gradients, taken as vectors."""
     return float(functional.cosine_similarity(one.flatten().double(), other.flatten().double(), 0))

@@ -1,35 +1,33 @@
-"""What rounding costs: adapters trained beside frozen products in bf16 and fp8, and plainly.
+"""Measure what fp8 and the fused LoRA cost in training quality.
 
-A Wan-shaped transformer of 210 M parameters learns the demo's shapes from nothing; adapters are
-then taught stars in two courses. `few` is how adapters usually are taught: few pictures, small
-batches, a constant rate. `many` has four times the pictures, eight times the batch and a rate that
-falls, which leaves seeds hardly a difference. Three seeds each way, with equal beginnings, batches,
-levels and noise:
+A Wan-shaped transformer with 210 M parameters is trained on the demo's shapes from scratch.
+Adapters are then trained on stars in two settings: `few` is typical, with few images, small batches
+and a constant learning rate; `many` has four times the images, eight times the batch size and a
+decaying rate, so that seeds hardly differ. Each is run with three seeds and the same initial
+weights, batches, sigmas and noise, in three precisions:
 
-    bf16    ours: fp32 LoRA weights as masters, products in bf16, fused
-    fp8     the same with `model.frozen_compute: fp8`: frozen products rounded, forward and back,
-            main directions of their inputs found by the last pictures that are trained on
+    bf16    gracetune: fp32 LoRA weights, fused matmuls in bf16
+    fp8     the same with `model.frozen_compute: fp8`, calibrated with the last training images
     plain   peft's own fp32 LoRA under bf16 autocast
 
-Rules, fixed before anything was measured; `few` was added when two seeds of `many` were known to
-end 0.1 % apart:
+Pass criteria, fixed before anything was measured (`few` was added when two seeds of `many` were
+known to end 0.1 % apart):
 
-    curves      The mean final held-out loss of three seeds in fp8 lies between the least and the
-                greatest of three in bf16; the same for bf16 (ours) among three plain ones. In both
-                courses. Each is validated as it was trained. An adapter from fp8 is also looked at
-                beside weights in bf16, as it would be used.
-    gradients   Of one batch, in whole steps through all blocks, with a fresh adapter and with a
-                trained one: for every block, the adapter's gradients (as one vector) and the
-                gradient that leaves the block for the one before it have a cosine of at least 0.98
-                between fp8 and bf16. The same for eight blocks of Wan 14B's shape with random
-                weights. How far bf16 itself is from fp32 is given beside it.
-    demo        The curves' rule for `examples/demo-lora.json` with another seed and fp8.
+    curves      The mean final held-out loss of three seeds in fp8 lies between the smallest and the
+                largest of three in bf16; the same for bf16 among three plain ones; in both
+                settings. Each model is validated as it was trained. An adapter from fp8 is also
+                evaluated with bf16 weights, as it would be used.
+    gradients   For one batch and for every block, the gradient of the adapter (as one vector) and
+                that of the block's input have a cosine of at least 0.98 between fp8 and bf16, with
+                an untrained and with a trained adapter. The same for eight blocks of Wan 14B's
+                shape with random weights. Cosines of bf16 with fp32 are recorded for comparison.
+    demo        The `curves` criterion for `examples/demo-lora.json`.
 
     PYTHONPATH=src:benchmarks python benchmarks/lora_quality.py [--demo FOLDER] [--out FOLDER]
         [--commit NAME] [--only adapters,random_blocks,demo] [--rehearse]
 
-`--demo` names the model that `make demo` has trained (runs/demo/model). `--rehearse` takes every
-path with a small model, on a CPU too; its figures mean nothing.
+`--demo` is the model that `make demo` trains (runs/demo/model). `--rehearse` runs every part with a
+small model, also on a CPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -49,20 +47,20 @@ import torch
 from gradient_cosine import compare_gradients
 from shapes_wan import (
     TRAIN,
-    Backward,
-    Course,
-    Pictures,
+    GradientStep,
+    Images,
+    Precision,
     Shape,
-    Way,
-    adapter_of,
-    ask,
-    draw_pictures,
-    give_adapter,
+    TrainSettings,
+    build_variant,
+    copy_adapter,
+    draw_images,
+    held_out_inputs,
     held_out_loss,
-    held_out_question,
-    make_arm,
+    load_adapter,
+    make_inputs,
     make_model,
-    restart,
+    reset_adapter,
     train,
 )
 
@@ -73,51 +71,51 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shapes_wan import Asked
+    from shapes_wan import ModelInputs
     from torch import Tensor, nn
 
 SEEDS = (0, 1, 2)
-LEAST_COSINE = 0.98
-DRAWS = 4
-"""Levels at which each held-out picture is measured."""
+MIN_COSINE = 0.98
+DRAWS_PER_IMAGE = 4
+"""Sigmas at which each held-out image is evaluated."""
 GRADIENT_BATCH = 64
-SHOWN = 64
-"""Pictures by which main directions are found: as many as a run takes."""
-WAYS: tuple[Way, ...] = ("bf16", "fp8", "plain", "fp32")
+CALIBRATION_IMAGES = 64
+"""Images for the calibration of fp8: as many as in a run."""
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "plain", "fp32")
 DEMO_STEPS = 500
 PARTS = ("adapters", "random_blocks", "demo")
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """How adapters are taught."""
+class AdapterTask:
+    """The training of an adapter on stars."""
 
     copies: int
-    """Of each combination of colour and background, all of them stars."""
-    course: Course
+    """Images of each combination of colour and background."""
+    settings: TrainSettings
 
 
 @dataclass(frozen=True)
-class Size:
-    """Everything that a rehearsal makes smaller."""
+class Experiment:
+    """Sizes of the whole experiment."""
 
     shape: Shape
     random: Shape
-    """The blocks with random weights."""
+    """Shape of the blocks with random weights."""
     cells: int
-    """Edge of what those look at."""
+    """Height and width of the latents for those blocks."""
     text_length: int
     pixels: int
     copies: int
-    """Of each combination of colour, shape and background."""
+    """Images of each combination of colour, shape and background."""
     held_copies: int
-    scratch: Course
-    lessons: Mapping[str, Lesson]
+    pretraining: TrainSettings
+    tasks: Mapping[str, AdapterTask]
     rank: int
     demo_steps: int
 
 
-WHOLE = Size(
+FULL = Experiment(
     shape=Shape(layers=12, heads=8, ffn=4096, channels=48, text=64),
     random=Shape(layers=8, heads=40, ffn=13824, channels=16, text=4096),
     cells=128,
@@ -125,17 +123,19 @@ WHOLE = Size(
     pixels=64,
     copies=48,
     held_copies=8,
-    scratch=Course(
+    pretraining=TrainSettings(
         steps=1500,
         batch=96,
         every=500,
         optimizer=OptimizerSection(lr=3e-4, betas=(0.9, 0.99), schedule="cosine", warmup_steps=100),
     ),
-    lessons={
-        "few": Lesson(12, Course(300, 8, 50, OptimizerSection(lr=3e-4, warmup_steps=20))),
-        "many": Lesson(
+    tasks={
+        "few": AdapterTask(
+            12, TrainSettings(300, 8, 50, OptimizerSection(lr=3e-4, warmup_steps=20))
+        ),
+        "many": AdapterTask(
             48,
-            Course(
+            TrainSettings(
                 steps=300,
                 batch=64,
                 every=50,
@@ -148,7 +148,7 @@ WHOLE = Size(
     rank=16,
     demo_steps=DEMO_STEPS,
 )
-SMALL = Size(
+REHEARSAL = Experiment(
     shape=Shape(layers=2, heads=1, ffn=256, channels=48, text=64),
     random=Shape(layers=2, heads=1, ffn=256, channels=16, text=64),
     cells=8,
@@ -156,21 +156,21 @@ SMALL = Size(
     pixels=16,
     copies=1,
     held_copies=1,
-    scratch=Course(4, 8, 2, OptimizerSection(lr=3e-4)),
-    lessons={"few": Lesson(1, Course(4, 8, 2, OptimizerSection(lr=3e-4)))},
+    pretraining=TrainSettings(4, 8, 2, OptimizerSection(lr=3e-4)),
+    tasks={"few": AdapterTask(1, TrainSettings(4, 8, 2, OptimizerSection(lr=3e-4)))},
     rank=4,
     demo_steps=25,
 )
 
 
 def main() -> int:
-    """Measure, print, write; what is done is written even where the rest fails."""
+    """Run the selected parts; the results are written after each part."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--demo", type=Path, help="the folder of the demo's model")
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
-    parser.add_argument("--only", default=",".join(PARTS), help="the parts to run, of all of these")
-    parser.add_argument("--rehearse", action="store_true", help="every path, small")
+    parser.add_argument("--demo", type=Path, help="folder of the demo's model")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit to record, if git is not available")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run (default: all)")
+    parser.add_argument("--rehearse", action="store_true", help="run every part with a small model")
     arguments = parser.parse_args()
     parts = set(arguments.only.split(","))
     if arguments.demo is None:
@@ -178,26 +178,28 @@ def main() -> int:
     if not parts or parts - set(PARTS):
         parser.error(f"--only takes some of {', '.join(PARTS)}, and the demo needs --demo")
     if not torch.cuda.is_available() and not arguments.rehearse:
-        print("a GPU with fp8 products is needed, or --rehearse")
+        print("a GPU with fp8 support is needed, or --rehearse")
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = SMALL if arguments.rehearse else WHOLE
-    figures = results.read("lora_quality", arguments.out)  # of parts that do not run now
-    began = time.perf_counter()
+    size = REHEARSAL if arguments.rehearse else FULL
+    figures = results.read(
+        "lora_quality", arguments.out
+    )  # keeps the figures of parts that do not run now
+    start = time.perf_counter()
 
     def done(part: str) -> None:
-        figures[f"{part}_done_at_s"] = time.perf_counter() - began
+        figures[f"{part}_done_at_s"] = time.perf_counter() - start
         figures[f"{part}_commit"] = arguments.commit or results.this_commit()
         results.write("lora_quality", figures, arguments.out, arguments.commit)
-        print(f"[{time.perf_counter() - began:.0f} s] {part}", flush=True)
+        print(f"[{time.perf_counter() - start:.0f} s] {part}", flush=True)
 
     demos = start_demos(arguments.demo, size.demo_steps) if "demo" in parts else {}
-    lessons = size.lessons if "adapters" in parts else {}
-    if lessons:
-        weights = learn_shapes(figures, size, device)
+    tasks = size.tasks if "adapters" in parts else {}
+    if tasks:
+        weights = pretrain(figures, size, device)
         done("scratch")
-        for name, lesson in lessons.items():
-            compare_ways(figures, size, make_arms(size, weights), name, lesson)
+        for name, task in tasks.items():
+            compare_precisions(figures, size, build_variants(size, weights), name, task)
             done(f"adapters.{name}")
         del weights
     if "random_blocks" in parts:
@@ -208,111 +210,121 @@ def main() -> int:
         done("demo")
     if device.type == "cuda":
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-    met = judge(figures, lessons)
+    met = check_rules(figures, tasks)
     done("rules")
     return 0 if met else 1
 
 
-def learn_shapes(figures: dict[str, object], size: Size, device: torch.device) -> dict[str, Tensor]:
-    """The model's weights after training from nothing."""
-    pictures = draw_pictures(None, size.pixels, range(size.copies), device)
+def pretrain(
+    figures: dict[str, object], size: Experiment, device: torch.device
+) -> dict[str, Tensor]:
+    """Train the model from scratch and return its weights."""
+    images = draw_images(None, size.pixels, range(size.copies), device)
     last = range(size.copies, size.copies + size.held_copies)
-    held = held_out_question(draw_pictures(None, size.pixels, last, device), 1)
+    held = held_out_inputs(draw_images(None, size.pixels, last, device), 1)
     model = make_model(size.shape, device)
     figures["parameters"] = sum(p.numel() for p in model.parameters())
-    backward = Backward(model, pictures, size.scratch.batch, autocast=True)
-    curve = train(backward, lambda: held_out_loss(model, held, True), size.scratch, seed=0)
+    backward = GradientStep(model, images, size.pretraining.batch, autocast=True)
+    curve = train(backward, lambda: held_out_loss(model, held, True), size.pretraining, seed=0)
     figures["scratch_held_out"] = json.dumps(curve)
     print("from scratch:", curve, flush=True)
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def make_arms(size: Size, weights: Mapping[str, Tensor]) -> dict[Way, nn.Module]:
-    """The model in every way, new for each course: a recorded step leaves things in a model that
-    no second recording takes. Both courses begin with the same.
+def build_variants(size: Experiment, weights: Mapping[str, Tensor]) -> dict[Precision, nn.Module]:
+    """Build the model for each precision.
+
+    They are built anew for each setting, because a model cannot be captured twice as a CUDA graph.
+    The calibration images are the same in both settings.
     """
     device = next(iter(weights.values())).device
-    fewest = min(lesson.copies for lesson in size.lessons.values())
-    stars = draw_pictures("star", size.pixels, range(fewest), device)
-    last = stars.at(slice(-SHOWN, None))
+    fewest = min(task.copies for task in size.tasks.values())
+    stars = draw_images("star", size.pixels, range(fewest), device)
+    last = stars.at(slice(-CALIBRATION_IMAGES, None))
     generator = torch.Generator(device).manual_seed(1)
-    levels = sample_timesteps(TRAIN, len(last.latents), generator)
+    sigmas = sample_timesteps(TRAIN, len(last.latents), generator)
     noise = torch.randn(last.latents.shape, generator=generator, device=device)
-    shown = ask(last, levels, noise)
-    return {way: make_arm(size.shape, weights, way, size.rank, shown) for way in WAYS}
+    calibration = make_inputs(last, sigmas, noise)
+    return {
+        precision: build_variant(size.shape, weights, precision, size.rank, calibration)
+        for precision in PRECISIONS
+    }
 
 
-def compare_ways(
+def compare_precisions(
     figures: dict[str, object],
-    size: Size,
-    arms: Mapping[Way, nn.Module],
+    size: Experiment,
+    models_by_precision: Mapping[Precision, nn.Module],
     name: str,
-    lesson: Lesson,
+    task: AdapterTask,
 ) -> None:
-    """Curves of every way and seed, then gradients with a fresh and with a trained adapter."""
-    device = next(arms["bf16"].parameters()).device
-    stars = draw_pictures("star", size.pixels, range(lesson.copies), device)
-    last = range(lesson.copies, lesson.copies + size.held_copies)
-    held = held_out_question(draw_pictures("star", size.pixels, last, device), DRAWS)
+    """Record the curves of all precisions and seeds, then the cosines of the gradients."""
+    device = next(models_by_precision["bf16"].parameters()).device
+    stars = draw_images("star", size.pixels, range(task.copies), device)
+    last = range(task.copies, task.copies + size.held_copies)
+    held = held_out_inputs(draw_images("star", size.pixels, last, device), DRAWS_PER_IMAGE)
 
-    def taught(way: Way) -> dict[int, dict[str, Tensor]]:
-        return adapt(figures, name, way, arms[way], stars, held, lesson.course)
-
-    trained = taught("bf16")
-    for seed, adapter in taught("fp8").items():
-        give_adapter(arms["bf16"], adapter)
-        figures[f"{name}.used_in_bf16.fp8.{seed}"] = held_out_loss(
-            arms["bf16"], held, autocast=False
+    def train_seeds(precision: Precision) -> dict[int, dict[str, Tensor]]:
+        return adapt(
+            figures, name, precision, models_by_precision[precision], stars, held, task.settings
         )
-    taught("plain")
-    asked = one_question(stars, min(GRADIENT_BATCH, len(stars.latents)))
-    models = {way: arms[way] for way in ("bf16", "fp8", "fp32")}
+
+    trained = train_seeds("bf16")
+    for seed, adapter in train_seeds("fp8").items():
+        load_adapter(models_by_precision["bf16"], adapter)
+        figures[f"{name}.used_in_bf16.fp8.{seed}"] = held_out_loss(
+            models_by_precision["bf16"], held, autocast=False
+        )
+    train_seeds("plain")
+    inputs = gradient_inputs(stars, min(GRADIENT_BATCH, len(stars.latents)))
+    models = {precision: models_by_precision[precision] for precision in ("bf16", "fp8", "fp32")}
     for model in models.values():
-        restart(model, SEEDS[0])
-    compare_gradients(figures, f"{name}.cosine.fresh", models, asked)
+        reset_adapter(model, SEEDS[0])
+    compare_gradients(figures, f"{name}.cosine.fresh", models, inputs)
     for model in models.values():
-        give_adapter(model, trained[SEEDS[0]])
-    compare_gradients(figures, f"{name}.cosine.trained", models, asked)
+        load_adapter(model, trained[SEEDS[0]])
+    compare_gradients(figures, f"{name}.cosine.trained", models, inputs)
 
 
 def adapt(
     figures: dict[str, object],
     name: str,
-    way: Way,
+    precision: Precision,
     model: nn.Module,
-    stars: Pictures,
-    held: Asked,
-    course: Course,
+    stars: Images,
+    held: ModelInputs,
+    settings: TrainSettings,
 ) -> dict[int, dict[str, Tensor]]:
-    """One training a seed; gives the adapters."""
-    began = time.perf_counter()
-    autocast = way == "plain"
-    backward = Backward(model, stars, course.batch, autocast)
+    """Train an adapter for each seed and return them."""
+    start = time.perf_counter()
+    autocast = precision == "plain"
+    backward = GradientStep(model, stars, settings.batch, autocast)
     made = {}
     for seed in SEEDS:
-        restart(model, seed)
-        curve = train(backward, lambda: held_out_loss(model, held, autocast), course, seed)
-        made[seed] = adapter_of(model)
-        figures[f"{name}.held_out.{way}.{seed}"] = json.dumps(curve)
-        figures[f"{name}.final.{way}.{seed}"] = curve[course.steps]
+        reset_adapter(model, seed)
+        curve = train(backward, lambda: held_out_loss(model, held, autocast), settings, seed)
+        made[seed] = copy_adapter(model)
+        figures[f"{name}.held_out.{precision}.{seed}"] = json.dumps(curve)
+        figures[f"{name}.final.{precision}.{seed}"] = curve[settings.steps]
         print(
-            f"{name}, {way}, seed {seed}: {curve[0]:.5f} -> {curve[course.steps]:.6f}", flush=True
+            f"{name}, {precision}, seed {seed}: {curve[0]:.5f} -> {curve[settings.steps]:.6f}",
+            flush=True,
         )
-    figures[f"{name}.took_s.{way}"] = time.perf_counter() - began
+    figures[f"{name}.took_s.{precision}"] = time.perf_counter() - start
     return made
 
 
-def one_question(pictures: Pictures, count: int) -> Asked:
-    """The batch whose gradients are compared: evenly spread levels, noise from a seed."""
-    chosen = pictures.at(slice(None, count))
+def gradient_inputs(images: Images, count: int) -> ModelInputs:
+    """Return the batch for comparing gradients: evenly spread sigmas, noise from a fixed seed."""
+    chosen = images.at(slice(None, count))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(chosen.latents.shape, generator=generator).to(chosen.latents)
-    levels = (torch.randperm(count, generator=generator) + 0.5) / count
-    return ask(chosen, levels.to(noise), noise)
+    sigmas = (torch.randperm(count, generator=generator) + 0.5) / count
+    return make_inputs(chosen, sigmas.to(noise), noise)
 
 
-def random_blocks(figures: dict[str, object], size: Size, device: torch.device) -> None:
-    """Gradients of blocks of Wan 14B's shape, with an adapter that is not zero."""
+def random_blocks(figures: dict[str, object], size: Experiment, device: torch.device) -> None:
+    """Compare gradients of blocks of Wan 14B's shape with random weights and a nonzero adapter."""
     shape, rank = size.random, 2 * size.rank
     weights = {n: t.detach() for n, t in make_model(shape, device).state_dict().items()}
     generator = torch.Generator(device).manual_seed(0)
@@ -320,24 +332,27 @@ def random_blocks(figures: dict[str, object], size: Size, device: torch.device) 
     def noise(*sides: int) -> Tensor:
         return torch.randn(sides, generator=generator, device=device)
 
-    pictures = Pictures(
+    images = Images(
         noise(1, shape.channels, 1, size.cells, size.cells), noise(1, size.text_length, shape.text)
     )
     half = torch.full((1,), 0.5, device=device)
-    asked = ask(pictures, half, noise(*pictures.latents.shape))
-    shown = ask(pictures, half, noise(*pictures.latents.shape))
-    models = {way: make_arm(shape, weights, way, rank, shown) for way in ("bf16", "fp8", "fp32")}
+    inputs = make_inputs(images, half, noise(*images.latents.shape))
+    calibration = make_inputs(images, half, noise(*images.latents.shape))
+    models = {
+        precision: build_variant(shape, weights, precision, rank, calibration)
+        for precision in ("bf16", "fp8", "fp32")
+    }
     with torch.no_grad():
         for model in models.values():
             torch.manual_seed(1)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.02)
-    compare_gradients(figures, "random_14b.cosine", models, asked)
+    compare_gradients(figures, "random_14b.cosine", models, inputs)
 
 
 def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Popen[str]]:
-    """A process each: a model this small leaves a GPU idle, and a few can share it."""
+    """Start a process for each run; models this small can share a GPU."""
     command = [sys.executable, Path(__file__).with_name("demo_curve.py"), model]
     return {
         (compute, seed): subprocess.Popen(
@@ -354,7 +369,7 @@ def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Pop
 def collect_demos(
     figures: dict[str, object], demos: Mapping[tuple[str, int], subprocess.Popen[str]]
 ) -> None:
-    """Their curves, and what was told of fp8; a process that failed leaves its last line."""
+    """Record the curves and the notices about fp8; for a failed process, its last error line."""
     for (compute, seed), process in demos.items():
         out, err = process.communicate()
         if process.returncode:
@@ -369,38 +384,48 @@ def collect_demos(
         print(f"demo, {compute}, seed {seed}: {curve[0]:.5f} -> {curve[max(curve)]:.6f}")
 
 
-def judge(figures: dict[str, object], lessons: Iterable[str]) -> bool:
-    """Print each rule and whether it holds."""
+def check_rules(figures: dict[str, object], tasks: Iterable[str]) -> bool:
+    """Print each criterion with its result; return True if all are met."""
     met = []
-    for name in lessons:
+    for name in tasks:
         final = f"{name}.final"
-        met.append(within(figures, f"{name}: fp8 among bf16", f"{final}.fp8", f"{final}.bf16"))
-        met.append(within(figures, f"{name}: ours among plain", f"{final}.bf16", f"{final}.plain"))
+        met.append(
+            check_mean_in_range(figures, f"{name}: fp8 among bf16", f"{final}.fp8", f"{final}.bf16")
+        )
+        met.append(
+            check_mean_in_range(
+                figures, f"{name}: ours among plain", f"{final}.bf16", f"{final}.plain"
+            )
+        )
     if any(name.startswith("demo_") for name in figures):
-        met.append(within(figures, "demo", "demo_final.fp8", "demo_final.bf16"))
+        met.append(check_mean_in_range(figures, "demo", "demo_final.fp8", "demo_final.bf16"))
     for name in [name for name in figures if name.endswith("fp8_bf16_least")]:
         value = figures[name]
-        met.append(isinstance(value, float) and value >= LEAST_COSINE)
-        say(met[-1], f"{name}: {value:.5f} (at least {LEAST_COSINE})")
+        met.append(isinstance(value, float) and value >= MIN_COSINE)
+        print_rule(met[-1], f"{name}: {value:.5f} (at least {MIN_COSINE})")
     return all(met)
 
 
-def within(figures: dict[str, object], rule: str, one: str, other: str) -> bool:
-    """Whether the mean of one way is between the least and the greatest of another."""
-    wanted = [f"{way}.{seed}" for way in (one, other) for seed in SEEDS]
-    values = {name: figures[name] for name in wanted if isinstance(figures.get(name), float)}
-    if len(values) < len(wanted):
-        say(False, f"{rule}: not measured")
+def check_mean_in_range(figures: dict[str, object], rule: str, one: str, other: str) -> bool:
+    """Return True if the mean of one precision lies in the range of another."""
+    names = [f"{precision}.{seed}" for precision in (one, other) for seed in SEEDS]
+    values = {name: figures[name] for name in names if isinstance(figures.get(name), float)}
+    if len(values) < len(names):
+        print_rule(False, f"{rule}: not measured")
         return False
-    mine, theirs = ([values[f"{way}.{seed}"] for seed in SEEDS] for way in (one, other))
-    holds = min(theirs) <= mean(mine) <= max(theirs)
+    tested, reference = (
+        [values[f"{precision}.{seed}"] for seed in SEEDS] for precision in (one, other)
+    )
+    holds = min(reference) <= mean(tested) <= max(reference)
     figures[f"rule.{rule}"] = holds
-    say(holds, f"{rule}: {mean(mine):.6f} within {min(theirs):.6f} to {max(theirs):.6f}")
+    print_rule(
+        holds, f"{rule}: {mean(tested):.6f} within {min(reference):.6f} to {max(reference):.6f}"
+    )
     return holds
 
 
-def say(holds: bool, text: str) -> None:
-    """One line a rule."""
+def print_rule(holds: bool, text: str) -> None:
+    """Print one criterion."""
     print(f"{'met   ' if holds else 'MISSED'} {text}", flush=True)
 
 

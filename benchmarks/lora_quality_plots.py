@@ -1,4 +1,4 @@
-"""Pictures of `results/lora_quality.json`: held-out losses by step, and cosines by block.
+"""Plot `results/lora_quality.json`: held-out losses by step, and gradient cosines by block.
 
 python benchmarks/lora_quality_plots.py [--results FOLDER]
 """
@@ -22,7 +22,7 @@ PAIRS = {
     "step": ("few.held_out", {"plain": "fp32 LoRA, autocast", "bf16": "ours"}, "few stars"),
     "demo": ("demo_held_out", {"bf16": "bf16", "fp8": "fp8"}, "the demo's LoRA"),
 }
-"""Two ways a picture: where their curves are, and what each is called."""
+"""By file name: prefix of the figures, labels of the two precisions, title."""
 COSINES = {
     "few.cosine.fresh": "fresh LoRA",
     "few.cosine.trained": "trained LoRA",
@@ -31,15 +31,15 @@ COSINES = {
 
 
 def main() -> None:
-    """Draw what the file has."""
+    """Draw a plot for everything that the file contains."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=FOLDER, help="where the file is")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the file")
     folder = parser.parse_args().results
     figures = json.loads((folder / "lora_quality.json").read_text())["figures"]
-    for name, (prefix, ways, title) in PAIRS.items():
+    for name, (prefix, labels, title) in PAIRS.items():
         curves = {}
-        for way, called in ways.items():
-            curves |= by_seed(figures, f"{prefix}.{way}.", called)
+        for precision, label in labels.items():
+            curves |= by_seed(figures, f"{prefix}.{precision}.", label)
         if curves:
             path = folder / f"lora_quality_{name}.png"
             draw_curves(curves, path, f"{title}: held-out loss", "optimizer steps")
@@ -49,10 +49,10 @@ def main() -> None:
         draw_curves(cosines, path, "gradients in fp8 against bf16: cosine", "block", legend="low")
 
 
-def by_seed(figures: Mapping[str, str], prefix: str, called: str) -> dict[str, dict[int, float]]:
-    """A curve a seed."""
+def by_seed(figures: Mapping[str, str], prefix: str, label: str) -> dict[str, dict[int, float]]:
+    """Return the curve of each seed."""
     return {
-        f"{called}, seed {name.removeprefix(prefix)}": {
+        f"{label}, seed {name.removeprefix(prefix)}": {
             int(step): loss for step, loss in json.loads(text).items()
         }
         for name, text in figures.items()
@@ -61,10 +61,10 @@ def by_seed(figures: Mapping[str, str], prefix: str, called: str) -> dict[str, d
 
 
 def by_block(figures: Mapping[str, str]) -> dict[str, dict[int, float]]:
-    """Six curves: three states, and gradients of adapters and of blocks' inputs."""
+    """Return the cosines of adapter and input gradients for each state of the model."""
     return {
-        f"{called}, {what}": dict(enumerate(json.loads(figures[f"{key}.{what}.fp8_bf16"])))
-        for key, called in COSINES.items()
+        f"{label}, {what}": dict(enumerate(json.loads(figures[f"{key}.{what}.fp8_bf16"])))
+        for key, label in COSINES.items()
         for what in ("adapter", "input")
         if f"{key}.{what}.fp8_bf16" in figures
     }

@@ -1,8 +1,8 @@
-"""A Wan-shaped transformer that learns the demo's shapes from nothing, and adapters on top of it.
+"""Train a Wan-shaped transformer on the demo's shapes, and then adapters on top of it.
 
-Random weights tell little of rounding: what a model has learned is anything but evenly spread. So
-this one is trained first, in fp32 under autocast, on drawn shapes; adapters are then taught stars.
-Pictures are folded into channels and captions made into vectors as the demo's family does it.
+Rounding errors cannot be judged with random weights, because trained weights and activations are
+spread unevenly. So the model is first trained from scratch on drawn shapes, in fp32 under autocast;
+adapters are then trained on stars. Images and captions are encoded by the demo's family (`tiny`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-Way = Literal["bf16", "fp8", "plain", "fp32"]
-"""Ours with products in bf16 or fp8; peft's own under autocast; peft's own in fp32 throughout."""
+Precision = Literal["bf16", "fp8", "plain", "fp32"]
+"""bf16 and fp8: gracetune's frozen matmuls. plain: peft under bf16 autocast. fp32: peft in fp32."""
 TRAIN = TrainSection()
-"""Levels are drawn as a run file without a word on it draws them."""
+"""Default settings; sigmas are sampled with them."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How wide and deep a transformer is."""
+    """Size of a transformer."""
 
     layers: int
     heads: int
@@ -53,42 +53,43 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Course:
-    """One training: how long, in what batches, at which rate."""
+class TrainSettings:
+    """Length, batch size and optimizer of one training."""
 
     steps: int
     batch: int
     every: int
-    """Steps between two looks at the held-out samples."""
+    """Steps between two evaluations of the held-out loss."""
     optimizer: OptimizerSection
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Encoded pictures with the vectors of their captions, all on the device."""
+class Images:
+    """Encoded images and captions, on the device."""
 
     latents: Tensor
-    words: Tensor
+    text: Tensor
 
-    def at(self, chosen: Tensor | slice) -> Pictures:
-        """Some of them."""
-        return Pictures(self.latents[chosen], self.words[chosen])
+    def at(self, chosen: Tensor | slice) -> Images:
+        """Select some of the images."""
+        return Images(self.latents[chosen], self.text[chosen])
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Noisy pictures at given levels: what a model is asked, and what it should say."""
+class ModelInputs:
+    """Noisy images at given sigmas, and the target of the model's prediction."""
 
     noisy: Tensor
-    levels: Tensor
-    words: Tensor
+    sigmas: Tensor
+    text: Tensor
     target: Tensor
 
 
-def draw_pictures(
-    concept: str | None, pixels: int, copies: range, device: torch.device
-) -> Pictures:
-    """These copies of every combination; other numbers are other places and sizes."""
+def draw_images(concept: str | None, pixels: int, copies: range, device: torch.device) -> Images:
+    """Draw copies of every combination of colour, shape and background.
+
+    The number of a copy determines its position and size.
+    """
     figures = [(figure, copy) for copy in copies for figure in drawn(concept)]
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda one: np.asarray(draw(one[0], pixels, one[1], 0)), figures)
@@ -96,11 +97,11 @@ def draw_pictures(
     family = tiny.load(ModelSection())
     latents = family.encode(images.float() / 127.5 - 1.0).unsqueeze(2)
     texts = family.encode_text([figure.caption for figure, _ in figures])
-    return Pictures(latents.to(device), family.stack_text(texts)["tokens"].to(device))
+    return Images(latents.to(device), family.stack_text(texts)["tokens"].to(device))
 
 
 def make_model(shape: Shape, device: torch.device) -> nn.Module:
-    """Random weights in fp32, always the same."""
+    """Build a model in fp32 with random weights from a fixed seed."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = WanTransformer3DModel(
@@ -114,125 +115,125 @@ def make_model(shape: Shape, device: torch.device) -> nn.Module:
     return model
 
 
-def make_arm(
+def build_variant(
     shape: Shape,
     weights: Mapping[str, Tensor],
-    way: Way,
+    precision: Precision,
     rank: int,
-    shown: Asked,
+    calibration: ModelInputs,
 ) -> nn.Module:
-    """The model with these weights and a new adapter, computing in one of the ways.
+    """Build the model with these weights and a new adapter, for one of the precisions.
 
-    `shown`: what a model in fp8 finds the main directions of its inputs by.
+    `calibration` is what an fp8 model finds its outlier subspaces with.
     """
     device = next(iter(weights.values())).device
     model = make_model(shape, device)
     model.load_state_dict(weights)
-    if way != "fp32":
+    if precision != "fp32":
         to_bf16(model)
     add_adapter({"": model}, AdapterSection(rank=rank), TARGETS, seed=0)
-    if way == "fp8":
+    if precision == "fp8":
         convert_to_fp8_calibrated(
-            lambda: losses(model, shown, autocast=False), list(model.blocks), device
+            lambda: losses(model, calibration, autocast=False), list(model.blocks), device
         )
-    if way in ("bf16", "fp8"):
+    if precision in ("bf16", "fp8"):
         fuse_operations(model)
         wrap_blocks(model.blocks, ["keep"] * shape.layers, compiler=None)
     return model.train()
 
 
 def to_bf16(model: nn.Module) -> None:
-    """As the model's files are loaded: some of its parts stay in fp32."""
+    """Cast the weights as when they are loaded from files: some modules stay in fp32."""
     kept = set(model._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if not kept & set(name.split(".")):
             parameter.data = parameter.data.bfloat16()
 
 
-def restart(model: nn.Module, seed: int) -> None:
-    """A new adapter: one half random, the other zero."""
+def reset_adapter(model: nn.Module, seed: int) -> None:
+    """Initialise the adapter again from a seed."""
     torch.manual_seed(seed)
     for layer in model.modules():
         if isinstance(layer, LoraLinear):
             layer.reset_lora_parameters(ADAPTER_NAME, init_lora_weights=True)
 
 
-def adapter_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of what is trained."""
+def copy_adapter(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the trained weights."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
-def give_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
-    """Another model's adapter, in place."""
+def load_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
+    """Copy trained weights into the model."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == adapter.keys(), trained.keys() ^ adapter.keys()
     for name, parameter in trained.items():
         parameter.copy_(adapter[name])
 
 
-def ask(pictures: Pictures, levels: Tensor, noise: Tensor) -> Asked:
-    """Along the path of flow matching."""
-    return Asked(
-        objective.add_noise(pictures.latents, noise, levels),
-        levels,
-        pictures.words,
-        objective.target(pictures.latents, noise, levels, "flow"),
+def make_inputs(images: Images, sigmas: Tensor, noise: Tensor) -> ModelInputs:
+    """Add noise and compute the flow-matching target."""
+    return ModelInputs(
+        objective.add_noise(images.latents, noise, sigmas),
+        sigmas,
+        images.text,
+        objective.target(images.latents, noise, sigmas, "flow"),
     )
 
 
-def losses(model: nn.Module, asked: Asked, autocast: bool) -> Tensor:
-    """Of each sample. Inputs come in the type of the model's first layer."""
+def losses(model: nn.Module, inputs: ModelInputs, autocast: bool) -> Tensor:
+    """Return the loss of each sample. Inputs are cast to the type of the model's first layer."""
     dtype = model.patch_embedding.weight.dtype
-    with torch.autocast(asked.noisy.device.type, torch.bfloat16, enabled=autocast):
-        (said,) = model(
-            hidden_states=asked.noisy.to(dtype),
-            timestep=asked.levels * 1000,
-            encoder_hidden_states=asked.words.to(dtype),
+    with torch.autocast(inputs.noisy.device.type, torch.bfloat16, enabled=autocast):
+        (prediction,) = model(
+            hidden_states=inputs.noisy.to(dtype),
+            timestep=inputs.sigmas * 1000,
+            encoder_hidden_states=inputs.text.to(dtype),
             return_dict=False,
         )
-    return objective.sample_losses(said, asked.target)
+    return objective.sample_losses(prediction, inputs.target)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What chance brings to a step."""
+class StepDraws:
+    """The random choices of a step."""
 
     chosen: Tensor
     noise: Tensor
-    levels: Tensor
+    sigmas: Tensor
 
 
-class Backward:
-    """Forward and backward of one step, always the same kernels on the same memory.
+class GradientStep:
+    """Runs forward and backward of a step as a CUDA graph.
 
-    A GPU waits for Python in steps as small as these, so there they are recorded once and
-    replayed. Gradients are overwritten, never added to; nobody may set them to none.
+    Steps this small are limited by Python, so on a GPU they are captured once and replayed.
+    Gradients are overwritten in place and must not be set to None.
     """
 
-    def __init__(self, model: nn.Module, pictures: Pictures, batch: int, autocast: bool) -> None:
-        self.model, self.pictures, self.autocast, self.batch = model, pictures, autocast, batch
-        self._given = self.draw(torch.Generator(pictures.latents.device).manual_seed(0))
+    def __init__(self, model: nn.Module, images: Images, batch: int, autocast: bool) -> None:
+        self.model, self.images, self.autocast, self.batch = model, images, autocast, batch
+        self._draws = self.draw(torch.Generator(images.latents.device).manual_seed(0))
         self._graph: torch.cuda.CUDAGraph | None = None
-        if pictures.latents.is_cuda:
+        if images.latents.is_cuda:
             try:
-                self._graph = self._recorded()
-            except RuntimeError as error:  # slower, and the same numbers
-                print(f"steps are not recorded: {error}", flush=True)
+                self._graph = self._record()
+            except RuntimeError as error:  # without a graph it is slower, with the same results
+                print(f"CUDA graph capture failed: {error}", flush=True)
 
-    def draw(self, generator: torch.Generator) -> Drawn:
-        """Pictures, noise and levels of a step."""
-        latents, device = self.pictures.latents, generator.device
+    def draw(self, generator: torch.Generator) -> StepDraws:
+        """Draw the images, noise and sigmas of a step."""
+        latents, device = self.images.latents, generator.device
         chosen = torch.randint(len(latents), (self.batch,), generator=generator, device=device)
         shape = (self.batch, *latents.shape[1:])
         noise = torch.randn(shape, generator=generator, device=device)
-        return Drawn(chosen, noise, sample_timesteps(TRAIN, self.batch, generator))
+        return StepDraws(chosen, noise, sample_timesteps(TRAIN, self.batch, generator))
 
-    def __call__(self, drawn: Drawn) -> None:
-        """Leave gradients with the parameters."""
-        self._given.chosen.copy_(drawn.chosen)
-        self._given.noise.copy_(drawn.noise)
-        self._given.levels.copy_(drawn.levels)
+    def __call__(self, drawn: StepDraws) -> None:
+        """Compute the gradients of all trained parameters."""
+        self._draws.chosen.copy_(drawn.chosen)
+        self._draws.noise.copy_(drawn.noise)
+        self._draws.sigmas.copy_(drawn.sigmas)
         if self._graph is None:
             self.model.zero_grad()
             self._run()
@@ -240,23 +241,23 @@ class Backward:
             self._graph.replay()
 
     def _run(self) -> None:
-        given = self._given
-        batch = Pictures(
-            self.pictures.latents.index_select(0, given.chosen),
-            self.pictures.words.index_select(0, given.chosen),
+        draws = self._draws
+        batch = Images(
+            self.images.latents.index_select(0, draws.chosen),
+            self.images.text.index_select(0, draws.chosen),
         )
-        asked = ask(batch, given.levels, given.noise)
-        losses(self.model, asked, self.autocast).mean().backward()
+        inputs = make_inputs(batch, draws.sigmas, draws.noise)
+        losses(self.model, inputs, self.autocast).mean().backward()
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
+    def _record(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # kernels are chosen and workspaces made
+            for _ in range(3):  # warm up: kernels are selected and workspaces allocated
                 self.model.zero_grad()
                 self._run()
         torch.cuda.current_stream().wait_stream(side)
-        self.model.zero_grad()  # gradients are the recording's own from here on
+        self.model.zero_grad()  # the graph allocates the gradients that stay
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._run()
@@ -264,38 +265,39 @@ class Backward:
 
 
 def train(
-    backward: Backward, held_out: Callable[[], float], course: Course, seed: int
+    backward: GradientStep, held_out: Callable[[], float], settings: TrainSettings, seed: int
 ) -> dict[int, float]:
-    """Everything that may be trained; gives the held-out loss by step. The seed sets batches,
-    levels and noise, alike for every way to compute.
+    """Train all parameters that require gradients; return the held-out loss by step.
+
+    The seed determines batches, sigmas and noise, equally for every precision.
     """
-    device = backward.pictures.latents.device
+    device = backward.images.latents.device
     generator = torch.Generator(device).manual_seed(seed)
     trained = {n: p for n, p in backward.model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(trained, course.optimizer)
-    whole = torch.ones((), device=device)
+    optimizer = build_optimizer(trained, settings.optimizer)
+    scale = torch.ones((), device=device)
     curve = {0: held_out()}
-    for step in range(course.steps):
+    for step in range(settings.steps):
         backward(backward.draw(generator))
-        scale_and_clip_gradients(list(trained.values()), whole, TRAIN.max_grad_norm)
-        set_lr(optimizer, lr_scale(course.optimizer, step, course.steps))
+        scale_and_clip_gradients(list(trained.values()), scale, TRAIN.max_grad_norm)
+        set_lr(optimizer, lr_scale(settings.optimizer, step, settings.steps))
         optimizer.step()
-        if (step + 1) % course.every == 0 or step + 1 == course.steps:
+        if (step + 1) % settings.every == 0 or step + 1 == settings.steps:
             curve[step + 1] = held_out()
     return curve
 
 
-def held_out_question(pictures: Pictures, draws: int) -> Asked:
-    """Every picture so many times, at evenly spread levels, with noise that never changes."""
-    count = draws * len(pictures.latents)
-    every = pictures.at(torch.arange(count, device=pictures.latents.device) % (count // draws))
+def held_out_inputs(images: Images, draws: int) -> ModelInputs:
+    """Repeat every image `draws` times, at evenly spread sigmas and with fixed noise."""
+    count = draws * len(images.latents)
+    every = images.at(torch.arange(count, device=images.latents.device) % (count // draws))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(every.latents.shape, generator=generator).to(every.latents)
-    levels = (torch.randperm(count, generator=generator) + 0.5) / count
-    return ask(every, levels.to(noise), noise)
+    sigmas = (torch.randperm(count, generator=generator) + 0.5) / count
+    return make_inputs(every, sigmas.to(noise), noise)
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, asked: Asked, autocast: bool) -> float:
-    """The mean over all that is asked."""
-    return float(losses(model, asked, autocast).mean())
+def held_out_loss(model: nn.Module, inputs: ModelInputs, autocast: bool) -> float:
+    """Return the mean loss."""
+    return float(losses(model, inputs, autocast).mean())

@@ -1,10 +1,10 @@
-"""Look at the pictures of a run on the made shapes, and say which of them show what was asked.
+"""Check whether the validation images of a run on the drawn shapes show what the prompts ask for.
 
     python examples/judge_shapes.py runs/demo [--min-colour 0.95] [--min-shape 0.90] [--json]
 
-It judges pixels alone, by rules that anyone can follow: the background is what the border shows,
-the figure is what differs from it, its colour is the nearest named one, and its shape is the ideal
-one that covers it best, if any covers it well. It exits with 1 where too few are right.
+It uses simple rules on pixels: the background is the colour of the border, the figure is what
+differs from it, the figure's colour is the nearest named colour, and its shape is the ideal shape
+with the largest overlap, if that is large enough. The exit code is 1 if too few images are right.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     Mask = NDArray[np.bool_]
 
 EDGE = 24
-"""Pictures are judged at this edge, the one the shapes are drawn for."""
-FINER = 4
-"""Ideal shapes are compared on a grid this many times finer."""
-NEAR = 70.0
-"""How far in RGB a colour may be from the one it is named after."""
-EVEN = 0.6
-"""The share of a border, or of a figure, that must have one colour."""
-AREA = (0.05, 0.5)
-"""The share of the picture that a figure may fill."""
-COVERS = {"circle": 0.84, "square": 0.78, "triangle": 0.74, "cross": 0.74, "star": 0.74}
-"""How well the ideal shape must cover the figure: 1 is perfect, a clean drawing has over 0.9.
+"""Width and height to which images are resized; the shapes are drawn in this size."""
+SUPERSAMPLING = 4
+"""Supersampling factor of the ideal shapes."""
+MAX_COLOUR_DISTANCE = 70.0
+"""Largest RGB distance of a colour from the named colour."""
+MIN_COLOUR_SHARE = 0.6
+"""Smallest share of a border, or of a figure, that must have its colour."""
+AREA_RANGE = (0.05, 0.5)
+"""Smallest and largest share of the image that a figure may fill."""
+MIN_OVERLAP = {"circle": 0.84, "square": 0.78, "triangle": 0.74, "cross": 0.74, "star": 0.74}
+"""Smallest overlap (intersection over union) with the ideal shape; a clean drawing has over 0.9.
 
-Any round heap of pixels covers a circle by 0.8, so that a circle has to be better than the rest.
+Any round blob overlaps a circle by 0.8, so a circle needs more than the other shapes.
 """
-LEADS = 0.01
-"""How much better than the next shape the best must cover it; less is a blob between two."""
+MIN_LEAD = 0.01
+"""Smallest lead of the best shape over the second best; with less, the figure is neither."""
 SCALES = (0.88, 0.94, 1.0, 1.06, 1.12)
 SHIFTS = (-0.75, 0.0, 0.75)
-"""Sizes and places (in pixels) that are tried around those of the figure."""
+"""Scales and shifts (in pixels) that are tried around the figure's own size and position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a picture shows; none where it shows nothing of the kind."""
+    """Colour, shape and background of an image; None for what could not be recognised."""
 
     colour: str | None
     shape: str | None
@@ -63,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A prompt, what its picture shows, and whether that is what the prompt asked."""
+    """A prompt, what its image shows, and whether that is right."""
 
     prompt: str
     verdict: Verdict
@@ -72,14 +72,14 @@ class Judged:
 
 
 def judge(image: Image.Image) -> Verdict:
-    """Name colour, shape and background of one picture."""
+    """Recognise colour, shape and background of an image."""
     small = image.convert("RGB").resize((EDGE, EDGE), Image.Resampling.BOX)
     pixels = np.asarray(small, dtype=np.float64)
     border = np.concatenate([pixels[0], pixels[-1], pixels[1:-1, 0], pixels[1:-1, -1]])
     ground = np.median(border, axis=0)
     background = _name(ground, BACKGROUNDS, border)
     figure = _figure(pixels, ground)
-    if not AREA[0] <= figure.mean() <= AREA[1]:
+    if not AREA_RANGE[0] <= figure.mean() <= AREA_RANGE[1]:
         return Verdict(None, None, background)
     inside = pixels[figure]
     ink = np.median(inside, axis=0)
@@ -89,11 +89,11 @@ def judge(image: Image.Image) -> Verdict:
     return Verdict(colour, _shape(_coverage(pixels, figure, ground, ink)), background)
 
 
-def fits(coverage: Pixels) -> dict[str, float]:
-    """For each shape, how well the best of its ideals covers the figure, edges softened in both.
+def overlaps(coverage: Pixels) -> dict[str, float]:
+    """Return the best overlap of the figure with each shape, with soft edges in both.
 
-    It is intersection over union, for coverages between 0 and 1: the sum of the smaller ones over
-    the sum of the larger ones.
+    For coverages between 0 and 1, intersection over union is the sum of the minima over the sum of
+    the maxima.
     """
     soft = _soften(coverage)
     found = {}
@@ -105,22 +105,30 @@ def fits(coverage: Pixels) -> dict[str, float]:
 
 
 def _name(colour: Pixels, names: Mapping[str, tuple[int, int, int]], pixels: Pixels) -> str | None:
-    """The nearest name, if it is near and most of the pixels bear it."""
+    """Return the nearest colour name, if it is close and most of the pixels have that colour."""
     distances = {name: math.dist(colour, value) for name, value in names.items()}
     name = min(distances, key=lambda name: distances[name])
-    bearing = np.linalg.norm(pixels - np.array(names[name]), axis=-1) < NEAR
-    return name if distances[name] < NEAR and bearing.mean() >= EVEN else None
+    matching = np.linalg.norm(pixels - np.array(names[name]), axis=-1) < MAX_COLOUR_DISTANCE
+    return (
+        name
+        if distances[name] < MAX_COLOUR_DISTANCE and matching.mean() >= MIN_COLOUR_SHARE
+        else None
+    )
 
 
 def _figure(pixels: Pixels, ground: Pixels) -> Mask:
-    """The pixels nearer to the figure's colour than to the ground, without loose specks."""
+    """Return the pixels that are closer to the figure's colour than to the background."""
     far = np.linalg.norm(pixels - ground, axis=-1)
-    core = max(_components(far > NEAR), key=np.sum, default=np.zeros_like(far, dtype=np.bool_))
+    core = max(
+        _components(far > MAX_COLOUR_DISTANCE),
+        key=np.sum,
+        default=np.zeros_like(far, dtype=np.bool_),
+    )
     if not core.any():
         return core
     colour = np.median(pixels[core], axis=0)
     parts = _components(np.linalg.norm(pixels - colour, axis=-1) < far)
-    # A pixel or two are the sampler's noise; larger parts stay, and count against the shape.
+    # Specks of one or two pixels are noise. Larger parts stay, and count against the shape.
     figure = np.zeros_like(core)
     for part in parts:
         if part.sum() > 2:
@@ -129,14 +137,14 @@ def _figure(pixels: Pixels, ground: Pixels) -> Mask:
 
 
 def _coverage(pixels: Pixels, figure: Mask, ground: Pixels, ink: Pixels) -> Pixels:
-    """How much of each pixel the figure covers: its place on the way from ground to ink."""
+    """Return the share of each pixel that the figure covers, by its colour between the two."""
     way = ink - ground
     share = ((pixels - ground) @ way / (way @ way)).clip(0, 1)
     return np.where(_grow(figure), share, 0.0)
 
 
 def _components(mask: Mask) -> Iterator[Mask]:
-    """The parts of a mask whose pixels touch, also by corners."""
+    """Yield the connected components of a mask, with 8-connectivity."""
     left = mask.copy()
     while left.any():
         part = np.zeros_like(left)
@@ -149,41 +157,45 @@ def _components(mask: Mask) -> Iterator[Mask]:
 
 
 def _grow(mask: Mask) -> Mask:
-    """Every pixel and its eight neighbours."""
+    """Dilate a mask by one pixel."""
     padded = np.pad(mask, 1)
     tall = padded[:-2] | padded[1:-1] | padded[2:]
     return np.asarray(tall[:, :-2] | tall[:, 1:-1] | tall[:, 2:])
 
 
 def _soften(coverage: Pixels) -> Pixels:
-    """A blur of one pixel over the last two axes: ragged edges are not what is judged."""
+    """Blur the last two axes by one pixel, so that ragged edges do not matter."""
     padded = np.pad(coverage, [(0, 0)] * (coverage.ndim - 2) + [(1, 1), (1, 1)])
     tall = padded[..., :-2, :] + 2 * padded[..., 1:-1, :] + padded[..., 2:, :]
     return np.asarray(tall[..., :-2] + 2 * tall[..., 1:-1] + tall[..., 2:]) / 16
 
 
 def _shape(coverage: Pixels) -> str | None:
-    found = sorted(fits(coverage).items(), key=lambda item: -item[1])
+    found = sorted(overlaps(coverage).items(), key=lambda item: -item[1])
     (best, fit), (_, second) = found[:2]
-    return best if fit >= COVERS[best] and fit - second >= LEADS else None
+    return best if fit >= MIN_OVERLAP[best] and fit - second >= MIN_LEAD else None
 
 
 def _ideals(shape: str, coverage: Pixels) -> Pixels:
-    """The shape at sizes and places around those that give it the figure's area and centre."""
-    edge = EDGE * FINER
+    """Draw the shape with about the figure's area and centre, at several scales and shifts."""
+    edge = EDGE * SUPERSAMPLING
     middle, unit_radius = edge / 2, edge / 3
     unit = np.asarray(stencil(shape, edge, (middle, middle), unit_radius)) / 255
-    radius = unit_radius * math.sqrt(coverage.sum() * FINER**2 / unit.sum())
-    # The centre of a triangle's area is not the point that it is drawn around.
+    radius = unit_radius * math.sqrt(coverage.sum() * SUPERSAMPLING**2 / unit.sum())
+    # The centroid of a triangle is not the point that it is drawn around.
     shift = (_centre(unit) - middle) * radius / unit_radius
-    x, y = _centre(coverage) * FINER - shift
+    x, y = _centre(coverage) * SUPERSAMPLING - shift
     drawn = [
-        np.asarray(stencil(shape, edge, (x + right * FINER, y + down * FINER), radius * scale))
+        np.asarray(
+            stencil(
+                shape, edge, (x + right * SUPERSAMPLING, y + down * SUPERSAMPLING), radius * scale
+            )
+        )
         for scale in SCALES
         for right in SHIFTS
         for down in SHIFTS
     ]
-    blocks = np.stack(drawn).reshape(-1, EDGE, FINER, EDGE, FINER)
+    blocks = np.stack(drawn).reshape(-1, EDGE, SUPERSAMPLING, EDGE, SUPERSAMPLING)
     return np.asarray(blocks.mean(axis=(2, 4)) / 255)
 
 
@@ -193,7 +205,7 @@ def _centre(coverage: Pixels) -> Pixels:
 
 
 def judge_run(folder: Path) -> list[Judged]:
-    """Judge the newest pictures of a run."""
+    """Judge the newest validation images of a run."""
     steps = (folder / "validation").glob("step-*/prompts.json")
     newest = max(steps, key=lambda path: int(path.parent.name[len("step-") :]), default=None)
     prompts = json.loads(newest.read_text(encoding="utf-8")) if newest else []
@@ -206,29 +218,35 @@ def judge_run(folder: Path) -> list[Judged]:
 
 
 def judge_prompt(prompt: str, image: Image.Image) -> Judged:
-    """Right is what bears the prompt's own words; a right shape needs no right colour."""
+    """Compare an image with the words of its prompt; colour and shape are judged independently."""
     words = prompt.lower().split()
     verdict = judge(image)
     return Judged(prompt, verdict, verdict.colour in words, verdict.shape in words)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line a prompt and the two shares; 1 where a share is below its minimum."""
-    parser = argparse.ArgumentParser(description="Judge the pictures of a run on made shapes.")
-    parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--min-colour", type=float, default=0.95, help="least share right")
-    parser.add_argument("--min-shape", type=float, default=0.90, help="least share right")
+    """Print a line for each prompt and the two shares; return 1 if a share is too small."""
+    parser = argparse.ArgumentParser(
+        description="Judge the validation images of a run on the drawn shapes."
+    )
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument(
+        "--min-colour", type=float, default=0.95, help="smallest share that must be right"
+    )
+    parser.add_argument(
+        "--min-shape", type=float, default=0.90, help="smallest share that must be right"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(arguments)
 
     judged = judge_run(options.run)
-    colour = sum(one.colour_right for one in judged) / len(judged)
-    shape = sum(one.shape_right for one in judged) / len(judged)
+    colour = sum(result.colour_right for result in judged) / len(judged)
+    shape = sum(result.shape_right for result in judged) / len(judged)
     passed = colour >= options.min_colour and shape >= options.min_shape
     if options.json:
-        pictures = [asdict(one) for one in judged]
+        images = [asdict(one) for one in judged]
         shares = {"colour": colour, "shape": shape, "passed": passed}
-        print(json.dumps({**shares, "pictures": pictures}, indent=2))
+        print(json.dumps({**shares, "pictures": images}, indent=2))
     else:
         for one in judged:
             mark = "ok" if one.colour_right and one.shape_right else "WRONG"

@@ -1,6 +1,6 @@
-"""Every way a tool was seen to spell a Wan adapter: read, understood, written in all others.
+"""Adapter files of every tool are read, and written in every other format.
 
-The keys are literal: they are what the tools write, not what our tables say they write.
+The keys are literal: they are what the tools write, independent of our tables.
 """
 
 from dataclasses import replace

@@ -53,7 +53,7 @@ def layer_of(module):
 
 
 def live_change(kind, base, **options):
-    """Return the delta of a LyCORIS module as a function of the input, and our layer of its file."""
+    """Return what a LyCORIS module adds to an output, and our layer of its file."""
     module = KINDS[kind]("x", base, 1.0, 4, options.pop("alpha", 2.0), **options)
     fill(module)
     layer = layer_of(module)
