@@ -31,7 +31,7 @@ def test_all_of_them_are_recorded():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_symbol_is_there(folder):
     found = probe(folder, (*REQUIRED_SYMBOLS, *WEBUI_REQUIRED_SYMBOLS))
-    assert [(each.need.symbol, each.problem) for each in found if not each.ok] == []
+    assert [(each.required.symbol, each.problem) for each in found if not each.ok] == []
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""`gracetune host`: check and start another trainer with gracetune inside."""
+"""`gracetune host`: check, extend and start another trainer with gracetune inside."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ENTRY_POINT = "-m gracetune.hosts.simpletuner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One verb a host, with its actions."""
+    """Add one subparser per host, with its actions."""
     hosts = parser.add_subparsers(dest="host", required=True, metavar="HOST")
     simpletuner = hosts.add_parser("simpletuner", help="SimpleTuner, as pip installs it")
     actions = simpletuner.add_subparsers(dest="action", required=True, metavar="ACTION")
-    check = actions.add_parser("check", help="whether the installed version can be hooked")
+    check = actions.add_parser("check", help="check that the installed version can be hooked")
     check.set_defaults(run_action=_check)
     start = actions.add_parser(
         "run", help="check, then start it: run -- train --env NAME, or run -- server"
@@ -35,23 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_ai_toolkit(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, act, text in (
-        ("check", _check_clone, "whether a clone can be hooked"),
-        ("install", _install_clone, "check, then put one small file into its extensions folder"),
-        ("uninstall", _uninstall_clone, "take the file away: the clone is as it was"),
+    for name, run_action, text in (
+        ("check", _check_clone, "check that a clone can be hooked"),
+        ("install", _install_clone, "check, then write one small file to its extensions folder"),
+        ("uninstall", _uninstall_clone, "remove the file again"),
         ("run", _run_clone, "check, then start it: run PATH -- config.yaml"),
     ):
         action = actions.add_parser(name, help=text)
-        action.set_defaults(run_action=act)
+        action.set_defaults(run_action=run_action)
         action.add_argument("path", type=Path, metavar="PATH", help="the folder of the clone")
         if name == "run":
             action.add_argument("words", nargs="*", metavar="-- ARGUMENT", help="for its run.py")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says."""
-    act: Callable[[argparse.Namespace], int] = args.run_action
-    return act(args)
+    """Run the chosen action."""
+    action: Callable[[argparse.Namespace], int] = args.run_action
+    return action(args)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -68,23 +68,26 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Become SimpleTuner's own command; the entry checks again, in the process that is hooked."""
+    """Replace this process by SimpleTuner's command, which starts training through our entry."""
     from gracetune.hosts.simpletuner.__main__ import check
 
     print(check()[-1], flush=True)
-    command = Path(sys.executable).with_name("simpletuner")
-    if not command.exists():
-        raise HostError(f"{command} is not there; start gracetune from SimpleTuner's environment.")
+    simpletuner = Path(sys.executable).with_name("simpletuner")
+    if not simpletuner.exists():
+        raise HostError(
+            f"{simpletuner} does not exist. Start gracetune from SimpleTuner's environment."
+        )
     environment = dict(process_environment())
     given = environment.get("ACCELERATE_EXTRA_ARGS", "")
     environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY_POINT}".strip()
     claim_alloc_conf(environment)
-    # Both start `accelerate` by its name, which an environment that is not activated does not have.
-    environment["PATH"] = os.pathsep.join([str(command.parent), environment.get("PATH", "")])
-    words = [str(command), *(args.words or ["train"])]
-    if words[1] == "server":
-        words = [sys.executable, "-m", "gracetune.hosts.simpletuner.webui", *words]
-    os.execve(words[0], words, environment)
+    # SimpleTuner looks for `accelerate` on PATH, where it is missing if the environment is not
+    # activated.
+    environment["PATH"] = os.pathsep.join([str(simpletuner.parent), environment.get("PATH", "")])
+    command = [str(simpletuner), *(args.words or ["train"])]
+    if command[1] == "server":
+        command = [sys.executable, "-m", "gracetune.hosts.simpletuner.webui", *command]
+    os.execve(command[0], command, environment)
 
 
 def _check_clone(args: argparse.Namespace) -> int:
@@ -101,28 +104,31 @@ def _check_clone(args: argparse.Namespace) -> int:
 def _install_clone(args: argparse.Namespace) -> int:
     from gracetune.hosts.ai_toolkit.clone import install
 
-    print(f"{install(args.path)} is there; ai-toolkit finds it when a job starts.")
+    print(f"{install(args.path)} is installed; ai-toolkit loads it when a job starts.")
     return 0
 
 
 def _uninstall_clone(args: argparse.Namespace) -> int:
     from gracetune.hosts.ai_toolkit.clone import uninstall
 
-    found = uninstall(args.path)
-    print(f"{args.path} is as it was." if found else f"{args.path} had nothing of ours.")
+    if uninstall(args.path):
+        print(f"gracetune is removed from {args.path}.")
+    else:
+        print(f"gracetune was not installed in {args.path}.")
     return 0
 
 
 def _run_clone(args: argparse.Namespace) -> int:
-    """Become ai-toolkit's own command, which wants to be started in its folder."""
+    """Replace this process by ai-toolkit's run.py, started in the clone's folder."""
     from gracetune.hosts.ai_toolkit.clone import check, extension_path
 
     print(check(args.path)[-1], flush=True)
     root = args.path.resolve()
     if not extension_path(root).exists():
         raise HostError(
-            f"{root} does not know gracetune yet: run `gracetune host ai-toolkit install {root}`."
+            f"gracetune is not installed in {root}. Run `gracetune host ai-toolkit install {root}`."
         )
+    # Paths of files are relative to the current folder, which changes now.
     words = [str(Path(each).resolve()) if Path(each).is_file() else each for each in args.words]
     environment = dict(process_environment())
     claim_alloc_conf(environment)

@@ -1,1 +1,38 @@
-"""gracetune beside other trainers: inside them unforked, or keeping a fork of one alive."""
+"""Run gracetune inside other trainers: SimpleTuner and ai-toolkit, both unmodified.
+
+probe.py checks that an installed host still has the functions that are hooked. Each host's package
+holds its hooks, its plug-in and its part of the host's configuration; staged_files.py and
+tensor_memory.py keep data sets and cache files in memory for both.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.config.load import load_run_text
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gracetune.config.load import LoadedRun
+
+
+def load_block(run: Mapping[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:
+    """Validate keys of a host's configuration as those of a run file.
+
+    Errors begin with `name` and leave out line numbers, which would not be those of the host's
+    file.
+    """
+    try:
+        return load_run_text(json.dumps(run), "json", name, environment=environment)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{name}:1:", f"{name}:")) from None
+
+
+def shared_folder() -> Path:
+    """Return the folder where a user's processes on this machine find each other's memory."""
+    return Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"

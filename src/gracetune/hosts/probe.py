@@ -1,8 +1,8 @@
-"""Whether an installed host still has what we hook, read from its source.
+"""Check from its source code that an installed host still has everything that is hooked.
 
-Nothing of the host is imported or run: that takes long, and a host that is broken in some other way
-must still be probed. What is looked at is what a hook relies on: that a name exists, which
-parameters it takes, and that the host calls it where we think it does.
+Nothing of the host is imported or run: that would be slow, and must work even if the host is broken
+in some other way. A hook relies on a name that exists, on its parameters, and on the host using it
+where the hook expects it.
 """
 
 from __future__ import annotations
@@ -18,65 +18,66 @@ from gracetune.errors import HostError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    Signature = ast.FunctionDef | ast.AsyncFunctionDef
+    FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
 class UsageSite:
-    """A place that must call or name what we replace: else replacing it does nothing."""
+    """A place in the host that must use a hooked symbol; otherwise the hook has no effect."""
 
     module: str
     within: str
-    """A function or method; empty: anywhere in the module."""
+    """A function or method; empty means anywhere in the module."""
     text: str
-    """The expression as Python writes it: `self.prepare_batch`."""
+    """The expression as `ast.unparse` writes it, such as `self.prepare_batch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequiredSymbol:
-    """One symbol of the host's, and what we rely on of it."""
+    """One symbol of the host, and what the hook relies on."""
 
     module: str
     name: str
     purpose: str
+    """What it is hooked for; shown to the user."""
     leading_parameters: tuple[str, ...] = ()
-    """Parameters that must be there in this order, before any other; `self` is not counted."""
+    """Parameters that must come first, in this order, not counting `self`."""
     accepted_parameters: tuple[str, ...] = ()
-    """Parameters that must be there, in any place."""
+    """Parameters that must exist at any position."""
     usage_sites: tuple[UsageSite, ...] = ()
 
     @property
     def symbol(self) -> str:
-        """For people."""
+        """The full name, for messages."""
         return f"{self.module}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What became of a need."""
+    """The result for one required symbol."""
 
-    need: RequiredSymbol
+    required: RequiredSymbol
     problem: str
-    """Empty: as it should be."""
+    """Empty if the hook can be set."""
 
     @property
     def ok(self) -> bool:
-        """Whether the hook can be set."""
+        """True if the hook can be set."""
         return not self.problem
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledHost:
-    """A host on this disk."""
+    """A host found on disk."""
 
     name: str
     version: str
     root: Path
-    """The folder that its package is in."""
+    """The folder that contains its packages."""
 
 
 def find_installed(name: str, install_hint: str) -> InstalledHost:
-    """The host in the environment that runs this."""
+    """Find a host in the current Python environment."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -84,67 +85,87 @@ def find_installed(name: str, install_hint: str) -> InstalledHost:
     return InstalledHost(name, found.version, Path(str(found.locate_file(""))))
 
 
-def probe(root: Path, needs: Sequence[RequiredSymbol]) -> list[ProbeResult]:
-    """Look for every symbol; each module is read once."""
-    shelf = _SourceFiles(root, {})
-    return [ProbeResult(need, _find_problem(shelf, need)) for need in needs]
+def probe(root: Path, symbols: Sequence[RequiredSymbol]) -> list[ProbeResult]:
+    """Check every symbol, reading each module once."""
+    sources = _SourceFiles(root, {})
+    return [ProbeResult(required, _find_problem(sources, required)) for required in symbols]
 
 
-def _find_problem(shelf: _SourceFiles, need: RequiredSymbol) -> str:
-    tree = shelf.tree(need.module)
+def format_probe(
+    host: InstalledHost, results: Sequence[ProbeResult], tested: Mapping[str, str]
+) -> list[str]:
+    """Format the results as a table whose last line is the verdict.
+
+    `tested` describes the versions of the host that were tested.
+    """
+    width = max(len(each.required.symbol) for each in results)
+    lines = [f"{host.name} {host.version} in {host.root}"]
+    for each in results:
+        status = "ok  " if each.ok else "FAIL"
+        lines.append(f"{status}  {each.required.symbol:<{width}}  {each.required.purpose}")
+        if not each.ok:
+            lines.append(f"      {each.problem}")
+    num_failed = sum(not each.ok for each in results)
+    if num_failed:
+        lines.append(
+            f"{num_failed} of {len(results)} symbols do not fit: {host.name} {host.version} "
+            "cannot be hooked. Use a version that was tested: " + ", ".join(tested) + "."
+        )
+    else:
+        status = tested.get(host.version, "not tested, but has everything that is needed")
+        lines.append(f"all {len(results)} symbols fit; {host.version} is {status}")
+    return lines
+
+
+def _find_problem(sources: _SourceFiles, required: RequiredSymbol) -> str:
+    tree = sources.tree(required.module)
     if tree is None:
-        return f"there is no module {need.module}"
-    node = _find(tree, need.name)
+        return f"there is no module {required.module}"
+    node = _find(tree, required.name)
     if node is None:
-        return f"{need.module} has no {need.name}"
-    if need.leading_parameters or need.accepted_parameters:
-        signature = _signature(node)
-        if signature is None:
-            return f"{need.name} is not a function or a class any more"
-        wrong = _signature_problem(signature, need)
-        if wrong:
-            return wrong
-    for site in need.usage_sites:
-        wrong = _usage_problem(shelf, site)
-        if wrong:
-            return wrong
+        return f"{required.module} has no {required.name}"
+    if required.leading_parameters or required.accepted_parameters:
+        function = _initializer_or_function(node)
+        if function is None:
+            return f"{required.name} is not a function or a class any more"
+        problem = _signature_problem(function, required)
+        if problem:
+            return problem
+    for site in required.usage_sites:
+        problem = _usage_problem(sources, site)
+        if problem:
+            return problem
     return ""
 
 
-def _signature_problem(signature: Signature, need: RequiredSymbol) -> str:
-    """What a call of ours would stumble over."""
-    arguments = signature.args
+def _signature_problem(function: FunctionNode, required: RequiredSymbol) -> str:
+    """Describe why calling a function with the expected parameters would fail."""
+    arguments = function.args
     ordered = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
     if ordered[:1] in (["self"], ["cls"]):
         ordered = ordered[1:]
-    named = {*ordered, *(each.arg for each in arguments.kwonlyargs)}
-    shown = f"{need.name}({', '.join(ordered)})"
-    if tuple(ordered[: len(need.leading_parameters)]) != need.leading_parameters:
-        return (
-            f"the signature is {shown}; it should begin with ({', '.join(need.leading_parameters)})"
-        )
-    lost = [name for name in need.accepted_parameters if name not in named]
-    if lost and arguments.kwarg is None:
-        return f"the signature is {shown}; it takes no {', '.join(lost)}"
-    # What it takes beyond that must be optional: we call it with what we know.
-    num_optional = len(arguments.defaults)
-    demanded = ordered[: len(ordered) - num_optional]
-    new = [
-        name
-        for name in demanded
-        if name not in (*need.leading_parameters, *need.accepted_parameters)
-    ]
-    return f"the signature is {shown}; {', '.join(new)} is new and must be given" if new else ""
+    names = {*ordered, *(each.arg for each in arguments.kwonlyargs)}
+    leading, accepted = required.leading_parameters, required.accepted_parameters
+    shown = f"{required.name}({', '.join(ordered)})"
+    if tuple(ordered[: len(leading)]) != leading:
+        return f"the signature is {shown}; it should begin with ({', '.join(leading)})"
+    missing = [name for name in accepted if name not in names]
+    if missing and arguments.kwarg is None:
+        return f"the signature is {shown}; it takes no {', '.join(missing)}"
+    # Any other parameter must have a default, because our calls do not pass it.
+    mandatory = ordered[: len(ordered) - len(arguments.defaults)]
+    new = [name for name in mandatory if name not in (*leading, *accepted)]
+    return f"the signature is {shown}; {', '.join(new)} is new and required" if new else ""
 
 
-def _usage_problem(shelf: _SourceFiles, site: UsageSite) -> str:
-    tree = shelf.tree(site.module)
+def _usage_problem(sources: _SourceFiles, site: UsageSite) -> str:
+    tree = sources.tree(site.module)
     if tree is None:
         return f"there is no module {site.module}, which should use {site.text}"
-    place: ast.AST | None = _find(tree, site.within) if site.within else tree
-    if place is None:
+    scope: ast.AST | None = _find(tree, site.within) if site.within else tree
+    if scope is None:
         return f"{site.module} has no {site.within}, which should use {site.text}"
-    for node in ast.walk(place):
+    for node in ast.walk(scope):
         if isinstance(node, ast.expr) and ast.unparse(node) == site.text:
             return ""
     return f"{site.within or site.module} no longer uses {site.text}"
@@ -152,6 +173,8 @@ def _usage_problem(shelf: _SourceFiles, site: UsageSite) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SourceFiles:
+    """The parsed modules of a host, by name; None for a module that does not exist."""
+
     root: Path
     trees: dict[str, ast.Module | None]
 
@@ -171,7 +194,7 @@ class _SourceFiles:
 
 
 def _find(tree: ast.AST, name: str) -> ast.AST | None:
-    """A definition, an assignment or an import, by its qualified name."""
+    """Find a definition, an assignment or an import by its qualified name."""
     node: ast.AST | None = tree
     for part in name.split("."):
         assert node is not None
@@ -182,7 +205,7 @@ def _find(tree: ast.AST, name: str) -> ast.AST | None:
 
 
 def _bindings(scope: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Everything that a scope binds a name to, under `if` and `try` too."""
+    """Yield every node of a scope that binds a name, also inside `if`, `try` and `with`."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node, node.name
@@ -199,44 +222,20 @@ def _bindings(scope: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             yield from _bindings(node)
 
 
-def _signature(node: ast.AST) -> Signature | None:
-    """Of a class, what making one takes."""
+def _initializer_or_function(node: ast.AST) -> FunctionNode | None:
+    """Return a function itself, or the initializer of a class."""
     if isinstance(node, ast.ClassDef):
-        made = _find(node, "__init__")
-        if made is None and node.decorator_list:
+        initializer = _find(node, "__init__")
+        if initializer is None and node.decorator_list:
             return _dataclass_init(node)
-        return made if isinstance(made, ast.FunctionDef) else None
+        return initializer if isinstance(initializer, ast.FunctionDef) else None
     return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
-def _dataclass_init(node: ast.ClassDef) -> Signature:
-    """The initializer that a dataclass gets."""
+def _dataclass_init(node: ast.ClassDef) -> FunctionNode:
+    """Return the initializer that the dataclass decorator generates."""
     fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
     names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
     defaults = [each.value for each in fields if each.value is not None]
     arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, defaults)
     return ast.FunctionDef("__init__", arguments, [], [])
-
-
-def format_probe(
-    installed: InstalledHost, found: Sequence[ProbeResult], known: Mapping[str, str]
-) -> list[str]:
-    """A table for people; the last line is the verdict."""
-    width = max(len(each.need.symbol) for each in found)
-    lines = [f"{installed.name} {installed.version} in {installed.root}"]
-    for each in found:
-        lines.append(
-            f"{'ok  ' if each.ok else 'FAIL'}  {each.need.symbol:<{width}}  {each.need.purpose}"
-        )
-        if not each.ok:
-            lines.append(f"      {each.problem}")
-    failed = sum(not each.ok for each in found)
-    if failed:
-        lines.append(
-            f"{failed} of {len(found)} symbols do not fit: {installed.name} {installed.version} "
-            "cannot be hooked. Use a version that is known to fit: " + ", ".join(known) + "."
-        )
-    else:
-        tested = known.get(installed.version, "not among those tried, but everything is there")
-        lines.append(f"all {len(found)} symbols fit; {installed.version} is {tested}")
-    return lines

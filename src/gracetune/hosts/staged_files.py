@@ -1,4 +1,8 @@
-"""Files of a data set by their absolute paths, held in memory; and what a backend serves."""
+"""Serve the files of a data set from memory, under their absolute paths.
+
+`stage_dataset` reads a data set into memory once. `BackendFiles` is what a host's storage backend
+asks first: a file that the host writes or deletes is read from disk from then on.
+"""
 
 from __future__ import annotations
 
@@ -26,84 +30,98 @@ if TYPE_CHECKING:
 
 TEXT_EXTENSIONS = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
 HOST_METADATA_PREFIXES = ("aspect_ratio_bucket",)
-"""Names that SimpleTuner writes into a data set's folder and changes later."""
+"""Files that SimpleTuner writes into a data set's folder and changes later are not staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDatasetConfig:
+    """The settings of a data set that is to be held in memory."""
+
+    id: str
+    folder: str
+    section: InMemorySection
+    extensions: tuple[str, ...]
+    """Lower case, without dots; empty selects media files, captions and tables."""
 
 
 class StagedFiles:
-    """The staged files of one data set; a file that is written or deleted leaves it."""
+    """The staged files of one data set, by path in any spelling, relative or absolute."""
 
     def __init__(self, root: str, staged: StagedSource) -> None:
         self._prefix = os.path.abspath(root) + os.sep
         self._staged = staged
-        self._known = frozenset(staged.keys())
+        self._keys = frozenset(staged.keys())
         self._forgotten: set[str] = set()
 
     def holds(self, path: FilePath) -> bool:
-        """Whether a path is served from here."""
+        """Return True if a path is served from memory."""
         key = self._key(path)
-        return key in self._known and key not in self._forgotten
+        return key in self._keys and key not in self._forgotten
 
     def read(self, path: FilePath) -> bytes:
-        """The bytes as they were staged."""
+        """Return the staged bytes of a file."""
         key = self._key(path)
         assert key is not None, path
         return self._staged.read(key)
 
     def forget(self, path: FilePath) -> None:
-        """From now on the disk has the word."""
+        """Serve a file from disk from now on."""
         key = self._key(path)
         if key is not None:
             self._forgotten.add(key)
 
     def _key(self, path: FilePath) -> str | None:
-        """SimpleTuner hands out text, and asks with text or `Path`, of any spelling."""
         text = os.path.abspath(path)
         if not text.startswith(self._prefix):
             return None
         return text[len(self._prefix) :].replace(os.sep, "/")
 
 
-def stage_dataset(chosen: StagedDatasetConfig, emit: Emit, meet_in: Path | None) -> StagedFiles:
-    """Read a data set once; processes that meet in a folder share one copy."""
-    setting = f"data set {chosen.id!r}"
-    source = FolderSource(os.path.abspath(chosen.folder), setting)
-    wanted = (
-        frozenset(f".{each}" for each in chosen.extensions)
+def stage_dataset(config: StagedDatasetConfig, emit: Emit, meet_in: Path | None) -> StagedFiles:
+    """Read a data set into memory; processes with the same `meet_in` folder share one copy."""
+    setting = f"data set {config.id!r}"
+    source = FolderSource(os.path.abspath(config.folder), setting)
+    extensions = (
+        frozenset(f".{each}" for each in config.extensions)
         or IMAGES | VIDEO | AUDIO | TEXT_EXTENSIONS
     )
-    keys = list(filter(partial(_is_selected, endings=wanted), source.keys()))
+    keys = list(filter(partial(_is_selected, extensions=extensions), source.keys()))
     if not keys:
         raise DataError(
-            f"{setting}: {source.describe()} has no file with one of the endings "
-            f"{', '.join(sorted(wanted))}. Name another folder, or in_memory.file_extensions."
+            f"{setting}: {source.describe()} has no file with an extension of "
+            f"{', '.join(sorted(extensions))}. Name another folder, or set "
+            "in_memory.file_extensions."
         )
     return StagedFiles(
-        chosen.folder, StagedSource.stage(source, keys, chosen.section, emit, setting, meet_in)
+        config.folder, StagedSource.stage(source, keys, config.section, emit, setting, meet_in)
     )
 
 
-def _is_selected(key: str, endings: frozenset[str]) -> bool:
-    name = Path(key)
-    return name.suffix.lower() in endings and not name.name.startswith(HOST_METADATA_PREFIXES)
+def _is_selected(key: str, extensions: frozenset[str]) -> bool:
+    path = Path(key)
+    return path.suffix.lower() in extensions and not path.name.startswith(HOST_METADATA_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendFiles:
-    """What one backend serves from memory; a file that is written or deleted is the disk's."""
+    """The files and tensors that one storage backend of a host serves from memory."""
 
-    shelf: StagedFiles | None
+    staged: StagedFiles | None
     memory: TensorMemory | None
 
     def holds(self, path: FilePath) -> bool:
-        """Whether a file is staged."""
-        return self.shelf is not None and self.shelf.holds(path)
+        """Return True if a file is staged."""
+        return self.staged is not None and self.staged.holds(path)
 
     def read(self, path: FilePath) -> bytes | None:
-        """The bytes of a staged file; none: ask the disk."""
-        return self.shelf.read(path) if self.shelf is not None and self.shelf.holds(path) else None
+        """Return the bytes of a staged file, or None if it must be read from disk."""
+        return self.staged.read(path) if self.staged is not None and self.holds(path) else None
 
     def open_file(self, path: FilePath, mode: str) -> BytesIO | TextIOWrapper | None:
-        """A staged file to read from; who opens it in any other way changes it."""
+        """Open a staged file for reading, or return None if it must be opened on disk.
+
+        Any other mode may change the file, so it is served from disk afterwards.
+        """
         if mode not in ("r", "rt", "rb"):
             self.forget(path)
             return None
@@ -113,27 +131,12 @@ class BackendFiles:
         return BytesIO(data) if mode == "rb" else TextIOWrapper(BytesIO(data), encoding="utf-8")
 
     def load(self, path: FilePath, load: Callable[[str], object]) -> object:
-        """The tensors of a cache file."""
+        """Return the tensors of a cache file, from memory if it is kept there."""
         return load(os.fspath(path)) if self.memory is None else self.memory.get(path, load)
 
     def forget(self, path: FilePath) -> None:
-        """The disk has the word."""
-        if self.shelf is not None:
-            self.shelf.forget(path)
+        """Drop a file from memory because it is about to change."""
+        if self.staged is not None:
+            self.staged.forget(path)
         if self.memory is not None:
             self.memory.forget(path)
-
-
-# ------------------------------------------------------------------------------------------
-# What a host's files say of a data set that we hold; read before torch is loaded.
-
-
-@dataclass(frozen=True, slots=True)
-class StagedDatasetConfig:
-    """A data set that is to be held in memory."""
-
-    id: str
-    folder: str
-    section: InMemorySection
-    extensions: tuple[str, ...]
-    """Without dots, in lower case; empty: media, captions and tables."""

@@ -1,4 +1,8 @@
-"""Tensors of cache files, kept in this process; `node_memory` keeps them for a whole machine."""
+"""Keep the tensors of a host's cache files in the memory of this process.
+
+`SharedTensorMemory` in shared_tensor_memory.py has the same interface and keeps one copy for all
+processes of a machine.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +18,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+IN_MEMORY_TYPES = ("memory", "unified_memory")
+"""Values of `vae_cache_type` and `text_cache_type` that keep cache files in memory."""
+
 FilePath = str | os.PathLike[str]
-Identity = tuple[int, int, int]
-"""Which file it was that was read: inode, time of its last change, size."""
+FileIdentity = tuple[int, int, int]
+"""Inode, modification time in nanoseconds and size: they tell whether a file was replaced."""
 
 
 class TensorMemory(Protocol):
-    """Where tensors of cache files are kept."""
+    """Memory for the values of cache files."""
 
+    budget_nbytes: int
+    """The most bytes that this process holds."""
     hits: int
     misses: int
     nbytes: int
-    """What this process holds of them."""
+    """The bytes that this process holds."""
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """The value of a file, from memory where it is there."""
+        """Return the value of a file from memory, or load it with `load(path)`."""
 
     def forget(self, path: FilePath) -> None:
-        """The file is about to change."""
+        """Drop a file that is about to change."""
 
 
 @dataclass(slots=True)
 class CachedValue:
-    """A value, which file it was, and how often each tensor of it had been written by then."""
+    """A value, the file that it was read from, and the version of each of its tensors."""
 
     value: object
-    file: Identity
+    file: FileIdentity
     versions: tuple[int, ...]
+    """PyTorch's write counter of each tensor, at the time the value was stored."""
     nbytes: int
 
 
 class LocalTensorMemory:
-    """What `torch_load` gave, kept within a budget; the least recently used leaves first.
+    """Keeps loaded values within a byte budget, dropping the least recently used first.
 
-    A hit is checked: the file on disk must be the one that was read, and no tensor may have been
-    written to since. Containers are handed out as copies, because callers change them.
+    A hit is valid only if the file on disk is still the one that was read and nobody has written to
+    a tensor since. Containers are returned as copies, because callers modify them.
     """
 
     def __init__(self, budget_nbytes: int, pin: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -57,67 +67,67 @@ class LocalTensorMemory:
         self.misses = 0
         self.nbytes = 0
         self._pin = pin
-        self._held: OrderedDict[str, CachedValue] = OrderedDict()
+        self._values: OrderedDict[str, CachedValue] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """The value of a file, from memory where it is there."""
+        """Return the value of a file from memory, or load it with `load(path)`."""
         path = os.fspath(where)
         file = file_identity(path)
         with self._lock:
-            held = self._held.get(path)
+            found = self._values.get(path)
             if (
-                held is not None
-                and held.file == file
-                and tensor_versions(held.value) == held.versions
+                found is not None
+                and found.file == file
+                and tensor_versions(found.value) == found.versions
             ):
-                self._held.move_to_end(path)
+                self._values.move_to_end(path)
                 self.hits += 1
-                return copy_containers(held.value)
+                return copy_containers(found.value)
             self._drop(path)
             self.misses += 1
         with count_writes():
             value = load(path)
-            # A file that was replaced while it was read is not kept: nobody can say which it is.
+            # If the file was replaced meanwhile, nobody knows which version was read.
             if file is not None and file_identity(path) == file:
-                value = self._keep(path, value, file)
+                value = self._store(path, value, file)
         return value
 
     def forget(self, path: FilePath) -> None:
-        """The file is about to change."""
+        """Drop a file that is about to change."""
         with self._lock:
             self._drop(os.fspath(path))
 
-    def _keep(self, path: str, value: object, file: Identity) -> object:
+    def _store(self, path: str, value: object, file: FileIdentity) -> object:
         nbytes = sum(tensor.nbytes for tensor in find_tensors(value))
         if nbytes > self.budget_nbytes:
             return value
         pinned = map_tensors(value, self._pin)
         with self._lock:
             self._drop(path)
-            while self._held and self.nbytes + nbytes > self.budget_nbytes:
-                self._drop(next(iter(self._held)))
-            self._held[path] = CachedValue(pinned, file, tensor_versions(pinned), nbytes)
+            while self._values and self.nbytes + nbytes > self.budget_nbytes:
+                self._drop(next(iter(self._values)))
+            self._values[path] = CachedValue(pinned, file, tensor_versions(pinned), nbytes)
             self.nbytes += nbytes
         return copy_containers(pinned)
 
     def _drop(self, path: str) -> None:
-        held = self._held.pop(path, None)
-        if held is not None:
-            self.nbytes -= held.nbytes
+        dropped = self._values.pop(path, None)
+        if dropped is not None:
+            self.nbytes -= dropped.nbytes
 
 
-def file_identity(path: str) -> Identity | None:
-    """Of the file that is there now."""
+def file_identity(path: str) -> FileIdentity | None:
+    """Return the identity of the file at a path, or None if there is no file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def find_tensors(value: object) -> list[torch.Tensor]:
-    """All that a value holds, at any depth."""
+    """Return all tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -128,17 +138,17 @@ def find_tensors(value: object) -> list[torch.Tensor]:
 
 
 def count_writes() -> AbstractContextManager[None]:
-    """Tensors made here count their writes, which those made in inference mode do not."""
+    """Leave inference mode, in which tensors have no version counter."""
     return torch.inference_mode(mode=False)
 
 
 def tensor_versions(value: object) -> tuple[int, ...]:
-    """How often each tensor has been written to."""
+    """Return the version counters of all tensors in a value: they grow with every write."""
     return tuple(tensor._version for tensor in find_tensors(value))
 
 
 def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """The same containers anew, with changed tensors."""
+    """Return new containers with `change` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
@@ -151,5 +161,5 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def copy_containers(value: object) -> object:
-    """The same containers anew, with the same tensors."""
+    """Return new containers with the same tensors."""
     return map_tensors(value, lambda tensor: tensor)

@@ -1,4 +1,4 @@
-"""`gracetune host`, where SimpleTuner is not installed; where it is, tests/hosts has the rest."""
+"""`gracetune host` without SimpleTuner installed; tests/hosts tests it with SimpleTuner."""
 
 import subprocess
 import sys
@@ -9,32 +9,32 @@ import pytest
 from gracetune.cli.main import main
 
 pytestmark = pytest.mark.skipif(
-    [*distributions(name="simpletuner")] != [], reason="this is about its absence"
+    [*distributions(name="simpletuner")] != [], reason="tests what happens without SimpleTuner"
 )
 
 
-def test_a_host_that_is_not_there_fails_the_check(capsys):
+def test_check_fails_if_the_host_is_not_installed(capsys):
     assert main(["host", "simpletuner", "check"]) == 1
-    said = capsys.readouterr().out
-    assert "simpletuner is not installed in this environment" in said
-    assert "pip install simpletuner gracetune" in said
+    output = capsys.readouterr().out
+    assert "simpletuner is not installed in this environment" in output
+    assert "pip install simpletuner gracetune" in output
 
 
-def test_a_host_that_is_not_there_is_not_started(capsys):
+def test_run_fails_if_the_host_is_not_installed(capsys):
     assert main(["host", "simpletuner", "run", "--", "train", "--env", "x"]) == 2
     assert "simpletuner is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [([], "there is no script to run"), (["train.py"], "simpletuner is not installed")],
 )
-def test_the_entry_says_what_it_lacks(words, said):
+def test_the_entry_point_reports_what_is_missing(arguments, message):
     done = subprocess.run(
-        [sys.executable, "-m", "gracetune.hosts.simpletuner", *words],
+        [sys.executable, "-m", "gracetune.hosts.simpletuner", *arguments],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"gracetune: {said}")
+    assert done.stderr.startswith(f"gracetune: {message}")
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""A clone that has what we hook of ai-toolkit, and little else: it trains nothing, but it runs."""
+"""A miniature clone of ai-toolkit with everything that is hooked; it runs, but trains nothing."""
 
 import subprocess
 from pathlib import Path
@@ -10,7 +10,8 @@ FILES = {
         import os
         import sys
 
-        print(json.dumps({"words": sys.argv[1:], "here": os.getcwd(), "all": dict(os.environ)}))
+        started = {"arguments": sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}
+        print(json.dumps(started))
         """,
     "version.py": 'VERSION = "0.12.26"\n',
     ".gitignore": "__pycache__/\n",
@@ -132,8 +133,8 @@ FILES = {
                 if self.is_latent_cached:
                     self.get_latent()
                     return
-                with Image.open(self.path) as picture:
-                    self.picture = picture.convert("RGB")
+                with Image.open(self.path) as image:
+                    self.image = image.convert("RGB")
 
             def load_and_process_video(self):
                 return cv2.VideoCapture(self.path)
@@ -206,8 +207,8 @@ FILES = {
                 self.dataset_config = dataset_config
                 self.is_latent_cached = self.is_caching_to_disk = False
                 self._encoded_latent = self._latent_path = None
-                with Image.open(self.path) as picture:
-                    self.width, self.height = picture.size
+                with Image.open(self.path) as image:
+                    self.width, self.height = image.size
         """,
     "toolkit/data_loader.py": """
         import copy
@@ -399,7 +400,7 @@ FILES = {
 
 
 def write_files(root: Path) -> Path:
-    """The files alone."""
+    """Write the files of the clone."""
     for name, text in FILES.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -408,7 +409,7 @@ def write_files(root: Path) -> Path:
 
 
 def write_clone(root: Path) -> Path:
-    """The files, in a repository with one commit."""
+    """Write the files and commit them to a new repository."""
     write_files(root)
     git(root, "init", "-q")
     git(root, "add", ".")
@@ -424,5 +425,5 @@ def git(root: Path, *words: str) -> str:
 
 
 def status(root: Path) -> str:
-    """Everything that git sees beside the commit, ignored files too."""
+    """Return everything that differs from the commit, including ignored files."""
     return git(root, "status", "--porcelain", "--ignored")

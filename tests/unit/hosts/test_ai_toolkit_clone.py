@@ -1,4 +1,4 @@
-"""Our one file in a clone: put there only where everything fits, and taken away without a trace."""
+"""Check a clone of ai-toolkit, and install and remove our file."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from ai_toolkit_clone import status, write_clone
 
 from gracetune.cli.main import main
 from gracetune.errors import HostError
-from gracetune.hosts.ai_toolkit.clone import check, find_clone, install, extension_path, uninstall
-from gracetune.hosts.ai_toolkit.hooks import TESTED_COMMITS, REQUIRED_SYMBOLS
+from gracetune.hosts.ai_toolkit.clone import check, extension_path, find_clone, install, uninstall
+from gracetune.hosts.ai_toolkit.hooks import REQUIRED_SYMBOLS, TESTED_COMMITS
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_a_clone_is_known_by_its_commit(clone):
     assert found.root == clone
 
 
-def test_a_clone_without_history_goes_by_its_number(clone):
+def test_a_clone_without_history_is_known_by_its_version_number(clone):
     shutil.rmtree(clone / ".git")
     assert find_clone(clone).version == "0.12.26"
     (clone / "version.py").write_text("import os\n")
@@ -35,26 +35,26 @@ def test_a_clone_without_history_goes_by_its_number(clone):
     assert find_clone(clone).version == "of an unknown version"
 
 
-def test_a_broken_history_is_no_hindrance(clone):
+def test_a_broken_history_falls_back_to_the_version_number(clone):
     (clone / ".git" / "HEAD").write_text("ref: refs/heads/gone\n")
     assert find_clone(clone).version == "0.12.26"
 
 
-def test_another_folder_is_refused_by_name(tmp_path):
-    with pytest.raises(HostError, match=r"no clone of ai-toolkit: it has no run\.py"):
+def test_a_folder_that_is_not_a_clone_is_refused(tmp_path):
+    with pytest.raises(HostError, match=r"is not a clone of ai-toolkit: it has no run\.py"):
         find_clone(tmp_path)
 
 
-def test_every_symbol_is_in_the_table_and_an_unknown_commit_is_probed(clone):
+def test_the_table_lists_every_symbol_also_for_an_untested_commit(clone):
     lines = check(clone)
     assert len(lines) == len(REQUIRED_SYMBOLS) + 2
     assert all(line.startswith("ok ") for line in lines[1:-1])
-    assert "not among those tried, but everything is there" in lines[-1]
+    assert "not tested, but has everything that is needed" in lines[-1]
     assert all(len(commit) == 12 for commit in TESTED_COMMITS)
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "said"),
+    ("file", "old", "new", "problem"),
     [
         (
             "toolkit/dataloader_mixins.py",
@@ -82,24 +82,24 @@ def test_every_symbol_is_in_the_table_and_an_unknown_commit_is_probed(clone):
         ),
     ],
 )
-def test_what_no_longer_fits_is_named_and_nothing_is_installed(clone, capsys, file, old, new, said):
+def test_a_clone_that_does_not_fit_is_not_extended(clone, capsys, file, old, new, problem):
     text = (clone / file).read_text()
     assert old in text
     (clone / file).write_text(text.replace(old, new))
     assert main(["host", "ai-toolkit", "check", str(clone)]) == 1
     table = capsys.readouterr().out
-    assert said in table
+    assert problem in table
     assert "cannot be hooked" in table
     assert "27a03a91f23e" in table
     assert main(["host", "ai-toolkit", "install", str(clone)]) == 2
-    assert said in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not extension_path(clone).exists()
 
 
-def test_a_clone_is_as_it_was_after_uninstall(clone, capsys):
+def test_uninstall_restores_the_clone(clone, capsys):
     before = status(clone)
     assert main(["host", "ai-toolkit", "install", str(clone)]) == 0
-    assert "gracetune_shim.py is there" in capsys.readouterr().out
+    assert "gracetune_shim.py is installed" in capsys.readouterr().out
     assert status(clone) != before
     run = "import sys; sys.path.insert(0, '.'); from toolkit.extension import *"
     done = subprocess.run(
@@ -112,41 +112,41 @@ def test_a_clone_is_as_it_was_after_uninstall(clone, capsys):
     assert done.stdout.strip() == "['gracetune', 'sd_trainer', 'merge']", done.stderr
     assert list((clone / "extensions" / "__pycache__").glob("gracetune_shim.*"))
     assert main(["host", "ai-toolkit", "uninstall", str(clone)]) == 0
-    assert "is as it was" in capsys.readouterr().out
+    assert "gracetune is removed from" in capsys.readouterr().out
     assert not (clone / "extensions" / "__pycache__").exists()
     left = [line for line in status(clone).splitlines() if "__pycache__" not in line]
     assert "\n".join(left) == before.strip()
     assert main(["host", "ai-toolkit", "uninstall", str(clone)]) == 0
-    assert "had nothing of ours" in capsys.readouterr().out
+    assert "gracetune was not installed in" in capsys.readouterr().out
 
 
-def test_installing_again_renews_the_file(clone):
-    shim = install(clone)
-    shim.write_text(shim.read_text() + "\n# of an older version\n")
+def test_installing_again_replaces_the_file(clone):
+    file = install(clone)
+    file.write_text(file.read_text() + "\n# of an older version\n")
     install(clone)
-    assert "older" not in shim.read_text()
+    assert "older" not in file.read_text()
 
 
-@pytest.mark.parametrize("act", [install, uninstall])
-def test_a_file_of_someone_else_is_left_alone(clone, act):
+@pytest.mark.parametrize("action", [install, uninstall])
+def test_a_file_of_someone_else_is_left_alone(clone, action):
     extension_path(clone).write_text("mine = 1\n")
-    with pytest.raises(HostError, match="is not ours"):
-        act(clone)
+    with pytest.raises(HostError, match="was not written by gracetune"):
+        action(clone)
     assert extension_path(clone).read_text() == "mine = 1\n"
 
 
-def test_a_clone_without_the_folder_is_refused(clone):
+def test_a_clone_without_an_extensions_folder_is_refused(clone):
     shutil.rmtree(clone / "extensions")
     with pytest.raises(HostError, match="looks for extensions"):
         install(clone)
 
 
-def test_a_clone_that_does_not_know_us_is_not_started(clone, capsys):
+def test_run_requires_install(clone, capsys):
     assert main(["host", "ai-toolkit", "run", str(clone), "--", "x.yaml"]) == 2
     assert "host ai-toolkit install" in capsys.readouterr().err
 
 
-def test_run_becomes_its_own_command_without_our_allocator_keys(clone, tmp_path):
+def test_run_starts_ai_toolkit_without_our_allocator_settings(clone, tmp_path):
     install(clone)
     (tmp_path / "mine.yaml").write_text("job: extension\n")
     command = [sys.executable, "-m", "gracetune", "host", "ai-toolkit", "run", str(clone)]
@@ -157,16 +157,16 @@ def test_run_becomes_its_own_command_without_our_allocator_keys(clone, tmp_path)
         text=True,
         env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True,max_split_size_mb:64"},
     )
-    verdict, said = done.stdout.splitlines()
-    started = json.loads(said)
+    verdict, output = done.stdout.splitlines()
+    started = json.loads(output)
     assert "symbols fit" in verdict
-    assert started["words"] == [str(tmp_path / "mine.yaml"), "-n", "name"]
-    assert started["here"] == str(clone)
-    assert started["all"]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
-    assert started["all"]["GRACETUNE_ALLOC_CONF"] == "use_uvm:True"
+    assert started["arguments"] == [str(tmp_path / "mine.yaml"), "-n", "name"]
+    assert started["cwd"] == str(clone)
+    assert started["environment"]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert started["environment"]["GRACETUNE_ALLOC_CONF"] == "use_uvm:True"
 
 
-def test_the_file_is_small_and_says_who_put_it_there(clone):
+def test_the_installed_file_is_small_and_names_its_author(clone):
     text = install(clone).read_text()
-    assert text.startswith('"""Put here by `gracetune host ai-toolkit install`')
+    assert text.startswith('"""Installed by `gracetune host ai-toolkit install`')
     assert len(text.splitlines()) < 10

@@ -1,4 +1,4 @@
-"""Hosts that are made, and what each lacks."""
+"""Probe small hand-written hosts, with and without problems."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from gracetune.hosts.probe import (
     RequiredSymbol,
     UsageSite,
     find_installed,
-    probe,
     format_probe,
+    probe,
 )
 
 SOURCE = """
@@ -56,14 +56,14 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-def reason(root: Path, **need) -> str:
-    [found] = probe(root, [RequiredSymbol(**{"module": "pkg.mod", "purpose": "a test", **need})])
+def find_problem(root: Path, **fields) -> str:
+    [found] = probe(root, [RequiredSymbol(**{"module": "pkg.mod", "purpose": "a test", **fields})])
     assert found.ok == (not found.problem)
     return found.problem
 
 
 @pytest.mark.parametrize(
-    "need",
+    "fields",
     [
         {"name": "borrowed"},
         {"name": "c"},
@@ -88,12 +88,12 @@ def reason(root: Path, **need) -> str:
         },
     ],
 )
-def test_what_fits(root, need):
-    assert reason(root, **need) == ""
+def test_symbols_that_fit(root, fields):
+    assert find_problem(root, **fields) == ""
 
 
 @pytest.mark.parametrize(
-    ("need", "said"),
+    ("fields", "problem"),
     [
         ({"module": "pkg.gone", "name": "x"}, "there is no module pkg.gone"),
         ({"name": "Trainer.fit"}, "pkg.mod has no Trainer.fit"),
@@ -119,7 +119,7 @@ def test_what_fits(root, need):
         ),
         (
             {"name": "Trainer.step", "accepted_parameters": ("scale",)},
-            "the signature is Trainer.step(batch); batch is new and must be given",
+            "the signature is Trainer.step(batch); batch is new and required",
         ),
         (
             {
@@ -138,29 +138,31 @@ def test_what_fits(root, need):
         ),
     ],
 )
-def test_what_does_not(root, need, said):
-    assert reason(root, **need) == said
+def test_symbols_that_do_not_fit(root, fields, problem):
+    assert find_problem(root, **fields) == problem
 
 
-def test_a_module_that_is_no_python_is_named(root):
+def test_a_module_with_a_syntax_error_is_named(root):
     (root / "pkg/broken.py").write_text("def (:\n")
     with pytest.raises(HostError, match=r"broken\.py cannot be read as Python"):
         probe(root, [RequiredSymbol("pkg.broken", "x", "a test")])
 
 
 def test_the_table_ends_with_the_verdict(root):
-    needs = [
+    symbols = [
         RequiredSymbol("pkg.mod", "Trainer", "is hooked"),
         RequiredSymbol("pkg.mod", "gone", "is hooked too"),
     ]
     installed = InstalledHost("host", "2.0", root)
-    lines = format_probe(installed, probe(root, needs), {"1.0": "tried"})
+    lines = format_probe(installed, probe(root, symbols), {"1.0": "tested"})
     assert lines[1] == "ok    pkg.mod.Trainer  is hooked"
     assert lines[2:4] == ["FAIL  pkg.mod.gone     is hooked too", "      pkg.mod has no gone"]
-    assert lines[-1].endswith("cannot be hooked. Use a version that is known to fit: 1.0.")
-    fits = probe(root, needs[:1])
-    assert format_probe(installed, fits, {"2.0": "tried"})[-1] == "all 1 symbols fit; 2.0 is tried"
-    assert "not among those tried" in format_probe(installed, fits, {})[-1]
+    assert lines[-1].endswith("cannot be hooked. Use a version that was tested: 1.0.")
+    fits = probe(root, symbols[:1])
+    assert (
+        format_probe(installed, fits, {"2.0": "tested"})[-1] == "all 1 symbols fit; 2.0 is tested"
+    )
+    assert "not tested, but has everything that is needed" in format_probe(installed, fits, {})[-1]
 
 
 def test_a_host_is_found_by_its_metadata():

@@ -1,4 +1,4 @@
-"""Hooks on a stand-in with SimpleTuner's names; tests/hosts sets them in the real one."""
+"""Hooks on a stand-in for SimpleTuner; tests/hosts sets them in the real one."""
 
 import os
 from io import BytesIO
@@ -51,7 +51,7 @@ class Trainer:
 
 
 def load_image(source):
-    """Takes what has bytes, and fails on some, as decoders do."""
+    """Return the bytes of a path or file; one content needs a path, as with some decoders."""
     data = Path(source).read_bytes() if isinstance(source, str) else source.read()
     if data == b"needs a name" and not isinstance(source, str):
         raise ValueError("what is this?")
@@ -65,7 +65,7 @@ def load_video(path):
 
 @pytest.fixture
 def host():
-    """Modules by name, as `import_module` would find them."""
+    """A stand-in for SimpleTuner's modules, with all hooks set."""
     local = SimpleNamespace(
         LocalDataBackend=LocalDataBackend, load_image=load_image, load_video=load_video
     )
@@ -100,29 +100,29 @@ def backend(host, tmp_path):
 
 
 def test_a_backend_reads_from_memory_and_writes_to_disk(backend):
-    made, folder = backend
+    local, folder = backend
     path = str(folder / "a.txt")
     os.rename(path, f"{path}.away")
-    assert made.exists(path)
-    assert made.read(path) == made.read(path, as_byteIO=True).read() == b"a.txt"
-    assert made.open_file(path, "rb").read() == b"a.txt"
-    made.write(path, b"new")
-    assert made.read(path) == b"new"
-    with made.open_file(path, "rb") as file:
+    assert local.exists(path)
+    assert local.read(path) == local.read(path, as_byteIO=True).read() == b"a.txt"
+    assert local.open_file(path, "rb").read() == b"a.txt"
+    local.write(path, b"new")
+    assert local.read(path) == b"new"
+    with local.open_file(path, "rb") as file:
         assert file.read() == b"new"
-    made.delete(path)
-    assert not made.exists(path)
+    local.delete(path)
+    assert not local.exists(path)
 
 
-def test_tensors_are_kept(backend, host, tmp_path):
-    made, _ = backend
+def test_cache_files_are_kept_in_memory(backend, host, tmp_path):
+    local, _ = backend
     path = str(tmp_path / "x.pt")
-    made.write(path, b"four")
-    assert made.torch_load(path)["loaded"] == made.torch_load(path)["loaded"] == 4
+    local.write(path, b"four")
+    assert local.torch_load(path)["loaded"] == local.torch_load(path)["loaded"] == 4
     assert host.plugin.memory.hits == 1
 
 
-def test_decoders_get_bytes_and_fall_back_to_the_path(backend, host, caplog):
+def test_decoders_read_staged_bytes_and_fall_back_to_the_path(backend, host, caplog):
     _, folder = backend
     assert host.local.load_image(str(folder / "a.png")) == b"a.png"
     assert host.local.load_image(BytesIO(b"x")) == b"x"
@@ -136,7 +136,7 @@ def test_decoders_get_bytes_and_fall_back_to_the_path(backend, host, caplog):
     assert host.local.load_video(str(other)) == (str(other), b"other")
 
 
-def test_trainers_are_attached_to_and_batches_placed(host):
+def test_trainers_are_attached_and_batches_placed(host):
     trainer = host.trainer.Trainer({})
     assert trainer.prepare_batch(False) is False
     assert trainer.prepare_batch(torch.ones(1))["latents"] == 1
@@ -145,8 +145,7 @@ def test_trainers_are_attached_to_and_batches_placed(host):
     assert tracker.get_raw_config() == {}
 
 
-def test_what_is_hooked_is_what_is_needed(tmp_path):
-    """Every module that a hook asks for is one that the probe looks into."""
+def test_every_hooked_module_is_probed(tmp_path):
     asked = []
 
     def find(name):
@@ -159,7 +158,7 @@ def test_what_is_hooked_is_what_is_needed(tmp_path):
     assert not any(found.ok for found in probe(tmp_path, hooks.REQUIRED_SYMBOLS))
 
 
-def test_a_process_makes_its_own_plug_in():
+def test_make_plugin_creates_a_new_plug_in():
     plugin = make_plugin()
     assert plugin.memory is None
     assert plugin.split_config({"seed": 1}) == {"seed": 1}

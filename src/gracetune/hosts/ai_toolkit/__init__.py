@@ -1,4 +1,4 @@
-"""gracetune inside an unmodified ai-toolkit: one small file in its `extensions` folder.
+"""Run gracetune inside an unmodified ai-toolkit, through one small file in its `extensions` folder.
 
-ai-toolkit is no package: it is run from a clone, and only ever imported in a process of its own.
+ai-toolkit is not a package: it runs from a clone, and is imported only in its own process.
 """

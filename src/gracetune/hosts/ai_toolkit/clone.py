@@ -1,4 +1,4 @@
-"""A clone of ai-toolkit on disk: which it is, whether it fits, and our one file in it."""
+"""Find, check and extend a clone of ai-toolkit on disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from gracetune.atomic_files import write_text
 from gracetune.errors import HostError
-from gracetune.hosts.ai_toolkit.hooks import TESTED_COMMITS, REQUIRED_SYMBOLS
-from gracetune.hosts.probe import InstalledHost, probe, format_probe
+from gracetune.hosts.ai_toolkit.hooks import REQUIRED_SYMBOLS, TESTED_COMMITS
+from gracetune.hosts.probe import InstalledHost, format_probe, probe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 EXTENSION_NAME = "gracetune_shim"
-EXTENSION_SOURCE = '''"""Put here by `gracetune host ai-toolkit install`; `uninstall` takes it away.
+EXTENSION_SOURCE = '''"""Installed by `gracetune host ai-toolkit install`; `uninstall` removes it.
 
 gracetune must be installed in ai-toolkit's own environment.
 """
@@ -26,83 +26,85 @@ from gracetune.hosts.ai_toolkit.enter import extensions
 AI_TOOLKIT_EXTENSIONS = extensions(__file__)
 '''
 _LANDMARKS = ("run.py", "toolkit/extension.py", "jobs/process/BaseSDTrainProcess.py")
+"""Files by which a clone of ai-toolkit is recognised."""
+_UNKNOWN_VERSION = "of an unknown version"
 
 
 def find_clone(path: Path) -> InstalledHost:
-    """The clone at a path, by its commit; without history, by its own number."""
+    """Return the clone at a path; its version is its commit, or else the number in version.py."""
     root = path.resolve()
     for landmark in _LANDMARKS:
         if not (root / landmark).is_file():
             raise HostError(
-                f"{path} is no clone of ai-toolkit: it has no {landmark}. Name the folder that "
-                "`git clone https://github.com/ostris/ai-toolkit` made."
+                f"{path} is not a clone of ai-toolkit: it has no {landmark}. Name the folder that "
+                "`git clone https://github.com/ostris/ai-toolkit` created."
             )
     return InstalledHost("ai-toolkit", _commit(root) or _version(root), root)
 
 
 def check(path: Path) -> list[str]:
-    """Probe a clone; HostError with the table where it does not fit."""
+    """Probe a clone and return the table; HostError has it on failure."""
     clone = find_clone(path)
-    found = probe(clone.root, REQUIRED_SYMBOLS)
-    lines = format_probe(clone, found, TESTED_COMMITS)
-    if not all(each.ok for each in found):
+    results = probe(clone.root, REQUIRED_SYMBOLS)
+    lines = format_probe(clone, results, TESTED_COMMITS)
+    if not all(each.ok for each in results):
         raise HostError("\n".join(lines))
     return lines
 
 
 def extension_path(root: Path) -> Path:
-    """Where our file is, or would be."""
+    """Return the path of our file in a clone, whether it exists or not."""
     return root / "extensions" / f"{EXTENSION_NAME}.py"
 
 
 def install(path: Path) -> Path:
-    """Check, then put our file there; again is no harm."""
+    """Check a clone, then write our file and return its path. An older file is replaced."""
     check(path)
-    shim = extension_path(path.resolve())
-    _check_is_ours(shim)
-    if not shim.parent.is_dir():
-        raise HostError(f"{shim.parent} is not there; ai-toolkit looks for extensions in it.")
-    write_text(shim, EXTENSION_SOURCE)
-    return shim
+    file = extension_path(path.resolve())
+    _check_is_ours(file)
+    if not file.parent.is_dir():
+        raise HostError(f"{file.parent} does not exist; ai-toolkit looks for extensions there.")
+    write_text(file, EXTENSION_SOURCE)
+    return file
 
 
 def uninstall(path: Path) -> bool:
-    """Take our file away with what Python compiled of it; whether there was one."""
+    """Remove our file and its bytecode; return True if it was installed."""
     root = find_clone(path).root
-    shim = extension_path(root)
-    _check_is_ours(shim)
-    found = shim.exists()
-    shim.unlink(missing_ok=True)
-    compiled = shim.parent / "__pycache__"
-    for file in compiled.glob(f"{EXTENSION_NAME}.*.pyc"):
-        file.unlink()
-    if compiled.is_dir() and not any(compiled.iterdir()):
-        compiled.rmdir()
-    return found
+    file = extension_path(root)
+    _check_is_ours(file)
+    was_installed = file.exists()
+    file.unlink(missing_ok=True)
+    bytecode_folder = file.parent / "__pycache__"
+    for bytecode in bytecode_folder.glob(f"{EXTENSION_NAME}.*.pyc"):
+        bytecode.unlink()
+    if bytecode_folder.is_dir() and not any(bytecode_folder.iterdir()):
+        bytecode_folder.rmdir()
+    return was_installed
 
 
-def _check_is_ours(shim: Path) -> None:
-    """A file of that name that is not as we write it may hold someone's work."""
-    if not shim.exists():
+def _check_is_ours(file: Path) -> None:
+    """Refuse to overwrite or delete a file of that name that someone else wrote."""
+    if not file.exists():
         return
-    if "gracetune.hosts.ai_toolkit" not in shim.read_text(encoding="utf-8", errors="replace"):
-        raise HostError(f"{shim} is not ours. Move it away, and start this again.")
+    if "gracetune.hosts.ai_toolkit" not in file.read_text(encoding="utf-8", errors="replace"):
+        raise HostError(f"{file} was not written by gracetune. Move it away and try again.")
 
 
 def _commit(root: Path) -> str:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
-    words = [git, "-C", str(root), "rev-parse", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip()[:12] if done.returncode == 0 else ""
+    command = [git, "-C", str(root), "rev-parse", "HEAD"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    return process.stdout.strip()[:12] if process.returncode == 0 else ""
 
 
 def _version(root: Path) -> str:
     file = root / "version.py"
     if not file.is_file():
-        return "of an unknown version"
+        return _UNKNOWN_VERSION
     for node in ast.parse(file.read_bytes()).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             return str(node.value.value)
-    return "of an unknown version"
+    return _UNKNOWN_VERSION

@@ -1,15 +1,18 @@
-"""Where ai-toolkit enters: our file in its `extensions` folder asks here for what it shows."""
+"""Provide the extension that ai-toolkit loads from our file in its `extensions` folder.
+
+The installed file imports `extensions` from this module, so neither name may change.
+"""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
+from gracetune.hosts import shared_folder
 from gracetune.hosts.ai_toolkit.clone import check
 from gracetune.hosts.ai_toolkit.config_blocks import PROCESS_TYPE
 from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def extensions(shim: str) -> list[type]:
-    """What ai-toolkit finds in our file; the clone is the folder above that of the file."""
+    """Return the extensions for ai-toolkit; `shim` is the path of our file in the clone."""
     root = Path(shim).resolve().parents[1]
     return [extension_class(root, import_module, make_plugin)]
 
@@ -30,39 +33,43 @@ def extensions(shim: str) -> list[type]:
 def extension_class(
     root: Path, find: Callable[[str], ModuleType], make: Callable[[], AIToolkitPlugin]
 ) -> type:
-    """The extension; ai-toolkit asks it for its process right before it makes processes."""
-    entered: list[AIToolkitPlugin] = []
+    """Create the extension class; `find` imports a module of ai-toolkit."""
+    plugins: list[AIToolkitPlugin] = []
 
     class GracetuneExtension(find(EXTENSION).Extension):  # type: ignore[misc]
-        """The one place where ai-toolkit learns of us."""
+        """The extension through which ai-toolkit loads gracetune."""
 
         uid = PROCESS_TYPE
         name = "gracetune"
 
         @classmethod
         def get_process(cls) -> type:
-            """A trainer that is always ours; jobs learn of ours on the way."""
+            """Return ai-toolkit's trainer for `type: gracetune`, hooking jobs on the first call.
+
+            ai-toolkit calls this right before it creates a job's processes.
+            """
             from gracetune.hosts.ai_toolkit.hooks import hook_jobs
 
             trainer: type = find(SD_TRAINER).SDTrainer
-            if not entered:
-                entered.append(make())
-                hook_jobs(entered[0], find, partial(check, root))
+            if not plugins:
+                plugins.append(make())
+                hook_jobs(plugins[0], find, partial(check, root))
             return trainer
 
     return GracetuneExtension
 
 
 def print_notice(text: str) -> None:
-    """Print, as ai-toolkit does: its captioners switch all logs off when they are imported."""
+    """Print a message. Logging would be lost: ai-toolkit's captioners disable it on import."""
     sys.stdout.write(f"gracetune: {text}\n")
     sys.stdout.flush()
 
 
 def make_plugin() -> AIToolkitPlugin:
-    """The plug-in of this process; ranks of one user on one machine share what they hold."""
+    """Create the plug-in of this process; a user's ranks on one machine share data in memory."""
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
     from gracetune.memory.platform import open_machine
 
-    meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
-    return AIToolkitPlugin(process_environment(), lambda: open_machine(0), print_notice, meet_in)
+    return AIToolkitPlugin(
+        process_environment(), lambda: open_machine(0), print_notice, shared_folder()
+    )

@@ -1,5 +1,8 @@
-"""What the hooks share while ai-toolkit runs: data and cache files held in memory, and where the
-tensors of a batch are placed."""
+"""The state that the hooks share while ai-toolkit runs.
+
+The plug-in holds data sets and cache files in memory, the caches of augmented latents, and the
+placement of a batch's tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from gracetune.config.environment import environment_settings
 from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.ai_toolkit.config_blocks import AIToolkitBlocks, uses_gracetune, split_config
-from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.ai_toolkit.config_blocks import AIToolkitBlocks, split_config, uses_gracetune
+from gracetune.hosts.shared_tensor_memory import open_tensor_memory
 from gracetune.hosts.staged_files import (
     BackendFiles,
-    StagedFiles,
     StagedDatasetConfig,
+    StagedFiles,
     stage_dataset,
 )
-from gracetune.hosts.tensor_memory import LocalTensorMemory
+from gracetune.hosts.tensor_memory import IN_MEMORY_TYPES, LocalTensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes
@@ -36,38 +39,36 @@ if TYPE_CHECKING:
     from gracetune.config.schema import CacheSection
     from gracetune.events.types import Event
     from gracetune.hosts.ai_toolkit.config_blocks import DatasetBlock
+    from gracetune.hosts.tensor_memory import TensorMemory
     from gracetune.memory.platform import Machine
 
     Load = Callable[[str], object]
 
 
 CACHE_FOLDERS = {"_latent_cache": "vae", "_t_e_cache": "text"}
-"""Where ai-toolkit keeps cache files, beside the pictures, and which cache it is."""
-IN_MEMORY_TYPES = ("memory", "unified_memory")
-_MEMORY_SHARE = 0.5
-"""Of what the host can spare, for cache files, where nothing is said."""
+"""Folders next to the images where ai-toolkit keeps cache files, and the kind of cache."""
 
 
 class AIToolkitPlugin:
-    """One for each run of ai-toolkit; its loaders' workers are forks of it."""
+    """The plug-in of one ai-toolkit process. Data loader workers are forks of it."""
 
     def __init__(
         self,
         environment: Mapping[str, str],
         open_machine: Callable[[], Machine],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         meet_in: Path | None = None,
-        room: Callable[[], int] = host_room,
+        free_host_memory: Callable[[], int] = host_room,
     ) -> None:
+        """`notify` shows a message; ranks with the same `meet_in` folder share memory."""
         self.environment = environment
-        self.notify = say
-        self.memory: LocalTensorMemory | SharedTensorMemory | None = None
-        self._ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        self.notify = notify
+        self.memory: TensorMemory | None = None
+        self._num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._rank = int(environment.get("LOCAL_RANK", "0"))
-        self._meet_in = meet_in if self._ranks > 1 else None
-        """Where ranks of one machine find each other; none: there is no other."""
-        self._free_host_memory = room
-        self._process = os.getpid()
+        self._meet_in = meet_in if self._num_ranks > 1 else None
+        self._free_host_memory = free_host_memory
+        self._pid = os.getpid()
         self._memory_kinds: frozenset[str] = frozenset()
         self._loaded_paths: set[str] = set()
         self._staged_files: dict[str, StagedFiles] = {}
@@ -76,17 +77,17 @@ class AIToolkitPlugin:
         )
 
     def begin_job(self) -> None:
-        """Let go of what a job before this one held: `run.py` runs one after the other."""
+        """Release what the previous job held: `run.py` runs several jobs one after the other."""
         self._staged_files.clear()
         self._loaded_paths.clear()
         self._memory_kinds = frozenset()
         if isinstance(self.memory, LocalTensorMemory):
-            self.memory = None  # what ranks share stays: others may be reading it
+            self.memory = None  # shared memory stays: other ranks may be reading it
 
     def split_config(
         self, config: Mapping[str, object]
     ) -> tuple[dict[str, object], AIToolkitBlocks]:
-        """What ai-toolkit may see of a process; what it says to us is told and prepared."""
+        """Apply gracetune's settings of a process; return ai-toolkit's part and ours."""
         if not uses_gracetune(config):
             return dict(config), AIToolkitBlocks(stage_timesteps=False, check_saves=False)
         rest, blocks = split_config(config, self.environment)
@@ -98,131 +99,124 @@ class AIToolkitPlugin:
         return rest, blocks
 
     def _emit(self, event: Event) -> None:
-        """Progress is ai-toolkit's to show."""
+        """Show notices. ai-toolkit shows its own progress."""
         if isinstance(event, Notice):
             self.notify(f"warning: {event.text}" if event.level == "warning" else event.text)
 
     def _configure_memory(self, cache: CacheSection) -> None:
         types = {"vae": cache.vae_cache_type, "text": cache.text_cache_type}
         self._memory_kinds = frozenset(
-            kind for kind, place in types.items() if place in IN_MEMORY_TYPES
+            kind for kind, cache_type in types.items() if cache_type in IN_MEMORY_TYPES
         )
         if not self._memory_kinds:
             return
         limit = cache.host_budget_gb
         if self.memory is None:
-            share = max(0, int(self._free_host_memory() * _MEMORY_SHARE / self._ranks))
-            self.memory = self._open_memory(share if limit is None else int(limit * GIB))
+            # Not pinned: forked workers cannot use memory that the CUDA driver has pinned.
+            self.memory = open_tensor_memory(
+                limit,
+                self._num_ranks,
+                self._meet_in,
+                torch.Tensor.contiguous,
+                self._emit,
+                self._free_host_memory,
+            )
         elif limit is not None:
             self.memory.budget_nbytes = int(limit * GIB)
 
-    def _open_memory(self, budget_nbytes: int) -> LocalTensorMemory | SharedTensorMemory:
-        self.notify(f"cache files are kept in host memory, up to {format_bytes(budget_nbytes)}")
-        if self._meet_in is None:
-            # Not pinned: memory that the driver pins is not there in forks, which workers are.
-            return LocalTensorMemory(budget_nbytes, torch.Tensor.contiguous)
-        self.notify(f"each of {self._ranks} ranks holds a share of them, for all of this machine")
-        return SharedTensorMemory(budget_nbytes, self._meet_in, self._emit)
-
-    def attach_datasets(self, blocks: AIToolkitBlocks, configs: Sequence[DatasetSettings]) -> None:
-        """Give ai-toolkit's data sets, one a resolution, what was kept from them at first."""
+    def attach_datasets(self, blocks: AIToolkitBlocks, settings: Sequence[DatasetSettings]) -> None:
+        """Hand the augmentations back to ai-toolkit's data sets, one per resolution."""
         if not blocks.datasets:
             return
-        of_each = [block for block in blocks.datasets for _ in range(block.num_resolutions)]
-        assert len(of_each) == len(configs), f"{len(of_each)} blocks, {len(configs)} data sets"
-        for block, config in zip(of_each, configs, strict=True):
+        repeated = [block for block in blocks.datasets for _ in range(block.num_resolutions)]
+        assert len(repeated) == len(settings), f"{len(repeated)} blocks, {len(settings)} data sets"
+        for block, each in zip(repeated, settings, strict=True):
             if block.cache_mode:
-                config.augments = list(block.augments)
-                config.augmentations = list(block.augmentations) or None
-                vars(config)[KEY] = AugmentedLatents(block.cache_mode)
-        if (
-            any(block.in_memory or block.cache_mode for block in blocks.datasets)
-            or self._memory_kinds
+                each.augments = list(block.augments)
+                each.augmentations = list(block.augmentations) or None
+                vars(each)[KEY] = AugmentedLatents(block.cache_mode)
+        if any(block.in_memory or block.cache_mode for block in blocks.datasets) or (
+            self._memory_kinds
         ):
-            workers = [vars(config)["num_workers"] for config in configs]
-            check_workers_fork(max(workers, default=0), worker_start_method())
+            num_workers = [vars(each)["num_workers"] for each in settings]
+            check_workers_fork(max(num_workers, default=0), worker_start_method())
 
     def stage_datasets(self, blocks: Sequence[DatasetBlock]) -> None:
         """Read the data sets that are to be held in memory, each folder once."""
         for block in blocks:
             folder = os.path.abspath(block.folder)
             if block.in_memory is not None and folder not in self._staged_files:
-                chosen = StagedDatasetConfig(folder, folder, block.in_memory, ())
-                self._staged_files[folder] = stage_dataset(chosen, self._emit, self._meet_in)
+                config = StagedDatasetConfig(folder, folder, block.in_memory, ())
+                self._staged_files[folder] = stage_dataset(config, self._emit, self._meet_in)
 
     def staged_bytes(self, path: object) -> bytes | None:
-        """The bytes of a staged file; none: ask the disk."""
-        if not isinstance(path, str):
-            return None
-        found = os.path.abspath(path)
-        for shelf in self._staged_files.values():
-            if shelf.holds(found):
-                return shelf.read(found)
-        return None
+        """Return the bytes of a staged file, or None if it must be read from disk."""
+        files = self._find_staged(path)
+        return None if files is None else files.read(str(path))
 
     def open_staged(self, path: object, mode: str) -> BytesIO | TextIOWrapper | None:
-        """A staged file to read from; none: ask the disk."""
+        """Open a staged file for reading, or return None if it must be opened on disk."""
+        files = self._find_staged(path)
+        return None if files is None else BackendFiles(files, None).open_file(str(path), mode)
+
+    def _find_staged(self, path: object) -> StagedFiles | None:
         if not isinstance(path, str):
             return None
-        found = os.path.abspath(path)
-        for shelf in self._staged_files.values():
-            if shelf.holds(found):
-                return BackendFiles(shelf, None).open_file(found, mode)
-        return None
+        return next((files for files in self._staged_files.values() if files.holds(path)), None)
 
     def load(self, path: str, load: Load) -> object:
-        """The tensors of a cache file, from memory where they are held.
+        """Return the tensors of a cache file, from memory if this kind of cache is kept there.
 
-        Workers read what this process has read before they began, or what any rank holds; what
-        they read themselves they do not keep, or each of them would hold the cache once more.
+        A worker uses what this process loaded before it was forked, or what any rank shares. It
+        does not store what it loads itself, because then every worker would hold a copy.
         """
         memory = self.memory
         if memory is None or not self._is_kept_in_memory(path):
             return load(path)
-        if os.getpid() == self._process:
+        if os.getpid() == self._pid:
             self._loaded_paths.add(path)
         elif path not in self._loaded_paths and self._meet_in is None:
             return load(path)
         return memory.get(path, load)
 
     def preload(self, paths: Iterable[str], load: Load) -> None:
-        """Read cache files ahead, as far as the budget goes; of several ranks, each its share."""
+        """Load cache files up to the budget before workers fork. Several ranks divide them."""
         if self.memory is None:
             return
-        wanted, left = sorted(path for path in set(paths) if self._is_kept_in_memory(path)), 0
-        mine = wanted if self._meet_in is None else wanted[self._rank :: self._ranks]
+        candidates = sorted(path for path in set(paths) if self._is_kept_in_memory(path))
+        mine = candidates if self._meet_in is None else candidates[self._rank :: self._num_ranks]
+        num_left = 0
         for path in mine:
-            # In whole pages, as ranks share them: past its budget a memory lets its oldest go.
+            # Shared memory stores whole pages, and drops its oldest files beyond the budget.
             nbytes = -(-os.path.getsize(path) // mmap.PAGESIZE) * mmap.PAGESIZE
             if self.memory.nbytes + nbytes > self.memory.budget_nbytes:
-                left += 1
+                num_left += 1
             else:
                 self.load(path, load)
-        if left:
+        if num_left:
             budget = format_bytes(self.memory.budget_nbytes)
             self.notify(
-                f"{left} of {len(mine)} cache files stay on disk: "
+                f"{num_left} of {len(mine)} cache files stay on disk: "
                 f"gracetune.cache_config.host_budget_gb allows {budget}"
             )
 
     def _is_kept_in_memory(self, path: str) -> bool:
-        """Whether files of this kind are to be in memory."""
         return CACHE_FOLDERS.get(Path(path).parent.name) in self._memory_kinds
 
     def place_batch(self, blocks: AIToolkitBlocks, batch: Mapping[str, object]) -> None:
-        """Hint where the tensors of a batch live."""
+        """Apply memory hints to the tensors of a batch."""
         if self._session.hints_enabled:
             place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
 
 
 def worker_start_method() -> str:
-    """How Python starts workers, without settling it: ai-toolkit may."""
+    """Return how Python starts workers, without fixing the method: ai-toolkit may still set it."""
     chosen = multiprocessing.get_start_method(allow_none=True)
     return chosen or multiprocessing.get_all_start_methods()[0]
 
 
 def check_workers_fork(num_workers: int, method: str) -> None:
-    """Workers that are started anew would know nothing of what is held here."""
+    """Refuse workers that are not forks: they would not see the data in this process's memory."""
     if num_workers > 0 and method != "fork":
         raise ConfigError(
             f"datasets have num_workers: {num_workers}, and Python starts workers by {method}: "
@@ -230,26 +224,26 @@ def check_workers_fork(num_workers: int, method: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------
-# Cached latents of augmented pictures: named by what was done to them, and drawn anew by epoch.
+# Cached latents of augmented images
 #
-# A draw is a generation. Workers hear of a new one by a number in shared memory, once all of it is
-# encoded; the one before stays until then, because workers read ahead.
+# Cache files are named after the augmentations and an augmentation epoch. A refresh encodes the
+# next epoch completely before workers, which read the epoch number from shared memory, switch to
+# it. The files of the previous epoch are deleted one refresh later, because workers read ahead.
 
 
 KEY = "gracetune"
-"""Under which a data set's settings carry ours; copies of the settings carry it along."""
+"""The attribute of ai-toolkit's data set settings that holds our object."""
 
 
 class DatasetSettings(Protocol):
-    """ai-toolkit's settings of a data set."""
+    """The part of ai-toolkit's DatasetConfig that is used here."""
 
     augments: list[object]
     augmentations: list[object] | None
 
 
 class FileItem(Protocol):
-    """ai-toolkit's file of a data set."""
+    """The part of ai-toolkit's FileItemDTO that is used here."""
 
     path: str
     dataset_config: DatasetSettings
@@ -260,7 +254,7 @@ class FileItem(Protocol):
 
 
 class AIToolkitDataset(Protocol):
-    """ai-toolkit's data set."""
+    """The part of ai-toolkit's AiToolkitDataset that is used here."""
 
     dataset_config: DatasetSettings
     file_list: list[FileItem]
@@ -269,31 +263,32 @@ class AIToolkitDataset(Protocol):
 
 
 class AugmentedLatents:
-    """How a data set's augmentations and cache go together; one for all copies of its settings."""
+    """The cache of a data set's augmented latents, shared by all copies of its settings."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self, cache_mode: str) -> None:
+        self.cache_mode = cache_mode
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
         self._next_epoch: int | None = None
         self._outdated: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, object]) -> AugmentedLatents:
-        """Files are copied with all their settings for every batch; this is what they share."""
+        """Return self: ai-toolkit copies files with their settings for every batch."""
         return self
 
     @property
     def current_epoch(self) -> int:
-        """The generation that files are read from, or written to where one is being drawn."""
+        """The augmentation epoch to read, or to write during a refresh."""
         return int(self._epoch) if self._next_epoch is None else self._next_epoch
 
     def refresh(self, dataset: AIToolkitDataset) -> None:
-        """Draw and encode the next generation, then let it be read, then clear the last but one."""
+        """Encode the next augmentation epoch, switch to it, and delete the last but one."""
         before = {item.get_latent_path() for item in dataset.file_list}
         self._next_epoch = int(self._epoch) + 1
         try:
             for item in dataset.file_list:
-                item.is_latent_cached = False  # else the cache would be read instead of the picture
+                # Else ai-toolkit would load the cached latent instead of the image.
+                item.is_latent_cached = False
                 item._encoded_latent = None
             dataset.cache_latents_all_latents()
             self._epoch += 1
@@ -308,27 +303,30 @@ class AugmentedLatents:
 
 
 def augmented_latents_of(settings: DatasetSettings) -> AugmentedLatents | None:
-    """Ours, where a data set has it."""
+    """Return our object in a data set's settings, if it has one."""
     found = vars(settings).get(KEY)
     return found if isinstance(found, AugmentedLatents) else None
 
 
 def latent_key(item: FileItem, info: Mapping[str, object]) -> dict[str, object]:
-    """What a cached latent depends on: ai-toolkit's own list, and what it leaves out of it."""
-    ours = augmented_latents_of(item.dataset_config)
-    if ours is None:
+    """Add the augmentations, their epoch and the source file to ai-toolkit's cache key.
+
+    Cache file names are digests of the result, so the keys and values must not change.
+    """
+    latents = augmented_latents_of(item.dataset_config)
+    if latents is None:
         return dict(info)
-    file = os.stat(item.path)
+    status = os.stat(item.path)
     settings = item.dataset_config
     recipe = {"augments": settings.augments, "augmentations": settings.augmentations}
     return {
         **info,
         "gracetune_recipe": json.dumps(recipe, sort_keys=True, default=str),
-        "gracetune_generation": ours.current_epoch,
-        "gracetune_source": f"{file.st_size}:{file.st_mtime_ns}",
+        "gracetune_generation": latents.current_epoch,
+        "gracetune_source": f"{status.st_size}:{status.st_mtime_ns}",
     }
 
 
 def latent_path(item: FileItem, original: Callable[..., str], recalculate: bool) -> str:
-    """Where the latent is now: a path that was remembered may be of a generation before."""
+    """Return the path of a cached latent, never a remembered one of an earlier epoch."""
     return original(item, recalculate or augmented_latents_of(item.dataset_config) is not None)

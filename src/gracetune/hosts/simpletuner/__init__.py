@@ -1,4 +1,4 @@
-"""gracetune inside an unmodified SimpleTuner: what it hooks, and what it puts there.
+"""Run gracetune inside an unmodified SimpleTuner.
 
-SimpleTuner is licensed under the AGPL and is only ever imported in a process that it runs in.
+SimpleTuner is licensed under the AGPL; it is imported only in the process that it runs in.
 """

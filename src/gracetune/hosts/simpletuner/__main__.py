@@ -1,7 +1,8 @@
-"""Where accelerate enters: `-m gracetune.hosts.simpletuner .../simpletuner/train.py ...`.
+"""Start SimpleTuner's training script with gracetune's hooks.
 
-`ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner"` makes SimpleTuner's own command and WebUI
-start it so, on every rank.
+accelerate runs `-m gracetune.hosts.simpletuner .../simpletuner/train.py ...` on every rank if
+`ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner"` is set, for SimpleTuner's own command and
+for its WebUI.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-import tempfile
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
 from gracetune.errors import GracetuneError, HostError
-from gracetune.hosts.probe import find_installed, probe, format_probe
-from gracetune.hosts.simpletuner.hooks import TESTED_VERSIONS, REQUIRED_SYMBOLS
+from gracetune.hosts import shared_folder
+from gracetune.hosts.probe import find_installed, format_probe, probe
+from gracetune.hosts.simpletuner.hooks import REQUIRED_SYMBOLS, TESTED_VERSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 INSTALL_HINT = "Install both into one environment: pip install simpletuner gracetune."
 CONFIG_FLAG = "--gracetune-config="
-"""What the WebUI's fields say: its jobs read no config.json."""
+"""Passes the WebUI's gracetune fields as JSON, because jobs of the WebUI read no config.json."""
 
 
-def check(needs: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
-    """Probe the installed SimpleTuner; HostError with the table where it does not fit."""
+def check(symbols: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
+    """Probe the installed SimpleTuner and return the table; HostError has it on failure."""
     installed = find_installed("simpletuner", INSTALL_HINT)
-    found = probe(installed.root, needs)
-    lines = format_probe(installed, found, TESTED_VERSIONS)
-    if not all(each.ok for each in found):
+    results = probe(installed.root, symbols)
+    lines = format_probe(installed, results, TESTED_VERSIONS)
+    if not all(each.ok for each in results):
         raise HostError("\n".join(lines))
     return lines
 
 
 def enter(argv: Sequence[str]) -> None:
-    """Check, hook, and run the script as if it had been started itself."""
-    said = [word.removeprefix(CONFIG_FLAG) for word in argv[:1] if word.startswith(CONFIG_FLAG)]
-    argv = argv[len(said) :]
+    """Check and hook SimpleTuner, then run the script as `__main__`."""
+    configs = [word.removeprefix(CONFIG_FLAG) for word in argv[:1] if word.startswith(CONFIG_FLAG)]
+    argv = argv[len(configs) :]
     if not argv:
         raise HostError(
-            "there is no script to run. This is for accelerate: set "
+            "there is no script to run. accelerate starts this module: set "
             'ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner" and start SimpleTuner.'
         )
     check()
@@ -55,22 +55,21 @@ def enter(argv: Sequence[str]) -> None:
 
     plugin = make_plugin()
     install(plugin, import_module)
-    for text in said:
+    for text in configs:
         plugin.split_config(json.loads(text))
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
 
 
 def make_plugin() -> SimpleTunerPlugin:
-    """The plug-in of this process; ranks of one user on one machine share staged data sets."""
+    """Create the plug-in of this process; a user's ranks on one machine share data in memory."""
     import torch
 
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
     from gracetune.memory.platform import open_machine
 
     pin = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.Tensor.contiguous
-    meet_in = Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
-    return SimpleTunerPlugin(process_environment(), lambda: open_machine(0), pin, meet_in)
+    return SimpleTunerPlugin(process_environment(), lambda: open_machine(0), pin, shared_folder())
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
-"""Our blocks in SimpleTuner's files: taken out, checked, and kept for whoever asks.
+"""Take gracetune's keys out of SimpleTuner's configuration files and validate them.
 
-Stock SimpleTuner drops blocks without a word and dies of scalars that it does not know. Both are
-taken out before it sees them; a key inside them that we do not know is an error, with a suggestion.
+Stock SimpleTuner silently drops blocks that it does not know, and fails on unknown scalars. Both
+are removed before it sees them. An unknown key inside our blocks is an error with a suggestion.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from gracetune.config.load import load_run_text
 from gracetune.config.schema import CacheSection, Gh200Section
 from gracetune.errors import ConfigError
+from gracetune.hosts import load_block
 from gracetune.hosts.staged_files import StagedDatasetConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from gracetune.config.load import LoadedRun
 
 OUR_KEYS = ("gh200_optimizations", "cache_config", "use_gh200_trainer")
 FLAT_KEYS = (
@@ -29,72 +26,77 @@ FLAT_KEYS = (
     "target_effective_batch_size",
     "batch_rampup_steps",
 )
-"""What the forks' guides also write at the top level."""
+"""Keys of gh200_optimizations that the forks' guides also write at the top level."""
 IN_MEMORY = "in_memory"
 IGNORED_CACHE_KEYS = {
-    "cache_dir": "a data set names the folder of its cache",
-    "persistent_cache": "its cache files are always kept",
-    "device_budget_gb": "SimpleTuner brings batches to the device",
-    "vae_tiling": "vae_enable_tiling is SimpleTuner's own",
-    "prefetch_depth": "SimpleTuner brings batches to the device",
-    "prefetch_budget_gb": "SimpleTuner brings batches to the device",
+    "cache_dir": "each data set names the folder of its cache",
+    "persistent_cache": "SimpleTuner always keeps its cache files",
+    "device_budget_gb": "SimpleTuner moves batches to the device",
+    "vae_tiling": "set SimpleTuner's own vae_enable_tiling",
+    "prefetch_depth": "SimpleTuner moves batches to the device",
+    "prefetch_budget_gb": "SimpleTuner moves batches to the device",
 }
-"""Of cache_config: what means something to the trainer and nothing here, and why."""
+"""Keys of cache_config that have no effect inside SimpleTuner, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimpleTunerBlocks:
-    """What a configuration says to us."""
+    """The gracetune settings of a SimpleTuner configuration."""
 
     gh200: Gh200Section = field(default_factory=Gh200Section)
     cache: CacheSection | None = None
-    """None: caches stay SimpleTuner's own."""
+    """None if cache_config is not set: SimpleTuner reads its caches from disk."""
     raw: Mapping[str, object] = field(default_factory=dict)
     """The whole configuration, as it was read."""
     notices: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """What was asked for and is not done."""
+    """Messages about settings that have no effect here."""
 
 
 def split_config(
     config: Mapping[str, object], environment: Mapping[str, str]
 ) -> tuple[dict[str, object], SimpleTunerBlocks]:
-    """What is left for SimpleTuner, and what is ours."""
+    """Split a configuration into what SimpleTuner reads and gracetune's settings.
+
+    Keys may have leading dashes, as in SimpleTuner's config.json.
+    """
     plain = {key.lstrip("-"): value for key, value in config.items()}
     if "datasets" in plain:
         raise ConfigError(
-            "config.json has `datasets`, which SimpleTuner does not read there. Put the list into "
+            "config.json has `datasets`, which SimpleTuner does not read there. Move the list to "
             "the file that data_backend_config names."
         )
     _check_misspelled_blocks("config.json", plain, OUR_KEYS)
-    mine = {key: plain[key] for key in (*OUR_KEYS, *FLAT_KEYS) if key in plain}
-    rest = {key: value for key, value in config.items() if key.lstrip("-") not in mine}
-    # The batch is SimpleTuner's; it is named so that rules between it and the ramp hold.
-    batch = plain.get("train_batch_size")
-    run = {**mine, **({"train_batch_size": batch} if isinstance(batch, int) else {})}
-    loaded = _load(run, "config.json", environment)
-    used = loaded.run.use_gh200_trainer
+    ours = {key: plain[key] for key in (*OUR_KEYS, *FLAT_KEYS) if key in plain}
+    rest = {key: value for key, value in config.items() if key.lstrip("-") not in ours}
+    # The batch size stays SimpleTuner's, but the rules for the batch ramp need it.
+    batch_size = plain.get("train_batch_size")
+    run = {**ours, **({"train_batch_size": batch_size} if isinstance(batch_size, int) else {})}
+    loaded = load_block(run, "config.json", environment)
+    enabled = loaded.run.use_gh200_trainer
     return rest, SimpleTunerBlocks(
-        gh200=loaded.run.gh200_optimizations if used else Gh200Section(enable_uvm_hints=False),
-        cache=loaded.run.cache_config if used and "cache_config" in mine else None,
+        gh200=loaded.run.gh200_optimizations if enabled else Gh200Section(enable_uvm_hints=False),
+        cache=loaded.run.cache_config if enabled and "cache_config" in ours else None,
         raw=dict(config),
-        notices=loaded.notices if mine else (),
-        ignored=_ignored_settings(mine.get("cache_config")) if used else (),
+        notices=loaded.notices if ours else (),
+        ignored=_ignored_settings(ours.get("cache_config")) if enabled else (),
     )
 
 
 def _ignored_settings(block: object) -> tuple[str, ...]:
-    said = block if isinstance(block, dict) else {}
+    settings = block if isinstance(block, dict) else {}
     return tuple(
-        f"cache_config.{key} does nothing inside SimpleTuner: {why}"
-        for key, why in IGNORED_CACHE_KEYS.items()
-        if key in said and (key, said[key]) != ("persistent_cache", True)
+        f"cache_config.{key} has no effect inside SimpleTuner: {reason}"
+        for key, reason in IGNORED_CACHE_KEYS.items()
+        if key in settings and (key, settings[key]) != ("persistent_cache", True)
     )
 
 
-def _check_misspelled_blocks(where: str, said: Mapping[str, object], names: Sequence[str]) -> None:
-    """A block whose name is not quite ours would be dropped without a word."""
-    for key, value in said.items():
+def _check_misspelled_blocks(
+    where: str, config: Mapping[str, object], names: Sequence[str]
+) -> None:
+    """Refuse a block whose name is almost one of ours: SimpleTuner would silently drop it."""
+    for key, value in config.items():
         close = get_close_matches(key, names, n=1, cutoff=0.8)
         if isinstance(value, dict) and close and key not in names:
             raise ConfigError(
@@ -105,34 +107,37 @@ def _check_misspelled_blocks(where: str, said: Mapping[str, object], names: Sequ
 def split_datasets(
     entries: Sequence[Mapping[str, object]], environment: Mapping[str, str]
 ) -> tuple[list[dict[str, object]], list[StagedDatasetConfig]]:
-    """`type: in_memory` is `local` to SimpleTuner; what makes it ours is remembered."""
+    """Split data sets into SimpleTuner's entries and the settings of those held in memory.
+
+    SimpleTuner sees `type: in_memory` as `type: local`.
+    """
     rest: list[dict[str, object]] = []
     staged = []
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         _check_misspelled_blocks(f"data set {entry.get('id')!r}", entry, (IN_MEMORY,))
-        kept = dict(entry)
-        block = kept.pop(IN_MEMORY, None)
-        if kept.get("type") == IN_MEMORY:
-            kept["type"] = "local"
-            if not (kept.get("disabled") or kept.get("disable")):
-                staged.append(_parse_staged(place, kept, block, environment))
+        remaining = dict(entry)
+        block = remaining.pop(IN_MEMORY, None)
+        if remaining.get("type") == IN_MEMORY:
+            remaining["type"] = "local"
+            if not (remaining.get("disabled") or remaining.get("disable")):
+                staged.append(_parse_staged(index, remaining, block, environment))
         elif block is not None:
             raise ConfigError(
-                f"data set {kept.get('id')!r} has an in_memory block and is of type "
-                f"{kept.get('type')!r}; set type: in_memory, or take the block out."
+                f"data set {remaining.get('id')!r} has an in_memory block and is of type "
+                f"{remaining.get('type')!r}. Set type: in_memory, or remove the block."
             )
-        rest.append(kept)
+        rest.append(remaining)
     return rest, staged
 
 
 def _parse_staged(
-    place: int, entry: Mapping[str, object], block: object, environment: Mapping[str, str]
+    index: int, entry: Mapping[str, object], block: object, environment: Mapping[str, str]
 ) -> StagedDatasetConfig:
     name, folder = entry.get("id"), entry.get("instance_data_dir")
     if not isinstance(name, str) or not isinstance(folder, str):
         raise ConfigError(
-            f"data set {place} is of type in_memory and has no id or no instance_data_dir; "
-            "give it both."
+            f"data set {index} is of type in_memory and has no id or no instance_data_dir. "
+            "Set both."
         )
     settings = dict(block) if isinstance(block, dict) else block
     extensions: tuple[str, ...] = ()
@@ -140,19 +145,11 @@ def _parse_staged(
         given = settings.pop("file_extensions", ())
         if not isinstance(given, list | tuple) or not all(isinstance(e, str) for e in given):
             raise ConfigError(
-                f"data set {name!r}: in_memory.file_extensions is {given!r}; it is a list such as "
-                '["png", "txt"].'
+                f"data set {name!r}: in_memory.file_extensions is {given!r}; it must be a list "
+                'such as ["png", "txt"].'
             )
         extensions = tuple(each.lower().lstrip(".") for each in given)
     section = {"id": name, "type": IN_MEMORY, "instance_data_dir": folder}
     run = {"datasets": [section if settings is None else {**section, IN_MEMORY: settings}]}
-    loaded = _load(run, f"data set {name!r}", environment)
+    loaded = load_block(run, f"data set {name!r}", environment)
     return StagedDatasetConfig(name, folder, loaded.run.datasets[0].in_memory, extensions)
-
-
-def _load(run: Mapping[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:
-    """As a run file is read; its lines are not those of the host's file, so none is named."""
-    try:
-        return load_run_text(json.dumps(run), "json", name, environment=environment)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(f"{name}:1:", f"{name}:")) from None

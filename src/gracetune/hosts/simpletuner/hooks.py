@@ -1,4 +1,9 @@
-"""Putting the plug-in into SimpleTuner's modules: each hook wraps what is there, and calls it."""
+"""Hook gracetune into SimpleTuner's modules, and list the symbols that the hooks rely on.
+
+Each hook wraps an existing function and calls it. probe.py checks REQUIRED_SYMBOLS against the
+installed version before any hook is set. They have existed since SimpleTuner 3.0, although their
+bodies change often.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,207 @@ if TYPE_CHECKING:
     Loader = Callable[[object], object]
 
 
+TRAINER = "simpletuner.helpers.training.trainer"
+FACTORY = "simpletuner.helpers.data_backend.factory"
+LOCAL = "simpletuner.helpers.data_backend.local"
+BUILDER = "simpletuner.helpers.data_backend.builders.local"
+JSON = "simpletuner.helpers.configuration.json_file"
+TOML = "simpletuner.helpers.configuration.toml_file"
+AUDIO = "simpletuner.helpers.audio.load"
+TRACKER = "simpletuner.helpers.training.state_tracker"
+PROCESS_KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
+FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
+FIELD_TYPES = "simpletuner.simpletuner_sdk.server.services.field_registry.types"
+CONFIG_STORE = "simpletuner.simpletuner_sdk.server.services.config_store"
+TRAINING = "simpletuner.simpletuner_sdk.server.services.training_service"
+
+_CACHE_READS = (
+    UsageSite(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
+    UsageSite("simpletuner.helpers.caching.vae", "", "self.cache_data_backend.torch_load"),
+    UsageSite("simpletuner.helpers.caching.text_embeds", "", "self.data_backend.torch_load"),
+)
+
+REQUIRED_SYMBOLS = (
+    RequiredSymbol(
+        JSON,
+        "mapping_to_cli_args",
+        "removes our blocks from config.json, which SimpleTuner would drop",
+        usage_sites=(UsageSite(JSON, "load_json_config", "mapping_to_cli_args"),),
+    ),
+    RequiredSymbol(
+        TOML,
+        "mapping_to_cli_args",
+        "removes our blocks from config.toml",
+        usage_sites=(UsageSite(TOML, "load_toml_config", "mapping_to_cli_args"),),
+    ),
+    RequiredSymbol(
+        FACTORY,
+        "FactoryRegistry.load_configuration",
+        "turns `type: in_memory` into a local data set with settings for staging",
+        usage_sites=(UsageSite(FACTORY, "", "self.load_configuration()"),),
+    ),
+    RequiredSymbol(
+        FACTORY,
+        "LocalDataBackend",
+        "is replaced by our backend",
+        usage_sites=(
+            UsageSite(
+                BUILDER,
+                "LocalBackendBuilder._create_backend",
+                "getattr(factory_module, 'LocalDataBackend', None)",
+            ),
+        ),
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "LocalDataBackend",
+        "is the base class of our backend",
+        accepted_parameters=("accelerator", "id", "compress_cache"),
+    ),
+    RequiredSymbol(
+        LOCAL, "LocalDataBackend.read", "reads staged files from memory", ("filepath", "as_byteIO")
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "LocalDataBackend.write",
+        "writes to disk and drops the file from memory",
+        ("filepath", "data"),
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "LocalDataBackend.delete",
+        "deletes on disk and drops the file from memory",
+        ("filepath",),
+    ),
+    RequiredSymbol(LOCAL, "LocalDataBackend.exists", "knows staged files", ("filepath",)),
+    RequiredSymbol(
+        LOCAL, "LocalDataBackend.open_file", "opens staged files from memory", ("filepath", "mode")
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "LocalDataBackend.torch_load",
+        "reads both caches, from memory",
+        ("filename",),
+        usage_sites=_CACHE_READS,
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "load_image",
+        "decodes images, also from memory",
+        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_image"),),
+    ),
+    RequiredSymbol(
+        LOCAL,
+        "load_video",
+        "decodes videos, also from memory",
+        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_video"),),
+    ),
+    RequiredSymbol(
+        AUDIO,
+        "load_audio",
+        "decodes audio, also from memory",
+        leading_parameters=("source",),
+        usage_sites=(UsageSite("simpletuner.helpers.audio", "__getattr__", "getattr(load, name)"),),
+    ),
+    RequiredSymbol(
+        TRAINER,
+        "Trainer.__init__",
+        "creates the accelerator that the batch ramp needs",
+        accepted_parameters=("config", "disable_accelerator"),
+    ),
+    RequiredSymbol(
+        TRAINER,
+        "Trainer.prepare_batch",
+        "prepares a batch, which is then placed",
+        leading_parameters=("batch",),
+        usage_sites=(UsageSite(TRAINER, "Trainer.train", "self.prepare_batch(raw_batch)"),),
+    ),
+    RequiredSymbol(
+        TRAINER,
+        "Trainer.train",
+        "accumulates gradients with the accelerator, which the ramp controls",
+        usage_sites=(
+            UsageSite(TRAINER, "Trainer.train", "self.accelerator.accumulate"),
+            UsageSite(TRAINER, "Trainer.train", "self.accelerator.sync_gradients"),
+        ),
+    ),
+    RequiredSymbol(TRACKER, "StateTracker", "receives methods that return our settings"),
+)
+
+WEBUI_REQUIRED_SYMBOLS = (
+    RequiredSymbol(
+        FIELD_TYPES,
+        "ConfigField",
+        "is the type of our fields",
+        accepted_parameters=(
+            *("name", "arg_name", "ui_label", "field_type", "tab", "section", "default_value"),
+            *("choices", "help_text", "tooltip", "importance", "order"),
+        ),
+    ),
+    RequiredSymbol(
+        FIELD_REGISTRY,
+        "FieldRegistry._add_field",
+        "registers our fields",
+        leading_parameters=("field",),
+        usage_sites=(UsageSite(FIELD_REGISTRY, "", "FieldRegistry()"),),
+    ),
+    RequiredSymbol(FIELD_REGISTRY, "field_registry", "is the registry that the WebUI uses"),
+    RequiredSymbol(
+        CONFIG_STORE, "ConfigStore.load_config", "turns our blocks into fields", ("name",)
+    ),
+    RequiredSymbol(
+        CONFIG_STORE,
+        "ConfigStore.save_config",
+        "turns our fields into blocks",
+        ("name", "config"),
+    ),
+    RequiredSymbol(
+        CONFIG_STORE,
+        "ConfigStore.save_trainer_config",
+        "turns our fields into blocks, keeping keys without a field",
+        ("name", "config"),
+        usage_sites=(UsageSite(TRAINING, "persist_config_bundle", "store.save_trainer_config"),),
+    ),
+    RequiredSymbol(
+        CONFIG_STORE,
+        "ConfigStore.validate_config",
+        "reports errors in our fields",
+        ("config",),
+        usage_sites=(UsageSite(TRAINING, "validate_training_config", "store.validate_config"),),
+    ),
+    RequiredSymbol(
+        PROCESS_KEEPER,
+        "submit_job",
+        "starts training jobs through our entry point",
+        ("job_id", "func", "config"),
+        usage_sites=(UsageSite(TRAINING, "start_training_job", "process_keeper.submit_job"),),
+    ),
+    RequiredSymbol(
+        TRAINER,
+        "run_trainer_job",
+        "passes our entry point to accelerate, before the script",
+        ("config",),
+        usage_sites=(
+            UsageSite(TRAINER, "run_trainer_job", "shlex.split(str(accelerate_extra_args))"),
+            UsageSite(TRAINER, "run_trainer_job", "cmd.extend(extra_args)"),
+        ),
+    ),
+)
+
+_HOOKS_WORK = "tested: every hook can be set and works"
+TESTED_VERSIONS = {
+    **dict.fromkeys(("4.6.0", "4.6.1", "4.7.0", "4.7.1", "4.8.0"), _HOOKS_WORK),
+    **dict.fromkeys(("4.9.0", "4.9.1", "4.9.2", "4.9.3", "4.10.0"), _HOOKS_WORK),
+    "4.10.1": "tested: it trains the same weights with the plug-in as without",
+}
+"""The tested versions of SimpleTuner and what was tested."""
+
+
+# The hooks
+
+
 def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
-    """Set every hook; `find` imports a module of SimpleTuner's."""
+    """Set every hook of the trainer; `find` imports a module of SimpleTuner."""
     for name in (JSON, TOML):
         wrap(find(name), "mapping_to_cli_args", partial(_hook_config, plugin))
     local, factory = find(LOCAL), find(FACTORY)
@@ -41,7 +245,7 @@ def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> Non
 
 
 def wrap(owner: object, name: str, hook: Callable[[Any], object]) -> None:
-    """Replace an attribute by what the hook makes of it."""
+    """Replace an attribute by what `hook` returns for its current value."""
     setattr(owner, name, hook(getattr(owner, name)))
 
 
@@ -89,7 +293,7 @@ def _hook_prepare_batch(
 
 
 def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
-    """A decoder that takes a path takes the staged bytes of it instead, where there are any."""
+    """Let an image or audio decoder read the staged bytes of a path, if there are any."""
 
     @functools.wraps(original)
     def load(source: object) -> object:
@@ -99,7 +303,7 @@ def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
         try:
             return original(BytesIO(staged))
         except (RuntimeError, OSError, ImportError, ValueError) as error:
-            # The name of a file tells decoders things that bytes do not.
+            # Some decoders need the file name, for example to recognise the format.
             log.warning("%s cannot be decoded from memory (%s): read from disk", source, error)
             return original(source)
 
@@ -107,7 +311,7 @@ def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
 
 
 def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
-    """Video decoders want a path: one that leads to memory."""
+    """Give the video decoder, which needs a path, a path to an in-memory file."""
 
     @functools.wraps(original)
     def load(source: object) -> object:
@@ -123,233 +327,37 @@ def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
 
 
 def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
-    """SimpleTuner's own local backend, which asks us first; it stays `local` to everyone."""
+    """Extend SimpleTuner's local backend to look into memory first."""
 
     class GracetuneDataBackend(original):  # type: ignore[misc]
         """A local backend whose files and tensors may be in memory."""
 
         def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)
-            self._served = BackendFiles(plugin.staged_files(id), plugin.tensor_memory_for(id))
+            self._files = BackendFiles(plugin.staged_files(id), plugin.tensor_memory_for(id))
 
         def read(self, filepath: FilePath, as_byteIO: bool = False) -> object:  # noqa: N803
-            data = self._served.read(filepath)
+            data = self._files.read(filepath)
             if data is None:
                 return super().read(filepath, as_byteIO)
             return BytesIO(data) if as_byteIO else data
 
         def exists(self, filepath: FilePath) -> bool:
-            return self._served.holds(filepath) or bool(super().exists(filepath))
+            return self._files.holds(filepath) or bool(super().exists(filepath))
 
         def open_file(self, filepath: FilePath, mode: str) -> object:
-            opened = self._served.open_file(filepath, mode)
+            opened = self._files.open_file(filepath, mode)
             return super().open_file(filepath, mode) if opened is None else opened
 
         def write(self, filepath: FilePath, data: object) -> None:
-            self._served.forget(filepath)
+            self._files.forget(filepath)
             super().write(filepath, data)
 
         def delete(self, filepath: FilePath) -> None:
-            self._served.forget(filepath)
+            self._files.forget(filepath)
             super().delete(filepath)
 
         def torch_load(self, filename: FilePath) -> object:
-            return self._served.load(filename, super().torch_load)
+            return self._files.load(filename, super().torch_load)
 
     return GracetuneDataBackend
-
-
-# ------------------------------------------------------------------------------------------
-# The symbols of SimpleTuner that are hooked: they held from 3.0 on, while bodies changed daily.
-
-
-TRAINER = "simpletuner.helpers.training.trainer"
-FACTORY = "simpletuner.helpers.data_backend.factory"
-LOCAL = "simpletuner.helpers.data_backend.local"
-BUILDER = "simpletuner.helpers.data_backend.builders.local"
-JSON = "simpletuner.helpers.configuration.json_file"
-TOML = "simpletuner.helpers.configuration.toml_file"
-AUDIO = "simpletuner.helpers.audio.load"
-TRACKER = "simpletuner.helpers.training.state_tracker"
-PROCESS_KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
-FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
-FIELD_TYPES = "simpletuner.simpletuner_sdk.server.services.field_registry.types"
-CONFIG_STORE = "simpletuner.simpletuner_sdk.server.services.config_store"
-TRAINING = "simpletuner.simpletuner_sdk.server.services.training_service"
-
-_CACHE_READS = (
-    UsageSite(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
-    UsageSite("simpletuner.helpers.caching.vae", "", "self.cache_data_backend.torch_load"),
-    UsageSite("simpletuner.helpers.caching.text_embeds", "", "self.data_backend.torch_load"),
-)
-
-REQUIRED_SYMBOLS = (
-    RequiredSymbol(
-        JSON,
-        "mapping_to_cli_args",
-        "takes our blocks out of config.json before they are dropped",
-        usage_sites=(UsageSite(JSON, "load_json_config", "mapping_to_cli_args"),),
-    ),
-    RequiredSymbol(
-        TOML,
-        "mapping_to_cli_args",
-        "the same for config.toml",
-        usage_sites=(UsageSite(TOML, "load_toml_config", "mapping_to_cli_args"),),
-    ),
-    RequiredSymbol(
-        FACTORY,
-        "FactoryRegistry.load_configuration",
-        "reads `type: in_memory` as a local data set, and remembers its block",
-        usage_sites=(UsageSite(FACTORY, "", "self.load_configuration()"),),
-    ),
-    RequiredSymbol(
-        FACTORY,
-        "LocalDataBackend",
-        "is asked for when a local backend is made: ours is put there",
-        usage_sites=(
-            UsageSite(
-                BUILDER,
-                "LocalBackendBuilder._create_backend",
-                "getattr(factory_module, 'LocalDataBackend', None)",
-            ),
-        ),
-    ),
-    RequiredSymbol(
-        LOCAL,
-        "LocalDataBackend",
-        "is what our backend extends",
-        accepted_parameters=("accelerator", "id", "compress_cache"),
-    ),
-    RequiredSymbol(
-        LOCAL, "LocalDataBackend.read", "is served from memory", ("filepath", "as_byteIO")
-    ),
-    RequiredSymbol(LOCAL, "LocalDataBackend.write", "is written through", ("filepath", "data")),
-    RequiredSymbol(
-        LOCAL, "LocalDataBackend.delete", "is passed on, and forgotten here", ("filepath",)
-    ),
-    RequiredSymbol(LOCAL, "LocalDataBackend.exists", "is answered from memory", ("filepath",)),
-    RequiredSymbol(
-        LOCAL, "LocalDataBackend.open_file", "is served from memory", ("filepath", "mode")
-    ),
-    RequiredSymbol(
-        LOCAL,
-        "LocalDataBackend.torch_load",
-        "is where both caches read: served from memory",
-        ("filename",),
-        usage_sites=_CACHE_READS,
-    ),
-    RequiredSymbol(
-        LOCAL,
-        "load_image",
-        "decodes pictures, from memory too",
-        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_image"),),
-    ),
-    RequiredSymbol(
-        LOCAL,
-        "load_video",
-        "decodes videos, from memory too",
-        usage_sites=(UsageSite(LOCAL, "LocalDataBackend.read_image", "load_video"),),
-    ),
-    RequiredSymbol(
-        AUDIO,
-        "load_audio",
-        "decodes sound, from memory too",
-        leading_parameters=("source",),
-        usage_sites=(UsageSite("simpletuner.helpers.audio", "__getattr__", "getattr(load, name)"),),
-    ),
-    RequiredSymbol(
-        TRAINER,
-        "Trainer.__init__",
-        "is when accelerator and configuration are there",
-        accepted_parameters=("config", "disable_accelerator"),
-    ),
-    RequiredSymbol(
-        TRAINER,
-        "Trainer.prepare_batch",
-        "is when a batch is ready to be placed",
-        leading_parameters=("batch",),
-        usage_sites=(UsageSite(TRAINER, "Trainer.train", "self.prepare_batch(raw_batch)"),),
-    ),
-    RequiredSymbol(
-        TRAINER,
-        "Trainer.train",
-        "accumulates gradients by the accelerator, which the ramp sets",
-        usage_sites=(
-            UsageSite(TRAINER, "Trainer.train", "self.accelerator.accumulate"),
-            UsageSite(TRAINER, "Trainer.train", "self.accelerator.sync_gradients"),
-        ),
-    ),
-    RequiredSymbol(TRACKER, "StateTracker", "shows our configuration to whoever asks"),
-)
-
-WEBUI_REQUIRED_SYMBOLS = (
-    RequiredSymbol(
-        FIELD_TYPES,
-        "ConfigField",
-        "is what our options become",
-        accepted_parameters=(
-            *("name", "arg_name", "ui_label", "field_type", "tab", "section", "default_value"),
-            *("choices", "help_text", "tooltip", "importance", "order"),
-        ),
-    ),
-    RequiredSymbol(
-        FIELD_REGISTRY,
-        "FieldRegistry._add_field",
-        "takes our fields",
-        leading_parameters=("field",),
-        usage_sites=(UsageSite(FIELD_REGISTRY, "", "FieldRegistry()"),),
-    ),
-    RequiredSymbol(FIELD_REGISTRY, "field_registry", "is the one that the WebUI asks"),
-    RequiredSymbol(
-        CONFIG_STORE, "ConfigStore.load_config", "unfolds our blocks into fields", ("name",)
-    ),
-    RequiredSymbol(
-        CONFIG_STORE,
-        "ConfigStore.save_config",
-        "folds our fields into blocks",
-        ("name", "config"),
-    ),
-    RequiredSymbol(
-        CONFIG_STORE,
-        "ConfigStore.save_trainer_config",
-        "folds our fields into blocks, and keeps what has no field",
-        ("name", "config"),
-        usage_sites=(UsageSite(TRAINING, "persist_config_bundle", "store.save_trainer_config"),),
-    ),
-    RequiredSymbol(
-        CONFIG_STORE,
-        "ConfigStore.validate_config",
-        "refuses what a job would die of",
-        ("config",),
-        usage_sites=(UsageSite(TRAINING, "validate_training_config", "store.validate_config"),),
-    ),
-    RequiredSymbol(
-        PROCESS_KEEPER,
-        "submit_job",
-        "starts jobs: through our entry",
-        ("job_id", "func", "config"),
-        usage_sites=(UsageSite(TRAINING, "start_training_job", "process_keeper.submit_job"),),
-    ),
-    RequiredSymbol(
-        TRAINER,
-        "run_trainer_job",
-        "gives accelerate our entry, before the script",
-        ("config",),
-        usage_sites=(
-            UsageSite(TRAINER, "run_trainer_job", "shlex.split(str(accelerate_extra_args))"),
-            UsageSite(TRAINER, "run_trainer_job", "cmd.extend(extra_args)"),
-        ),
-    ),
-)
-
-
-# ------------------------------------------------------------------------------------------
-# Versions of SimpleTuner that were tried, and how.
-
-
-_HOOKS_WORK = "tried: every hook is set and serves"
-TESTED_VERSIONS = {
-    **dict.fromkeys(("4.6.0", "4.6.1", "4.7.0", "4.7.1", "4.8.0"), _HOOKS_WORK),
-    **dict.fromkeys(("4.9.0", "4.9.1", "4.9.2", "4.9.3", "4.10.0"), _HOOKS_WORK),
-    "4.10.1": "tried: it trains the same weights with the plug-in as without",
-}

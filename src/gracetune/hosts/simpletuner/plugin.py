@@ -1,5 +1,8 @@
-"""What the hooks share while SimpleTuner runs: its configuration's blocks, data and tensors held in
-memory, the ramp, and where batches are placed."""
+"""The state that the hooks share while SimpleTuner runs.
+
+The plug-in holds gracetune's settings, data sets and cached tensors in memory, the placement of
+batches, and the batch ramp on SimpleTuner's own training loop.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from gracetune.config.environment import environment_settings
-from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.shared_tensor_memory import open_tensor_memory
 from gracetune.hosts.simpletuner.config_blocks import (
     SimpleTunerBlocks,
     split_config,
     split_datasets,
 )
 from gracetune.hosts.staged_files import stage_dataset
-from gracetune.hosts.tensor_memory import LocalTensorMemory
+from gracetune.hosts.tensor_memory import IN_MEMORY_TYPES
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
-from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,28 +36,26 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event
-    from gracetune.hosts.staged_files import StagedFiles, StagedDatasetConfig
+    from gracetune.hosts.staged_files import StagedDatasetConfig, StagedFiles
     from gracetune.hosts.tensor_memory import TensorMemory
     from gracetune.memory.platform import Machine
 
 
 log = logging.getLogger("gracetune")
-IN_MEMORY_TYPES = ("memory", "unified_memory")
 TEXT_EMBEDS = "text_embeds"
+"""The `dataset_type` of text caches."""
 DEFAULT_TEXT_BACKEND_PREFIX = "text-embeds"
-"""How the name of a data set begins that SimpleTuner makes where the file has none for texts."""
-_MEMORY_SHARE = 0.5
-"""Of what the host can spare, for tensors of caches, where nothing is said."""
+"""Prefix of the data set that SimpleTuner creates if the file has none for text embeddings."""
 
 
 def emit(event: Event) -> None:
-    """Notices go to the log of the run; progress is SimpleTuner's to show."""
+    """Log notices. SimpleTuner shows its own progress."""
     if isinstance(event, Notice):
         log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
 
 
 class SimpleTunerPlugin:
-    """One a process."""
+    """The plug-in of one process."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class SimpleTunerPlugin:
         pin: Callable[[torch.Tensor], torch.Tensor],
         meet_in: Path | None = None,
     ) -> None:
+        """`pin` pins cached tensors; processes with the same `meet_in` folder share memory."""
         self.blocks = SimpleTunerBlocks()
         self.memory: TensorMemory | None = None
         self.runtime: dict[str, object] = {}
@@ -77,10 +77,10 @@ class SimpleTunerPlugin:
         self._session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
 
     def split_config(self, config: Mapping[str, object]) -> dict[str, object]:
-        """What SimpleTuner may see of its configuration."""
+        """Apply gracetune's settings and return the configuration that SimpleTuner may see."""
         rest, blocks = split_config(config, self._environment)
         if blocks == self.blocks or (len(rest) == len(config) and self.blocks.raw):
-            return rest  # read again, or another mapping with nothing of ours in it
+            return rest  # read a second time, or another mapping without any of our keys
         self.blocks = blocks
         for text in self.blocks.notices:
             log.info("%s", text)
@@ -89,24 +89,14 @@ class SimpleTunerPlugin:
         self._session.hints_override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY_TYPES}:
-            self.memory = self._open_memory(cache.host_budget_gb)
+            num_ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
+            self.memory = open_tensor_memory(
+                cache.host_budget_gb, num_ranks, self._meet_in, self._pin, emit
+            )
         return rest
 
-    def _open_memory(self, limit_gib: float | None) -> TensorMemory:
-        """Ranks of one machine share what it has, and what each of them has loaded."""
-        ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
-        if limit_gib is not None:
-            budget = int(limit_gib * GIB)
-        else:
-            budget = max(0, int(host_room() * _MEMORY_SHARE / ranks))
-        log.info("cache files are kept in host memory, up to %s", format_bytes(budget))
-        if ranks == 1 or self._meet_in is None:
-            return LocalTensorMemory(budget, self._pin)
-        log.info("each of %s ranks holds a share of them, for all of this machine", ranks)
-        return SharedTensorMemory(budget, self._meet_in, emit)
-
     def split_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """What SimpleTuner may see of its data sets."""
+        """Remember the data sets to stage and return the entries that SimpleTuner may see."""
         rest, staged = split_datasets(entries, self._environment)
         self._staged_datasets |= {each.id: each for each in staged}
         self._dataset_types |= {str(each.get("id")): each.get("dataset_type") for each in entries}
@@ -114,48 +104,48 @@ class SimpleTunerPlugin:
             for each in entries:
                 if each.get("train_batch_size") is not None:
                     log.warning(
-                        "data set %r has a train_batch_size of its own; the ramp counts samples by "
-                        "that of config.json",
+                        "data set %r sets its own train_batch_size; the batch ramp counts samples "
+                        "with the train_batch_size of config.json",
                         each.get("id"),
                     )
         return rest
 
     def tensor_memory_for(self, dataset: str) -> TensorMemory | None:
-        """Where the tensors that a data set's backend loads are kept; none: on disk alone."""
+        """Return the memory for a data set's cache files, or None to read them from disk."""
         cache = self.blocks.cache
         if cache is None:
             return None
-        made = dataset not in self._dataset_types and dataset.startswith(
+        is_default_text = dataset not in self._dataset_types and dataset.startswith(
             DEFAULT_TEXT_BACKEND_PREFIX
         )
-        texts = made or self._dataset_types.get(dataset) == TEXT_EMBEDS
-        kept = cache.text_cache_type if texts else cache.vae_cache_type
-        return self.memory if kept in IN_MEMORY_TYPES else None
+        is_text = is_default_text or self._dataset_types.get(dataset) == TEXT_EMBEDS
+        cache_type = cache.text_cache_type if is_text else cache.vae_cache_type
+        return self.memory if cache_type in IN_MEMORY_TYPES else None
 
     def staged_files(self, dataset: str) -> StagedFiles | None:
-        """The files of a data set in memory, staged when its backend is made."""
-        chosen = self._staged_datasets.get(dataset)
-        if chosen is None:
+        """Return the staged files of a data set, staging them when its backend is created."""
+        config = self._staged_datasets.get(dataset)
+        if config is None:
             return None
         if dataset not in self._staged_files:
-            self._staged_files[dataset] = stage_dataset(chosen, emit, self._meet_in)
+            self._staged_files[dataset] = stage_dataset(config, emit, self._meet_in)
         return self._staged_files[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
-        """The bytes of a file of any staged data set."""
-        for shelf in self._staged_files.values():
-            if shelf.holds(path):
-                return shelf.read(path)
+        """Return the bytes of a staged file of any data set, or None if it is not staged."""
+        for files in self._staged_files.values():
+            if files.holds(path):
+                return files.read(path)
         return None
 
     def place_batch(self, batch: object) -> None:
-        """Hint where the tensors of a batch live; at the end of an epoch there is no batch."""
+        """Apply memory hints to the tensors of a batch. Between epochs there is no batch."""
         if isinstance(batch, dict) and self._session.hints_enabled:
             table = placement_table(self.blocks.gh200.placement)
             place_batch(batch, self._session.hints, table)
 
     def attach_trainer(self, trainer: SimpleNamespace) -> None:
-        """Once accelerator and configuration are there: the ramp, and what is told of us."""
+        """Set up the batch ramp once SimpleTuner's trainer has an accelerator and configuration."""
         self.runtime = {"uvm_hints_enabled": self._session.hints_enabled}
         if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
             return
@@ -169,7 +159,7 @@ class SimpleTunerPlugin:
         assert schedule is not None
         check_ramp_supported(accelerator.distributed_type.name, vars(config))
 
-        def follow(accumulation: int) -> None:
+        def set_accumulation(accumulation: int) -> None:
             if config.gradient_accumulation_steps != accumulation:
                 log.info("GH200 ramp adjusted gradient_accumulation_steps -> %s", accumulation)
             config.gradient_accumulation_steps = AccumulationSteps(
@@ -177,7 +167,7 @@ class SimpleTunerPlugin:
             )
 
         ramp = SimpleTunerRamp(
-            schedule, accelerator, lambda: int(trainer.state["global_step"]), follow
+            schedule, accelerator, lambda: int(trainer.state["global_step"]), set_accumulation
         )
         accelerator.accumulate = partial(ramp.accumulate, accelerator.accumulate)
         first, last = schedule.accumulation(0), schedule.accumulation(schedule.length)
@@ -191,38 +181,37 @@ class SimpleTunerPlugin:
             *(first, last, schedule.length),
         )
         log.warning(
-            "SimpleTuner counts epochs and the learning-rate schedule by the "
-            "gradient_accumulation_steps of its configuration, %s; set max_train_steps, not epochs",
+            "SimpleTuner counts epochs and the learning-rate schedule with the configured "
+            "gradient_accumulation_steps, %s; set max_train_steps instead of epochs",
             config.gradient_accumulation_steps,
         )
 
 
+# The batch ramp on SimpleTuner's own loop
+#
+# accelerate divides each loss by `gradient_accumulation_steps` and makes an optimizer step when its
+# micro-batch counter is a multiple of it. The ramp changes the value only right after an optimizer
+# step, and resets the counter at the same time. So the loss weights of every optimizer step add up
+# to 1. The position in the ramp follows from the number of optimizer steps, so a resumed run needs
+# no saved state.
+
+
 def check_ramp_supported(engine: str, config: Mapping[str, object]) -> None:
-    """Where another engine accumulates gradients, a ramp would be wrong or do nothing."""
+    """Refuse a ramp where something else than accelerate's counter accumulates gradients."""
     if engine == "DEEPSPEED":
         raise ConfigError(
             "gh200_optimizations.enable_batch_size_rampup is true, but DeepSpeed accumulates "
-            "gradients itself, by a fixed number. Use FSDP or one GPU, or set it to false."
+            "gradients itself, with a fixed number. Use FSDP or one GPU, or set it to false."
         )
     if config.get("optimizer_release_gradients"):
         raise ConfigError(
             "gh200_optimizations.enable_batch_size_rampup is true and optimizer_release_gradients "
-            "is set, which steps in every micro-batch. Set one of them to false."
+            "is set, which makes an optimizer step in every micro-batch. Set one of them to false."
         )
 
 
-# ------------------------------------------------------------------------------------------
-# The ramp on SimpleTuner's own loop: accumulation changes between optimizer steps only.
-#
-# Accelerate divides each loss by the accumulation of the moment and steps when its own count is a
-# multiple of it. Both are set here at once, right after a step, and the count begins anew: so every
-# optimizer step weighs 1. Where a ramp is after a number of optimizer steps follows from that
-# number,
-# so that resuming needs nothing saved.
-
-
 class Accelerator(Protocol):
-    """The part of accelerate's that is used."""
+    """The part of accelerate's Accelerator that the ramp uses."""
 
     gradient_accumulation_steps: int
     sync_gradients: bool
@@ -232,100 +221,102 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AccumulationSchedule:
-    """Micro-batches of an optimizer step, by the micro-batches before it: as the trainer's own."""
+    """The number of micro-batches in each optimizer step, as in gracetune's own trainer."""
 
     initial: int
+    """Effective batch size at the start, in samples."""
     target: int
+    """Effective batch size at the end, in samples."""
     length: int
+    """Micro-batches until the target is reached."""
     shape: Literal["quadratic", "linear"]
     samples_per_micro_batch: int
 
     def accumulation(self, micro_batches: int) -> int:
-        """Micro-batches in the optimizer step that starts after this many."""
-        done = min(1.0, micro_batches / self.length)
-        share = done if self.shape == "linear" else done * done
+        """Return the micro-batches of the optimizer step that starts after this many."""
+        progress = min(1.0, micro_batches / self.length)
+        share = progress if self.shape == "linear" else progress * progress
         effective = self.initial + (self.target - self.initial) * share
         return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
 
     def micro_batches_after(self, optimizer_steps: int) -> int:
-        """Micro-batches that so many optimizer steps have taken."""
-        done = 0
+        """Return how many micro-batches the first optimizer steps take."""
+        total = 0
         for _ in range(optimizer_steps):
-            done += self.accumulation(done)
-        return done
+            total += self.accumulation(total)
+        return total
 
 
 class AccumulationSteps(int):
-    """Micro-batches of the optimizer step at work, as SimpleTuner's configuration holds them.
+    """The current `gradient_accumulation_steps` in SimpleTuner's configuration.
 
-    SimpleTuner validates, and uploads a checkpoint, where its count of micro-batches is a multiple
-    of this number. While the number grows, that is in the middle of a step, or never: so the
-    remainder answers what is asked by it, and is 0 where a step ends.
+    SimpleTuner validates and uploads checkpoints when its micro-batch count is a multiple of this
+    number. With a growing number that would happen in the middle of a step, or never. So
+    `count % steps` is 0 exactly where an optimizer step ends.
     """
 
     _ends_step: Callable[[], bool]
 
     def __new__(cls, value: int, ends_step: Callable[[], bool]) -> AccumulationSteps:
-        made = super().__new__(cls, value)
-        made._ends_step = ends_step
-        return made
+        steps = super().__new__(cls, value)
+        steps._ends_step = ends_step
+        return steps
 
     def __rmod__(self, micro_batches: int) -> int:
         return 0 if self._ends_step() else micro_batches % int(self) or 1
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """A copy, such as the one that trackers are given, is a plain number."""
+        """Copy and pickle as a plain int, for example for trackers."""
         return int, (int(self),)
 
 
 def build_schedule(
     section: Gh200Section, batch_size: int, accumulation: int, world_size: int
 ) -> AccumulationSchedule | None:
-    """The ramp that a configuration asks for, if it does."""
+    """Build the ramp of a configuration, or return None if it is not enabled."""
     if not section.enable_batch_size_rampup:
         return None
-    size = batch_size * world_size
+    samples = batch_size * world_size
     initial = section.initial_effective_batch_size
-    target = section.target_effective_batch_size or size * accumulation
-    if initial is None or not initial <= target or target < size:
+    target = section.target_effective_batch_size or samples * accumulation
+    if initial is None or not initial <= target or target < samples:
         raise ConfigError(
             f"gh200_optimizations.initial_effective_batch_size is {initial} and the target is "
-            f"{target}; a ramp needs both, grows, and ends with at least one micro-batch "
-            f"({batch_size} samples on each of {world_size} ranks)."
+            f"{target}. A ramp needs both, must not shrink, and must end with at least one "
+            f"micro-batch ({batch_size} samples on each of {world_size} ranks)."
         )
     return AccumulationSchedule(
-        initial, target, section.batch_rampup_steps, section.rampup_shape, size
+        initial, target, section.batch_rampup_steps, section.rampup_shape, samples
     )
 
 
 @dataclass
 class SimpleTunerRamp:
-    """A schedule on its way; `enter` goes where the loop opens `accelerator.accumulate`."""
+    """Follows a schedule; `accumulate` wraps the accelerator's method of that name."""
 
     schedule: AccumulationSchedule
     accelerator: Accelerator
-    steps_done: Callable[[], int]
-    """Optimizer steps so far: asked once, when the loop begins."""
+    optimizer_steps: Callable[[], int]
+    """Returns the optimizer steps so far; called once, when the loop begins."""
     on_change: Callable[[int], None]
-    """Called with each new accumulation, which others must know too."""
+    """Called with the accumulation at the start of each optimizer step."""
     _micro_batches: int | None = None
 
     def accumulate(
         self, accumulate: Callable[..., AbstractContextManager[object]], *models: object
     ) -> AbstractContextManager[object]:
-        """Set what the step that begins now has, then let accelerate count."""
+        """Set the accumulation if an optimizer step begins, then call accelerate's `accumulate`."""
         if self._micro_batches is None:
-            self._micro_batches = self.schedule.micro_batches_after(self.steps_done())
-            self._begin_step()
+            self._micro_batches = self.schedule.micro_batches_after(self.optimizer_steps())
+            self._begin_step(self._micro_batches)
         elif self.accelerator.sync_gradients:
-            self._begin_step()
+            self._begin_step(self._micro_batches)
         self._micro_batches += 1
         return accumulate(*models)
 
-    def _begin_step(self) -> None:
-        assert self._micro_batches is not None
-        wanted = self.schedule.accumulation(self._micro_batches)
+    def _begin_step(self, micro_batches: int) -> None:
+        accumulation = self.schedule.accumulation(micro_batches)
         self.accelerator.step = 0
-        if self.accelerator.gradient_accumulation_steps != wanted:
-            self.accelerator.gradient_accumulation_steps = wanted
-        self.on_change(wanted)
+        if self.accelerator.gradient_accumulation_steps != accumulation:
+            self.accelerator.gradient_accumulation_steps = accumulation
+        self.on_change(accumulation)

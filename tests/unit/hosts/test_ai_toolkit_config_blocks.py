@@ -1,13 +1,13 @@
-"""Our keys in ai-toolkit's YAML: what makes a process ours, and what is refused."""
+"""gracetune's keys in ai-toolkit's YAML: which processes use them, and what is refused."""
 
 import pytest
 
 from gracetune.errors import ConfigError
 from gracetune.hosts.ai_toolkit.config_blocks import (
     OPTIMIZER_NAME,
-    uses_gracetune,
     check_misspelled_keys,
     split_config,
+    uses_gracetune,
 )
 
 FLIP = {"method": "HorizontalFlip", "params": {"p": 0.5}}
@@ -18,7 +18,7 @@ def process(**keys):
 
 
 def dataset(**keys):
-    return process(datasets=[{"folder_path": "pictures", **keys}])
+    return process(datasets=[{"folder_path": "images", **keys}])
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def dataset(**keys):
         process(train={"optimizer": "automagic", "optimizer_params": {"low_noise_max_lr": 1e-4}}),
     ],
 )
-def test_any_key_of_ours_makes_a_process_ours(given):
+def test_any_of_our_keys_enables_gracetune(given):
     assert uses_gracetune(given)
 
 
@@ -47,11 +47,11 @@ def test_any_key_of_ours_makes_a_process_ours(given):
         process(train=None),
     ],
 )
-def test_everything_else_stays_theirs(given):
+def test_processes_without_our_keys_are_left_alone(given):
     assert not uses_gracetune(given)
 
 
-def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
+def test_our_keys_are_split_off_a_copy():
     given = dataset(
         type="in_memory",
         in_memory={"compression": "zstd"},
@@ -66,7 +66,7 @@ def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
         "type": "sd_trainer",
         "train": {"lr": 1e-5},
         "datasets": [
-            {"folder_path": "pictures", "resolution": [512, 768], "cache_latents_to_disk": True}
+            {"folder_path": "images", "resolution": [512, 768], "cache_latents_to_disk": True}
         ],
     }
     assert given["datasets"][0]["augmentations"] == [FLIP]
@@ -84,7 +84,7 @@ def test_what_is_left_has_none_of_our_keys_and_the_original_all_of_them():
     assert blocks.optimizer is None
 
 
-def test_bounds_by_stage_choose_our_automagic():
+def test_bounds_by_stage_select_our_automagic():
     given = {
         "optimizer": "automagic",
         "lr": 2e-6,
@@ -101,7 +101,7 @@ def test_bounds_by_stage_choose_our_automagic():
     assert (section.betas, section.weight_decay) == ((0.9, 0.99), 0.0)
 
 
-def test_augmentations_stay_where_no_cache_is_to_hold_them():
+def test_augmentations_stay_if_they_are_not_cached():
     given = dataset(augmentations=[FLIP], augmentations_cache_mode="disable_cache")
     rest, blocks = split_config(given, {})
     assert rest["datasets"][0]["augmentations"] == [FLIP]
@@ -110,7 +110,7 @@ def test_augmentations_stay_where_no_cache_is_to_hold_them():
     assert without.datasets[0].cache_mode == ""
 
 
-def test_the_environment_decides_what_the_blocks_leave_open():
+def test_the_environment_sets_what_the_blocks_do_not():
     _, blocks = split_config(process(gracetune={}), {"AITK_GH200_ENABLE_UVM_HINTS": "1"})
     assert blocks.gh200.enable_uvm_hints
     assert any("set by the environment" in text for text in blocks.notices)
@@ -120,11 +120,11 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
-        (process(gracetune=[1]), "gracetune is .1.; it is a block"),
+        (process(gracetune=[1]), "gracetune is .1.; it must be a block"),
         (process(gracetune={"check_save": True}), "check_save is not known.*mean check_saves"),
-        (process(gracetune={"check_saves": "yes"}), "'yes'; it is true or false"),
+        (process(gracetune={"check_saves": "yes"}), "'yes'; it must be true or false"),
         (
             process(gracetune={"cache_config": {"vae_cache_typ": "disk"}}),
             "cache_config.vae_cache_typ is not known.*vae_cache_type",
@@ -140,13 +140,13 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
         (dataset(augmentations=[FLIP], augmentations_cache_mode="static"), "there is no cache"),
         (
             dataset(**CACHED, cache_latents=True, augmentations_cache_mode="refresh_each_epoch"),
-            "workers keep as they first saw it",
+            "workers keep their first copy of that cache",
         ),
         (
             dataset(
                 cache_latents_to_disk=True, augmentations=FLIP, augmentations_cache_mode="static"
             ),
-            "augmentations is .*; it is a list",
+            "augmentations is .*; it must be a list",
         ),
         (
             process(train={"optimizer": "adamw", "optimizer_params": {"low_noise_max_lr": 1e-4}}),
@@ -154,7 +154,7 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
         ),
         (
             process(train={"optimizer": "gracetune_automagic", "optimizer_params": [1]}),
-            "it is a block",
+            "it must be a block",
         ),
         (
             process(
@@ -164,25 +164,25 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given, said):
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
+def test_invalid_settings_are_refused(given, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         split_config(given, {})
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (process(gracetun={}), "the process has a key 'gracetun'.*Did you mean 'gracetune'"),
         (dataset(inmemory={}), r"datasets\[0\] has a key 'inmemory'.*'in_memory'"),
         (dataset(augmentation_cache_mode="static"), "Did you mean 'augmentations_cache_mode'"),
     ],
 )
-def test_a_key_that_is_not_quite_ours_is_not_ignored(given, said):
+def test_misspelled_keys_are_refused(given, message):
     assert not uses_gracetune(given)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_misspelled_keys(given)
 
 
-def test_keys_of_their_own_are_no_spelling_mistakes_of_ours():
+def test_ai_toolkits_own_keys_are_not_taken_for_misspellings():
     check_misspelled_keys(dataset(augmentations=[FLIP], augments=[], cache_latents_to_disk=True))
     check_misspelled_keys(process(gracetune={}, datasets=None))

@@ -1,4 +1,4 @@
-"""Tensors of cache files, shared by processes that are really two."""
+"""Cache files in memory that two real processes share."""
 
 import json
 import os
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gracetune.hosts.shared_tensor_memory import (
-    SegmentClosed,
     RecordLog,
+    SegmentClosed,
+    SegmentOpened,
     SharedTensorMemory,
     UnsupportedValueError,
-    SegmentOpened,
     ValueStored,
     read_records,
     serialize,
@@ -29,7 +29,7 @@ VALUES = {
     "mask": torch.tensor([True, False]),
     "metadata": {"crop": (0, [1, 2.5]), "caption": "a wörd", "none": None, "flip": True},
 }
-OTHER = """
+OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
 import torch
@@ -39,27 +39,27 @@ loads = []
 def load(path):
     loads.append(path)
     return {"loaded": torch.full((2000,), float(len(loads)))}
-told = []
-memory = SharedTensorMemory(1 << 20, folder, told.append)
+notices = []
+memory = SharedTensorMemory(1 << 20, folder, notices.append)
 for line in sys.stdin:
     if line.strip() == "write":
         memory.get(paths[0], load)["loaded"].add_(100)
     sums = [memory.get(path, load)["loaded"].sum().item() for path in paths]
     maps = [row for row in open("/proc/self/maps") if "gracetune-tensors" in row]
     print(json.dumps({
-        "loads": len(loads), "sums": sums, "nbytes": memory.nbytes, "told": len(told),
+        "loads": len(loads), "sums": sums, "nbytes": memory.nbytes, "notices": len(notices),
         "inodes": sorted({int(row.split()[4]) for row in maps}),
     }), flush=True)
 """
 
 
-def same(one, other) -> bool:
+def is_equal(one, other) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
+        return [*one] == [*other] and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(map(same, one, other))
+        return type(one) is type(other) and all(map(is_equal, one, other))
     return one == other
 
 
@@ -74,17 +74,17 @@ def paths(tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def told() -> list:
+def notices() -> list:
     return []
 
 
 @pytest.fixture
-def open_memory(tmp_path, told):
-    return lambda budget=1 << 20: SharedTensorMemory(budget, tmp_path / "meet", told.append)
+def open_memory(tmp_path, notices):
+    return lambda budget=1 << 20: SharedTensorMemory(budget, tmp_path / "meet", notices.append)
 
 
-class Loads:
-    """Counts what is read from disk."""
+class CountingLoader:
+    """Records the paths that are loaded from disk."""
 
     def __init__(self, value=None) -> None:
         self.paths: list[str] = []
@@ -99,27 +99,27 @@ class Loads:
 
 @pytest.fixture
 def other(tmp_path, paths):
-    """Another process, which is asked line by line."""
+    """Another process that loads every path on request and reports what happened."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(tmp_path / "meet"), json.dumps(paths)],
+        [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "meet"), json.dumps(paths)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
 
-    def ask(word="read") -> dict:
-        process.stdin.write(f"{word}\n")
+    def request(action="read") -> dict:
+        process.stdin.write(f"{action}\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
-    yield ask
+    yield request
     process.stdin.close()
     assert process.wait(30) == 0
     process.stdout.close()
 
 
-def test_what_one_process_has_loaded_another_does_not_load(open_memory, other, paths, told):
-    memory, load = open_memory(), Loads()
+def test_a_file_loaded_by_one_process_is_mapped_by_another(open_memory, other, paths, notices):
+    memory, load = open_memory(), CountingLoader()
     mine = [memory.get(path, load)["loaded"].sum().item() for path in paths]
     theirs = other()
     assert theirs["sums"] == mine == [2000.0, 4000.0, 6000.0, 8000.0]
@@ -127,14 +127,14 @@ def test_what_one_process_has_loaded_another_does_not_load(open_memory, other, p
     assert (memory.nbytes, theirs["nbytes"]) == (4 * max(PAGE, 8192), 0)
     with open("/proc/self/maps") as maps:
         inodes = {int(row.split()[4]) for row in maps if "gracetune-tensors" in row}
-    assert inodes & {*theirs["inodes"]}, "the other maps the very same memory"
-    assert (told, theirs["told"]) == ([], 0)
+    assert inodes & {*theirs["inodes"]}, "both processes map the same memory"
+    assert (notices, theirs["notices"]) == ([], 0)
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert (memory.hits, memory.misses) == (1, 4)
 
 
-def test_it_goes_both_ways_and_outlives_a_change_of_the_file(open_memory, other, paths):
-    memory, load = open_memory(), Loads()
+def test_sharing_works_both_ways_and_a_changed_file_is_reloaded(open_memory, other, paths):
+    memory, load = open_memory(), CountingLoader()
     assert other()["loads"] == 4
     assert memory.get(paths[2], load)["loaded"][0] == 3
     assert load.paths == []
@@ -145,21 +145,21 @@ def test_it_goes_both_ways_and_outlives_a_change_of_the_file(open_memory, other,
     assert other()["sums"][2] == 2000.0
 
 
-def test_who_writes_to_a_tensor_writes_for_itself_alone(open_memory, other, paths):
-    memory, load = open_memory(), Loads()
+def test_a_write_to_a_tensor_is_private_to_its_process(open_memory, other, paths):
+    memory, load = open_memory(), CountingLoader()
     for path in paths:
         memory.get(path, load)
     theirs = other("write")
-    assert theirs["loads"] == 1, "what it wrote to, it reads from disk from then on"
+    assert theirs["loads"] == 1, "a modified value is loaded from disk from then on"
     assert theirs["sums"][0] == 2000.0
     assert [memory.get(path, load)["loaded"][0] for path in paths] == [1, 2, 3, 4]
     assert len(load.paths) == 4
 
 
-def test_a_holder_that_ended_takes_its_memory_with_it(open_memory, tmp_path, paths):
-    script = OTHER.replace("for line in sys.stdin", "for line in ['read']")
+def test_memory_of_an_ended_process_is_gone(open_memory, tmp_path, paths):
+    script = OTHER_PROCESS.replace("for line in sys.stdin", "for line in ['read']")
     words = [sys.executable, "-c", script, str(tmp_path / "meet"), json.dumps(paths)]
-    memory, load = open_memory(), Loads()
+    memory, load = open_memory(), CountingLoader()
     subprocess.run([*words[:2], f"{script}\nimport os; os._exit(0)", *words[3:]], check=True)
     [left] = set((tmp_path / "meet").glob("*/*.log")) - {memory._log.path}
     assert memory.get(paths[0], load)["loaded"][0] == 1
@@ -168,43 +168,43 @@ def test_a_holder_that_ended_takes_its_memory_with_it(open_memory, tmp_path, pat
     assert not left.exists()
 
 
-def test_every_kind_of_value_comes_back_as_it_was(open_memory, tmp_path):
+def test_every_supported_value_round_trips(open_memory, tmp_path):
     path = tmp_path / "x.pt"
     path.write_bytes(b"x")
-    memory, load = open_memory(), Loads(VALUES)
+    memory, load = open_memory(), CountingLoader(VALUES)
     first = memory.get(path, load)
     first["metadata"]["caption"] = first["latents"] = None
-    assert same(memory.get(path, load), VALUES)
+    assert is_equal(memory.get(path, load), VALUES)
     assert len(load.paths) == 1
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
-        ({1: torch.ones(1)}, "a mapping whose keys are not text"),
-        ({"x": object()}, "a object"),
-        ({"x": torch.ones(2, 2).to_sparse()}, "torch.sparse_coo on cpu"),
+        ({1: torch.ones(1)}, "a dict whose keys are not strings"),
+        ({"x": object()}, "a value of type object"),
+        ({"x": torch.ones(2, 2).to_sparse()}, "torch.sparse_coo tensor on cpu"),
         ({"x": torch.ones(1, requires_grad=True)}, "with a gradient"),
         ({"x": torch.ones(1, dtype=torch.complex64)}, "complex64"),
     ],
 )
-def test_what_cannot_be_shared_is_told_once_and_read_from_disk(
-    open_memory, told, paths, value, said
+def test_unsupported_values_are_reported_once_and_read_from_disk(
+    open_memory, notices, paths, value, message
 ):
-    with pytest.raises(UnsupportedValueError, match=said):
+    with pytest.raises(UnsupportedValueError, match=message):
         serialize(value)
-    memory, load = open_memory(), Loads(value)
+    memory, load = open_memory(), CountingLoader(value)
     for path in paths:
         assert memory.get(path, load) is value
     assert memory.nbytes == 0
-    [notice] = told
-    assert said in notice.text
+    [notice] = notices
+    assert message in notice.text
     assert notice.fallback
 
 
-def test_the_budget_holds_and_the_oldest_segment_leaves(open_memory, tmp_path, other, paths):
+def test_the_oldest_segment_is_dropped_to_stay_in_the_budget(open_memory, tmp_path, other, paths):
     size = max(PAGE, 8192)
-    memory, load = open_memory(4 * size), Loads()
+    memory, load = open_memory(4 * size), CountingLoader()
     first = memory.get(paths[0], load)
     for path in paths[1:]:
         memory.get(path, load)
@@ -214,26 +214,26 @@ def test_the_budget_holds_and_the_oldest_segment_leaves(open_memory, tmp_path, o
     more.write_bytes(b"more")
     memory.get(more, load)
     assert memory.nbytes == 4 * size
-    assert first["loaded"].sum() == 2000.0, "who has it, keeps it"
+    assert first["loaded"].sum() == 2000.0, "a tensor in use stays valid"
     assert memory.get(paths[3], load)["loaded"][0] == 4
     assert len(load.paths) == 5
     memory.get(paths[0], load)
     assert len(load.paths) == 6
-    huge = Loads({"x": torch.zeros(4 * size)})
+    huge = CountingLoader({"x": torch.zeros(4 * size)})
     big = tmp_path / "big.pt"
     big.write_bytes(b"big")
     assert memory.get(big, huge) is memory.get(big, huge) is huge.value
     assert len(huge.paths) == 2
 
 
-def test_files_that_are_not_there_or_change_while_they_are_read(open_memory, tmp_path, paths):
+def test_files_that_are_missing_or_change_during_loading_are_not_kept(open_memory, tmp_path, paths):
     memory = open_memory()
 
-    def gone(path):
+    def missing(path):
         raise FileNotFoundError(path)
 
     with pytest.raises(FileNotFoundError):
-        memory.get(tmp_path / "gone.pt", gone)
+        memory.get(tmp_path / "gone.pt", missing)
 
     def changing(path):
         Path(path).write_bytes(b"changed while it was read")
@@ -243,8 +243,8 @@ def test_files_that_are_not_there_or_change_while_they_are_read(open_memory, tmp
     assert memory.nbytes == 0
 
 
-def test_a_fork_reads_and_does_not_hold(open_memory, paths):
-    memory, load = open_memory(), Loads()
+def test_a_fork_reads_but_does_not_store(open_memory, paths):
+    memory, load = open_memory(), CountingLoader()
     memory.get(paths[0], load)
     child = os.fork()
     if child == 0:
@@ -255,42 +255,43 @@ def test_a_fork_reads_and_does_not_hold(open_memory, paths):
     assert memory._log.path.exists()
 
 
-class Refused(SegmentOpened):
-    """As of a process of another user."""
+class RefusedSegment(SegmentOpened):
+    """A segment of another user's process."""
 
     def open(self, proc):
         raise PermissionError(13, "Permission denied")
 
 
-def test_where_memory_of_others_is_not_to_be_seen_each_has_its_own(
-    open_memory, tmp_path, paths, told
-):
-    memory, load = open_memory(), Loads()
+def test_each_process_keeps_its_own_copy_if_access_is_denied(open_memory, paths, notices):
+    memory, load = open_memory(), CountingLoader()
     log = RecordLog(memory._log.path.with_name(f"{os.getpid()}-0.log"))
     found = os.stat(paths[0])
     file = (found.st_ino, found.st_mtime_ns, found.st_size)
     log.add(ValueStored(paths[0], file, 0, 0, 8, {"plain": None}))
-    memory._opened[log.path, 0] = Refused(0, 1, 1, 1, 1)
+    memory._opened[log.path, 0] = RefusedSegment(0, 1, 1, 1, 1)
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert load.paths == [paths[0]]
-    assert "cannot be mapped ([Errno 13] Permission denied): each has its own" in told[0].text
+    assert (
+        "cannot be mapped ([Errno 13] Permission denied): each rank keeps its own"
+        in notices[0].text
+    )
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert len(load.paths) == 1
 
 
-def test_a_log_is_read_by_whole_lines(tmp_path):
+def test_incomplete_log_lines_are_read_later(tmp_path):
     path = tmp_path / "1-1.log"
     log = RecordLog(path)
-    notes = [
+    records = [
         SegmentOpened(0, 1, 2, 3, 4),
         ValueStored("a", (1, 2, 3), 0, 0, 8, {"plain": None}),
         SegmentClosed(0),
     ]
-    log.add(notes[0])
+    log.add(records[0])
     with path.open("ab") as file:
-        file.write(b'["SegmentClosed", {"seg')
+        file.write(b'["Gone", {"seg')
     found, offset = read_records(path, 0)
-    assert found == notes[:1]
+    assert found == records[:1]
     assert read_records(path, offset) == ([], offset)
     with path.open("ab") as file:
         file.write(b'ment": 0}]\n')
@@ -298,21 +299,21 @@ def test_a_log_is_read_by_whole_lines(tmp_path):
     assert read_records(tmp_path / "gone.log", 7) == ([], 7)
 
 
-def test_where_no_note_can_be_written_values_come_from_the_disk(open_memory, paths, told):
-    memory, loads = open_memory(), Loads()
-    memory.get(paths[0], loads)
+def test_values_come_from_disk_if_the_log_is_full(open_memory, paths, notices):
+    memory, load = open_memory(), CountingLoader()
+    memory.get(paths[0], load)
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, memory._log._fd)
     os.close(full)
     for _ in range(2):
-        assert "loaded" in memory.get(paths[1], loads)
-    assert len(loads.paths) == 3
-    assert len(told) == 1
-    assert "loaded" in memory.get(paths[0], loads)
-    assert len(loads.paths) == 3, "what was noted before is still there"
+        assert "loaded" in memory.get(paths[1], load)
+    assert len(load.paths) == 3
+    assert len(notices) == 1
+    assert "loaded" in memory.get(paths[0], load)
+    assert len(load.paths) == 3, "earlier entries are still there"
 
 
-def test_a_note_that_finds_half_of_its_room_leaves_nothing(tmp_path, monkeypatch):
+def test_a_partial_log_write_is_undone(tmp_path, monkeypatch):
     log = RecordLog(tmp_path / "log")
     log.add(SegmentClosed(1))
     write = os.write

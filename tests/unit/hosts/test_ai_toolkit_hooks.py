@@ -1,4 +1,4 @@
-"""The plug-in inside a small clone, by the clone's own way in: its data, timesteps and saves."""
+"""Jobs of a miniature clone with our extension: data, timesteps, optimizer and saves."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ STAGES = {"optimizer": "automagic", "lr": 2e-6}
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A clone with our file in it, importable for the length of a test."""
+    """A clone with our file installed, importable during the test."""
     root = write_files(tmp_path / "ai-toolkit")
     install(root)
     monkeypatch.syspath_prepend(root)
@@ -36,8 +36,8 @@ def clone(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    folder = tmp_path / "pictures"
+def images(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(3):
         pixels = np.full((8, 8, 3), 40 * number, dtype=np.uint8)
@@ -46,28 +46,28 @@ def pictures(tmp_path):
     return folder
 
 
-def make(clone, *processes):
-    """The processes that ai-toolkit makes of a job."""
+def make_processes(clone, *processes):
+    """Let ai-toolkit create the processes of a job."""
     from jobs.ExtensionJob import ExtensionJob
 
     assert clone.is_dir()
     return ExtensionJob({"config": {"name": "name", "process": list(processes)}}).process
 
 
-def network(*names):
-    """As ai-toolkit spells a network's modules: `$$` for a dot."""
-    made = nn.Module()
+def build_network(*names):
+    """Build a network with ai-toolkit's module names, which have `$$` for dots."""
+    network = nn.Module()
     modules = []
     for name in names:
         layer = nn.Linear(2, 2, bias=False)
         layer.lora_name = name
-        made.add_module(name, layer)
+        network.add_module(name, layer)
         modules.append(layer)
-    made.get_all_modules = lambda: modules
-    return made
+    network.get_all_modules = lambda: modules
+    return network
 
 
-def experts(trained=(0, 1)):
+def two_expert_model(trained=(0, 1)):
     from toolkit.samplers.custom_flowmatch_sampler import CustomFlowMatchEulerDiscreteScheduler
 
     return SimpleNamespace(
@@ -83,19 +83,19 @@ ONE = SimpleNamespace(is_multistage=False)
 
 
 def run(process, model=ONE, names=("transformer$$a",)):
-    process.run(model, network(*names))
+    process.run(model, build_network(*names))
     return process
 
 
-def test_a_process_without_our_keys_is_of_their_own_class(clone):
-    (process,) = make(clone, {"type": "sd_trainer"})
+def test_a_process_without_our_keys_keeps_its_class(clone):
+    (process,) = make_processes(clone, {"type": "sd_trainer"})
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
 
     assert type(process) is SDTrainer
 
 
-def test_a_key_of_ours_makes_a_process_ours_by_name_it_stays_theirs(clone):
-    plain, ours, always = make(
+def test_one_of_our_keys_extends_the_process_class(clone):
+    plain, ours, always = make_processes(
         clone, {"type": "merge"}, {"type": "sd_trainer", "gracetune": {}}, {"type": "gracetune"}
     )
     assert type(plain).__name__ == "Merger"
@@ -104,31 +104,33 @@ def test_a_key_of_ours_makes_a_process_ours_by_name_it_stays_theirs(clone):
     assert always.gracetune_blocks.check_saves
 
 
-def test_of_two_processes_of_a_type_the_one_without_keys_is_as_it_was(clone):
-    quiet, _ = make(clone, {"type": "sd_trainer"}, {"type": "sd_trainer", "gracetune": {}})
+def test_a_second_process_of_the_same_type_without_our_keys_is_unchanged(clone):
+    quiet, _ = make_processes(
+        clone, {"type": "sd_trainer"}, {"type": "sd_trainer", "gracetune": {}}
+    )
     assert not quiet.gracetune_blocks.check_saves
     assert not quiet.gracetune_blocks.stage_timesteps
 
 
-def test_our_keys_in_a_process_that_trains_nothing_are_refused(clone):
-    with pytest.raises(ConfigError, match="type merge has keys of gracetune's"):
-        make(clone, {"type": "merge", "gracetune": {}})
+def test_our_keys_are_refused_in_a_process_that_is_not_a_trainer(clone):
+    with pytest.raises(ConfigError, match="type merge has gracetune keys, but is not a trainer"):
+        make_processes(clone, {"type": "merge", "gracetune": {}})
 
 
-def test_a_misspelt_key_of_ours_ends_the_job(clone):
+def test_a_misspelled_key_stops_the_job(clone):
     with pytest.raises(ConfigError, match="Did you mean 'gracetune'"):
-        make(clone, {"type": "sd_trainer", "gracetunes": {}})
+        make_processes(clone, {"type": "sd_trainer", "gracetunes": {}})
 
 
-def test_a_clone_that_no_longer_fits_is_not_hooked_and_runs_without_us(clone):
+def test_a_clone_that_does_not_fit_still_runs_without_our_keys(clone):
     file = clone / "toolkit" / "data_loader.py"
     file.write_text(file.read_text().replace("def setup_epoch", "def begin_epoch"))
     with pytest.raises(HostError, match=r"has no AiToolkitDataset\.setup_epoch"):
-        make(clone, {"type": "sd_trainer", "gracetune": {}})
+        make_processes(clone, {"type": "sd_trainer", "gracetune": {}})
     import toolkit.dataloader_mixins as mixins
 
     assert mixins.Image is Image
-    make(clone, {"type": "sd_trainer"})
+    make_processes(clone, {"type": "sd_trainer"})
 
 
 def entry(folder, **keys):
@@ -139,111 +141,111 @@ def entry(folder, **keys):
     }
 
 
-def test_staged_pictures_and_captions_outlive_the_files(clone, pictures):
-    (process,) = make(clone, entry(pictures, in_memory={"compression": "none"}))
+def test_staged_images_and_captions_are_read_from_memory(clone, images):
+    (process,) = make_processes(clone, entry(images, in_memory={"compression": "none"}))
     (data,) = run(process).data_loader
-    (pictures / "1.png").unlink()
-    (pictures / "1.txt").unlink()
+    (images / "1.png").unlink()
+    (images / "1.txt").unlink()
     item = data[1]
-    assert item.picture.getpixel((0, 0)) == (40, 40, 40)
+    assert item.image.getpixel((0, 0)) == (40, 40, 40)
     assert item.caption == "caption 1"
     import toolkit.dataloader_mixins as mixins
 
-    with mixins.open(pictures / "2.txt") as file:
+    with mixins.open(images / "2.txt") as file:
         assert file.read() == "caption 2"
     assert mixins.Image.fromarray is Image.fromarray
     with pytest.raises(FileNotFoundError):
-        mixins.Image.open(str(pictures / "4.png"))
+        mixins.Image.open(str(images / "4.png"))
 
 
-def test_a_job_is_not_served_what_the_job_before_it_had_staged(clone, pictures):
-    (process,) = make(clone, entry(pictures, in_memory={"compression": "none"}))
+def test_the_next_job_does_not_see_staged_files_of_the_last(clone, images):
+    (process,) = make_processes(clone, entry(images, in_memory={"compression": "none"}))
     run(process)
     plugin = plugin_of(process)
-    assert plugin.staged_bytes(str(pictures / "1.txt")) == b"caption 1"
-    make(clone, held(pictures))
+    assert plugin.staged_bytes(str(images / "1.txt")) == b"caption 1"
+    make_processes(clone, process_with_memory(images))
     assert plugin.memory is not None
-    make(clone, {"type": "sd_trainer"})
-    assert (plugin.staged_bytes(str(pictures / "1.txt")), plugin.memory) == (None, None)
+    make_processes(clone, {"type": "sd_trainer"})
+    assert (plugin.staged_bytes(str(images / "1.txt")), plugin.memory) == (None, None)
 
 
-def test_staged_videos_are_opened_from_memory(clone, pictures):
+def test_staged_videos_are_opened_from_memory(clone, images):
     import cv2
 
-    file = pictures / "0.avi"
+    file = images / "0.avi"
     writer = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*"MJPG"), 4, (16, 16))
     for _ in range(3):
         writer.write(np.zeros((16, 16, 3), dtype=np.uint8))
     writer.release()
-    (process,) = make(clone, entry(pictures, in_memory={}))
+    (process,) = make_processes(clone, entry(images, in_memory={}))
     run(process)
     file.unlink()
     import toolkit.dataloader_mixins as mixins
 
     assert int(mixins.cv2.VideoCapture(str(file)).get(cv2.CAP_PROP_FRAME_COUNT)) == 3
-    assert not mixins.cv2.VideoCapture(str(pictures / "none.avi")).isOpened()
+    assert not mixins.cv2.VideoCapture(str(images / "none.avi")).isOpened()
 
 
 CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
 
 
-def files(pictures):
-    return sorted(each.name for each in (pictures / "_latent_cache").iterdir())
+def files(images):
+    return sorted(each.name for each in (images / "_latent_cache").iterdir())
 
 
-def test_stock_turns_the_cache_off_and_a_mode_keeps_it_on(clone, pictures):
-    given = {"type": "sd_trainer", "datasets": [{"folder_path": str(pictures), **CACHED}]}
-    (stock,) = make(clone, given)
+def test_a_cache_mode_keeps_the_cache_that_stock_would_disable(clone, images):
+    given = {"type": "sd_trainer", "datasets": [{"folder_path": str(images), **CACHED}]}
+    (stock,) = make_processes(clone, given)
     assert not stock.dataset_configs[0].cache_latents_to_disk
-    (ours,) = make(clone, entry(pictures, **CACHED, augmentations_cache_mode="static"))
+    (ours,) = make_processes(clone, entry(images, **CACHED, augmentations_cache_mode="static"))
     assert ours.dataset_configs[0].cache_latents_to_disk
     assert ours.dataset_configs[0].augmentations == [FLIP]
 
 
-def test_static_caches_are_drawn_once_and_named_by_their_recipe(clone, pictures):
+def test_static_caches_are_encoded_once_and_named_by_their_augmentations(clone, images):
     plain = {"cache_latents_to_disk": True}
-    run(make(clone, entry(pictures, **plain))[0])
-    unaugmented = files(pictures)
+    run(make_processes(clone, entry(images, **plain))[0])
+    unaugmented = files(images)
     mode = {"augmentations_cache_mode": "static"}
-    (data,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
-    assert len(files(pictures)) == 2 * len(unaugmented)
+    (data,) = run(make_processes(clone, entry(images, **CACHED, **mode))[0]).data_loader
+    assert len(files(images)) == 2 * len(unaugmented)
     data.setup_epoch()
     assert data.num_encoded == 3
-    (again,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
+    (again,) = run(make_processes(clone, entry(images, **CACHED, **mode))[0]).data_loader
     assert again.num_encoded == 0
     other = {**CACHED, "augmentations": [{**FLIP, "params": {"p": 1.0}}]}
-    (changed,) = run(make(clone, entry(pictures, **other, **mode))[0]).data_loader
+    (changed,) = run(make_processes(clone, entry(images, **other, **mode))[0]).data_loader
     assert changed.num_encoded == 3
 
 
-def test_an_edited_picture_is_encoded_again_in_our_modes(clone, pictures):
+def test_an_edited_image_is_encoded_again(clone, images):
     mode = {"augmentations_cache_mode": "static"}
-    run(make(clone, entry(pictures, **CACHED, **mode))[0])
-    os.utime(pictures / "0.png", (1, 1))
-    (data,) = run(make(clone, entry(pictures, **CACHED, **mode))[0]).data_loader
+    run(make_processes(clone, entry(images, **CACHED, **mode))[0])
+    os.utime(images / "0.png", (1, 1))
+    (data,) = run(make_processes(clone, entry(images, **CACHED, **mode))[0]).data_loader
     assert data.num_encoded == 1
 
 
-def test_refreshed_caches_have_new_files_and_old_ones_leave_an_epoch_later(clone, pictures):
-    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
-    (data,) = run(make(clone, given)[0]).data_loader
-    first = set(files(pictures))
+def test_a_refresh_writes_new_files_and_deletes_the_last_but_one(clone, images):
+    given = entry(images, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make_processes(clone, given)[0]).data_loader
+    first = set(files(images))
     assert data[0]._encoded_latent[0] == 0
     data.setup_epoch()
-    second = set(files(pictures)) - first
+    second = set(files(images)) - first
     assert len(second) == 3
-    assert first < set(files(pictures)), "workers may still read ahead in the one before"
+    assert first < set(files(images)), "workers may still read the previous epoch"
     assert data[0]._encoded_latent[0] == 3
     data.setup_epoch()
     assert data[0]._encoded_latent[0] == 6
-    assert not first & set(files(pictures))
-    assert second < set(files(pictures))
+    assert not first & set(files(images))
+    assert second < set(files(images))
 
 
-def test_workers_hear_of_a_new_generation_once_it_is_whole(clone, pictures):
-    """A worker is a fork with its own copy of every file's settings."""
-    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
-    (data,) = run(make(clone, given)[0]).data_loader
+def test_workers_switch_to_a_new_augmentation_epoch_once_it_is_complete(clone, images):
+    """A worker is a fork, with its own copy of the settings."""
+    given = entry(images, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make_processes(clone, given)[0]).data_loader
     ask, answer = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -260,38 +262,40 @@ def test_workers_hear_of_a_new_generation_once_it_is_whole(clone, pictures):
     assert (before, after) == (b"\x00", b"\x03")
 
 
-def test_a_refresh_that_fails_leaves_the_generation_before_in_use(clone, pictures):
-    given = entry(pictures, **CACHED, augmentations_cache_mode="refresh_each_epoch")
-    (data,) = run(make(clone, given)[0]).data_loader
-    (pictures / "2.png").write_bytes(b"no picture")
+def test_a_failed_refresh_keeps_the_previous_augmentation_epoch(clone, images):
+    given = entry(images, **CACHED, augmentations_cache_mode="refresh_each_epoch")
+    (data,) = run(make_processes(clone, given)[0]).data_loader
+    (images / "2.png").write_bytes(b"not an image")
     with pytest.raises(OSError, match="cannot identify"):
         data.setup_epoch()
     assert data[0]._encoded_latent[0] == 0
 
 
-def held(pictures, **cache):
-    given = entry(pictures, cache_latents_to_disk=True)
+def process_with_memory(images, **cache):
+    given = entry(images, cache_latents_to_disk=True)
     return given | {"gracetune": {"cache_config": cache}}
 
 
-def test_cache_files_are_held_and_read_no_more(clone, pictures, monkeypatch):
-    (process,) = make(clone, held(pictures, host_budget_gb=1))
+def test_cache_files_are_preloaded_and_not_read_again(clone, images, monkeypatch):
+    (process,) = make_processes(clone, process_with_memory(images, host_budget_gb=1))
     (data,) = run(process).data_loader
-    (pictures / "_t_e_cache").mkdir()
-    save_file({"text_embed": torch.ones(3)}, pictures / "_t_e_cache" / "text.safetensors")
+    (images / "_t_e_cache").mkdir()
+    save_file({"text_embed": torch.ones(3)}, images / "_t_e_cache" / "text.safetensors")
     import toolkit.dataloader_mixins as mixins
 
     monkeypatch.setattr(mixins.TextEmbeddingFileItemDTOMixin, "is_text_embedding_cached", True)
     plugin = plugin_of(process)
     before = plugin.memory.misses
-    assert before == 3, "read ahead, before workers are forked"
+    assert before == 3, "preloaded before workers are forked"
     one, two = data[1], data[1]
     assert torch.equal(one._encoded_latent, torch.full((4,), 1.0))
     assert plugin.memory.misses == before + 1, "the text embedding, once"
     assert plugin.memory.hits == 3
     assert one.prompt_embeds.text_embeds is two.prompt_embeds.text_embeds
     with pytest.raises(SafetensorError, match="meta"):
-        mixins.load_file(one.get_latent_path(), device="meta")  # theirs to load, and to refuse
+        mixins.load_file(
+            one.get_latent_path(), device="meta"
+        )  # ai-toolkit loads other devices itself
 
 
 def plugin_of(process):
@@ -299,29 +303,31 @@ def plugin_of(process):
     return next(cell.cell_contents for cell in hook if hasattr(cell.cell_contents, "memory"))
 
 
-def test_a_kind_of_cache_may_stay_on_disk(clone, pictures):
-    none = held(pictures, vae_cache_type="disk", text_cache_type="disk")
-    (process,) = make(clone, none)
+def test_each_kind_of_cache_may_stay_on_disk(clone, images):
+    none = process_with_memory(images, vae_cache_type="disk", text_cache_type="disk")
+    (process,) = make_processes(clone, none)
     assert plugin_of(process).memory is None
-    (process,) = make(clone, held(pictures, host_budget_gb=1, vae_cache_type="disk"))
+    (process,) = make_processes(
+        clone, process_with_memory(images, host_budget_gb=1, vae_cache_type="disk")
+    )
     (data,) = run(process).data_loader
     assert data[0]._encoded_latent[0] == 0
     assert plugin_of(process).memory.misses == 0
 
 
-def test_what_the_budget_does_not_hold_is_told(clone, pictures, capsys):
-    given = held(pictures, host_budget_gb=1e-7)
-    (data,) = run(make(clone, given)[0]).data_loader
-    said = capsys.readouterr().out
-    assert "of 3 cache files stay on disk" in said
+def test_cache_files_beyond_the_budget_are_reported(clone, images, capsys):
+    given = process_with_memory(images, host_budget_gb=1e-7)
+    (data,) = run(make_processes(clone, given)[0]).data_loader
+    output = capsys.readouterr().out
+    assert "of 3 cache files stay on disk" in output
     assert data[2]._encoded_latent[0] == 2
 
 
-def test_workers_do_not_hold_what_they_read_themselves(clone, pictures):
-    (process,) = make(clone, held(pictures, host_budget_gb=1))
+def test_workers_do_not_store_what_they_load(clone, images):
+    (process,) = make_processes(clone, process_with_memory(images, host_budget_gb=1))
     run(process)
     plugin = plugin_of(process)
-    path = str(pictures / "_latent_cache" / "new.safetensors")
+    path = str(images / "_latent_cache" / "new.safetensors")
     save_file({"latent": torch.ones(2)}, path)
     child = os.fork()
     if child == 0:
@@ -344,8 +350,8 @@ def automagic(**params):
 
 def test_each_expert_has_its_own_bounds(clone):
     params = {"high_noise_lr_bump": 1e-6, "low_noise_lr_bump": 5e-7, "low_noise_max_lr": 5e-4}
-    (process,) = make(clone, automagic(**params))
-    run(process, experts(), BOTH)
+    (process,) = make_processes(clone, automagic(**params))
+    run(process, two_expert_model(), BOTH)
     high, low = process.optimizer.param_groups
     assert (high["stage"], high["lr_bump"], high["max_lr"]) == ("high", 1e-6, 1e-3)
     assert (low["stage"], low["lr_bump"], low["max_lr"]) == ("low", 5e-7, 5e-4)
@@ -357,71 +363,73 @@ def test_each_expert_has_its_own_bounds(clone):
 
 
 @pytest.mark.parametrize(("trained", "stage"), [((0,), "high"), ((1,), "low")])
-def test_one_expert_alone_is_known_by_what_is_trained(clone, trained, stage):
-    (process,) = make(clone, automagic(**{f"{stage}_noise_max_lr": 1e-5}))
-    run(process, experts(trained))
+def test_a_single_expert_is_known_by_the_trained_stage(clone, trained, stage):
+    (process,) = make_processes(clone, automagic(**{f"{stage}_noise_max_lr": 1e-5}))
+    run(process, two_expert_model(trained))
     (group,) = process.optimizer.param_groups
     assert (group["stage"], group["max_lr"]) == (stage, 1e-5)
 
 
-def test_bounds_by_stage_need_stages(clone):
-    (process,) = make(clone, automagic(high_noise_max_lr=1e-4))
+def test_bounds_by_stage_are_refused_without_stages(clone):
+    (process,) = make_processes(clone, automagic(high_noise_max_lr=1e-4))
     with pytest.raises(ConfigError, match="one transformer for all noise levels"):
         run(process)
 
 
-def test_other_optimizers_stay_theirs(clone):
-    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
+def test_other_optimizers_are_unchanged(clone):
+    (process,) = make_processes(clone, {"type": "sd_trainer", "gracetune": {}})
     run(process)
     assert type(process.optimizer) is torch.optim.AdamW
     assert "stage" not in process.optimizer.param_groups[0]
 
 
-def windows(process, stage):
+def draw_timesteps(process, stage):
     batch = SimpleNamespace(latents=torch.zeros(1), prompt_embeds=None, file_items=[])
     process.current_boundary_index = stage
     return torch.cat([process.process_general_training_batch(batch)[2] for _ in range(20)])
 
 
-def test_stock_windows_reach_into_the_other_stage_and_ours_do_not(clone):
+def test_timesteps_stay_in_their_stage(clone):
     torch.manual_seed(0)
-    (stock,) = make(clone, {"type": "sd_trainer", "gracetune": {"stage_timesteps": False}})
-    (ours,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
+    (stock,) = make_processes(
+        clone, {"type": "sd_trainer", "gracetune": {"stage_timesteps": False}}
+    )
+    (ours,) = make_processes(clone, {"type": "sd_trainer", "gracetune": {}})
     for process in (stock, ours):
-        run(process, experts(), BOTH)
-    assert windows(stock, 1).max() > 875
-    assert windows(ours, 1).max() <= 875
-    assert windows(ours, 0).min() > 875
-    assert windows(ours, 1).max() <= 875
-    assert windows(ours, 1).max() > 870, "and the window is as wide as it may be"
+        run(process, two_expert_model(), BOTH)
+    assert draw_timesteps(stock, 1).max() > 875
+    assert draw_timesteps(ours, 1).max() <= 875
+    assert draw_timesteps(ours, 0).min() > 875
+    assert draw_timesteps(ours, 1).max() <= 875
+    assert draw_timesteps(ours, 1).max() > 870, "the window is as wide as possible"
 
 
-def test_ways_of_drawing_without_stages_are_refused(clone):
+def test_timestep_types_without_stages_are_refused(clone):
     given = {"type": "sd_trainer", "gracetune": {}, "train": {"timestep_type": "two_step"}}
-    (process,) = make(clone, given)
+    (process,) = make_processes(clone, given)
     with pytest.raises(ConfigError, match="timestep_type is two_step"):
-        run(process, experts(), BOTH)
+        run(process, two_expert_model(), BOTH)
 
 
 @pytest.mark.parametrize(("stage", "timesteps"), [(0, [800.0, 100.0]), (1, [990.0, 900.0])])
-def test_a_stage_without_a_timestep_is_no_silent_matter(stage, timesteps):
+def test_a_stage_without_timesteps_is_refused(stage, timesteps):
     with pytest.raises(ConfigError, match=f"stage {stage} of the model"):
         stage_boundaries(torch.tensor(timesteps), [0.875, 0.0], stage)
 
 
-def test_batches_are_placed_where_hints_are_on(clone, capsys):
+def test_batches_are_placed_if_hints_are_enabled(clone, capsys):
     given = {"type": "sd_trainer", "gracetune": {"gh200_optimizations": {"enable_uvm_hints": True}}}
-    (process,) = make(clone, given)
+    (process,) = make_processes(clone, given)
     run(process)
-    process.sd = experts()
+    process.sd = two_expert_model()
     embeds = SimpleNamespace(text_embeds=torch.zeros(2))
     batch = SimpleNamespace(latents=torch.zeros(1), prompt_embeds=embeds, file_items=[object()])
     process.process_general_training_batch(batch)
-    said = capsys.readouterr().out
-    assert "prefer_cpu_residency is unsupported: no GPU" in said
+    output = capsys.readouterr().out
+    assert "prefer_cpu_residency is unsupported: no GPU" in output
 
 
-def lora(*modules):
+def lora_tensors(*modules):
     tensors = {}
     for module in modules:
         key = f"diffusion_model.blocks.0.self_attn.{module}"
@@ -430,16 +438,16 @@ def lora(*modules):
     return tensors
 
 
-def saving(clone, folder, parts, gracetune=None):
-    """A process of two experts whose network writes these files."""
+def saving_process(clone, folder, parts, gracetune=None):
+    """Build a process with two experts whose network writes the given files."""
     given = {"type": "sd_trainer", "gracetune": gracetune or {}, "training_folder": str(folder)}
-    (process,) = make(clone, given)
+    (process,) = make_processes(clone, given)
     names = [
         f"transformer$$transformer_{stage}$$blocks$$0$$attn1$$to_{part}"
         for stage in (1, 2)
         for part in "qk"
     ]
-    run(process, experts(), names)
+    run(process, two_expert_model(), names)
 
     def save_weights(path):
         for part, tensors in parts.items():
@@ -449,54 +457,54 @@ def saving(clone, folder, parts, gracetune=None):
     return process
 
 
-def test_a_save_is_read_back_and_counted(clone, tmp_path, capsys):
-    whole = lora("q", "k")
-    process = saving(clone, tmp_path, {"_high_noise": whole, "_low_noise": whole})
+def test_a_save_is_read_back_and_its_modules_counted(clone, tmp_path, capsys):
+    whole = lora_tensors("q", "k")
+    process = saving_process(clone, tmp_path, {"_high_noise": whole, "_low_noise": whole})
     process.save(7)
-    said = capsys.readouterr().out
-    assert said.count("holds 2 modules. diffusers: 2 of 2 modules comfyui: 2 of 2") == 2
-    assert "name_000000007_low_noise.safetensors" in said
+    output = capsys.readouterr().out
+    assert output.count("holds 2 modules. diffusers: 2 of 2 modules comfyui: 2 of 2") == 2
+    assert "name_000000007_low_noise.safetensors" in output
 
 
-def test_a_save_that_lost_modules_ends_the_run(clone, tmp_path):
-    parts = {"_high_noise": lora("q", "k"), "_low_noise": lora("q")}
+def test_a_save_that_lost_modules_stops_the_run(clone, tmp_path):
+    parts = {"_high_noise": lora_tensors("q", "k"), "_low_noise": lora_tensors("q")}
     with pytest.raises(
-        AdapterError, match=r"name_low_noise.* lacks 1 of 2 modules, blocks.0.attn1"
+        AdapterError, match=r"name_low_noise.* lacks 1 of 2 modules, first blocks.0.attn1"
     ):
-        saving(clone, tmp_path, parts).save()
+        saving_process(clone, tmp_path, parts).save()
 
 
-def test_a_stage_that_was_not_written_ends_the_run(clone, tmp_path):
-    with pytest.raises(AdapterError, match=r"name_low_noise\.safetensors is not there"):
-        saving(clone, tmp_path, {"_high_noise": lora("q", "k")}).save()
+def test_a_missing_file_of_one_stage_stops_the_run(clone, tmp_path):
+    with pytest.raises(AdapterError, match=r"name_low_noise\.safetensors does not exist"):
+        saving_process(clone, tmp_path, {"_high_noise": lora_tensors("q", "k")}).save()
 
 
-def test_checks_can_be_left_out(clone, tmp_path):
-    saving(clone, tmp_path, {}, {"check_saves": False}).save()
+def test_checks_can_be_disabled(clone, tmp_path):
+    saving_process(clone, tmp_path, {}, {"check_saves": False}).save()
 
 
-def test_spellings_that_cannot_be_split_are_refused_before_training(clone):
-    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {}})
+def test_module_names_without_a_stage_are_refused_before_training(clone):
+    (process,) = make_processes(clone, {"type": "sd_trainer", "gracetune": {}})
     with pytest.raises(ConfigError, match="old_lokr_format: false"):
-        run(process, experts(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
-    (process,) = make(clone, {"type": "sd_trainer", "gracetune": {"check_saves": False}})
-    run(process, experts(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
+        run(process, two_expert_model(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
+    (process,) = make_processes(clone, {"type": "sd_trainer", "gracetune": {"check_saves": False}})
+    run(process, two_expert_model(), ["lora_transformer_transformer_1_blocks_0_attn1_to_q"])
 
 
-def test_what_we_cannot_read_is_not_judged_and_that_is_said(clone, tmp_path, capsys):
-    process = saving(clone, tmp_path, {"": {"lora_te.weird": torch.ones(2)}})
+def test_a_file_that_cannot_be_interpreted_is_reported_as_unchecked(clone, tmp_path, capsys):
+    process = saving_process(clone, tmp_path, {"": {"lora_te.weird": torch.ones(2)}})
     process.sd = ONE
     process.save()
-    said = capsys.readouterr().out
-    assert "name.safetensors was not checked" in said
+    output = capsys.readouterr().out
+    assert "name.safetensors was not checked" in output
 
 
-def test_a_file_that_is_damaged_is_judged_in_any_family(clone, tmp_path):
-    process = saving(
+def test_a_damaged_file_stops_the_run(clone, tmp_path):
+    process = saving_process(
         clone,
         tmp_path,
         {
-            "": lora("q")
+            "": lora_tensors("q")
             | {"diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(float("nan"))}
         },
     )

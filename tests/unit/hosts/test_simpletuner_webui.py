@@ -1,4 +1,4 @@
-"""WebUI hooks on a stand-in with SimpleTuner's names; tests/hosts sets them in the real one."""
+"""WebUI options as fields, and the WebUI hooks on a stand-in for SimpleTuner."""
 
 import json
 import shlex
@@ -10,7 +10,93 @@ import pytest
 from gracetune.errors import HostError
 from gracetune.hosts.simpletuner import hooks, webui
 from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG
-from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS, with_entry_point, install_webui
+from gracetune.hosts.simpletuner.webui import (
+    UNSET,
+    WEBUI_OPTIONS,
+    blocks_to_fields,
+    fields_to_blocks,
+    install_webui,
+    split_our_keys,
+    with_entry_point,
+)
+
+BLOCKS = {
+    "seed": 1,
+    "use_gh200_trainer": True,
+    "cache_config": {"vae_cache_type": "unified_memory", "host_budget_gb": 2.5},
+    "gh200_optimizations": {
+        "enable_uvm_hints": False,
+        "batch_rampup_steps": 400,
+        "placement": {"latents": "host"},
+    },
+}
+FIELDS = {
+    "seed": 1,
+    "gracetune_use_gh200_trainer": "true",
+    "gracetune_vae_cache_type": "unified_memory",
+    "gracetune_host_budget_gb": "2.5",
+    "gracetune_enable_uvm_hints": "false",
+    "gracetune_batch_rampup_steps": "400",
+    "gh200_optimizations": {"placement": {"latents": "host"}},
+}
+
+
+def test_blocks_and_fields_round_trip():
+    assert blocks_to_fields(BLOCKS) == FIELDS
+    assert fields_to_blocks(FIELDS) == BLOCKS
+
+
+def test_keys_with_dashes_and_top_level_keys_are_the_same_options():
+    fields = blocks_to_fields(
+        {"--cache_config": {"text_cache_type": "disk"}, "--enable_uvm_hints": True}
+    )
+    assert fields == {
+        "--gracetune_text_cache_type": "disk",
+        "--gracetune_enable_uvm_hints": "true",
+    }
+    assert fields_to_blocks(fields) == {
+        "cache_config": {"text_cache_type": "disk"},
+        "gh200_optimizations": {"enable_uvm_hints": True},
+    }
+
+
+@pytest.mark.parametrize("empty", [None, "", UNSET])
+def test_an_emptied_field_is_removed(empty):
+    assert fields_to_blocks({"gracetune_host_budget_gb": empty}) == {}
+    stored = blocks_to_fields(BLOCKS)
+    assert fields_to_blocks({"gracetune_vae_cache_type": empty}, stored) == {
+        "gh200_optimizations": {"placement": {"latents": "host"}}
+    }
+
+
+def test_an_empty_block_is_kept():
+    assert fields_to_blocks(blocks_to_fields({"cache_config": {}})) == {"cache_config": {}}
+
+
+def test_a_null_value_is_not_shown():
+    assert blocks_to_fields({"gh200_optimizations": {"enable_uvm_hints": None}}) == {}
+
+
+def test_an_invalid_number_is_left_for_the_validation():
+    assert fields_to_blocks({"gracetune_host_budget_gb": "much"}) == {
+        "cache_config": {"host_budget_gb": "much"}
+    }
+    assert fields_to_blocks({"gracetune_host_budget_gb": 3}) == {
+        "cache_config": {"host_budget_gb": 3}
+    }
+
+
+def test_our_keys_are_split_from_the_rest():
+    rest, ours = split_our_keys({**FIELDS, "--use_gh200_trainer": None})
+    assert rest == {"seed": 1}
+    assert ours == {key: value for key, value in BLOCKS.items() if key != "seed"}
+
+
+def test_field_names_are_unique():
+    assert len({option.name for option in WEBUI_OPTIONS}) == len(WEBUI_OPTIONS)
+
+
+# Hooks
 
 
 class ConfigStore:
@@ -50,8 +136,8 @@ def host():
         hooks.PROCESS_KEEPER: SimpleNamespace(submit_job=lambda *job: jobs.append(job)),
     }
     install_webui({}, modules.__getitem__)
-    keeper, made = modules[hooks.PROCESS_KEEPER], modules[hooks.CONFIG_STORE].ConfigStore
-    return SimpleNamespace(fields=fields, kinds=kinds, store=made, keeper=keeper, jobs=jobs)
+    keeper, store = modules[hooks.PROCESS_KEEPER], modules[hooks.CONFIG_STORE].ConfigStore
+    return SimpleNamespace(fields=fields, kinds=kinds, store=store, keeper=keeper, jobs=jobs)
 
 
 def test_every_option_is_a_field(host):
@@ -62,8 +148,8 @@ def test_every_option_is_a_field(host):
 
 
 def test_files_have_blocks_and_forms_have_fields(host):
-    held = {"placement": {"latents": "host"}, "enable_uvm_hints": True}
-    store = host.store({"a": {"seed": 1, "gh200_optimizations": held}, "sets": [1]})
+    block = {"placement": {"latents": "host"}, "enable_uvm_hints": True}
+    store = host.store({"a": {"seed": 1, "gh200_optimizations": block}, "sets": [1]})
     shown, _ = store.load_config("a")
     assert shown["gracetune_enable_uvm_hints"] == "true"
     store.save_config("b", shown, overwrite=True)
@@ -79,7 +165,7 @@ def test_files_have_blocks_and_forms_have_fields(host):
     assert store.files["new"] == {"cache_config": {"vae_cache_type": "disk"}}
 
 
-def test_a_form_hears_what_the_trainer_would_refuse(host):
+def test_a_form_shows_errors_that_would_stop_a_job(host):
     store = host.store({})
     assert store.validate_config({"--seed": 1}).is_valid
     found = store.validate_config(
@@ -92,7 +178,7 @@ def test_a_form_hears_what_the_trainer_would_refuse(host):
     assert 'initial_effective_batch_size is "few"; it must be' in found.errors[0]
 
 
-def test_training_jobs_enter_through_us_and_others_do_not(host):
+def test_only_training_jobs_start_through_our_entry_point(host):
     def run_trainer_job(config):
         raise AssertionError
 
@@ -106,7 +192,7 @@ def test_training_jobs_enter_through_us_and_others_do_not(host):
 
 
 @pytest.mark.parametrize("key", ["accelerate_extra_args", "--accelerate_extra_args"])
-def test_a_job_says_what_the_fields_say(key):
+def test_a_job_receives_the_values_of_the_fields(key):
     config = {
         "--train_batch_size": 2,
         "--gracetune_vae_cache_type": "disk",
@@ -115,12 +201,12 @@ def test_a_job_says_what_the_fields_say(key):
     job = with_entry_point(config)
     assert job["--train_batch_size"] == 2
     assert {*job} == {"--train_batch_size", "accelerate_extra_args"}
-    *words, said = shlex.split(job["accelerate_extra_args"])
+    *words, flag = shlex.split(job["accelerate_extra_args"])
     assert words == ["--cpu", "-m", webui.ENTRY]
-    told = {"cache_config": {"vae_cache_type": "disk"}, "train_batch_size": 2}
-    assert json.loads(said.removeprefix(CONFIG_FLAG)) == told
+    settings = {"cache_config": {"vae_cache_type": "disk"}, "train_batch_size": 2}
+    assert json.loads(flag.removeprefix(CONFIG_FLAG)) == settings
 
 
-def test_it_needs_a_script():
+def test_enter_needs_a_script():
     with pytest.raises(HostError, match="run -- server"):
         webui.enter([])

@@ -1,4 +1,4 @@
-"""Ranks of one machine under ai-toolkit: one copy of cache files and of staged pictures for all."""
+"""The ai-toolkit plug-in on several ranks of one machine, which share one copy of all data."""
 
 import mmap
 import os
@@ -19,24 +19,24 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 def process(**cache):
-    said = {"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1, **cache}}
-    return {"type": "sd_trainer", "gracetune": said}
+    block = {"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1, **cache}}
+    return {"type": "sd_trainer", "gracetune": block}
 
 
-def ranks(meet_in, told, number=2, **cache):
-    """As accelerate starts them."""
-    made = []
+def start_ranks(meet_in, messages, number=2, **cache):
+    """Create the plug-ins of several ranks, with accelerate's environment variables."""
+    plugins = []
     for rank in range(number):
         environment = {"LOCAL_WORLD_SIZE": str(number), "LOCAL_RANK": str(rank)}
-        plugin = AIToolkitPlugin(environment, open_machine, told.append, meet_in)
+        plugin = AIToolkitPlugin(environment, open_machine, messages.append, meet_in)
         plugin.split_config(process(**cache))
-        made.append(plugin)
-    return made
+        plugins.append(plugin)
+    return plugins
 
 
 @pytest.fixture
 def files(tmp_path):
-    """Five cache files, and what they say when they are read from disk."""
+    """Five cache files; the latents of file n are n."""
     folder = tmp_path / "_latent_cache"
     folder.mkdir()
     paths = [str(folder / f"{number}.safetensors") for number in range(5)]
@@ -49,20 +49,20 @@ def unreadable(path):
     raise AssertionError(f"{path} was read again")
 
 
-def test_each_rank_holds_its_share_and_maps_that_of_the_others(tmp_path, files):
-    told = []
-    first, second = ranks(tmp_path / "meet", told)
+def test_each_rank_loads_its_share_and_maps_the_rest(tmp_path, files):
+    messages = []
+    first, second = start_ranks(tmp_path / "meet", messages)
     for each in (first, second):
         each.preload(files, load_file)
     assert [first.memory.nbytes, second.memory.nbytes] == [3 * PAGE, 2 * PAGE]
-    assert any("each of 2 ranks holds a share of them" in text for text in told)
+    assert any("the 2 ranks of this machine share the cache files" in text for text in messages)
     for each in (first, second):
         for number, path in enumerate(files):
             assert each.load(path, unreadable)["latent"].tolist() == [number] * 4
 
 
-def test_a_worker_maps_what_another_rank_has_loaded_since_and_holds_nothing(tmp_path, files):
-    first, second = ranks(tmp_path / "meet", [])
+def test_a_worker_maps_what_another_rank_loaded_and_stores_nothing(tmp_path, files):
+    first, second = start_ranks(tmp_path / "meet", [])
     first.load(files[0], load_file)
 
     def works() -> bool:
@@ -73,18 +73,18 @@ def test_a_worker_maps_what_another_rank_has_loaded_since_and_holds_nothing(tmp_
     assert holds_in_a_fork(works)
 
 
-def test_a_share_that_finds_no_room_is_told(tmp_path, files):
-    told = []
-    for each in ranks(tmp_path / "meet", told, host_budget_gb=1e-7):
+def test_files_beyond_the_budget_are_reported(tmp_path, files):
+    messages = []
+    for each in start_ranks(tmp_path / "meet", messages, host_budget_gb=1e-7):
         each.preload(files, load_file)
-    assert [text.split(" cache")[0] for text in told if "stay on disk" in text] == [
+    assert [text.split(" cache")[0] for text in messages if "stay on disk" in text] == [
         "3 of 3",
         "2 of 2",
     ]
 
 
-def test_a_later_process_may_ask_for_more_room(tmp_path, files):
-    [alone] = ranks(tmp_path, [], number=1, host_budget_gb=1e-7)
+def test_a_later_process_may_raise_the_budget(tmp_path, files):
+    [alone] = start_ranks(tmp_path, [], number=1, host_budget_gb=1e-7)
     alone.preload(files, load_file)
     assert alone.memory.misses == 0
     alone.split_config(process(host_budget_gb=2))
@@ -92,38 +92,40 @@ def test_a_later_process_may_ask_for_more_room(tmp_path, files):
     assert alone.memory.misses == 5
 
 
-def test_what_ranks_share_outlives_a_job(tmp_path, files):
-    first, second = ranks(tmp_path / "meet", [])
+def test_shared_memory_outlives_a_job(tmp_path, files):
+    first, second = start_ranks(tmp_path / "meet", [])
     first.load(files[0], load_file)
     first.begin_job()
     assert second.load(files[0], unreadable)["latent"].tolist() == [0] * 4
-    assert first.load(files[0], lambda path: "from disk") == "from disk", "nothing asked for it"
+    assert first.load(files[0], lambda path: "from disk") == "from disk", (
+        "the new job does not keep caches in memory"
+    )
 
 
-def test_a_rank_alone_meets_nobody(tmp_path, files):
-    [alone] = ranks(tmp_path / "meet", [], number=1)
+def test_a_single_rank_keeps_its_own_memory(tmp_path, files):
+    [alone] = start_ranks(tmp_path / "meet", [], number=1)
     alone.preload(files, load_file)
     assert isinstance(alone.memory, LocalTensorMemory)
     assert not (tmp_path / "meet").exists()
-    [unmet, _] = ranks(None, [])
-    unmet.preload(files, load_file)
-    assert isinstance(unmet.memory, LocalTensorMemory)
-    assert unmet.memory.misses == 5
+    [alone_of_two, _] = start_ranks(None, [])
+    alone_of_two.preload(files, load_file)
+    assert isinstance(alone_of_two.memory, LocalTensorMemory)
+    assert alone_of_two.memory.misses == 5
 
 
-def test_staged_pictures_are_one_copy_too(tmp_path):
-    folder = tmp_path / "pictures"
+def test_staged_images_are_shared_too(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
-    (folder / "a.png").write_bytes(b"picture")
+    (folder / "a.png").write_bytes(b"image")
     entry = {"type": "sd_trainer", "datasets": [{"folder_path": str(folder), "in_memory": {}}]}
-    told = []
-    for each in ranks(tmp_path / "meet", told):
+    messages = []
+    for each in start_ranks(tmp_path / "meet", messages):
         each.stage_datasets(split_config(entry, {})[1].datasets)
-        assert each.staged_bytes(str(folder / "a.png")) == b"picture"
+        assert each.staged_bytes(str(folder / "a.png")) == b"image"
     assert [path.suffix for path in (tmp_path / "meet").glob("*.json")] == [".json"]
 
 
-def test_a_process_of_ai_toolkits_knows_its_rank(monkeypatch, tmp_path):
+def test_make_plugin_reads_the_rank_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
