@@ -125,7 +125,7 @@ def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
 def time_each_step(
     step: Callable[[], torch.Tensor], count: int, device: torch.device = DEVICE
 ) -> tuple[list[float], torch.Tensor]:
-    """Return the seconds of each step, measured on the device without waiting, and the last loss."""
+    """Return each step's seconds, measured on the device without waiting, and the last loss."""
     clock: Callable[[], Any] = time.perf_counter if device.type == "cpu" else _record_event
     moments = [clock()]
     for _ in range(count):

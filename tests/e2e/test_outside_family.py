@@ -88,5 +88,5 @@ def _called(check, given):
 def test_an_unknown_family_name_explains_how_to_add_one(gracetune, run_file):
     refused = gracetune("train", run_file(model={"family": "mosaik"}))
     assert refused.returncode == 2
-    assert "entry point of the group 'gracetune.family'" in refused.stderr
+    assert "entry points of the group 'gracetune.family'" in refused.stderr
     assert json.dumps("Traceback")[1:-1] not in refused.stderr
