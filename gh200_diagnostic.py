@@ -1,4 +1,4 @@
-"""The forks' name for `gracetune diagnose`; works from a checkout that was never installed."""
+"""Run `gracetune diagnose` under the name that the forks use, without installing gracetune."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The forks' name for the part of `gracetune diagnose` that allocates."""
+"""Run `gracetune diagnose --allocation-only` under the name that the forks use."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""What managed memory costs and gains on this GPU: pools, prefetches, first touches, hints.
+"""Measure managed memory on this GPU: pools, prefetches, first touches and the cost of hints.
 
     PYTHONPATH=src python benchmarks/memory_core.py [--out FOLDER] [--commit ID]
 
-Managed bytes in all of it stay under a quarter of the free device memory. Ends with 1 when a target
-is missed; the file is written either way.
+Uses less than a quarter of the free device memory. The exit code is 1 if a target is missed; the
+results are written in any case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from gracetune.memory.diagnose import DeviceBytes
 from gracetune.memory.hints import Hint, Hints, Span, Verdict, page_span, torch_stream
 from gracetune.memory.platform import open_machine
-from gracetune.memory.pool import TorchMemPools, PoolSettings, ManagedPool, open_pool
+from gracetune.memory.pool import ManagedPool, PoolSettings, TorchMemPools, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
 from gracetune.units import GIB, MIB, format_bytes
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 WIDTH, LAYERS, BATCH = 4096, 8, 2048
 STEPS, ROUNDS, WARM_UP = 20, 7, 5
 SIZES_MIB = (64, 128, 256, 512)
-TOUCHED = 512 * MIB
-LATENT = 128 * 1024
-BATCH_OF_LATENTS = 16
-TURNS = 40
+TOUCH_BYTES = 512 * MIB
+LATENT_BYTES = 128 * 1024
+LATENTS_PER_BATCH = 16
+REPETITIONS = 40
 PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A promise about one figure."""
+    """A target for one figure, and whether it is met."""
 
     name: str
     value: float
@@ -60,10 +60,10 @@ class Target:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, write the results, and print the targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit to record, if there is no git")
     arguments = parser.parse_args()
     machine = open_machine()
     if machine.driver is None:
@@ -72,7 +72,7 @@ def main() -> int:
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info(0)
     print(f"{torch.cuda.get_device_name(0)}: {format_bytes(free)} free of {format_bytes(total)}")
-    # One pool at a time, capped at an eighth; the plain range of `first_touch` is half a GiB.
+    # One pool at a time, limited to an eighth; `first_touch` allocates another half a GiB.
     bench = Bench(machine.driver, machine.platform, load_shim(), cap_bytes=free // 8)
     if bench.cap_bytes < 4 * GIB:
         print(f"{format_bytes(free)} of device memory are free; 32 GiB are needed")
@@ -87,7 +87,7 @@ def main() -> int:
     figures["managed_peak_bytes"] = bench.peak_bytes
     figures["free_device_bytes"] = free
     figures["seconds"] = time.perf_counter() - began
-    targets = judge(figures, free)
+    targets = check_targets(figures, free)
     path = results.write("memory_core", figures, arguments.out, arguments.commit)
     print(path.read_text())
     for target in targets:
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def load_shim() -> Shim:
-    """The installed shim, or one compiled for this run."""
+    """Return the installed shim, or compile one."""
     found = find_shim()
     if isinstance(found, MissingShim):
         found = Shim(build_shim(Path(tempfile.mkdtemp()) / LIBRARY))
@@ -105,7 +105,7 @@ def load_shim() -> Shim:
 
 
 class Bench:
-    """One device, its hints, and the pools that are opened one after the other."""
+    """Measurements on one device."""
 
     def __init__(self, driver: Driver, platform: Platform, shim: Shim, cap_bytes: int) -> None:
         self.driver = driver
@@ -118,8 +118,8 @@ class Bench:
     def in_pool(
         self, settings: PoolSettings, measure: Callable[[ManagedPool], dict[str, float]]
     ) -> dict[str, float]:
-        """Measure something whose tensors are gone when it returns; then give everything back."""
-        pool = open_pool(self.platform, self.shim, settings, TorchMemPools(), emit=show)
+        """Run a measurement, which must free its tensors, in a pool; then close the pool."""
+        pool = open_pool(self.platform, self.shim, settings, TorchMemPools(), emit=print_notice)
         assert isinstance(pool, ManagedPool), pool.reason
         figures = measure(pool)
         gc.collect()
@@ -131,12 +131,12 @@ class Bench:
         return figures
 
     def pool_step(self) -> dict[str, float]:
-        """A bf16 training step with everything in a managed pool, against the native one."""
+        """Compare a bf16 training step in a managed pool with one in ordinary memory."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.GPU_FIRST)
         return self.in_pool(settings, compare_steps)
 
     def prefetch(self) -> dict[str, dict[str, float]]:
-        """`prefetch_to_device` against a copy from pinned memory, by size."""
+        """Compare `prefetch_to_device` with a copy from pinned memory, by size."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
         return {
             f"{size}_mib": self.in_pool(settings, partial(self._fetch_and_copy, size * MIB))
@@ -144,17 +144,17 @@ class Bench:
         }
 
     def first_touch(self) -> dict[str, float]:
-        """A kernel's first pass over pages of the host: faulting, and after our prefetch."""
-        code, pointer = self.driver.allocate_managed(TOUCHED)
+        """Time a kernel's first touch of host pages, with faults and after a prefetch."""
+        code, pointer = self.driver.allocate_managed(TOUCH_BYTES)
         assert code == 0, code
-        self.peak_bytes = max(self.peak_bytes, TOUCHED)
+        self.peak_bytes = max(self.peak_bytes, TOUCH_BYTES)
         figures = self._touch(pointer)
         torch.cuda.synchronize()
         assert self.driver.free(pointer) == 0
         return figures
 
     def hint_cost(self) -> dict[str, float]:
-        """Microseconds of the calling thread for one hint about a latent of 128 KiB."""
+        """Measure the microseconds that the caller spends on one hint for a latent of 128 KiB."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
         return self.in_pool(settings, self._time_hints)
 
@@ -165,9 +165,11 @@ class Bench:
         resident = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         fetched, copied = [], []
         for _ in range(10):
-            must(self.hints.prefetch_to_device(tensor, "cpu"))
-            fetched.append(timed(lambda: must(self.hints.prefetch_to_device(tensor))))
-            copied.append(timed(lambda: resident.copy_(pinned, non_blocking=True)))
+            require_applied(self.hints.prefetch_to_device(tensor, "cpu"))
+            fetched.append(
+                time_on_device(lambda: require_applied(self.hints.prefetch_to_device(tensor)))
+            )
+            copied.append(time_on_device(lambda: resident.copy_(pinned, non_blocking=True)))
         return {
             "prefetch_gb_s": nbytes / median(fetched) / 1e9,
             "pinned_copy_gb_s": nbytes / median(copied) / 1e9,
@@ -175,28 +177,30 @@ class Bench:
         }
 
     def _touch(self, pointer: int) -> dict[str, float]:
-        tensor = torch.as_tensor(DeviceBytes(pointer, TOUCHED), device="cuda:0").view(torch.int64)
-        timed(torch.ones(TOUCHED // 8, dtype=torch.int64, device="cuda").sum)
+        tensor = torch.as_tensor(DeviceBytes(pointer, TOUCH_BYTES), device="cuda:0").view(
+            torch.int64
+        )
+        time_on_device(torch.ones(TOUCH_BYTES // 8, dtype=torch.int64, device="cuda").sum)
         faulting, prefetched = [], []
         for _ in range(3):
-            ctypes.memset(pointer, 1, TOUCHED)
-            faulting.append(timed(tensor.sum))
-            ctypes.memset(pointer, 1, TOUCHED)
-            must(self.hints.prefetch_to_device(tensor))
-            prefetched.append(timed(tensor.sum))
+            ctypes.memset(pointer, 1, TOUCH_BYTES)
+            faulting.append(time_on_device(tensor.sum))
+            ctypes.memset(pointer, 1, TOUCH_BYTES)
+            require_applied(self.hints.prefetch_to_device(tensor))
+            prefetched.append(time_on_device(tensor.sum))
         return {
-            "faulting_gb_s": TOUCHED / median(faulting) / 1e9,
-            "after_prefetch_gb_s": TOUCHED / median(prefetched) / 1e9,
+            "faulting_gb_s": TOUCH_BYTES / median(faulting) / 1e9,
+            "after_prefetch_gb_s": TOUCH_BYTES / median(prefetched) / 1e9,
             "ratio": median(faulting) / median(prefetched),
         }
 
     def _time_hints(self, pool: ManagedPool) -> dict[str, float]:
-        """A batch's worth of hints in a row, as a run gives them, and one alone, all idle else."""
+        """Time the hints of a whole batch, as a run gives them, and a single one."""
         hints = self.hints
         with pool.allocating():
             latents = [
-                torch.ones(LATENT, dtype=torch.uint8, device="cuda")
-                for _ in range(BATCH_OF_LATENTS)
+                torch.ones(LATENT_BYTES, dtype=torch.uint8, device="cuda")
+                for _ in range(LATENTS_PER_BATCH)
             ]
 
         def to_host(latent: torch.Tensor) -> Hint:
@@ -215,7 +219,7 @@ class Bench:
         )
         return {
             name: min(us)
-            for name, us in by_turns(
+            for name, us in measure_in_turns(
                 {
                     "prefetch_driver_alone_us": partial(median_us, latents, to_host, driver_alone),
                     "prefetch_to_device_us": partial(median_us, latents, to_host, fetch),
@@ -229,7 +233,7 @@ class Bench:
 
 
 def compare_steps(pool: ManagedPool) -> dict[str, float]:
-    """Blocks of steps in turn, so that clocks and heat are the same for both."""
+    """Time both steps alternately, so that clock rates and heat affect them equally."""
     steps = {"native_s": make_step(nullcontext), "managed_s": make_step(pool.allocating)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
@@ -245,12 +249,12 @@ def compare_steps(pool: ManagedPool) -> dict[str, float]:
     return {**medians, "ratio": ratio, "managed_bytes": pool.counters().peak_bytes}
 
 
-def make_step(routed: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """A step of an 8-layer, 4096-wide bf16 model, whose memory comes from where `routed` says.
+def make_step(allocate_in: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Build a training step of an 8-layer, 4096-wide bf16 model, with allocations inside `routed`.
 
-    Backward is kept on this thread, because only then does it allocate from an open pool.
+    Backward runs in this thread, because other threads do not allocate from an open pool.
     """
-    with routed():
+    with allocate_in():
         layers = [
             torch.nn.Linear(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
             for _ in range(LAYERS)
@@ -260,7 +264,7 @@ def make_step(routed: Callable[[], AbstractContextManager[None]]) -> Callable[[]
         batch = torch.randn(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
-        with routed(), torch.autograd.set_multithreading_enabled(False):
+        with allocate_in(), torch.autograd.set_multithreading_enabled(False):
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -270,8 +274,8 @@ def make_step(routed: Callable[[], AbstractContextManager[None]]) -> Callable[[]
     return step
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds from idle to idle."""
+def time_on_device(work: Callable[[], object]) -> float:
+    """Return the seconds from an idle device until the work is complete."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     work()
@@ -279,12 +283,14 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def by_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each measure once a turn. A shared CPU is slower by whole factors for seconds at a time, so
-    that turns are spread over most of a minute, and the least disturbed one counts as with timeit.
+def measure_in_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Run all measurements in turn, many times.
+
+    A shared CPU can be several times slower for seconds. So the turns are spread over most of a
+    minute, and the caller uses the minimum, as timeit does.
     """
     figures: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(TURNS):
+    for _ in range(REPETITIONS):
         time.sleep(PAUSE_S)
         for name, measure in measures.items():
             figures[name].append(measure())
@@ -296,41 +302,41 @@ def median_us(
     prepare: Callable[[torch.Tensor], Hint],
     verb: Callable[[torch.Tensor], Hint],
 ) -> float:
-    """Microseconds that a hint holds its caller, over rounds that start from the same state."""
+    """Return the median microseconds that a hint blocks its caller, from the same initial state."""
     seconds = []
     for _ in range(20):
         for tensor in tensors:
-            must(prepare(tensor))
+            require_applied(prepare(tensor))
         torch.cuda.synchronize()
         start = time.perf_counter()
         hints = [verb(tensor) for tensor in tensors]
         seconds.append((time.perf_counter() - start) / len(tensors))
         for hint in hints:
-            must(hint)
+            require_applied(hint)
     return median(seconds) * 1e6
 
 
-def must(hint: Hint) -> Hint:
-    """A hint that was not applied makes every figure after it worthless."""
+def require_applied(hint: Hint) -> Hint:
+    """Check that a hint was applied; otherwise the figures would be meaningless."""
     assert hint, hint
     return hint
 
 
-def show(notice: Notice) -> None:
-    """Print what a pool tells."""
+def print_notice(notice: Notice) -> None:
+    """Print a notice."""
     print(notice.text)
 
 
-def judge(figures: dict[str, object], free: int) -> list[Target]:
-    """The promises, and whether they hold."""
+def check_targets(figures: dict[str, object], free: int) -> list[Target]:
+    """Compare the figures with the targets."""
     step, fetch = figures["pool_step"], figures["prefetch"]
     touch, cost = figures["first_touch"], figures["hint_128_kib"]
     assert isinstance(step, dict)
     assert isinstance(fetch, dict)
     assert isinstance(touch, dict)
     assert isinstance(cost, dict)
-    slowest = min(size["ratio"] for size in fetch.values())
-    dearest = max(
+    lowest_ratio = min(size["ratio"] for size in fetch.values())
+    slowest_hint_us = max(
         cost[name]
         for name in ("prefetch_to_device_us", "prefer_cpu_residency_us", "prefer_gpu_residency_us")
     )
@@ -339,10 +345,13 @@ def judge(figures: dict[str, object], free: int) -> list[Target]:
     return [
         Target("managed step / native step", step["ratio"], "at most 1.02", step["ratio"] <= 1.02),
         Target(
-            "prefetch / pinned copy, 64 MiB and more", slowest, "at least 0.85", slowest >= 0.85
+            "prefetch / pinned copy, 64 MiB and more",
+            lowest_ratio,
+            "at least 0.85",
+            lowest_ratio >= 0.85,
         ),
         Target("faulting / prefetched touch", touch["ratio"], "at least 5", touch["ratio"] >= 5),
-        Target("a hint for 128 KiB, us", dearest, "under 30", dearest < 30),
+        Target("a hint for 128 KiB, us", slowest_hint_us, "under 30", slowest_hint_us < 30),
         Target("managed / free device memory", peak / free, "under 0.25", peak < free / 4),
     ]
 

@@ -1,6 +1,6 @@
-# What the test_*_features.sh scripts share. Sourced by them, not run.
+# Shared functions of the test_*_features.sh scripts, which source this file.
 #
-# A check is a function. It passes if every command in it does; what it prints is shown if it fails.
+# A check is a function. It passes if every command in it succeeds; its output is shown if it fails.
 
 set -euo pipefail
 
@@ -17,7 +17,7 @@ WORK="$(mktemp -d)"
 PASSED=0
 FAILED=()
 
-# A run that a check left behind ends with the script, and so does its folder.
+# Stop a run that a failed check left behind, and remove the working folder.
 clean_up() {
     [[ ! -f "$WORK/running" ]] || kill "$(cat "$WORK/running")" 2>/dev/null || true
     rm -rf "$WORK"
@@ -33,7 +33,7 @@ usage_error() {
 check() {
     local name="$1" code=0
     shift
-    # Not in a condition: there, `set -e` would be ignored and a failing command forgiven.
+    # Not inside a condition: bash ignores `set -e` there, and a failing command would pass.
     set +e
     (
         set -e
@@ -52,7 +52,7 @@ check() {
     fi
 }
 
-# Say how it went; nothing tested is no success.
+# Print the result; fail if no check ran.
 finish() {
     echo "$PASSED passed, ${#FAILED[@]} failed"
     [[ ${#FAILED[@]} -eq 0 && $PASSED -gt 0 ]]
@@ -62,7 +62,7 @@ train() {
     "$PYTHON" "$ROOT/train.py" --config "$CONFIG" --max_train_steps "$STEPS" "$@"
 }
 
-# A short run with an attention backend; one that cannot be used fails by name.
+# Train a few steps with an attention backend.
 attention() {
     local backend="$1"
     shift
@@ -71,7 +71,7 @@ attention() {
     grep -q "\"attention_mechanism\": \"$backend\"" "attention-$backend/run.json"
 }
 
-# Until a command succeeds, the run ends, or time is up.
+# Wait until a command succeeds; fail if the run ends before or the time is up.
 wait_for() {
     local pid="$1" until=$((SECONDS + WAIT_S))
     shift
@@ -84,7 +84,7 @@ wait_for() {
     done
 }
 
-# A run is asked for a validation while it trains, gives one, and stops when asked to.
+# Request a validation from a running run, wait for it, then stop the run.
 manual_validation() {
     local folder="manual" code=0 pid
     "$PYTHON" "$ROOT/train.py" --config "$CONFIG" --enable_manual_validation --output_dir "$folder" \
@@ -98,11 +98,11 @@ manual_validation() {
     "$PYTHON" -m gracetune now stop "$folder"
     wait "$pid" || code=$?
     rm running
-    echo "the run ended with $code; 130 is stopped, with the state saved"
+    echo "the run ended with exit code $code; 130 means stopped, with its state saved"
     [[ $code -eq 130 ]]
 }
 
-# Sound files, made here.
+# Create two audio files with captions.
 make_sounds() {
     "$PYTHON" - "$1" <<'PY'
 import math, struct, sys, wave

@@ -1,18 +1,18 @@
-# Defaults of the environment for machines with unified memory. Source it, do not run it:
+# Set the default environment variables for machines with unified memory. Source this file:
 #
 #   source scripts/setup_gh200_env.sh
 #
-# What is set already stays: set GH200_UVM_OVERSUBSCRIPTION_RATIO or GH200_UVM_ACCESS_PATTERN before
-# sourcing to choose other values. Sourcing it again changes nothing. `gracetune env` explains each
-# variable, `gracetune env --export` prints the same lines. Works in any POSIX shell, whatever its
-# options, and leaves no function or variable behind.
+# Existing values are kept: set GH200_UVM_OVERSUBSCRIPTION_RATIO or GH200_UVM_ACCESS_PATTERN before
+# sourcing to use other values. Sourcing it twice changes nothing. `gracetune env` explains each
+# variable, and `gracetune env --export` prints the same lines. Works in any POSIX shell with any
+# options, and leaves no helper function or variable behind.
 
-# The value of one key in PYTORCH_CUDA_ALLOC_CONF, or nothing.
+# Print the value of a key in PYTORCH_CUDA_ALLOC_CONF, if it is set.
 _gracetune_conf_value() {
     printf '%s' "${PYTORCH_CUDA_ALLOC_CONF:-}" | tr ',' '\n' | sed -n "s/^ *$1 *: *//p" | tail -n 1
 }
 
-# PYTORCH_CUDA_ALLOC_CONF without the three keys that are written anew.
+# Print PYTORCH_CUDA_ALLOC_CONF without the three keys that are set below.
 _gracetune_conf_rest() {
     printf '%s' "${PYTORCH_CUDA_ALLOC_CONF:-}" \
         | sed -E 's/(^|,) *(use_uvm|uvm_oversubscription_ratio|uvm_access_pattern) *:[^,]*/\1/g; s/,+/,/g; s/^,//; s/,$//'
@@ -42,6 +42,6 @@ cat <<END
   GH200_UVM_ACCESS_PATTERN=$GH200_UVM_ACCESS_PATTERN
   PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_CUDA_ALLOC_CONF
   ACCELERATE_MIXED_PRECISION=$ACCELERATE_MIXED_PRECISION
-gracetune takes its own keys out of PYTORCH_CUDA_ALLOC_CONF before torch starts. Other programs that
-use a stock torch refuse to start on them: unset the variable for those.
+gracetune removes its own keys from PYTORCH_CUDA_ALLOC_CONF before torch starts. Other programs with
+a stock torch do not start with these keys: unset the variable for them.
 END

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Both at once: a data set in memory, the ramp and placement hints, together with an attention
-# backend, validation on request, sound. Exit 0: all of it works; 1: something does not; 2: wrong
-# options.
+# Test GH200 features (dataset in memory, batch ramp, placement hints) together with trainer features
+# (attention backend, validation on request, audio). Exit codes: 0 all checks passed, 1 a check
+# failed, 2 invalid options.
 source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
 
 HELP="usage: scripts/test_combined_features.sh [--backend NAME]... [--manual-validation] [--audio]
@@ -9,11 +9,11 @@ HELP="usage: scripts/test_combined_features.sh [--backend NAME]... [--manual-val
 
   --backend NAME       train with this attention backend, such as flash_attn_3
   --manual-validation  ask a running run for a validation (also --manual)
-  --audio              stage sound in memory and hint where its tensors live
-  --allow-cpu          hints that a machine without a GPU cannot apply are no failure
-  --config FILE        the run file to train (default: config/examples/minimal.json)
+  --audio              stage audio in memory and give placement hints for its tensors
+  --allow-cpu          accept hints that cannot be applied without a GPU
+  --config FILE        run file to train (default: config/examples/minimal.json)
 
-Without any of the first three, all of them are tested, with the backend sdpa."
+Without any of the first three options, all are tested, with the backend sdpa."
 
 CHOSEN=()
 BACKENDS=()
@@ -33,23 +33,23 @@ done
 [[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(backend manual audio)
 [[ ${#BACKENDS[@]} -gt 0 ]] || BACKENDS=(sdpa)
 
-OURS=(
+GH200_OPTIONS=(
     --gh200_optimizations.enable_uvm_hints true --enable_batch_size_rampup
     --initial_effective_batch_size 8 --target_effective_batch_size 16 --batch_rampup_steps 4
     --cache_config.vae_cache_type unified_memory
 )
 
 backend() {
-    attention "$1" "${OURS[@]}"
+    attention "$1" "${GH200_OPTIONS[@]}"
     grep -q '"event": "ramp_changed"' "attention-$1/events.jsonl"
 }
 
 manual() {
-    manual_validation "${OURS[@]}"
+    manual_validation "${GH200_OPTIONS[@]}"
     grep -q '"event": "ramp_changed"' manual/events.jsonl
 }
 
-sound() {
+staged_audio() {
     make_sounds sounds
     "$PYTHON" - sounds "$ALLOW_CPU" <<'PY' | tee sounds.log
 import sys
@@ -61,11 +61,11 @@ from gracetune.data.audio import decode_audio
 from gracetune.data.dataset import CorruptionLog
 from gracetune.data.dataset import open_dataset
 from gracetune.gh200 import optimize_batch_for_gh200, set_uvm_hint_override, unified_pool
-from gracetune.memory.pool import UnifiedPool
+from gracetune.memory.pool import ManagedPool
 
 section = DatasetSection(type="in_memory", dataset_type="audio", instance_data_dir=sys.argv[1])
-told = []
-opened = open_dataset(section, 0, told.append, CorruptionLog(told.append))
+events = []
+opened = open_dataset(section, 0, events.append, CorruptionLog(events.append))
 assert len(opened.samples) == 2, opened.samples
 clips = [
     decode_audio(opened.source.read(sample.key), 2, 44100, 44100) for sample in opened.samples
@@ -73,7 +73,7 @@ clips = [
 set_uvm_hint_override(True)
 pool = unified_pool()
 waves = torch.stack(clips)
-if isinstance(pool, UnifiedPool):
+if isinstance(pool, ManagedPool):
     with pool.allocating():
         waves = waves.to("cuda")
 batch = {"waveform": waves, "audio_latents": {"left": waves[0]}}
@@ -81,9 +81,9 @@ report = optimize_batch_for_gh200(batch)
 for placed in report.placed:
     print(placed.path, placed.role, *(f"{hint.verdict}: {hint.reason}" for hint in placed.hints))
 assert {placed.role for placed in report.placed} == {"audio"}, report
-assert len(report.placed) == 2 and not report.unnamed, report
+assert len(report.placed) == 2 and not report.unknown, report
 no_gpu = not torch.cuda.is_available() and sys.argv[2] == "1"
-assert report or no_gpu, "a hint was not applied (without a GPU: --allow-cpu)"
+assert report or no_gpu, "a hint was not applied (without a GPU, pass --allow-cpu)"
 PY
     grep -q '^waveform audio' sounds.log
 }
@@ -96,7 +96,7 @@ for chosen in $(printf '%s\n' "${CHOSEN[@]}" | awk '!seen[$0]++'); do
             done
             ;;
         manual) check "hints and ramp with validation on request" manual ;;
-        audio) check "sound in memory with hints" sound ;;
+        audio) check "audio in memory with hints" staged_audio ;;
     esac
 done
 finish

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What gracetune adds for machines like the GH200, alone: the diagnosis, managed memory, data sets
-# staged in memory, the ramp. Exit 0: all of it works; 1: something does not; 2: wrong options.
+# Test the features for machines like the GH200: diagnosis, managed memory, datasets staged in memory,
+# batch ramp. Exit codes: 0 all checks passed, 1 a check failed, 2 invalid options.
 source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
 
 HELP="usage: scripts/test_gh200_features.sh [--diagnostic] [--uvm] [--staging] [--ramp] [--allow-cpu]
 
-  --diagnostic  gh200_diagnostic.py, which checks this machine
-  --uvm         validate_uvm.py, which allocates managed memory
-  --staging     train from a data set in memory
+  --diagnostic  run gh200_diagnostic.py, which checks this machine
+  --uvm         run validate_uvm.py, which allocates managed memory
+  --staging     train from a dataset in memory
   --ramp        train with a growing effective batch
-  --allow-cpu   no GPU is no failure
+  --allow-cpu   do not fail without a GPU
 
-Without any of the first four, all of them are tested."
+Without any of the first four options, all are tested."
 
 CHOSEN=()
 ALLOW=()
@@ -39,7 +39,7 @@ uvm() {
     test -s uvm.json
 }
 
-# The first run draws the pictures; the second stages the folder that they are in.
+# The first run draws the images; the second stages their folder.
 staging() {
     STEPS=1 train --output_dir drawn
     train --output_dir staged --datasets.0.type in_memory \
@@ -48,7 +48,7 @@ staging() {
     grep -q '"status": "done"' staged/events.jsonl
 }
 
-# From 8 to 24 samples an optimizer step: the last one must have them all.
+# Grow from 8 to 24 samples per optimizer step.
 ramp() {
     train --output_dir ramp --enable_batch_size_rampup --initial_effective_batch_size 8 \
         --target_effective_batch_size 24 --batch_rampup_steps 6 --logging.every 1
@@ -61,8 +61,8 @@ for chosen in "${CHOSEN[@]}"; do
     case "$chosen" in
         diagnostic) check "diagnosis" diagnostic ;;
         uvm) check "managed memory" uvm ;;
-        staging) check "data set in memory" staging ;;
-        ramp) check "ramp of the effective batch" ramp ;;
+        staging) check "dataset in memory" staging ;;
+        ramp) check "batch size ramp" ramp ;;
     esac
 done
 finish

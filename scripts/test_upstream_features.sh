@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# What a trainer must do before anything of the GH200 is added: attention backends, validation on
-# request, sound files. Exit 0: all of it works; 1: something does not; 2: wrong options.
+# Test trainer features that do not depend on the GH200: attention backends, validation on request,
+# audio files. Exit codes: 0 all checks passed, 1 a check failed, 2 invalid options.
 source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
 
 HELP="usage: scripts/test_upstream_features.sh [--attention] [--manual-validation] [--audio]
                                         [--backend NAME]... [--config FILE]
 
   --attention          train a few steps with each attention backend
-  --backend NAME       the backend, such as flash_attn_3 (default: sdpa); may be given often
+  --backend NAME       attention backend, such as flash_attn_3 (default: sdpa); may be repeated
   --manual-validation  ask a running run for a validation (also --manual)
-  --audio              decode sound files
-  --config FILE        the run file to train (default: config/examples/minimal.json)
+  --audio              decode audio files
+  --config FILE        run file to train (default: config/examples/minimal.json)
 
-Without any of the first three, all of them are tested."
+Without any of the first three options, all are tested."
 
 CHOSEN=()
 BACKENDS=()
@@ -31,7 +31,7 @@ done
 [[ ${#CHOSEN[@]} -gt 0 ]] || CHOSEN=(attention manual audio)
 [[ ${#BACKENDS[@]} -gt 0 ]] || BACKENDS=(sdpa)
 
-sounds() {
+audio_files() {
     make_sounds sounds
     "$PYTHON" - sounds <<'PY' | tee sounds.log
 import sys
@@ -44,7 +44,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.wav")):
     clip = decode_audio(path.read_bytes(), channels=2, length=44100, sample_rate=44100)
     print(path.name, facts, tuple(clip.shape))
     assert tuple(clip.shape) == (2, 44100) and facts.seconds == 1.0, facts
-    assert 0.5 < float(clip.abs().max()) < 0.7, "the level must survive"
+    assert 0.5 < float(clip.abs().max()) < 0.7, "the volume must be kept"
 PY
     grep -q '^low.wav' sounds.log
 }
@@ -57,7 +57,7 @@ for chosen in "${CHOSEN[@]}"; do
             done
             ;;
         manual) check "validation on request" manual_validation ;;
-        audio) check "sound files" sounds ;;
+        audio) check "audio files" audio_files ;;
     esac
 done
 finish

@@ -1,4 +1,4 @@
-"""The driver contract over every published machine that has managed memory, simulated."""
+"""The driver contract, for a simulation of every published machine."""
 
 import pytest
 from driver_contract import CHECKS, Check

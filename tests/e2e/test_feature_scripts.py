@@ -59,7 +59,7 @@ def test_all_checks_run_without_flags():
 def test_checks_of_working_features_pass():
     done = call("scripts/test_upstream_features.sh", "--audio", "--manual")
     assert done.returncode == 0, done.stdout
-    assert "PASS  sound files" in done.stdout
+    assert "PASS  audio files" in done.stdout
     assert "PASS  validation on request" in done.stdout
 
 

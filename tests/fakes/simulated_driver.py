@@ -1,12 +1,14 @@
-"""A driver without a GPU: pages, residency, faults, copy engines, and a clock of its own.
+"""A simulated CUDA driver: pages, residency, faults, copy engines and a clock, without a GPU.
 
-It answers every verb of the protocol as CUDA does, codes included, and keeps the books that a real
-driver hides. Beside the protocol it has what a program does to memory: `touch`, `copy`, `compute`,
-`synchronize`. Nothing real is allocated. One thread may use it.
+`SimulatedDriver` implements the `Driver` protocol as CUDA does, including error codes, and exposes
+what a real driver hides: residency and traffic. It also has the operations of a program: `touch`,
+`copy`, `compute` and `synchronize`. It allocates no real memory and is not thread-safe.
 
-Work takes bytes over the rate of `Rates`. A transfer that starts while the other direction is busy
-is slowed; the one already under way is not. A range larger than the device is prefetched as far as
-it fits, and touched in pieces that evict each other.
+Work takes its bytes divided by a rate of `Rates`. A transfer that starts while the other direction
+is busy is slowed; the one already running is not. A range larger than the device is prefetched as
+far as it fits, and touched in chunks that evict each other.
+
+`SimulatedResidency` tracks memory, `PageTable` the pages of one range, `Timeline` the time.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ if TYPE_CHECKING:
 
 
 _TOUCH_CHUNKS = 64
-"""A touch goes in pieces of this share of a place, so that a large one can evict its own head."""
+"""A touch is split into chunks of 1/64 of the memory, so that a large one evicts its start."""
 
 
 @dataclass(slots=True)
 class DirectionBytes:
-    """Bytes by direction, seen from the device."""
+    """Bytes transferred, by direction."""
 
     to_device: int = 0
     to_host: int = 0
 
     def add(self, target: int, nbytes: int) -> None:
-        """Count bytes that went to a place."""
+        """Count bytes that were moved to a location."""
         if target == HOST:
             self.to_host += nbytes
         else:
@@ -47,7 +49,7 @@ class DirectionBytes:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that moved, by cause, since the driver was made."""
+    """Bytes moved since the driver was created, by cause."""
 
     prefetched: DirectionBytes = field(default_factory=DirectionBytes)
     faulted: DirectionBytes = field(default_factory=DirectionBytes)
@@ -59,7 +61,7 @@ class Traffic:
 
 
 class SimulatedDriver:
-    """The verbs of `Driver` over devices that exist as data."""
+    """Implements `Driver` for devices that are described by data."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class SimulatedDriver:
         page_bytes: int = 4096,
         failing: Mapping[str, int] | None = None,
     ) -> None:
-        """`failing` maps a verb of the protocol to the code it returns instead of working."""
+        """`failing` maps method names of the protocol to the error code they return."""
         self.devices = tuple(devices)
         self.page_bytes = page_bytes
         self.time = Timeline()
@@ -78,28 +80,28 @@ class SimulatedDriver:
         self._memory = SimulatedResidency({HOST: host_bytes} | own, page_bytes, self._write_back)
 
     def attribute(self, name: str, device: int) -> int | None:
-        """What the device's data says."""
+        """Return an attribute of the device's description."""
         return self.devices[device].attributes.get(name)
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """What allocations and resident managed pages leave, and the whole."""
+        """Return free and total bytes; managed pages on the device count as used."""
         home = self._home(device)
         return self._memory.free_bytes(home), self._memory.capacity[home]
 
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
-        """Addresses alone: pages come to life where they are first touched."""
+        """Reserve addresses; pages appear where they are first touched."""
         if not any(spec.attributes.get("managed_memory") for spec in self.devices):
             return CudaCode.NOT_SUPPORTED, 0
         room = sum(self._memory.capacity.values()) - self._memory.promised_bytes()
         return self._allocate("allocate_managed", nbytes, PointerKind.MANAGED, HOST, room)
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """Host memory, taken at once."""
+        """Allocate host memory at once."""
         room = self._memory.free_bytes(HOST)
         return self._allocate("allocate_pinned", nbytes, PointerKind.HOST, HOST, room)
 
     def free(self, pointer: int) -> int:
-        """Forget an allocation and give its bytes back."""
+        """Free an allocation."""
         found = self._memory.find(pointer, 1)
         if "free" in self._failing:
             return self._failing["free"]
@@ -109,12 +111,12 @@ class SimulatedDriver:
         return CudaCode.SUCCESS
 
     def pointer_kind(self, pointer: int) -> PointerKind:
-        """The kind of the allocation around the address."""
+        """Return the kind of the allocation at an address."""
         found = self._memory.find(pointer, 1)
         return PointerKind.UNKNOWN if found is None else found.kind
 
     def advise(self, pointer: int, nbytes: int, advice: Advice, location: int) -> int:
-        """Write the advice on the pages; nothing moves."""
+        """Store advice for the pages; nothing moves."""
         found, code = self._managed("advise", pointer, nbytes, location)
         if found is None:
             return code
@@ -125,7 +127,7 @@ class SimulatedDriver:
         return CudaCode.SUCCESS
 
     def prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> int:
-        """Bring pages to a place, in stream order; the caller is held for part of the way."""
+        """Move pages in stream order; the caller is blocked for part of the transfer."""
         found, code = self._managed("prefetch", pointer, nbytes, location)
         if found is None:
             return code
@@ -147,7 +149,7 @@ class SimulatedDriver:
         return CudaCode.SUCCESS
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
-        """Forget contents: no write-back now, none when the pages would be evicted."""
+        """Drop contents, so that they are never written back."""
         found, code = self._managed("discard", pointer, nbytes, HOST)
         if found is None:
             return code
@@ -156,7 +158,7 @@ class SimulatedDriver:
         return CudaCode.SUCCESS
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
-        """What holds for every page of the range, as CUDA answers it."""
+        """Return what holds for every page of the range, as CUDA does."""
         found = self._memory.find(pointer, nbytes)
         if found is None or found.kind is not PointerKind.MANAGED:
             return RangeState(None, None, False, ())
@@ -171,10 +173,10 @@ class SimulatedDriver:
             accessed_by=tuple(sorted(accessed)),
         )
 
-    # Beside the protocol: what a program does.
+    # Operations of a program, which are not part of the protocol.
 
     def allocate_device(self, nbytes: int, device: int) -> tuple[int, int]:
-        """Device memory, taken at once; managed pages make way for it."""
+        """Allocate device memory at once; managed pages are evicted for it."""
         home = self._home(device)
         self._memory.begin()
         room = self._memory.free_bytes(home)
@@ -185,7 +187,7 @@ class SimulatedDriver:
     def touch(
         self, pointer: int, nbytes: int, location: int, stream: int = 0, *, write: bool = False
     ) -> None:
-        """A kernel (or the CPU) reads or writes a managed range, faulting where it must."""
+        """Let a kernel or the CPU read or write a managed range, with page faults where needed."""
         found = self._memory.find(pointer, nbytes)
         assert found is not None, f"{pointer:#x} is not allocated for {nbytes} bytes"
         assert found.kind is PointerKind.MANAGED, f"{pointer:#x} is {found.kind.value}"
@@ -197,7 +199,7 @@ class SimulatedDriver:
                 self._touch(found, run, location, stream, write=write)
 
     def copy(self, nbytes: int, source: int, target: int, stream: int) -> None:
-        """A copy engine moves pinned or device memory; the call returns at once."""
+        """Copy between pinned and device memory on a copy engine; returns at once."""
         rates = self._rates(max(source, target))
         self.time.now_s += rates.copy_call_s
         rate = rates.copy_out if target == HOST else rates.copy_in
@@ -205,19 +207,19 @@ class SimulatedDriver:
         self.traffic.copied.add(target, nbytes)
 
     def compute(self, seconds: float, device: int, stream: int) -> None:
-        """A kernel that touches nothing we watch."""
+        """Run a kernel that touches no managed memory."""
         self.time.run((Queue("stream", stream), Queue("kernels", device)), seconds)
 
     def wait(self, stream: int, other: int) -> None:
-        """`stream` goes on only when `other` has done what it was given so far."""
+        """Let `stream` wait for the work queued on `other` so far."""
         self.time.wait(Queue("stream", stream), Queue("stream", other))
 
     def synchronize(self, stream: int | None = None) -> float:
-        """The host waits for a stream, or for everything; the time it is then."""
+        """Let the host wait for a stream, or for all; return the time afterwards."""
         return self.time.synchronize(None if stream is None else Queue("stream", stream))
 
     def residency(self, pointer: int, nbytes: int) -> dict[int, int]:
-        """Bytes of a managed range by the place that holds them; pages without one are absent."""
+        """Return the bytes of a managed range by location; untouched pages are not counted."""
         found = self._memory.find(pointer, nbytes)
         assert found is not None, f"{pointer:#x} is not allocated for {nbytes} bytes"
         resident: dict[int, int] = defaultdict(int)
@@ -225,8 +227,6 @@ class SimulatedDriver:
             for location in run.state.locations:
                 resident[location] += self._memory.size(run)
         return dict(resident)
-
-    # Helpers.
 
     def _allocate(
         self, verb: str, nbytes: int, kind: PointerKind, location: int, room: int
@@ -242,7 +242,7 @@ class SimulatedDriver:
     def _managed(
         self, verb: str, pointer: int, nbytes: int, location: int
     ) -> tuple[Range | None, int]:
-        """The managed range a verb is about, or the code CUDA gives instead."""
+        """Return the managed range of a call, or the error code that CUDA returns instead."""
         if verb in self._failing:
             return None, self._failing[verb]
         found = self._memory.find(pointer, nbytes)
@@ -270,7 +270,7 @@ class SimulatedDriver:
         self._work(local_s + over / rates.read_in_place, location, stream)
 
     def _pull(self, found: Range, run: Run, home: int, stream: int) -> Run:
-        """Fault pages in, as many as find room; the rest stays with the host, or is made there."""
+        """Fault in as many pages as fit; the rest stays on the host, or appears there."""
         moved = self._memory.bring(found, run, home)
         here = run._replace(last=run.first + moved // self.page_bytes)
         if run.state.locations:
@@ -282,7 +282,7 @@ class SimulatedDriver:
         return here
 
     def _reads_in_place(self, state: PageState, location: int) -> bool:
-        """Whether the toucher goes over the link instead of pulling the page."""
+        """Return True if a page is read over the link instead of being migrated."""
         if not state.locations:
             return False
         if location == HOST:
@@ -291,7 +291,7 @@ class SimulatedDriver:
         return location in state.accessed_by and state.preferred in state.locations
 
     def _transfer(self, nbytes: int, rate: float, source: int, target: int, stream: int) -> float:
-        """Bytes over the link, on the copy engine of their direction; the seconds it takes."""
+        """Transfer bytes on the copy engine of their direction; return the seconds."""
         device = source if target == HOST else target
         own, opposite = ("out", "in") if target == HOST else ("in", "out")
         if self.attribute("async_engine_count", device) == 1:
@@ -308,7 +308,7 @@ class SimulatedDriver:
         self.time.run((Queue("out", device),), nbytes / self._rates(device).prefetch_out)
 
     def _work(self, seconds: float, location: int, stream: int) -> None:
-        """A kernel on its device; or the CPU itself, which waits for its data first."""
+        """Run a kernel on its device; or the CPU, which first waits for its data."""
         if location == HOST:
             self.synchronize(stream)
             self.time.now_s += seconds
@@ -322,7 +322,7 @@ class SimulatedDriver:
         return self.attribute("integrated", device) == 1
 
     def _home(self, location: int) -> int:
-        """Where pages sent to a place really are: an integrated device has no memory of its own."""
+        """Return where pages are stored: an integrated device has no memory of its own."""
         return HOST if location == HOST or self._shared(location) else location
 
 
@@ -342,18 +342,12 @@ def _advised(state: PageState, advice: Advice, location: int) -> PageState:
             return replace(state, accessed_by=state.accessed_by - {location})
 
 
-# ------------------------------------------------------------------------------------------
-# Who holds which bytes in a simulated machine: allocations, page copies, eviction.
-#
-# Bookkeeping alone. What a move costs is for `simulated`, which is told of each page written back.
-
-
 _FIRST_ADDRESS = 1 << 44
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """One allocation; only a managed one has page states that mean something."""
+    """One allocation; `pages` is used for managed memory only."""
 
     pointer: int
     nbytes: int
@@ -363,7 +357,7 @@ class Range:
 
 
 class SimulatedResidency:
-    """The bytes of every place, and the managed pages that share them."""
+    """Keeps track of the memory of every location: allocations, managed pages, eviction."""
 
     def __init__(
         self,
@@ -371,7 +365,7 @@ class SimulatedResidency:
         page_bytes: int,
         write_back: Callable[[int, int], None],
     ) -> None:
-        """`write_back(device, nbytes)` hears of every eviction that has to move bytes."""
+        """`write_back(device, nbytes)` is called for every eviction that moves bytes."""
         self.capacity = capacity
         self.page_bytes = page_bytes
         self._write_back = write_back
@@ -382,7 +376,7 @@ class SimulatedResidency:
         self._tick = 0
 
     def add(self, nbytes: int, kind: PointerKind, location: int) -> Range:
-        """A new allocation; managed pages take no memory until someone touches them."""
+        """Add an allocation; managed pages take no memory until they are touched."""
         num_pages = -(-nbytes // self.page_bytes)
         made = Range(self._next, nbytes, kind, location, PageTable(num_pages))
         self._next += (num_pages + 1) * self.page_bytes
@@ -393,7 +387,7 @@ class SimulatedResidency:
         return made
 
     def remove(self, gone: Range) -> None:
-        """Give an allocation's bytes back."""
+        """Free an allocation."""
         del self._ranges[gone.pointer]
         self._bases.remove(gone.pointer)
         if gone.kind is not PointerKind.MANAGED:
@@ -402,7 +396,7 @@ class SimulatedResidency:
             self._account(run, frozenset())
 
     def find(self, pointer: int, nbytes: int) -> Range | None:
-        """The allocation that all of these bytes are in."""
+        """Return the allocation that contains all of these bytes; None if there is none."""
         index = bisect_right(self._bases, pointer) - 1
         if index < 0 or nbytes <= 0:
             return None
@@ -410,29 +404,29 @@ class SimulatedResidency:
         return found if pointer + nbytes <= found.pointer + found.nbytes else None
 
     def runs(self, found: Range, pointer: int, nbytes: int) -> list[Run]:
-        """The page runs that the bytes touch: the driver rounds outwards."""
+        """Return the page runs of these bytes, rounded outwards to pages as the driver does."""
         offset = pointer - found.pointer
         last = -(-(offset + nbytes) // self.page_bytes)
         return list(found.pages.runs(offset // self.page_bytes, last))
 
     def size(self, run: Run) -> int:
-        """Bytes of a run."""
+        """Return the bytes of a run."""
         return (run.last - run.first) * self.page_bytes
 
     def promised_bytes(self) -> int:
-        """Bytes of all allocations, resident or not."""
+        """Return the bytes of all allocations, resident or not."""
         return sum(found.nbytes for found in self._ranges.values())
 
     def free_bytes(self, location: int) -> int:
-        """What is left of a place."""
+        """Return the free bytes of a location."""
         return self.capacity[location] - self._used[location]
 
     def begin(self) -> None:
-        """A new operation: what it uses is younger than everything before, so it stays."""
+        """Start an operation. Pages that it uses are the youngest, so it does not evict them."""
         self._tick += 1
 
     def claim(self, found: Range, pointer: int, nbytes: int) -> list[Run]:
-        """Begin an operation on these bytes; making room for it evicts others, never them."""
+        """Start an operation on these bytes and return their runs; they are not evicted by it."""
         self.begin()
         tick = self._tick
         for run in self.runs(found, pointer, nbytes):
@@ -440,7 +434,7 @@ class SimulatedResidency:
         return self.runs(found, pointer, nbytes)
 
     def bring(self, found: Range, run: Run, home: int) -> int:
-        """Give pages a copy at `home`, as many as fit; the bytes that did."""
+        """Copy as many pages as fit to `home`; return their bytes."""
         fits = self.make_room(home, self.size(run)) // self.page_bytes
         placed = Run(run.first, min(run.last, run.first + fits), run.state)
         kept = run.state.locations if run.state.read_mostly else frozenset()
@@ -448,17 +442,17 @@ class SimulatedResidency:
         return self.size(placed)
 
     def touch(self, found: Range, run: Run, home: int, *, write: bool) -> None:
-        """Note a use; a writer's copy is the only valid one."""
+        """Record a use; after a write, only the writer's copy is valid."""
         for part in list(found.pages.runs(run.first, run.last)):
             self._set_locations(found, part, frozenset({home}) if write else part.state.locations)
 
     def keep_one_copy(self, found: Range, run: Run) -> None:
-        """Drop duplicates; a device's copy is the one that stays."""
+        """Drop duplicates; the copy on a device is kept."""
         if len(run.state.locations) > 1:
             self._set_locations(found, run, frozenset({max(run.state.locations)}))
 
     def drop(self, found: Range, pointer: int, nbytes: int) -> int:
-        """Forget the contents of whole pages inside these bytes; how many bytes had any."""
+        """Drop the contents of whole pages; return the bytes that had contents."""
         offset = pointer - found.pointer
         first = -(-offset // self.page_bytes)
         dropped = 0
@@ -468,7 +462,7 @@ class SimulatedResidency:
         return dropped
 
     def make_room(self, home: int, nbytes: int) -> int:
-        """Evict the longest unused pages until so much is free; how much is free then."""
+        """Evict the least recently used pages until `nbytes` are free; return the free bytes."""
         lacking = nbytes - self.free_bytes(home)
         if lacking > 0 and home == HOST:
             raise RunFailedError(
@@ -486,7 +480,7 @@ class SimulatedResidency:
         return self.free_bytes(home)
 
     def _idle(self, home: int) -> Iterator[tuple[Range, Run]]:
-        """Pages at a place that the operation under way has not used itself."""
+        """Yield the pages of a location that the current operation does not use."""
         for found in self._ranges.values():
             for run in found.pages.runs():
                 if home in run.state.locations and run.state.used < self._tick:
@@ -515,30 +509,22 @@ class SimulatedResidency:
             self._used[location] += self.size(run)
 
 
-# ------------------------------------------------------------------------------------------
-# The pages of one managed range, kept as runs of equal state.
-#
-# A terabyte of pages in one state is one run, so a simulation of any size costs bookkeeping only
-# for
-# the places where neighbours differ.
-
-
 @dataclass(frozen=True, slots=True)
 class PageState:
-    """What is known of a page."""
+    """State of a page."""
 
     locations: frozenset[int] = frozenset()
-    """Where it has a valid copy; empty: never written, or discarded."""
+    """Locations with a valid copy; empty if the page was never written, or was discarded."""
     preferred: int | None = None
     last_prefetch: int | None = None
     read_mostly: bool = False
     accessed_by: frozenset[int] = frozenset()
     used: int = 0
-    """When it was last brought or touched; the smallest is evicted first."""
+    """Operation that last used the page; the smallest is evicted first."""
 
 
 class Run(NamedTuple):
-    """Pages `first` up to, not including, `last`, all in one state."""
+    """Pages from `first` up to, but not including, `last`, with equal states."""
 
     first: int
     last: int
@@ -546,7 +532,7 @@ class Run(NamedTuple):
 
 
 class PageTable:
-    """All pages of a range, in order."""
+    """All pages of a range, stored as runs of equal state: a terabyte can be a single run."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -554,7 +540,7 @@ class PageTable:
         self._states = [PageState()]
 
     def runs(self, first: int = 0, last: int | None = None) -> Iterator[Run]:
-        """The runs that cover these pages, cut at both ends."""
+        """Yield the runs that cover these pages, cut at both ends."""
         last = self.num_pages if last is None else last
         index = bisect_right(self._starts, first) - 1
         while first < last:
@@ -563,7 +549,7 @@ class PageTable:
             first, index = end, index + 1
 
     def update(self, first: int, last: int, change: Callable[[PageState], PageState]) -> None:
-        """Change the state of these pages, and join what has become equal."""
+        """Change the state of these pages, and join runs that have become equal."""
         if first >= last:
             return
         low, high = self._cut(first), self._cut(last)
@@ -573,7 +559,7 @@ class PageTable:
                 del self._starts[index], self._states[index]
 
     def _cut(self, page: int) -> int:
-        """Make `page` the first of a run, and say which run that is."""
+        """Split runs so that one starts at `page`; return its index."""
         if page == self.num_pages:
             return len(self._starts)
         index = bisect_right(self._starts, page) - 1
@@ -587,29 +573,25 @@ class PageTable:
         return self._starts[index + 1] if index + 1 < len(self._starts) else self.num_pages
 
 
-# ------------------------------------------------------------------------------------------
-# Simulated time: a clock of the host, and queues that work waits in.
-#
-# Each stream, each direction of a link and the kernels of a device are queues. Work starts when the
-# host has issued it and everything it needs is free.
-
-
 class Queue(NamedTuple):
-    """Something that does one thing at a time: a stream, a copy direction, a device's kernels."""
+    """Something that does one thing at a time: a stream, a copy direction or a device's kernels."""
 
     kind: str
     number: int
 
 
 class Timeline:
-    """When everything is free again; `now_s` is the host's own time."""
+    """Simulated time: work starts when the host has queued it and all its queues are free.
+
+    `now_s` is the time of the host.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._free_at: dict[Queue, float] = defaultdict(float)
 
     def run(self, queues: tuple[Queue, ...], seconds: float) -> None:
-        """Work that holds all of these queues for a time."""
+        """Occupy all of these queues for a time."""
         start = max(self.now_s, *(self._free_at[queue] for queue in queues))
         for queue in queues:
             self._free_at[queue] = start + seconds
@@ -617,21 +599,21 @@ class Timeline:
     def transfer(
         self, queues: tuple[Queue, ...], opposite: Queue, seconds: float, share: float
     ) -> float:
-        """A copy of so many seconds, `share` as fast while the opposite direction is busy too."""
+        """Run a copy, slowed to `share` while the opposite direction is busy; return its time."""
         start = max(self.now_s, *(self._free_at[queue] for queue in queues))
-        crowded = max(0.0, self._free_at[opposite] - start)
-        if opposite not in queues and crowded > 0:
-            seconds += min(crowded, seconds / share) * (1 - share)
+        overlap_s = max(0.0, self._free_at[opposite] - start)
+        if opposite not in queues and overlap_s > 0:
+            seconds += min(overlap_s, seconds / share) * (1 - share)
         for queue in queues:
             self._free_at[queue] = start + seconds
         return seconds
 
     def wait(self, waiting: Queue, other: Queue) -> None:
-        """One queue does nothing until the other has done what it has now (an event)."""
+        """Let one queue wait for the work that another one has now (an event)."""
         self._free_at[waiting] = max(self._free_at[waiting], self._free_at[other])
 
     def synchronize(self, queue: Queue | None) -> float:
-        """The host waits for one queue, or for all; its time afterwards."""
+        """Let the host wait for one queue, or for all; return the time afterwards."""
         ends = self._free_at.values() if queue is None else (self._free_at[queue],)
         self.now_s = max(self.now_s, *ends, 0.0)
         return self.now_s

@@ -1,4 +1,4 @@
-"""The script to source, and `gracetune env`, which says the same."""
+"""scripts/setup_gh200_env.sh and `gracetune env`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STARTS = (
 def source(
     start: dict[str, str], times: int = 1, shell: str = "bash", before: str = ""
 ) -> dict[str, str]:
-    """The variables after sourcing, from a shell that had only these."""
+    """Source the script in a shell with only these variables; return the variables afterwards."""
     lines = [before, *[f'. "{SCRIPT}" > /dev/null'] * times, "echo options:$-", "env"]
     done = subprocess.run(
         [shutil.which(shell) or shell, "-c", "\n".join(lines)],

@@ -1,4 +1,4 @@
-"""Compile the C that tests run against. A C compiler is part of what the tests need."""
+"""Fixtures that compile C code for the tests; they need a C compiler."""
 
 import subprocess
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def compile_c(tmp_path_factory: pytest.TempPathFactory) -> Compile:
 
 @pytest.fixture(scope="session")
 def fake_libcuda(compile_c: Compile) -> Callable[..., Path]:
-    """A stand-in for the driver library, compiled with these flags."""
+    """Compile a fake driver library with these flags."""
 
     def fake(*flags: str, name: str = "libfakecuda.so") -> Path:
         return compile_c(name, "-shared", "-fPIC", *flags, SOURCES / "fake_libcuda.c")

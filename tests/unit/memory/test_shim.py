@@ -1,4 +1,4 @@
-"""The compiled shim against a driver library that the tests compile themselves."""
+"""The compiled shim with a fake driver library, and building the shim."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ HARNESS = Path(__file__).parents[2] / "data" / "shim" / "hammer.c"
 
 
 class Fake:
-    """The steering wheel of the fake driver."""
+    """Controls the fake driver and reads its log."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -96,7 +96,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
 
 @pytest.fixture
 def fresh(shim: Shim, tmp_path: Path) -> Shim:
-    """The same library under another path: its slots are its own."""
+    """Load a copy of the library, which has slots of its own."""
     return Shim(shutil.copy(shim.path, tmp_path / LIBRARY))
 
 

@@ -1,4 +1,4 @@
-"""The simulated driver: its books, its codes and its clock."""
+"""The simulated driver: residency, traffic, error codes and time."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -389,7 +389,7 @@ def test_the_cpu_waits_for_its_stream_before_it_reads() -> None:
     )
 )
 def test_random_operations_neither_create_nor_lose_bytes(trace: list[tuple[str, int, int]]) -> None:
-    """Two ranges of 24 pages on a device of 20: used bytes are resident bytes, and fit."""
+    """Two ranges of 24 pages on a device of 20 pages: used bytes equal resident bytes, and fit."""
     machine = MACHINES["h200-pcie"]
     spec = DeviceSpec(20 * PAGE, machine.attributes, machine.rates())
     driver = SimulatedDriver([spec], 200 * PAGE, PAGE)
