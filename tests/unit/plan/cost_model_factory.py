@@ -1,4 +1,4 @@
-"""Models in round numbers, for tests that reckon by hand."""
+"""Cost models in round numbers, whose results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEEDS = EffectiveRates(
 """A second is a hundred operations, a thousand bytes of device memory or a hundred of the link."""
 
 
-def made_trace(saved: int, again: float = 0.0) -> Trace:
+def build_trace(saved: int, again: float = 0.0) -> Trace:
     """Forward takes one second, backward two and `again`, with 10 bytes beside what is saved."""
     return Trace(
         forward=(Op("gemm", 100.0, 1.0, frozen=True),),
@@ -49,13 +49,13 @@ def made_trace(saved: int, again: float = 0.0) -> Trace:
     )
 
 
-def made_ways(saved: int) -> TracesByMode:
+def build_traces(saved: int) -> TracesByMode:
     """Lean blocks keep 40 bytes; recomputed ones their input alone."""
-    keep = made_trace(saved)
-    return TracesByMode(keep, made_trace(40, again=0.1), plain_checkpointing_trace(keep, 10))
+    keep = build_trace(saved)
+    return TracesByMode(keep, build_trace(40, again=0.1), plain_checkpointing_trace(keep, 10))
 
 
-def made_model(
+def build_model(
     num_blocks: int = 8, frozen_nbytes: int = 100, speeds: EffectiveRates = SPEEDS
 ) -> CostModel:
     """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
@@ -64,8 +64,8 @@ def made_model(
         frozen_nbytes=frozen_nbytes,
         trained_nbytes=2,
         input_nbytes=10,
-        eager=made_ways(120),
-        compiled=made_ways(80),
+        eager=build_traces(120),
+        compiled=build_traces(80),
     )
     outside = Trace((), (), 3, False, 6, 7)
     order = (0,) * num_blocks
@@ -73,7 +73,7 @@ def made_model(
     return CostModel(shapes, speeds)
 
 
-def made_choice(
+def build_candidate(
     model: CostModel,
     activations: str = "keep",
     streamed: int = 0,

@@ -1,4 +1,4 @@
-"""A question to the planner in round numbers, for tests that reckon by hand."""
+"""A planning problem in round numbers, whose results can be computed by hand."""
 
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
@@ -41,7 +41,7 @@ def trace(saved):
     )
 
 
-def made_model(num_blocks=8, frozen_nbytes=100):
+def build_model(num_blocks=8, frozen_nbytes=100):
     """Blocks of 100 bytes that keep 80 bytes, or their input of 10."""
     ways = TracesByMode(trace(80), trace(40), plain_checkpointing_trace(trace(80), 10))
     block = BlockShapes(
@@ -52,9 +52,9 @@ def made_model(num_blocks=8, frozen_nbytes=100):
     return CostModel(shapes, SPEEDS)
 
 
-def made_question(device_nbytes, micro_batches=1000, frozen_nbytes=100, compiled=(False,)):
+def build_problem(device_nbytes, micro_batches=1000, frozen_nbytes=100, compiled=(False,)):
     return PlanProblem(
-        model=made_model(frozen_nbytes=frozen_nbytes),
+        model=build_model(frozen_nbytes=frozen_nbytes),
         fixed=FixedMemory(optimizer_nbytes=16, batches_ahead=0),
         budget=PlanBudget(device_nbytes, 10**6),
         constraints=Constraints(compile=compiled, offload=False),

@@ -1,4 +1,4 @@
-"""A plan on a model of two experts gives the numbers of the plain model."""
+"""A plan applied to a model with two experts does not change its gradients."""
 
 import itertools
 
@@ -70,7 +70,7 @@ def parts(model):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_every_way_at_once_gives_the_same_gradients(compiled):
+def test_all_activation_modes_together_give_the_same_gradients(compiled):
     expected = {expert: gradients(make(), expert) for expert in ("high", "low")}
     model, told = make(), []
     torch._dynamo.reset()
@@ -100,7 +100,7 @@ def test_every_way_at_once_gives_the_same_gradients(compiled):
 
 
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
-def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypatch):
+def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monkeypatch):
     """In room for three slots more; half of it is for activations that come back ahead."""
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     monkeypatch.setattr(autosize, "WORTH", 1e-12)
@@ -125,7 +125,7 @@ def test_what_is_spare_is_shared_by_slots_and_activations(ways, added, monkeypat
     placed.close()
 
 
-def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
+def test_a_plan_that_fails_while_it_is_applied_leaves_no_hooks(monkeypatch):
     model = make()
     plans = [BlockPlan("streamed", "keep")] * len(WAYS)
 
@@ -140,7 +140,7 @@ def test_a_plan_that_fails_half_way_leaves_nothing_behind(monkeypatch):
     assert not model.low._forward_pre_hooks
 
 
-def test_nothing_is_wrapped_that_need_not_be():
+def test_blocks_that_keep_everything_are_not_wrapped():
     model = make()
     plans = [BlockPlan("resident", "keep")] * len(WAYS)
     placed = apply_plan(

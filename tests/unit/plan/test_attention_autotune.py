@@ -1,4 +1,4 @@
-"""Attention is chosen by what a run's own batches ask for, once, and stays chosen."""
+"""The attention backend is measured on the batches of a run, once, and reused."""
 
 import json
 from math import inf
@@ -48,7 +48,7 @@ def backends(trainee):
     return {str(p._attention_backend) for e in experts for p in e.attn_processors.values()}
 
 
-def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
+def test_a_run_measures_once_and_reuses_its_choice(session, tmp_path, told):
     t = session.state
     batches = one_batch_per_bucket(t.run, session.pipeline)
     assert not [text for text in told.texts() if text.startswith("attention:")], (
@@ -81,7 +81,7 @@ def test_a_run_measures_once_and_goes_on_as_it_was(session, tmp_path, told):
     assert json.loads((tmp_path / CHOICE_FILE).read_text()) == elsewhere | {"backend": "math"}
 
 
-def test_a_device_without_room_to_measure_is_told_as_a_fallback(session, tmp_path, told):
+def test_a_full_device_falls_back_to_sdpa(session, tmp_path, told):
     def choose(calls, others):
         raise torch.OutOfMemoryError("full")
 
@@ -95,7 +95,7 @@ def test_a_device_without_room_to_measure_is_told_as_a_fallback(session, tmp_pat
     assert not (tmp_path / CHOICE_FILE).exists(), "with room, it is measured"
 
 
-def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, told):
+def test_models_without_switchable_attention_are_not_measured(tiny_run, tmp_path, told):
     run = tiny_run()
     (tmp_path / "run").mkdir()
     built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
@@ -109,7 +109,7 @@ def test_nothing_is_asked_where_nothing_could_be_switched(tiny_run, tmp_path, to
     built.close()
 
 
-def test_a_model_with_one_transformer_is_watched_as_it_is(tiny_run, tmp_path, told):
+def test_calls_of_a_single_transformer_are_recorded(tiny_run, tmp_path, told):
     run = tiny_run()
     (tmp_path / "run").mkdir()
     session = build_session(
@@ -122,7 +122,7 @@ def test_a_model_with_one_transformer_is_watched_as_it_is(tiny_run, tmp_path, to
     assert isinstance(session.state.accelerator, Accelerator)
 
 
-def test_a_choice_made_elsewhere_is_not_taken(tmp_path):
+def test_a_choice_of_another_environment_is_ignored(tmp_path):
     kept = tmp_path / CHOICE_FILE
     assert read_choice(kept, HERE) == ""
     kept.write_text(json.dumps(HERE | {"backend": "cudnn"}))
@@ -131,7 +131,7 @@ def test_a_choice_made_elsewhere_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flash_attn_2", "of tomorrow", None])
-def test_a_choice_that_cannot_be_had_any_more_is_not_taken(tmp_path, name):
+def test_a_choice_that_is_no_longer_available_is_ignored(tmp_path, name):
     kept = tmp_path / CHOICE_FILE
     kept.write_text(json.dumps(HERE | {"backend": name}))
     assert read_choice(kept, HERE) == ""
@@ -176,7 +176,7 @@ def two_buckets(tiny_run, miniature, tmp_path, told):
     built.close()
 
 
-def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_path, told):
+def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_path, told):
     t, feed = two_buckets.state, two_buckets.pipeline
     sizes = [draw.size for draw in feed.order.one_draw_per_size()]
     assert sizes == [(64, 32), (32, 32)]
@@ -197,7 +197,7 @@ def test_every_bucket_is_looked_at_before_a_backend_is_taken(two_buckets, tmp_pa
     assert attention_shapes(t.run, t.family, feed, precision) == f"flux in no, 2 of each of {sizes}"
 
 
-def test_a_bucket_that_is_held_out_as_a_whole_is_looked_at_too(two_buckets):
+def test_buckets_of_held_out_samples_are_recorded_too(two_buckets):
     t, feed = two_buckets.state, two_buckets.pipeline
     largest, other = (feed.load((draw,)) for draw in feed.order.one_draw_per_size())
     loads = one_batch_per_bucket(t.run, feed, [other, largest, other])

@@ -1,4 +1,4 @@
-"""Rates are measured in what memory is free, and it is said where that is little."""
+"""Rates are measured within the free memory, and compromises emit a notice."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from gracetune.units import MIB
 
 
 @pytest.mark.parametrize("free", [REALISTIC_NBYTES, REALISTIC_NBYTES - 1])
-def test_a_host_is_measured_with_large_tensors_where_they_have_room(free, told):
+def test_probe_models_are_realistic_if_memory_allows(free, told):
     make = probe_model_factory("wan22", free, told)
     small, large = (make(False, is_realistic).encoded for is_realistic in (False, True))
     if free == REALISTIC_NBYTES:
@@ -30,7 +30,7 @@ def test_a_host_is_measured_with_large_tensors_where_they_have_room(free, told):
         ]
 
 
-def test_a_family_that_nobody_published_has_a_stand_in_and_that_is_told(told):
+def test_an_unknown_family_is_probed_with_a_proxy_and_a_notice(told):
     make = probe_model_factory("unheard", REALISTIC_NBYTES, told)
     assert make(True, False).encoded == build_probe_model(PROXY_FAMILY, True).encoded
     assert told.texts() == [f"launch overhead is measured with {PROXY_FAMILY} in place of unheard"]
@@ -44,7 +44,7 @@ def test_a_family_that_nobody_published_has_a_stand_in_and_that_is_told(told):
         (2**40, 8192, 2**29),
     ],
 )
-def test_pieces_are_as_large_as_there_is_room(free, edge, copied, told, monkeypatch):
+def test_measured_buffers_fit_the_free_memory(free, edge, copied, told, monkeypatch):
     found = []
     monkeypatch.setattr(device_benchmark, "free_nbytes", lambda _: free)
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def test_pieces_are_as_large_as_there_is_room(free, edge, copied, told, monkeypa
 
 
 @pytest.mark.parametrize("free", [-5, 0, BUFFER_PART * MIN_BUFFER_NBYTES - 1])
-def test_a_device_that_is_full_is_refused_with_what_is_free(free, told, monkeypatch):
+def test_a_full_device_is_an_error_that_names_the_free_memory(free, told, monkeypatch):
     monkeypatch.setattr(device_benchmark, "free_nbytes", lambda _: free)
     with pytest.raises(
         PlanError, match=r"^only (0 B|8\.0 MiB) of device memory is free, too little"

@@ -1,4 +1,4 @@
-"""What fp8 needs beside its products, held against a block whose weights were rounded first."""
+"""The estimated overhead of fp8 matches a block whose weights were converted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rounded() -> BlockShapes:
     return traced_in_fp8(has_directions=False)
 
 
-def test_eager_rounding_takes_what_a_rounded_block_shows(
+def test_eager_fp8_peaks_match_a_converted_block(
     fused_shapes: ModelShapes, rounded: BlockShapes
 ) -> None:
     guess = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
@@ -69,7 +69,7 @@ def test_eager_rounding_takes_what_a_rounded_block_shows(
         assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
 
 
-def test_the_host_queues_what_a_rounded_block_calls(
+def test_fp8_calls_match_a_converted_block(
     fused_shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With CUDA's one kernel for a product, which a CPU does in steps."""
@@ -107,7 +107,7 @@ def test_the_host_queues_what_a_rounded_block_calls(
                 assert bool(said.policy_calls) == bool(was.policy_calls)
 
 
-def test_a_compiled_block_that_does_products_again_holds_their_inputs(
+def test_a_compiled_block_holds_rounded_inputs_of_recomputed_matmuls(
     fused_shapes: ModelShapes,
 ) -> None:
     """Into attention and out of it, twice; into the wide layer and out of it; and text, twice."""
@@ -122,7 +122,7 @@ def test_a_compiled_block_that_does_products_again_holds_their_inputs(
         assert mine.forward_peak_nbytes == before.forward_peak_nbytes
 
 
-def test_every_input_is_taken_apart_where_it_is_computed(fused_shapes: ModelShapes) -> None:
+def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShapes) -> None:
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
     found = with_fp8_overhead(ways, compiled=True)
     passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
@@ -137,7 +137,7 @@ def test_every_input_is_taken_apart_where_it_is_computed(fused_shapes: ModelShap
     assert again == pytest.approx(passes, rel=0.01)
 
 
-def test_layers_without_an_adapter_have_inputs_of_their_own(fused_shapes: ModelShapes) -> None:
+def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: ModelShapes) -> None:
     """Two products in a row share one only inside of one of our operators."""
     keep = fused_shapes.kinds[0].compiled.keep
 
@@ -151,7 +151,7 @@ def test_layers_without_an_adapter_have_inputs_of_their_own(fused_shapes: ModelS
     assert passes(replace(first, starts_custom_op=True), first) == passes(first)
 
 
-def test_a_layer_in_fp8_is_stored_with_its_directions(fused_shapes: ModelShapes) -> None:
+def test_fp8_layers_store_their_outlier_subspace(fused_shapes: ModelShapes) -> None:
     """Held against a small layer that was really made: weight, scales, directions and all."""
     import torch
     from torch import nn

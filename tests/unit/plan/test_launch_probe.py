@@ -1,4 +1,4 @@
-"""What queueing costs: shared out among calls, beside computing, and measured by a narrow model."""
+"""Launch costs: measured with tiny models, and simulated beside compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from cost_model_factory import SPEEDS, made_choice, made_model
+from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.models.family import PLANNABLE
 from gracetune.plan.cost import CostModel
@@ -58,7 +58,7 @@ def queued(
     num_trained: int = 0,
 ) -> CostModel:
     """Blocks of one second forward and two back that the host queues by so many calls."""
-    shapes = made_model(num_blocks)._shapes
+    shapes = build_model(num_blocks)._shapes
     (kind,) = shapes.kinds
     keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
     lean = replace(kind.eager.lean, forward_calls=forward, backward_calls=backward)
@@ -68,21 +68,21 @@ def queued(
 
 
 def seconds_of(model: CostModel, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
-    choice = made_choice(model, activations, streamed, batch=batch, compiled=False)
+    choice = build_candidate(model, activations, streamed, batch=batch, compiled=False)
     found = predict_seconds(model.at(batch), choice, model.rates, 0)
     assert lower_bound_seconds(model.at(batch), choice, model.rates) <= found.step * (1 + 1e-9)
     return found
 
 
-def test_each_kind_of_call_has_its_price() -> None:
-    keep = replace(made_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
+def test_each_kind_of_call_has_its_own_cost() -> None:
+    keep = replace(build_model(1)._shapes.kinds[0].eager.keep, forward_calls=CALLS)
     keep = replace(keep, backward_calls=HostCalls(dispatched=3, kernels=3, custom_ops=1))
     assert HOST.forward_seconds(keep) == pytest.approx(6 + 5 * VIEW_COST + 2 * 10)
     assert HOST.backward_seconds(keep) == pytest.approx(3 * 2 + 7)
 
 
-def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None:
-    (kind,) = made_model(1)._shapes.kinds
+def test_a_policy_costs_time_in_forward_and_when_recomputing() -> None:
+    (kind,) = build_model(1)._shapes.kinds
     keep = replace(kind.eager.keep, forward_calls=CALLS, backward_calls=HostCalls(kernels=3))
     asked, plain = recomputed_trace(keep, (), 10), plain_checkpointing_trace(keep, 10)
     assert HOST.forward_seconds(plain) == HOST.forward_seconds(keep)
@@ -92,8 +92,8 @@ def test_a_policy_is_asked_about_each_operator_twice_and_the_host_pays() -> None
     assert plain.recompute_calls.kernels == len(keep.forward)
 
 
-def test_what_a_policy_keeps_is_dearer_than_what_it_only_looks_at() -> None:
-    (kind,) = made_model(1)._shapes.kinds
+def test_saving_a_result_costs_a_policy_more_than_skipping_it() -> None:
+    (kind,) = build_model(1)._shapes.kinds
     inside = [Op("gemm", 1.0, 1.0, frozen=True), Op("gemm", 1.0, 1.0, 0.0, 8.0, frozen=True)]
     attention = Op("attention", 1.0, 1.0, out_nbytes=8.0)
     forward = (*inside, attention)
@@ -108,8 +108,8 @@ def test_what_a_policy_keeps_is_dearer_than_what_it_only_looks_at() -> None:
     )
 
 
-def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_called() -> None:
-    (kind,) = made_model(1)._shapes.kinds
+def test_saved_results_launch_no_kernel_and_unneeded_ones_are_not_recomputed() -> None:
+    (kind,) = build_model(1)._shapes.kinds
     first = kind.eager.keep.forward[0]
     keep = replace(kind.eager.keep, forward=(first, *[replace(first)] * 3), forward_calls=CALLS)
     assert recomputed_trace(keep, (), 10).recompute_calls.kernels == 4
@@ -120,7 +120,7 @@ def test_what_a_policy_keeps_launches_nothing_and_what_nobody_reads_is_not_calle
     assert early.custom_ops == CALLS.custom_ops / 2
 
 
-def test_a_host_that_queues_slowly_is_waited_for() -> None:
+def test_the_device_waits_for_a_slow_host() -> None:
     host = LaunchCosts(forward_s=1.0, backward_s=1.0, optimizer_s=3.0)
     model = queued(2, host, HostCalls(kernels=10), HostCalls(kernels=30), num_trained=1)
     slow = seconds_of(model)
@@ -131,14 +131,14 @@ def test_a_host_that_queues_slowly_is_waited_for() -> None:
     assert busy.wait_host == 0
 
 
-def test_the_host_runs_ahead_where_kernels_are_long_and_uses_it_where_they_are_short() -> None:
+def test_a_lead_from_long_kernels_hides_slow_launches_of_short_ones() -> None:
     """Forward alone would be bound by the host: by a second a block."""
     ahead = LaunchCosts(forward_s=1.0, backward_s=1.0)
     model = queued(4, ahead, HostCalls(kernels=2), HostCalls(kernels=0.5))
     assert seconds_of(model).step == pytest.approx(4 * 3, rel=0.02)
 
 
-def test_a_queue_holds_only_so_many_kernels() -> None:
+def test_the_launch_queue_has_a_limited_depth() -> None:
     """As before, and of many blocks: what is queued ahead does not last for all of forward."""
     waited = []
     for lead in (1.5, 4.5):
@@ -152,15 +152,15 @@ def test_a_queue_holds_only_so_many_kernels() -> None:
     assert waited[1] > 20
 
 
-def test_what_no_order_beats_knows_a_host_that_is_behind() -> None:
+def test_the_lower_bound_includes_launch_time() -> None:
     host = LaunchCosts(forward_s=4.0 / 200, backward_s=5.0 / 200)
     model = queued(40, host, HostCalls(kernels=200), HostCalls(kernels=200))
-    least = lower_bound_seconds(model.at(1), made_choice(model, compiled=False), model.rates)
+    least = lower_bound_seconds(model.at(1), build_candidate(model, compiled=False), model.rates)
     assert least == pytest.approx(40 * 9)
     assert least <= seconds_of(model).step
 
 
-def test_a_lead_from_the_step_before_is_not_lived_on() -> None:
+def test_a_step_cannot_use_the_lead_of_the_previous_step_forever() -> None:
     """The link holds the first step up, the host gets ahead: steps in a row gain nothing by it."""
     host = LaunchCosts(forward_s=3.0 / 100, backward_s=3.0 / 100)
     shapes = queued(12, host, HostCalls(kernels=100), HostCalls(kernels=100))._shapes
@@ -171,7 +171,7 @@ def test_a_lead_from_the_step_before_is_not_lived_on() -> None:
     assert 0.7 < found.wait_host / found.wait_weights < 1.6  # in the second step there was no wait
 
 
-def test_a_host_that_is_always_ahead_changes_nothing() -> None:
+def test_a_host_that_is_always_ahead_costs_nothing() -> None:
     quick = queued(
         4, LaunchCosts(forward_s=0.01, backward_s=0.01), HostCalls(kernels=9), HostCalls(kernels=9)
     )
@@ -179,14 +179,14 @@ def test_a_host_that_is_always_ahead_changes_nothing() -> None:
     assert seconds_of(quick) == seconds_of(free)
 
 
-def test_recomputing_under_a_policy_takes_the_host_longer() -> None:
+def test_recomputing_under_a_policy_costs_more_launch_time() -> None:
     host = LaunchCosts(forward_s=1.0, backward_s=1.0, policy_s=2.0, policy_recompute_s=3.0)
     model = queued(2, host, HostCalls(dispatched=9, kernels=9), HostCalls(kernels=9))
     kept, again = (seconds_of(model, activations=way).step for way in ("keep", "recompute"))
     assert again - kept == pytest.approx(2 * (9 * 2 + 9 * 3 + 1), rel=0.05)  # one kernel is traced
 
 
-def test_the_ring_and_the_offload_take_the_host_their_time() -> None:
+def test_ring_and_offload_hooks_cost_launch_time() -> None:
     there, back = HOST.hook_seconds(4, streamed=True, packed=True, sent=False)
     assert there == pytest.approx(3 * (4 * PACK_COSTS[0] + STREAM_COSTS[0]))
     assert back == pytest.approx(3 * (4 * PACK_COSTS[1] + STREAM_COSTS[1]))
@@ -203,7 +203,7 @@ def test_the_ring_and_the_offload_take_the_host_their_time() -> None:
     assert streamed - resident == pytest.approx(2 * 100 * each, rel=0.1)
 
 
-def test_a_measured_machine_is_so_many_times_as_slow_at_queueing_too() -> None:
+def test_rescaling_compute_rescales_launch_costs() -> None:
     model = queued(1, HOST, CALLS, CALLS)
     way, paced = (m.at(1).blocks[0].eager.keep for m in (model, model.rescaled(2.0, 1.0)))
     assert paced.forward_host_s == pytest.approx(2 * way.forward_host_s)
@@ -230,7 +230,7 @@ def probed(family: str, clock: Callable[[], float], waited: list[int]) -> Launch
     return measure_launch_costs(torch.device("cpu"), lambda: waited.append(1), clock, small)
 
 
-def test_a_host_is_probed_by_models_of_no_size() -> None:
+def test_launch_costs_are_measured_with_tiny_models() -> None:
     """By a clock that ticks at each look: every part takes one tick, whatever it does."""
     ticks = count()
     waited: list[int] = []
@@ -242,7 +242,7 @@ def test_a_host_is_probed_by_models_of_no_size() -> None:
     assert len(waited) == 3 * (WARM_UP + REPEATS)
 
 
-def test_what_a_pass_takes_is_shared_out_among_its_calls() -> None:
+def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
     """By a clock that knows what each pass costs: plain, prepared, under a policy."""
     costs = [(1.0, 2.0, 0.0), (3.0, 5.0, 8.0), (10.0, 20.0, 0.0)]
     ticks = accumulate(cycle([look for parts in costs for look in (0.0, *parts)]))
@@ -264,7 +264,7 @@ def test_what_a_pass_takes_is_shared_out_among_its_calls() -> None:
 
 
 @pytest.mark.parametrize("family", [*PLANNABLE, "unheard_of"])
-def test_a_real_host_pays_for_python(family: str) -> None:
+def test_measured_launch_costs_are_plausible(family: str) -> None:
     host = probed(family, time.process_time, [])
     assert 1e-7 < host.forward_s < 1e-3
     assert 0 < host.policy_s < 1e-3
@@ -272,7 +272,7 @@ def test_a_real_host_pays_for_python(family: str) -> None:
     assert 0 < host.optimizer_s < 1e-2
 
 
-def test_a_probe_draws_nothing_that_a_run_would_have_drawn() -> None:
+def test_a_probe_leaves_the_global_rng_unchanged() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -280,7 +280,7 @@ def test_a_probe_draws_nothing_that_a_run_would_have_drawn() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_calls_are_counted_as_another_device_would_have_them() -> None:
+def test_calls_are_counted_as_on_cuda() -> None:
     """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
     make = partial(build_probe_model, "wan22", True)
     (here, _), (there, back) = (
@@ -292,7 +292,7 @@ def test_calls_are_counted_as_another_device_would_have_them() -> None:
     assert 0 < there.policy_calls < there.dispatched
 
 
-def test_a_plan_says_that_the_host_is_too_slow() -> None:
+def test_the_report_mentions_a_slow_host() -> None:
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.report import reasons
     from gracetune.plan.search import Constraints, PlanBudget, find_best_plan
@@ -314,7 +314,7 @@ def test_a_plan_says_that_the_host_is_too_slow() -> None:
 
 
 @pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
-def test_a_roomy_model_calls_what_one_of_no_size_calls(family: str) -> None:
+def test_realistic_and_tiny_probe_models_make_the_same_calls(family: str) -> None:
     """A host is timed with the one and its calls are counted with the other."""
     small, roomy = (
         trace_model(build_probe_model(family, True, is_realistic).trace_target(), 1)

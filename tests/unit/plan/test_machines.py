@@ -1,4 +1,4 @@
-"""Published machines: complete, sourced, and detected as what they are."""
+"""Known machines are complete, have sources, and are detected as what they are."""
 
 from dataclasses import fields
 
@@ -41,7 +41,7 @@ def test_detection_agrees_with_the_machines_link(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_published_platform_says_that_it_is_published(name: str) -> None:
+def test_the_platform_of_a_known_machine_names_its_source(name: str) -> None:
     platform = MACHINES[name].platform()
     assert set(platform.reasons) == {field.name for field in fields(Platform)} - {"why"}
     assert all("not this machine" in reason for reason in platform.reasons.values())
@@ -49,12 +49,12 @@ def test_a_published_platform_says_that_it_is_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if MACHINES[n].link is not Link.INTEGRATED])
-def test_planned_movement_beats_faults_on_every_link(name: str) -> None:
+def test_copies_are_faster_than_page_faults_on_every_link(name: str) -> None:
     rates = MACHINES[name].rates()
     assert rates.fault * 5 < rates.prefetch_in <= rates.copy_in < rates.device
 
 
-def test_the_link_of_a_gh200_is_worth_its_name() -> None:
+def test_c2c_is_several_times_faster_than_pcie() -> None:
     assert MACHINES["gh200-96"].rates().copy_in > 6 * MACHINES["h200-pcie"].rates().copy_in
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_machine_lists_the_known_ones() -> None:
         find_machine("gh300")
 
 
-def test_what_was_measured_on_an_h200_comes_out_of_its_simulation() -> None:
+def test_the_simulated_h200_reproduces_measured_rates() -> None:
     """2 GiB: 5 GB/s by faults, 49 to 50 by prefetch, and a first touch then costs nothing."""
     known = MACHINES["h200-pcie"]
     driver = SimulatedDriver([known.device()], known.host_bytes, known.page_bytes)

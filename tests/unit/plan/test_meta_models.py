@@ -1,4 +1,4 @@
-"""Models by their configuration: published shapes, folders, and what cannot be planned."""
+"""Models built from their configuration: published ones, folders, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL = {
         ("qwen_image", 20.43, 1, (16, 128, 128)),
     ],
 )
-def test_published_shapes_have_their_published_size(
+def test_published_configurations_have_their_published_size(
     family: str, billions: float, experts: int, latent: tuple[int, ...]
 ) -> None:
     shape = build_meta_model(ModelSection(family=family), SQUARE)
@@ -63,7 +63,7 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
         assert block.eager.keep.flops == pytest.approx(block.compiled.keep.flops, rel=1e-3)
 
 
-def test_frames_and_the_small_wan_have_their_own_latents() -> None:
+def test_videos_and_wan_5b_have_their_own_latent_shapes() -> None:
     clip = SampleShape(832, 480, 33)
     big = build_meta_model(ModelSection(family="wan22"), clip, {"num_layers": 1})
     assert big.encoded.latent_shape == (16, 9, 60, 104)
@@ -73,7 +73,7 @@ def test_frames_and_the_small_wan_have_their_own_latents() -> None:
     assert small.trace_target().inputs(2)["timestep"].shape == (2, 9 * 15 * 26)
 
 
-def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
+def test_a_local_folder_overrides_the_published_configuration(tmp_path: Path) -> None:
     config = {"_class_name": "WanTransformer3DModel", "num_layers": 2, "num_attention_heads": 2}
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
@@ -94,21 +94,19 @@ def test_a_folder_says_what_its_model_is(tmp_path: Path) -> None:
         ("{", "cannot be read as a model's configuration"),
     ],
 )
-def test_a_folder_that_cannot_be_planned_is_refused(
-    text: str, complaint: str, tmp_path: Path
-) -> None:
+def test_a_folder_with_another_model_is_an_error(text: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(text)
     with pytest.raises(ModelError, match=complaint):
         build_meta_model(ModelSection(family="wan22", path=str(tmp_path)), SQUARE)
 
 
-def test_an_unknown_family_is_told_which_are_known() -> None:
+def test_the_error_for_an_unknown_family_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*trace_model"):
         build_meta_model(ModelSection(family="sdxl"), SQUARE)
 
 
-def test_a_loaded_family_is_planned_as_its_configuration_is() -> None:
+def test_a_loaded_family_is_traced_like_its_configuration() -> None:
     family = load_family(ModelSection(family="tiny"))
     family.transformer.requires_grad_(False)
     text = family.stack_text(family.encode_text(["a red ring"]))

@@ -1,4 +1,4 @@
-"""A step that found the device full and is done again: as if it had been done once."""
+"""A step that runs out of memory is repeated without a trace in the results."""
 
 import itertools
 import weakref
@@ -62,7 +62,7 @@ def fill(monkeypatch):
     return at
 
 
-def test_a_plan_that_does_not_fit_gives_way_to_a_smaller_one(losses, told, fill):
+def test_a_step_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(losses, told, fill):
     """In the middle of a window, and with dropout, which falls as if there had been one try."""
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": 2, "dropout": 0.5}
     expected = losses("off", **settings)
@@ -72,7 +72,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_a_smaller_one(losses, told, fill)
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
 
 
-def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fill, monkeypatch):
+def test_a_smaller_plan_is_compared_with_its_own_steps(losses, told, fill, monkeypatch):
     """Moving weights, the try that failed, and the first steps after it are no measure."""
     watched, steps = [], []
     watch, check = PlanController.start_measuring, PlanController.check
@@ -102,7 +102,7 @@ def test_what_the_smaller_plan_is_held_against_is_its_own_steps(losses, told, fi
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, accumulation):
+def test_a_batch_that_did_not_fit_is_loaded_again(losses, told, monkeypatch, accumulation):
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": accumulation}
     expected = losses("off", **settings)
     calls = itertools.count()
@@ -120,7 +120,7 @@ def test_a_batch_that_found_no_room_is_brought_again(losses, told, monkeypatch, 
     assert told.of(BatchesFed)[-1].batches == 5 * accumulation, "all of that step twice"
 
 
-def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
+def test_a_step_does_not_hold_its_batches(losses, monkeypatch):
     """A second try brings them again: a large step holds no more of them than a small one."""
     seen, alive = [], []
     saw = PlanController.count_batch
@@ -136,7 +136,7 @@ def test_batches_are_let_go_of_as_the_step_goes_on(losses, monkeypatch):
     assert max(alive) <= 2, "one in use, and the next"
 
 
-def test_steps_that_were_compiled_in_are_no_measure(losses, told, monkeypatch):
+def test_steps_that_include_compilation_are_not_timed(losses, told, monkeypatch):
     compiling = itertools.chain([True, True], itertools.repeat(False))
     monkeypatch.setattr(PlanController, "has_compiled", lambda _: next(compiling))
     window = TIMED_STEPS + 1  # the clock is started after a step
@@ -145,7 +145,7 @@ def test_steps_that_were_compiled_in_are_no_measure(losses, told, monkeypatch):
     assert sum(text.startswith("measured:") for text in told.texts()) == 1
 
 
-def test_no_update_is_made_twice(losses, told, monkeypatch):
+def test_an_update_is_never_repeated(losses, told, monkeypatch):
     """Where the device fills after it, a second try would train on the same batches again."""
     calls = itertools.count()
 

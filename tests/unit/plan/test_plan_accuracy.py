@@ -1,4 +1,4 @@
-"""Predictions against what an H200 measured, and the tables in the docs that come of them."""
+"""Predictions match measurements on an H200, and the docs state the deviations."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
-def test_the_planner_is_near_what_was_measured(
-    record: dict[str, Any], wan_shapes: ModelShapes
-) -> None:
+def test_predictions_match_measurements(record: dict[str, Any], wan_shapes: ModelShapes) -> None:
     seconds, peak = deviations(record, wan_shapes)
     assert abs(peak) < 0.05
     if "excused" not in record:
@@ -85,7 +83,7 @@ def test_the_planner_is_near_what_was_measured(
 
 
 @pytest.mark.parametrize("record", LATER, ids=lambda record: record["name"])
-def test_the_planner_is_near_what_was_measured_later(
+def test_predictions_match_later_measurements(
     record: dict[str, Any], fused_shapes: ModelShapes
 ) -> None:
     speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
@@ -112,7 +110,7 @@ def test_the_planner_is_near_what_was_measured_later(
     assert plan.device.total / GIB == pytest.approx(record["peak_gib"], rel=0.05)
 
 
-def test_the_docs_say_how_near(wan_shapes: ModelShapes) -> None:
+def test_the_docs_state_the_deviations(wan_shapes: ModelShapes) -> None:
     counted = [r for r in RECORDS if "excused" not in r and "fitted" not in r]
     off = [deviations(record, wan_shapes) for record in counted]
     peak, seconds, number = re.search(
@@ -123,7 +121,7 @@ def test_the_docs_say_how_near(wan_shapes: ModelShapes) -> None:
     assert peak == f"{100 * max(abs(p) for _, p in off):.1f}"
 
 
-def test_the_table_of_260_pictures_in_the_docs_is_what_the_code_says(
+def test_the_memory_table_in_the_docs_is_current(
     fused_shapes: ModelShapes,
 ) -> None:
     shape = build_meta_model(
@@ -139,7 +137,7 @@ def test_the_table_of_260_pictures_in_the_docs_is_what_the_code_says(
     assert "\n".join(rows) in GUIDE
 
 
-def test_a_block_of_wan_holds_what_was_measured(
+def test_a_block_of_wan_saves_as_much_as_measured(
     wan_shapes: ModelShapes, fused_shapes: ModelShapes
 ) -> None:
     (block,), (fused,) = wan_shapes.kinds, fused_shapes.kinds

@@ -1,10 +1,10 @@
-"""What a plan may count on, and what it has to leave room for."""
+"""The memory that a plan may use, and the memory that it must leave."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from problem_factory import made_model
+from problem_factory import build_model
 from torch import nn
 
 from gracetune.cache.batch_transfer import INITIAL_DEPTH
@@ -18,37 +18,37 @@ def family_of(*layers):
     return SimpleNamespace(transformer=nn.Sequential(*layers))
 
 
-def test_frozen_weights_are_counted_as_room_and_trained_ones_are_not():
+def test_loaded_frozen_weights_count_as_free_host_memory():
     frozen, trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
     nbytes = sum(p.nbytes for p in frozen.parameters())
     assert planner._leaving_nbytes(family_of(frozen, trained)) == nbytes
     assert planner._leaving_nbytes(family_of(trained)) == 0
 
 
-def test_weights_that_are_not_in_host_memory_make_no_room_there():
+def test_weights_on_the_device_do_not_count_as_free_host_memory():
     elsewhere = nn.Linear(64, 64, device="meta").requires_grad_(False)
     assert planner._leaving_nbytes(family_of(elsewhere)) == 0
 
 
-def test_what_the_run_file_allows_is_a_limit_still():
+def test_the_run_file_limits_host_memory():
     frozen = family_of(nn.Linear(1024, 1024).requires_grad_(False))
     run = RunFile.model_validate({"plan": {"host_memory": "1MB"}})
     assert planner._host_nbytes(run, frozen) == 1_000_000
 
 
 @pytest.mark.parametrize(("depth", "expected"), [("auto", INITIAL_DEPTH), (7, 7)])
-def test_batches_that_are_brought_ahead_have_their_room(depth, expected):
+def test_prefetched_batches_are_counted(depth, expected):
     run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
-    ask = planner.build_problem(run, family_of(nn.Linear(4, 4)), made_model(), 10**9)
+    ask = planner.build_problem(run, family_of(nn.Linear(4, 4)), build_model(), 10**9)
     assert ask.fixed.batches_ahead == expected
 
 
-def test_in_one_memory_a_run_moves_nothing():
+def test_with_one_memory_nothing_is_moved():
     run = RunFile.model_validate({"adapter": {"rank": 4}, "optimizer": {"state": "host"}})
     library = int(FITTED_CONSTANTS["library_nbytes"].value)
 
     def answer(nbytes, one_memory):
-        model, family = made_model(), family_of(nn.Linear(4, 4))
+        model, family = build_model(), family_of(nn.Linear(4, 4))
         ask = planner.build_problem(run, family, model, library + nbytes, one_memory=one_memory)
         ask = replace(ask, budget=replace(ask.budget, fragmentation=0.0))
         return ask.solve(ask.budget)

@@ -1,9 +1,9 @@
-"""What was learnt predicts what was measured."""
+"""A calibrated cost model predicts what was measured."""
 
 from dataclasses import replace
 
 import pytest
-from problem_factory import made_question
+from problem_factory import build_problem
 
 from gracetune.plan.controller import StepMeasurement, calibrate, is_off
 from gracetune.plan.memory import FixedMemory
@@ -14,7 +14,7 @@ ROOMY, TIGHT = 2000, 500
 
 
 def planned(device_nbytes, **made):
-    ask = made_question(device_nbytes, **made)
+    ask = build_problem(device_nbytes, **made)
     return ask, ask.solve(ask.budget)
 
 
@@ -29,7 +29,7 @@ def as_planned(plan, **differing):
     return replace(StepMeasurement(seconds.step, waits, plan.device.total), **differing)
 
 
-def test_a_plan_that_came_true_was_not_wrong():
+def test_small_deviations_are_tolerated():
     _, plan = planned(TIGHT)
     assert not is_off(plan, as_planned(plan))
     assert not is_off(plan, as_planned(plan, seconds=1.09 * plan.seconds.step))
@@ -38,7 +38,7 @@ def test_a_plan_that_came_true_was_not_wrong():
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.2, 3.0])
-def test_bytes_that_nobody_foresaw_are_there_whatever_is_chosen(factor):
+def test_unpredicted_memory_is_added_to_every_plan(factor):
     ask, plan = planned(TIGHT)
     peak = int(factor * plan.device.total)
     measured = as_planned(plan, peak_nbytes=peak)
@@ -50,7 +50,7 @@ def test_bytes_that_nobody_foresaw_are_there_whatever_is_chosen(factor):
 
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.5, 4.0])
 @pytest.mark.parametrize("device_nbytes", [ROOMY, TIGHT])
-def test_a_machine_that_computes_at_another_pace(factor, device_nbytes):
+def test_calibration_scales_compute(factor, device_nbytes):
     ask, plan = planned(device_nbytes)
     waits = plan.seconds.wait_weights
     seconds = factor * (plan.seconds.step - waits) + waits
@@ -60,7 +60,7 @@ def test_a_machine_that_computes_at_another_pace(factor, device_nbytes):
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.5])
-def test_a_link_that_is_slower_than_it_was_measured_alone(slower):
+def test_calibration_finds_a_slower_link(slower):
     """Blocks of 900 bytes come in nine seconds and are computed in three: the link is all."""
     ask, plan = planned(2400, frozen_nbytes=900)
     assert plan.seconds.wait_weights > 0.3 * plan.seconds.step
@@ -74,7 +74,7 @@ def test_a_link_that_is_slower_than_it_was_measured_alone(slower):
     assert again.seconds.gemm == pytest.approx(plan.seconds.gemm)
 
 
-def test_a_step_that_only_waited_says_nothing_of_computing():
+def test_a_step_of_stalls_does_not_change_the_compute_rate():
     ask, plan = planned(TIGHT)
     model, _ = calibrate(
         ask.model, FixedMemory(16), plan, as_planned(plan, seconds=100.0, stalled_s=100.0)
@@ -82,7 +82,7 @@ def test_a_step_that_only_waited_says_nothing_of_computing():
     assert model.at(1).blocks[0].eager.keep.forward.total == pytest.approx(1.0)
 
 
-def test_what_a_link_cannot_explain_is_not_laid_at_its_door():
+def test_compute_time_is_not_blamed_on_the_link():
     """Computing took as long as it did, nothing was waited for: the link stays as it was."""
     ask, plan = planned(TIGHT)
     measured = as_planned(plan, seconds=2 * plan.seconds.step, stalled_s=0.0)

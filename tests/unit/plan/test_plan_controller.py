@@ -1,10 +1,10 @@
-"""A plan is corrected once, where that is clearly better or needed; slots are given up first."""
+"""A plan is corrected once if it is worth it, and shrinks if memory runs out."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
-from problem_factory import made_question
+from problem_factory import build_problem
 
 from gracetune.data.sample import Batch
 from gracetune.events.types import Notice
@@ -104,7 +104,7 @@ def batch(numel=NUMEL):
 @pytest.fixture
 def case(told):
     def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
-        ask = made_question(device_nbytes, **asked)
+        ask = build_problem(device_nbytes, **asked)
         deeds, placed, spares = [], [], []
 
         def place(plan, spare_nbytes):
@@ -123,7 +123,7 @@ def case(told):
     return make
 
 
-def test_a_plan_that_came_true_stays_and_the_ring_may_use_what_is_free(case):
+def test_a_correct_plan_stays_and_the_ring_may_grow(case):
     one = case(TIGHT)
     plan = one.plan
     assert not one.check(plan.seconds.step, peak=plan.device.total - 1)
@@ -136,7 +136,7 @@ def test_a_plan_that_came_true_stays_and_the_ring_may_use_what_is_free(case):
     assert text.endswith(f"of device memory (expected {format_bytes(plan.device.total)})")
 
 
-def test_memory_that_turned_out_to_be_free_is_spent_once(case):
+def test_unexpectedly_free_memory_is_used_by_a_correction_once(case):
     one = case(TIGHT)
     before = one.plan
     assert any(block.activations == "recompute" for block in before.blocks)
@@ -154,7 +154,7 @@ def test_memory_that_turned_out_to_be_free_is_spent_once(case):
     assert one.plan is after
 
 
-def test_a_plan_over_its_budget_gives_way_though_that_is_slower(case):
+def test_a_plan_over_budget_is_replaced_even_by_a_slower_one(case):
     one = case(1500)
     before = one.plan
     assert one.check(before.seconds.step, peak=1600)
@@ -164,7 +164,7 @@ def test_a_plan_over_its_budget_gives_way_though_that_is_slower(case):
     assert one.ask.solve(one.ask.budget).device.total + more > 1500
 
 
-def test_another_pace_alone_changes_nothing_that_it_would_not_make_faster(case):
+def test_a_different_speed_alone_does_not_change_the_plan(case):
     one = case(ROOMY)
     before = one.plan
     assert not one.check(2 * before.seconds.step, peak=before.device.total)
@@ -175,7 +175,7 @@ def test_another_pace_alone_changes_nothing_that_it_would_not_make_faster(case):
     assert one.deeds[0][0] == "may grow"
 
 
-def test_small_batches_say_nothing_of_the_largest(case):
+def test_smaller_batches_do_not_correct_the_plan(case):
     one = case(TIGHT)
     before = one.plan
     assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
@@ -184,7 +184,7 @@ def test_small_batches_say_nothing_of_the_largest(case):
     assert one.deeds == [("may grow", one.ask.spare_nbytes(before))]
 
 
-def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
+def test_one_full_batch_corrects_memory_but_not_time(case):
     one = case(TIGHT)
     before = one.plan
     one.meter.peak = before.device.total - 200
@@ -196,14 +196,14 @@ def test_one_large_batch_tells_the_peak_but_not_the_pace(case):
     assert one.plan.device.total > before.device.total - 200
 
 
-def test_a_batch_that_is_not_full_is_not_large(case):
+def test_a_partial_batch_does_not_count_as_full(case):
     one = case(TIGHT)
     one.settled.start_measuring()
     one.settled.count_batch(Batch(torch.zeros(0, NUMEL), {}, ()))
     assert not one.settled.check(one.plan.seconds.step / 10, LEFT)
 
 
-def test_a_change_that_cannot_pay_for_its_compilation_is_not_made(case):
+def test_a_change_must_pay_for_its_compilation(case):
     free = 450  # so much that weights may stay, which needs another graph
     one = case(TIGHT, compiled=(True,))
     before = one.plan
@@ -213,7 +213,7 @@ def test_a_change_that_cannot_pay_for_its_compilation_is_not_made(case):
     assert two.check(before.seconds.step, peak=before.device.total - free, left=LEFT)
 
 
-def test_weights_that_move_take_their_time_too(case, monkeypatch):
+def test_a_change_must_pay_for_moving_weights(case, monkeypatch):
     one = case(TIGHT)
     before = one.plan
     assert before.streamed
@@ -224,7 +224,7 @@ def test_weights_that_move_take_their_time_too(case, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [FULL, OffloadError("8 GiB cannot be pinned")], ids=str)
-def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
+def test_a_corrected_plan_that_does_not_fit_is_undone(case, failure):
     one = case(TIGHT, full_at=(1,), failure=failure)
     before = one.plan
     assert one.check(before.seconds.step, peak=before.device.total - 200)
@@ -236,7 +236,7 @@ def test_a_change_that_does_not_fit_after_all_is_undone(case, failure):
     assert "Returning to the first plan" in notice.text
 
 
-def test_added_slots_go_before_a_plan_does(case):
+def test_added_slots_are_released_before_the_plan_shrinks(case):
     one = case(900, added=True)
     before = one.plan
     assert one.settled.reduce_memory("full.")
@@ -252,7 +252,7 @@ def test_added_slots_go_before_a_plan_does(case):
     assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
 
 
-def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case):
+def test_plans_shrink_until_one_fits(case):
     one = case(900, full_at=(1, 2))
     before = one.plan
     assert one.settled.reduce_memory("full.")
@@ -265,11 +265,11 @@ def test_a_smaller_plan_that_does_not_fit_gives_way_to_a_smaller_one_still(case)
     assert one.deeds == [("close", before)]
 
 
-def test_where_nothing_smaller_can_be_placed_it_says_so(case):
+def test_reduce_memory_fails_if_no_smaller_plan_can_be_applied(case):
     assert not case(900, full_at=range(1, 20)).settled.reduce_memory("full.")
 
 
-def test_compiling_in_what_is_measured_is_noticed(case):
+def test_compilation_during_a_measurement_is_noticed(case):
     one = case(ROOMY)
     assert not one.settled.has_compiled()
     one.placed[-1].compiler = Compiler()
@@ -281,7 +281,7 @@ def test_compiling_in_what_is_measured_is_noticed(case):
     assert not one.settled.has_compiled()
 
 
-def test_where_nothing_smaller_is_left_it_says_so(case):
+def test_reduce_memory_fails_if_no_smaller_plan_exists(case):
     one = case(900)
     downs = 0
     while one.settled.reduce_memory("full."):
@@ -289,7 +289,7 @@ def test_where_nothing_smaller_is_left_it_says_so(case):
     assert 0 < downs < 20
 
 
-def test_what_was_streamed_before_a_change_is_not_forgotten(case):
+def test_streaming_stats_include_earlier_plans(case):
     one = case(TIGHT)
     before = one.plan
     assert one.check(before.seconds.step, peak=before.device.total - 200)
@@ -301,7 +301,7 @@ def test_what_was_streamed_before_a_change_is_not_forgotten(case):
     assert event.hidden_s == pytest.approx(1400 / 100 - 6.0)
 
 
-def test_weights_that_all_stay_since_a_change_have_been_streamed_before(case):
+def test_streaming_stats_remain_after_a_plan_without_streaming(case):
     one = case(TIGHT)
     assert one.check(one.plan.seconds.step, peak=one.plan.device.total - ROOMY)
     assert not one.plan.streamed
@@ -309,7 +309,7 @@ def test_weights_that_all_stay_since_a_change_have_been_streamed_before(case):
     assert (event.slots, event.fetches) == (0, 7)
 
 
-def test_streaming_is_told_in_numbers(case):
+def test_streaming_stats(case):
     assert case(ROOMY).settled.streaming_stats(3) is None
     assert case(ROOMY).settled.slots_nbytes == 0
     assert case(TIGHT).settled.slots_nbytes == 4 * 100

@@ -1,45 +1,46 @@
-"""Seconds of a step, reckoned by hand on a model in round numbers."""
+"""The time of a step, computed by hand on a model in round numbers."""
 
 from dataclasses import replace
 
 import pytest
-from cost_model_factory import SPEEDS, made_choice, made_model
+from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.plan.cost import CostModel
 from gracetune.plan.shapes import Op
 from gracetune.plan.simulate import lower_bound_seconds, predict_seconds
 
 
-def test_a_resident_step_is_its_computing() -> None:
-    model = made_model(8)
-    seconds = predict_seconds(model.at(1), made_choice(model), SPEEDS, optimizer_nbytes=0)
+def test_a_resident_step_takes_its_compute_time() -> None:
+    model = build_model(8)
+    seconds = predict_seconds(model.at(1), build_candidate(model), SPEEDS, optimizer_nbytes=0)
     assert seconds.step == pytest.approx(8 * 3 + seconds.overhead)
     assert (seconds.gemm, seconds.attention) == (pytest.approx(16), pytest.approx(8))
     assert seconds.recompute == seconds.wait_weights == seconds.link_in == 0
 
 
 def test_recomputing_costs_one_forward_more() -> None:
-    model = made_model(8)
+    model = build_model(8)
     kept, again = (
-        predict_seconds(model.at(1), made_choice(model, way), SPEEDS, 0)
+        predict_seconds(model.at(1), build_candidate(model, way), SPEEDS, 0)
         for way in ("keep", "recompute")
     )
     assert again.step - kept.step == pytest.approx(8.0)
     assert again.recompute == pytest.approx(8.0)
 
 
-def test_lean_blocks_pay_for_cheap_work_alone() -> None:
-    model = made_model(8)
+def test_lean_blocks_recompute_only_cheap_work() -> None:
+    model = build_model(8)
     kept, lean = (
-        predict_seconds(model.at(1), made_choice(model, way), SPEEDS, 0) for way in ("keep", "lean")
+        predict_seconds(model.at(1), build_candidate(model, way), SPEEDS, 0)
+        for way in ("keep", "lean")
     )
     assert lean.step - kept.step == pytest.approx(8 * 0.1, abs=0.02)
 
 
-def test_weights_that_arrive_in_time_cost_nothing() -> None:
-    model = made_model(8, frozen_nbytes=50)  # half a second on the link, and one of forward
+def test_weights_that_arrive_in_time_cost_no_time() -> None:
+    model = build_model(8, frozen_nbytes=50)  # half a second on the link, and one of forward
     resident, streamed = (
-        predict_seconds(model.at(1), made_choice(model, streamed=count), SPEEDS, 0)
+        predict_seconds(model.at(1), build_candidate(model, streamed=count), SPEEDS, 0)
         for count in (0, 8)
     )
     assert streamed.step == pytest.approx(resident.step)
@@ -47,9 +48,9 @@ def test_weights_that_arrive_in_time_cost_nothing() -> None:
     assert streamed.link_in == pytest.approx((16 - 6) * 0.5)
 
 
-def test_weights_slower_than_forward_are_waited_for() -> None:
-    model = made_model(8, frozen_nbytes=200)  # two seconds each
-    choice = made_choice(model, streamed=8)
+def test_compute_waits_for_slow_weights() -> None:
+    model = build_model(8, frozen_nbytes=200)  # two seconds each
+    choice = build_candidate(model, streamed=8)
     seconds = predict_seconds(model.at(1), choice, SPEEDS, 0)
     assert seconds.wait_weights > 3
     parts = (
@@ -61,18 +62,20 @@ def test_weights_slower_than_forward_are_waited_for() -> None:
 
 
 def test_more_slots_never_slow_a_step() -> None:
-    model = made_model(10, frozen_nbytes=180)
+    model = build_model(10, frozen_nbytes=180)
     steps = [
-        predict_seconds(model.at(1), made_choice(model, streamed=10, slots=slots), SPEEDS, 0).step
+        predict_seconds(
+            model.at(1), build_candidate(model, streamed=10, slots=slots), SPEEDS, 0
+        ).step
         for slots in (2, 3, 4, 6)
     ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > steps[-1]
 
 
-def test_offloading_hides_on_a_fast_link_and_waits_on_a_slow_one() -> None:
-    model = made_model(8)
-    choice = made_choice(model, "offload")
+def test_offloading_is_hidden_on_a_fast_link_only() -> None:
+    model = build_model(8)
+    choice = build_candidate(model, "offload")
     fast, slow = (
         predict_seconds(model.at(1), choice, replace(SPEEDS, link_in=rate, link_out=rate), 0)
         for rate in (1000.0, 20.0)
@@ -83,9 +86,9 @@ def test_offloading_hides_on_a_fast_link_and_waits_on_a_slow_one() -> None:
     assert slow.step >= 8 * 50 / 20
 
 
-def test_offloaded_inputs_are_brought_back_for_recomputing() -> None:
-    model = made_model(8)
-    choice = made_choice(model, "recompute")
+def test_offloaded_inputs_are_fetched_for_recomputing() -> None:
+    model = build_model(8)
+    choice = build_candidate(model, "recompute")
     moved = replace(
         choice, blocks=tuple(replace(block, offload_input=True) for block in choice.blocks)
     )
@@ -94,9 +97,9 @@ def test_offloaded_inputs_are_brought_back_for_recomputing() -> None:
     assert seconds.link_in == pytest.approx(6 * 0.1)  # the last two never left
 
 
-def test_both_directions_share_a_link_that_is_shared() -> None:
-    model = made_model(8, frozen_nbytes=100)
-    choice = made_choice(model, "offload", streamed=8)
+def test_both_directions_slow_each_other_down() -> None:
+    model = build_model(8, frozen_nbytes=100)
+    choice = build_candidate(model, "offload", streamed=8)
     free, shared = (
         predict_seconds(model.at(1), choice, replace(SPEEDS, both_ways_share=share), 0).step
         for share in (1.0, 0.5)
@@ -104,11 +107,11 @@ def test_both_directions_share_a_link_that_is_shared() -> None:
     assert shared > free * 1.05
 
 
-def test_the_update_is_shared_by_accumulated_batches() -> None:
-    model = made_model(2)
+def test_accumulated_micro_batches_share_the_update() -> None:
+    model = build_model(2)
     once, often = (
         predict_seconds(
-            model.at(1), made_choice(model, accumulation=n), SPEEDS, optimizer_nbytes=8000
+            model.at(1), build_candidate(model, accumulation=n), SPEEDS, optimizer_nbytes=8000
         )
         for n in (1, 4)
     )
@@ -117,14 +120,14 @@ def test_the_update_is_shared_by_accumulated_batches() -> None:
 
 
 def test_a_single_streamed_block_stays_in_its_slot() -> None:
-    model = made_model(4)
-    seconds = predict_seconds(model.at(1), made_choice(model, streamed=1, slots=2), SPEEDS, 0)
+    model = build_model(4)
+    seconds = predict_seconds(model.at(1), build_candidate(model, streamed=1, slots=2), SPEEDS, 0)
     assert seconds.link_in == 0
     assert seconds.wait_weights == 0
 
 
-def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
-    shapes = made_model(2)._shapes
+def test_fp8_speeds_up_only_matmuls_with_frozen_weights() -> None:
+    shapes = build_model(2)._shapes
     plain, rounded = (CostModel(shapes, SPEEDS, how).at(1) for how in ("bf16", "fp8"))
     before, after = (costs.blocks[0].compiled.keep for costs in (plain, rounded))
     assert after.forward.gemm == pytest.approx(before.forward.gemm / 2)
@@ -132,16 +135,16 @@ def test_fp8_speeds_up_products_with_frozen_weights_alone() -> None:
     assert rounded.slot_nbytes == plain.slot_nbytes / 2
 
 
-def test_quantised_weights_take_less_of_slots_host_and_link() -> None:
-    model = CostModel(made_model(8)._shapes, SPEEDS, stored_share=0.5)
-    choice = made_choice(model, streamed=8)
-    whole = predict_seconds(made_model(8).at(1), choice, SPEEDS, 0)
+def test_quantized_weights_need_less_memory_and_bandwidth() -> None:
+    model = CostModel(build_model(8)._shapes, SPEEDS, stored_share=0.5)
+    choice = build_candidate(model, streamed=8)
+    whole = predict_seconds(build_model(8).at(1), choice, SPEEDS, 0)
     half = predict_seconds(model.at(1), choice, SPEEDS, 0)
     assert model.at(1).slot_nbytes == 50
     assert half.link_in == pytest.approx(whole.link_in / 2)
 
 
-def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None:
+def test_timed_kernels_replace_rates() -> None:
     asked = []
 
     def timer(op: Op, scale: float) -> float | None:
@@ -150,11 +153,11 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
 
     speeds = replace(SPEEDS, timer=timer, step_share=0.5, gap_s=7.0)
     timed, other = Op("gemm", 100.0, 1.0, frozen=True, dims=(10, 2, 5)), Op("gemm", 100.0, 1.0)
-    (kind,) = made_model(1)._shapes.kinds
+    (kind,) = build_model(1)._shapes.kinds
     forward = (timed, other, Op("elementwise", 0.0, 1e9))
     keep = replace(kind.compiled.keep, forward=forward)
     ways = replace(kind.compiled, keep=keep)
-    shapes = replace(made_model(1)._shapes, kinds=(replace(kind, eager=ways, compiled=ways),))
+    shapes = replace(build_model(1)._shapes, kinds=(replace(kind, eager=ways, compiled=ways),))
     block = CostModel(shapes, speeds).at(4).blocks[0]
     assert ("gemm", 4.0) in asked
     compiled, eager = block.compiled.keep.forward, block.eager.keep.forward
@@ -168,7 +171,7 @@ def test_what_the_machine_says_of_a_kernel_is_taken_as_it_is_in_a_step() -> None
 
 def unequal(first: int, last: int, small: int, large: int) -> CostModel:
     """So many blocks of two kinds, the ones in front with larger weights."""
-    shapes = made_model(1)._shapes
+    shapes = build_model(1)._shapes
     (kind,) = shapes.kinds
     kinds = tuple(replace(kind, frozen_nbytes=nbytes) for nbytes in (large, small))
     return CostModel(replace(shapes, kinds=kinds, order=(0,) * first + (1,) * last), SPEEDS)
@@ -178,14 +181,14 @@ def unequal(first: int, last: int, small: int, large: int) -> CostModel:
 @pytest.mark.parametrize("streamed", [0, 4, 12])
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_nothing_is_faster_than_what_no_order_beats(
+def test_no_simulation_beats_the_lower_bound(
     link: float, streamed: int, activations: str, compiled: bool
 ) -> None:
     """Candidates are left out by it: with blocks of two sizes, and whatever the link does."""
     model = unequal(4, 8, small=100, large=700)
     speeds = replace(SPEEDS, link_in=link, link_out=link)
     for slots in (2, 3, 6):
-        choice = made_choice(model, activations, streamed, slots=slots, compiled=compiled)
+        choice = build_candidate(model, activations, streamed, slots=slots, compiled=compiled)
         found = predict_seconds(model.at(1), choice, speeds, 0)
         least = lower_bound_seconds(model.at(1), choice, speeds)
         assert least <= found.step * (1 + 1e-9)

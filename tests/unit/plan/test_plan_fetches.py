@@ -1,4 +1,4 @@
-"""The planner's ring fetches what the real one does, and as often."""
+"""The simulator fetches as often as the weight ring."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ class Chain(nn.Module):
 
 
 @pytest.mark.parametrize(("count", "slots"), [(10, 3), (10, 2), (10, 4), (4, 3), (3, 3), (7, 5)])
-def test_as_many_fetches_a_step_as_the_ring_itself(count: int, slots: int) -> None:
+def test_simulated_fetches_equal_those_of_the_ring(count: int, slots: int) -> None:
     model = Chain(count)
     ring = stream_weights(
         model, list(model.blocks), SynchronousCopyEngine(), lambda notice: None, slots

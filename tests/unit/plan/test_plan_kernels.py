@@ -1,4 +1,4 @@
-"""What calls of operators stand for, and that a compiled block keeps what the planner says."""
+"""Operator calls are expanded into kernels, and compiled blocks save what is planned."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kernels(func: Any, args: tuple[Any, ...], weight: torch.Tensor) -> list[Any]
     return ops_of(func, args, {}, func(*args), weights, backward=False)
 
 
-def test_a_product_with_a_lora_is_two_thin_products_and_the_frozen_one() -> None:
+def test_a_fused_lora_layer_is_two_thin_matmuls_and_the_frozen_one() -> None:
     with FakeTensorMode():
         o = operands()
         args = o["x"], o["weight"], o["bias"], o["down"], o["up"], 1.0
@@ -69,7 +69,7 @@ def test_a_product_with_a_lora_is_two_thin_products_and_the_frozen_one() -> None
     assert sum(op.out_nbytes for op in there) == 2 * ROWS * (OUTER + RANK)
 
 
-def test_gradients_of_a_lora_are_three_thin_products() -> None:
+def test_lora_gradients_are_three_thin_matmuls() -> None:
     with FakeTensorMode():
         o = operands()
         args = o["grad"], o["x"], o["narrow"], o["up"], 0.5
@@ -79,7 +79,7 @@ def test_gradients_of_a_lora_are_three_thin_products() -> None:
     assert not any(op.dims for op in ops)
 
 
-def test_products_of_one_input_read_it_once_for_their_loras() -> None:
+def test_layers_with_one_input_read_it_once_for_their_loras() -> None:
     with FakeTensorMode():
         o = operands()
         three = [o["weight"]] * 3
@@ -90,7 +90,7 @@ def test_products_of_one_input_read_it_once_for_their_loras() -> None:
     assert flops == [2.0 * ROWS * 3 * RANK * INNER, thin, wide, thin, wide, thin, wide]
 
 
-def test_views_are_no_kernels_and_elementwise_work_is_bytes() -> None:
+def test_views_launch_no_kernels() -> None:
     with FakeTensorMode():
         x = made(ROWS, INNER)
         assert kernels(aten.t.default, (x,), x) == []
@@ -103,7 +103,7 @@ def test_views_are_no_kernels_and_elementwise_work_is_bytes() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
 @pytest.mark.parametrize("how", ["keep", "lean", "recompute"])
-def test_a_compiled_block_keeps_what_was_planned(how: str) -> None:
+def test_a_compiled_block_saves_what_was_planned(how: str) -> None:
     """Held against what autograd is handed when torch cuts the graph itself."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}

@@ -1,4 +1,4 @@
-"""A run where host and device are one memory, rehearsed on the CPU."""
+"""A run on a machine whose host and device share one memory, rehearsed on the CPU."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def integrated(monkeypatch):
 
 
 @pytest.mark.usefixtures("integrated")
-def test_nothing_is_streamed_or_kept_elsewhere(tiny_run, tmp_path, told):
+def test_with_one_memory_nothing_is_streamed_or_offloaded(tiny_run, tmp_path, told):
     def train(memory):
         run = tiny_run(
             output_dir=str(tmp_path / memory),

@@ -1,9 +1,9 @@
-"""The optimizer's state in host memory: its bytes, its seconds, and when a plan chooses it."""
+"""Optimizer state in host memory: its bytes, its time, and when it is chosen."""
 
 from dataclasses import replace
 
 import pytest
-from cost_model_factory import SPEEDS, made_choice, made_model
+from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
@@ -18,12 +18,12 @@ ROOMY = 10_000
 
 
 def choice(share, **settings):
-    return replace(made_choice(made_model(), **settings), host_state=share)
+    return replace(build_candidate(build_model(), **settings), host_state=share)
 
 
 def chosen(device_nbytes, shares, host_nbytes=ROOMY, **wishes):
     return find_best_plan(
-        made_model(),
+        build_model(),
         FIXED,
         PlanBudget(device_nbytes, host_nbytes),
         Constraints(host_state=shares, **wishes),
@@ -34,15 +34,15 @@ def chosen(device_nbytes, shares, host_nbytes=ROOMY, **wishes):
 @pytest.mark.parametrize(
     ("share", "device", "host"), [(0, 2000, 0), (0.25, 1560, 500), (1, 60, 2000)]
 )
-def test_state_is_here_or_there_and_passes_through_slots(share, device, host):
-    costs = made_model().at(1)
+def test_state_in_host_memory_passes_through_device_slots(share, device, host):
+    costs = build_model().at(1)
     assert device_bytes(costs, choice(share), FIXED).optimizer == device
     assert host_bytes(costs, choice(share), FIXED).optimizer == host
 
 
-def test_an_update_takes_as_long_as_its_bytes_on_the_link():
+def test_an_update_waits_for_its_state():
     """Of 2000 bytes a half goes in and out at a hundred a second, both at once."""
-    here, there = (predict_seconds(made_model().at(1), choice(s), SPEEDS, STATE) for s in (0, 0.5))
+    here, there = (predict_seconds(build_model().at(1), choice(s), SPEEDS, STATE) for s in (0, 0.5))
     update = (3 * 16 + 2 * STATE) / SPEEDS.memory
     assert (here.wait_state, there.wait_state) == (0, pytest.approx(10 - update))
     assert there.step - here.step == pytest.approx(there.wait_state)
@@ -50,8 +50,8 @@ def test_an_update_takes_as_long_as_its_bytes_on_the_link():
     assert there.overhead == pytest.approx(here.overhead)
 
 
-def test_directions_that_slow_each_other_and_micro_batches_that_share_an_update():
-    costs = made_model().at(1)
+def test_state_traffic_is_bidirectional_and_shared_by_micro_batches():
+    costs = build_model().at(1)
     slow = replace(SPEEDS, both_ways_share=0.5)
     alone, both = (predict_seconds(costs, choice(1.0), s, STATE) for s in (SPEEDS, slow))
     assert both.wait_state == pytest.approx(alone.wait_state + 20)
@@ -61,7 +61,7 @@ def test_directions_that_slow_each_other_and_micro_batches_that_share_an_update(
 
 def test_a_step_of_two_experts_moves_the_state_of_one():
     plan = find_best_plan(
-        made_model(),
+        build_model(),
         replace(FIXED, optimizer_nbytes=2 * STATE, experts=2),
         PlanBudget(ROOMY, ROOMY),
         Constraints(host_state=(1.0,)),
@@ -71,13 +71,13 @@ def test_a_step_of_two_experts_moves_the_state_of_one():
     assert plan.seconds.wait_state < STATE / SPEEDS.link_in
 
 
-def test_state_stays_where_there_is_room():
+def test_state_stays_on_the_device_if_it_fits():
     best = chosen(ROOMY, STATE_SHARES).best
     assert best.host_state == 0
     assert best.host.optimizer == 0
 
 
-def test_as_much_leaves_as_the_device_has_no_room_for():
+def test_only_as_much_state_leaves_as_necessary():
     """The blocks alone need 800 bytes, and 50 outside."""
     found = {nbytes: chosen(nbytes, STATE_SHARES, stream=False).best for nbytes in (2400, 1300)}
     shares = [plan.host_state for plan in found.values()]
@@ -89,12 +89,12 @@ def test_as_much_leaves_as_the_device_has_no_room_for():
         chosen(1300, (0.0,), stream=False)
 
 
-def test_where_the_host_has_no_room_either_the_least_is_named():
+def test_the_error_names_the_required_host_memory():
     with pytest.raises(PlanError, match=r"100 B of host memory are too few.*the least"):
         chosen(1300, STATE_SHARES, host_nbytes=100, stream=False)
 
 
-def test_the_report_says_what_is_where_and_what_it_costs():
+def test_the_report_describes_state_in_host_memory():
     planned = chosen(1300, (1.0,), stream=False, offload=False)
     assert "100% of the optimizer's state in host memory" in describe(planned.best)
     budget = PlanBudget(1300, ROOMY)
@@ -120,5 +120,5 @@ def test_the_report_says_what_is_where_and_what_it_costs():
         ({"optimizer": {"name": "theirs"}}, (0.0,)),
     ],
 )
-def test_what_a_run_file_leaves_open(settings, shares):
+def test_state_shares_of_run_files(settings, shares):
     assert constraints_of(RunFile.model_validate(settings)).host_state == shares

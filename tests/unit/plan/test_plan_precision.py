@@ -1,4 +1,4 @@
-"""In what a planned transformer computes: as it is, where all of it is in bf16 or used so."""
+"""A planned transformer in bf16 runs without autocast."""
 
 import json
 
@@ -71,17 +71,17 @@ def run_of(miniature, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "small"), [("flux", "flux"), ("qwen_image", "qwen-image")])
-def test_a_planned_model_in_bf16_computes_as_it_is_and_samples(family, small, run_of, told, seen):
+def test_a_planned_bf16_model_runs_without_autocast(family, small, run_of, told, seen):
     assert run_training(run_of(family, small, PLANNED), sinks=[told]).status == "done"
     assert set(seen) == {(torch.bfloat16, torch.bfloat16, False)}
 
 
-def test_what_no_plan_prepares_is_cast_by_torch(run_of, told, seen):
+def test_an_unplanned_model_runs_under_autocast(run_of, told, seen):
     assert run_training(run_of("flux", "flux", "off"), sinks=[told]).status == "done"
     assert {autocast for _, _, autocast in seen} == {True}
 
 
-def test_an_adapter_that_nobody_copies_is_cast_by_torch(run_of, told, seen):
+def test_an_adapter_without_cast_copies_runs_under_autocast(run_of, told, seen):
     adapter = {"kind": "dora", "rank": 2}
     run = run_of("flux", "flux", PLANNED, adapter=adapter)
     assert run_training(run, sinks=[told]).status == "done"

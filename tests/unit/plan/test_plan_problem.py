@@ -1,4 +1,4 @@
-"""From a run file to what the planner is asked; and what a machine is measured by."""
+"""From a run file to a planning problem, and the measurement of kernels."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_the_largest_sample_is_planned() -> None:
     assert largest_sample(run_file(datasets=[made])) == SampleShape(24, 24)
 
 
-def test_without_data_nobody_knows_the_sample() -> None:
+def test_a_run_without_datasets_cannot_be_planned() -> None:
     with pytest.raises(ConfigError, match="datasets is empty"):
         largest_sample(RunFile())
 
 
-def test_the_run_file_says_what_is_open() -> None:
+def test_constraints_follow_the_run_file() -> None:
     train = {"batch_size": 4, "gradient_accumulation_steps": 2}
     wishes = constraints_of(run_file(train=train, adapter=LORA))
     assert (wishes.samples, wishes.run_file_batch) == (8, 4)
@@ -69,12 +69,12 @@ def test_the_run_file_says_what_is_open() -> None:
     assert (fixed.compile, fixed.stream, fixed.offload) == ((False,), False, False)
 
 
-def test_the_ramp_is_planned_at_its_end() -> None:
+def test_a_ramp_is_planned_at_its_target() -> None:
     ramp = {"enable_batch_size_rampup": True, "target_effective_batch_size": 9}
     assert constraints_of(run_file(train={"batch_size": 2}, gh200_optimizations=ramp)).samples == 8
 
 
-def test_what_is_trained_cannot_be_streamed() -> None:
+def test_trained_weights_are_not_streamed() -> None:
     assert not constraints_of(run_file()).stream
 
 
@@ -84,7 +84,7 @@ def test_auto_and_off_have_the_defaults() -> None:
     )
 
 
-def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
+def test_fixed_memory_counts_experts_caches_and_averages() -> None:
     shape = build_meta_model(
         run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
     )
@@ -105,7 +105,7 @@ def test_what_is_fixed_counts_experts_caches_and_averages() -> None:
     assert fixed.for_budget(GIB) == fixed, "the run file has said how much"
 
 
-def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
+def test_disk_caches_and_budgets_reduce_host_memory() -> None:
     shape = build_meta_model(
         run_file(model={"family": "wan22"}).model, SampleShape(1024, 1024), {"num_layers": 1}
     )
@@ -119,7 +119,7 @@ def test_caches_on_disk_and_budgets_take_less_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MACHINES))
-def test_every_known_machine_has_speeds(name: str) -> None:
+def test_every_known_machine_has_effective_rates(name: str) -> None:
     speeds = effective_rates(machine_rates(MACHINES[name]))
     assert 0 < speeds.attention_backward < speeds.attention_forward < speeds.gemm < speeds.fp8
     assert 0 < speeds.eager <= speeds.compiled <= speeds.memory
@@ -132,7 +132,7 @@ def test_every_fitted_constant_has_a_source() -> None:
         assert len(figure.source) > 8
 
 
-def test_a_machine_is_measured_by_its_own_clock() -> None:
+def test_rates_are_measured_with_the_given_clock() -> None:
     ticks = count()
     waits = []
     basics = measure_device(
@@ -150,7 +150,7 @@ def test_a_machine_is_measured_by_its_own_clock() -> None:
     assert basics.timer is None  # nobody waits for a CPU
 
 
-def test_kernels_are_timed_once_for_each_extent() -> None:
+def test_kernels_of_equal_sizes_are_timed_once() -> None:
     now, work = [0.0], []
 
     def tick() -> float:
@@ -172,7 +172,7 @@ def test_kernels_are_timed_once_for_each_extent() -> None:
     assert watch.seconds(replace(product, dims=()), 1.0) is None
 
 
-def test_elementwise_kernels_are_timed_as_they_were_called(
+def test_elementwise_kernels_are_replayed_and_timed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ticks = iter([0.0, 5.0, 10.0, 11.0])
@@ -204,7 +204,7 @@ def test_elementwise_kernels_are_timed_as_they_were_called(
         Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8), backward=True),
     ],
 )
-def test_what_there_is_no_memory_to_time_goes_by_the_machines_rates(
+def test_kernels_that_do_not_fit_are_not_timed(
     op: Op, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

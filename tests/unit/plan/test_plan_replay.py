@@ -1,4 +1,4 @@
-"""Calls that a trace saw can be made again, and stand for what CUDA does."""
+"""Recorded calls can be repeated on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 
-def test_a_call_is_made_again_with_tensors_that_lie_alike() -> None:
+def test_a_replayed_call_has_tensors_with_the_same_strides() -> None:
     with FakeTensorMode():
         across = torch.empty(6, 4, dtype=torch.bfloat16).t()
         spread = torch.empty(1, 6).expand(4, 6)
@@ -24,7 +24,7 @@ def test_a_call_is_made_again_with_tensors_that_lie_alike() -> None:
     assert made.stride() == torch.mul(torch.ones(6, 4).t(), torch.ones(1, 6).expand(4, 6)).stride()
 
 
-def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
+def test_only_equal_calls_compare_equal() -> None:
     def cat(dtype: torch.dtype, dim: int) -> object:
         tensors = [torch.empty(2, 3, dtype=dtype), torch.empty(2, 3, dtype=dtype)]
         return record_call(aten.cat.default, (tensors, dim), {})
@@ -42,14 +42,14 @@ def test_equal_calls_are_one_recipe_and_others_are_not() -> None:
     assert len(set(scaled)) == 3
 
 
-def test_a_conjugate_stays_one() -> None:
+def test_conjugate_tensors_stay_conjugate() -> None:
     turned = torch.ones(2, dtype=torch.complex64)
     plain, mirrored = (record_call(aten.neg.default, (t,), {}) for t in (turned, turned.conj()))
     assert plain != mirrored
     assert replay_on(record_call(aten.alias.default, (turned.conj(),), {}), CPU)().is_conj()
 
 
-def test_lists_types_and_devices_arrive_as_they_should() -> None:
+def test_lists_dtypes_and_devices_are_replayed() -> None:
     recipe = record_call(aten.cat.default, ([torch.ones(2, 3), torch.ones(1, 3)], 0), {})
     assert replay_on(recipe, CPU)().shape == (3, 3)
     moved = record_call(
@@ -61,7 +61,7 @@ def test_lists_types_and_devices_arrive_as_they_should() -> None:
     assert (copied.dtype, copied.device.type) == (torch.bfloat16, "meta")
 
 
-def test_indices_are_good_ones_and_nothing_is_nothing() -> None:
+def test_replayed_indices_are_valid_and_empty_tensors_stay_empty() -> None:
     index = torch.full((5,), 3)
     chosen = record_call(aten.index_select.default, (torch.ones(4, 2), 0, index), {})
     assert replay_on(chosen, CPU)().shape == (5, 2)
@@ -69,7 +69,7 @@ def test_indices_are_good_ones_and_nothing_is_nothing() -> None:
     assert replay_on(empty, CPU)().shape == (0, 4)
 
 
-def test_statistics_of_a_norm_are_what_cuda_wants() -> None:
+def test_layer_norm_statistics_are_replayed_in_fp32() -> None:
     half = torch.ones(2, 4, dtype=torch.bfloat16)
     statistics = torch.ones(2, 1, dtype=torch.bfloat16)
     args = half, half, [4], statistics, statistics, None, None, [True, False, False]
@@ -79,7 +79,7 @@ def test_statistics_of_a_norm_are_what_cuda_wants() -> None:
 
 
 @pytest.mark.parametrize("trains_weight", [False, True])
-def test_an_rms_norm_is_one_call_there_and_one_back_and_saves_its_input(
+def test_rms_norm_is_one_operator_and_saves_its_input(
     trains_weight: bool,
 ) -> None:
     saved: list[tuple[torch.Size, torch.dtype]] = []

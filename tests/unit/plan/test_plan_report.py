@@ -1,9 +1,9 @@
-"""What is printed of a plan."""
+"""The report of a plan, as text and as JSON."""
 
 import json
 from dataclasses import replace
 
-from cost_model_factory import made_model
+from cost_model_factory import build_model
 
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.report import (
@@ -28,12 +28,12 @@ from gracetune.plan.search import (
 def planned(device: int, **wishes: object) -> tuple[SearchResult, ReportHeading]:
     budget = PlanBudget(device, 10**6, fragmentation=0.03)
     found = find_best_plan(
-        made_model(8), FixedMemory(16), budget, Constraints(**wishes), simulated=True
+        build_model(8), FixedMemory(16), budget, Constraints(**wishes), simulated=True
     )
     return found, ReportHeading("made (by hand)", "8x8", "a machine", budget, ("a remark",))
 
 
-def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
+def test_the_report_contains_plan_memory_time_and_reasons() -> None:
     found, heading = planned(900, samples=2)
     text = "\n".join(report_lines(found, heading))
     assert "made (by hand), 8x8 a sample, on a machine, simulated from published figures" in text
@@ -46,7 +46,7 @@ def test_the_report_has_the_plan_its_memory_its_seconds_and_why() -> None:
     assert all(describe(other) in text for other in found.others)
 
 
-def test_where_nothing_is_frozen_weights_are_called_trained() -> None:
+def test_full_training_lists_trained_weights() -> None:
     found, heading = planned(10**6)
     assert "\nadapters " in "\n".join(report_lines(found, heading))
     all_trained = replace(
@@ -61,13 +61,13 @@ def test_where_nothing_is_frozen_weights_are_called_trained() -> None:
 def test_a_plan_for_this_machine_is_not_called_simulated() -> None:
     found, heading = planned(10**6)
     measured = find_best_plan(
-        made_model(8), FixedMemory(16), heading.budget, Constraints(), simulated=False
+        build_model(8), FixedMemory(16), heading.budget, Constraints(), simulated=False
     )
     assert "simulated" not in "\n".join(report_lines(measured, heading))
     assert "simulated" in "\n".join(report_lines(found, heading))
 
 
-def test_reasons_follow_the_choice() -> None:
+def test_reasons_match_the_plan() -> None:
     roomy, heading = planned(10**6)
     assert reasons(roomy, heading.budget)[:2] == [
         "all weights fit on the device beside the activations, so none are streamed",
@@ -81,7 +81,7 @@ def test_reasons_follow_the_choice() -> None:
     assert any("to the host and back" in reason for reason in reasons(moved, heading.budget))
 
 
-def test_a_plan_that_is_taken_before_a_faster_one_says_why() -> None:
+def test_the_report_explains_a_slightly_faster_alternative() -> None:
     found, heading = planned(1200, samples=4)
     (slow, fast), batch = found.others[:2], found.best.batch
     second = replace(found.best.seconds, step=found.best.seconds.step * 0.998)
@@ -109,10 +109,10 @@ def test_other_batches_are_compared() -> None:
     assert len(told) == len(others)
 
 
-def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
+def test_the_report_names_settings_for_another_batch() -> None:
     found, heading = planned(1200, samples=4)
     wishes = Constraints(samples=4, run_file_batch=4)
-    told = compare_with_run_file(found, made_model(8), FixedMemory(16), heading.budget, wishes)
+    told = compare_with_run_file(found, build_model(8), FixedMemory(16), heading.budget, wishes)
     written = told.as_written
     assert written is not None
     assert written.plan is not None
@@ -142,10 +142,10 @@ def test_a_batch_that_training_would_not_use_is_told_with_what_to_set() -> None:
     assert "as written" not in "\n".join(report_lines(found, heading))
 
 
-def test_one_memory_is_told_as_one() -> None:
+def test_the_report_for_one_memory() -> None:
     budget = PlanBudget(1500, 10**6, one_memory=True)
     fixed = FixedMemory(16, host_caches_nbytes=300)
-    found = find_best_plan(made_model(8), fixed, budget, Constraints(), simulated=True)
+    found = find_best_plan(build_model(8), fixed, budget, Constraints(), simulated=True)
     heading = ReportHeading("made (by hand)", "8x8", "a machine", budget)
     first, *_, last = reasons(found, budget)
     assert first.startswith("host and device are one memory, so there is nothing to move")
@@ -155,7 +155,7 @@ def test_one_memory_is_told_as_one() -> None:
     assert "both together" in text
 
 
-def test_json_has_every_number_of_the_plan() -> None:
+def test_json_contains_every_number_of_the_plan() -> None:
     found, heading = planned(900, samples=2)
     told = json.loads(json.dumps(report_json(found, heading)))
     assert told["plan"]["device_total"] == found.best.device.total

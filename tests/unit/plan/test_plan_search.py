@@ -1,11 +1,11 @@
-"""The choice: within the budget, never slower with more of it, and honest where none fits."""
+"""The search stays within the budget, and explains why nothing fits."""
 
 import re
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from cost_model_factory import SPEEDS, made_model
+from cost_model_factory import SPEEDS, build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from gracetune.units import parse_bytes
 
 FIXED = FixedMemory(optimizer_nbytes=16, batches_ahead=0)
 PLENTY = 10**6
-MODEL = made_model(8)
+MODEL = build_model(8)
 
 
 def planned(device: int, host: int = PLENTY, **wishes: object):
@@ -33,7 +33,7 @@ def planned(device: int, host: int = PLENTY, **wishes: object):
     )
 
 
-def test_with_plenty_of_memory_nothing_moves_and_nothing_is_done_twice() -> None:
+def test_with_plenty_of_memory_nothing_is_moved_or_recomputed() -> None:
     best = planned(PLENTY).best
     assert {(b.weights, b.activations) for b in best.blocks} == {("resident", "keep")}
     assert (best.slots, best.compiled, best.simulated) == (0, True, True)
@@ -63,7 +63,7 @@ def test_more_memory_is_never_slower() -> None:
     assert speeds[-1] > speeds[0]
 
 
-def test_a_budget_too_small_names_the_least_that_works() -> None:
+def test_the_error_names_the_smallest_device_budget() -> None:
     with pytest.raises(
         PlanError, match=r"100 B of device memory is too little.*at least (\d+) B"
     ) as e:
@@ -74,7 +74,7 @@ def test_a_budget_too_small_names_the_least_that_works() -> None:
         planned(least - 1)
 
 
-def test_a_host_too_small_is_named_with_what_would_do() -> None:
+def test_the_error_names_the_smallest_host_budget() -> None:
     with pytest.raises(PlanError, match=r"^10 B of host memory is too little") as caught:
         planned(650, host=10)
     least = parse_bytes(re.search(r"device is ([^.]*)\. Give", str(caught.value))[1])
@@ -87,11 +87,9 @@ def least_in(error: PlanError) -> str:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(100, 10**7), st.sampled_from([0.0, 0.03]), st.sampled_from([0, 2, 64]))
-def test_the_least_that_is_named_works_as_it_is_printed(
-    nbytes: int, fragmentation: float, part: int
-) -> None:
+def test_the_named_budget_works_as_printed(nbytes: int, fragmentation: float, part: int) -> None:
     """Of the device, though text takes its part of whatever there is; and of the host."""
-    model = made_model(4, frozen_nbytes=nbytes)
+    model = build_model(4, frozen_nbytes=nbytes)
     fixed = FixedMemory(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
     wishes = Constraints(samples=2, compile=(True,), slots=(2,))
 
@@ -109,9 +107,9 @@ def test_the_least_that_is_named_works_as_it_is_printed(
     assert plan(device, host).best.host.total <= host
 
 
-def test_the_least_is_of_all_that_is_offered() -> None:
+def test_the_smallest_candidate_is_the_minimum_of_all() -> None:
     """Two slots are more than one block, and gradients of several micro-batches are kept."""
-    one = made_model(1, frozen_nbytes=1000)
+    one = build_model(1, frozen_nbytes=1000)
     budget = PlanBudget(0, PLENTY)
     assert not smallest_candidate(one, FIXED, budget, Constraints()).streamed
     with pytest.raises(PlanError, match=r"no weights streamed") as caught:
@@ -129,12 +127,12 @@ def test_the_least_is_of_all_that_is_offered() -> None:
     assert smallest_candidate(MODEL, FIXED, budget, wishes).host_state == 1.0
 
 
-def test_a_batch_that_makes_no_step_is_refused() -> None:
+def test_a_batch_that_does_not_divide_the_step_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"3 samples cannot be made of micro-batches of 2\."):
         planned(PLENTY, samples=3, batches=(2,))
 
 
-def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
+def test_with_one_memory_candidates_move_nothing() -> None:
     """And what the host holds has to fit beside the rest."""
     caches = replace(FIXED, host_caches_nbytes=300)
     wishes = Constraints(samples=2, host_state=(0.0, 1.0))
@@ -157,7 +155,7 @@ def test_where_host_and_device_are_one_memory_nothing_moves() -> None:
     )
 
 
-def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
+def test_the_run_files_batch_is_compared() -> None:
     def compare(device: int, batch: int):
         budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, run_file_batch=batch)
         found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
@@ -176,20 +174,20 @@ def test_the_batch_of_the_run_file_is_held_beside_another() -> None:
     assert "too little" in none.as_written.why
 
 
-def test_what_is_forbidden_is_not_chosen() -> None:
+def test_constraints_are_respected() -> None:
     best = planned(1500, stream=False, offload=False, compile=(False,)).best
     assert not best.streamed
     assert not best.compiled
     assert {b.activations for b in best.blocks} <= {"keep", "lean", "recompute"}
 
 
-def test_a_fixed_batch_stays() -> None:
+def test_a_fixed_batch_is_not_changed() -> None:
     found = planned(PLENTY, samples=4, batches=(2,))
     assert {plan.batch for plan in (found.best, *found.others)} == {2}
     assert found.best.accumulation == 2
 
 
-def test_runners_up_are_of_other_kinds_and_not_faster() -> None:
+def test_alternatives_are_of_other_kinds_and_not_faster() -> None:
     found = planned(900, samples=2)
     assert found.others
     assert len({(p.batch, p.compiled, p.blocks, p.slots) for p in found.others}) == len(
@@ -199,7 +197,7 @@ def test_runners_up_are_of_other_kinds_and_not_faster() -> None:
     assert all(other.samples_per_second <= top * 1.006 for other in found.others)
 
 
-def test_only_as_many_blocks_stream_as_must() -> None:
+def test_only_necessary_blocks_are_streamed() -> None:
     best = planned(1400, offload=False, batches=(1,)).best
     assert 0 < len(best.streamed) < 8
 

@@ -1,4 +1,4 @@
-"""The event model: order within a lane, waiting between lanes, and a link that is shared."""
+"""The event simulation: order within a stream, dependencies, and a shared link."""
 
 import pytest
 from hypothesis import given
@@ -9,13 +9,13 @@ from gracetune.plan.simulate import STREAMS, Task, simulate
 COMPUTE, WEIGHTS, IN, OUT, _ = range(len(STREAMS))
 
 
-def test_tasks_of_a_lane_run_one_after_the_other() -> None:
+def test_tasks_of_a_stream_run_in_order() -> None:
     times = simulate([Task(COMPUTE, 2.0), Task(COMPUTE, 3.0)], 1.0)
     assert times.starts == (0.0, 2.0)
     assert times.ends == (2.0, 5.0)
 
 
-def test_a_copy_hides_behind_computing_and_the_rest_of_it_is_waited_for() -> None:
+def test_a_copy_overlaps_with_compute() -> None:
     tasks = [Task(COMPUTE, 2.0), Task(WEIGHTS, 5.0), Task(COMPUTE, 1.0, (1,))]
     times = simulate(tasks, 1.0)
     assert times.starts[2] == 5.0
@@ -27,30 +27,28 @@ def test_two_copies_in_one_direction_share_the_link() -> None:
     assert times.ends == (4.0, 4.0)
 
 
-def test_a_short_copy_gives_its_share_of_the_link_back() -> None:
+def test_a_finished_copy_frees_its_share_of_the_link() -> None:
     times = simulate([Task(WEIGHTS, 1.0), Task(IN, 3.0)], 1.0)
     assert times.ends == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(("share", "end"), [(1.0, 2.0), (0.5, 4.0)])
-def test_both_directions_at_once_slow_each_other_as_the_machine_says(
-    share: float, end: float
-) -> None:
+def test_copies_in_both_directions_slow_each_other(share: float, end: float) -> None:
     times = simulate([Task(IN, 2.0), Task(OUT, 2.0)], share)
     assert times.ends == (end, end)
 
 
-def test_a_task_of_no_length_ends_at_once() -> None:
+def test_a_task_without_duration_ends_at_once() -> None:
     assert simulate([Task(COMPUTE, 0.0), Task(COMPUTE, 1.0, (0,))], 1.0).ends == (0.0, 1.0)
 
 
-def test_a_task_cannot_wait_for_a_later_one() -> None:
+def test_a_task_cannot_depend_on_a_later_one() -> None:
     with pytest.raises(AssertionError, match="waits for later"):
         simulate([Task(COMPUTE, 1.0, (1,)), Task(WEIGHTS, 1.0)], 1.0)
 
 
 @st.composite
-def made_tasks(draw: st.DrawFn) -> list[Task]:
+def build_tasks(draw: st.DrawFn) -> list[Task]:
     tasks: list[Task] = []
     for number in range(draw(st.integers(1, 25))):
         after = draw(st.lists(st.integers(0, number - 1), max_size=3)) if number else []
@@ -59,10 +57,8 @@ def made_tasks(draw: st.DrawFn) -> list[Task]:
     return tasks
 
 
-@given(made_tasks(), st.floats(0.4, 1.0))
-def test_nothing_begins_too_early_and_nothing_runs_faster_than_alone(
-    tasks: list[Task], share: float
-) -> None:
+@given(build_tasks(), st.floats(0.4, 1.0))
+def test_tasks_respect_dependencies_and_durations(tasks: list[Task], share: float) -> None:
     times = simulate(tasks, share)
     for number, task in enumerate(tasks):
         assert all(times.starts[number] >= times.ends[other] - 1e-9 for other in task.dependencies)

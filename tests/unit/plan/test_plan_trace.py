@@ -1,4 +1,4 @@
-"""Traces on fake tensors, held against the same block run for real."""
+"""Traces on fake tensors match the same blocks run for real."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def made_subject(model: nn.Module, blocks: list[nn.Module] | None = None) -> TraceTarget:
+def build_trace_target(model: nn.Module, blocks: list[nn.Module] | None = None) -> TraceTarget:
     return TraceTarget(
         "stack",
         model,
@@ -98,7 +98,7 @@ def made_subject(model: nn.Module, blocks: list[nn.Module] | None = None) -> Tra
 
 @pytest.fixture(scope="module")
 def traced() -> ModelShapes:
-    return trace_model(made_subject(Stack()), 2)
+    return trace_model(build_trace_target(Stack()), 2)
 
 
 def saved_for_real(run: Callable[[Tensor, Tensor], Tensor], block: nn.Module) -> tuple[int, bool]:
@@ -125,7 +125,7 @@ def flops(ops: tuple[Op, ...], kind: str = "gemm") -> float:
     return sum(op.flops for op in ops if op.kind == kind)
 
 
-def test_eager_saves_what_autograd_saves(traced: ModelShapes) -> None:
+def test_eager_blocks_save_what_autograd_saves(traced: ModelShapes) -> None:
     block = Attending()
     nbytes, saves_input = saved_for_real(lambda x, s: block(x, shift=s), block)
     trace = traced.kinds[0].eager.keep
@@ -133,7 +133,7 @@ def test_eager_saves_what_autograd_saves(traced: ModelShapes) -> None:
     assert trace.saves_input == saves_input
 
 
-def test_products_are_counted_as_torch_counts_them(traced: ModelShapes) -> None:
+def test_flops_match_torchs_flop_counter(traced: ModelShapes) -> None:
     block = Attending()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
     counter = FlopCounterMode(display=False)
@@ -145,14 +145,14 @@ def test_products_are_counted_as_torch_counts_them(traced: ModelShapes) -> None:
         assert flops(trace.forward) + flops(trace.backward) == products
 
 
-def test_attention_is_counted_by_its_products(traced: ModelShapes) -> None:
+def test_attention_flops_are_those_of_its_matmuls(traced: ModelShapes) -> None:
     trace = traced.kinds[0].eager.keep
     forward = 2 * 2 * (2 * TOKENS * TOKENS * WIDTH)
     assert flops(trace.forward, "attention") == forward
     assert flops(trace.backward, "attention") == 2.5 * forward
 
 
-def test_frozen_products_are_told_from_trained_ones(traced: ModelShapes) -> None:
+def test_matmuls_with_frozen_weights_are_marked(traced: ModelShapes) -> None:
     for trace in (traced.kinds[0].eager.keep, traced.kinds[0].compiled.keep):
         frozen = sum(op.flops for op in trace.forward if op.kind == "gemm" and op.frozen)
         rows = 2 * TOKENS
@@ -161,7 +161,7 @@ def test_frozen_products_are_told_from_trained_ones(traced: ModelShapes) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
-def test_compiled_saves_what_the_partitioner_of_torch_saves(traced: ModelShapes) -> None:
+def test_compiled_blocks_save_what_torchs_partitioner_saves(traced: ModelShapes) -> None:
     block = Attending()
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)
@@ -172,7 +172,7 @@ def test_compiled_saves_what_the_partitioner_of_torch_saves(traced: ModelShapes)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_less_is_kept_the_more_is_done_again(traced: ModelShapes, compiled: bool) -> None:
+def test_saving_less_means_recomputing_more(traced: ModelShapes, compiled: bool) -> None:
     kind = traced.kinds[0]
     ways = kind.compiled if compiled else kind.eager
     assert ways.recompute.saved_nbytes < ways.lean.saved_nbytes < ways.keep.saved_nbytes
@@ -182,7 +182,7 @@ def test_the_less_is_kept_the_more_is_done_again(traced: ModelShapes, compiled: 
     assert attention[0] == attention[1]  # what it gave is kept
 
 
-def test_what_selective_checkpointing_keeps_is_what_the_planner_counts(
+def test_saved_bytes_match_selective_checkpointing(
     traced: ModelShapes,
 ) -> None:
     from gracetune.offload.checkpointing import wrap_blocks
@@ -204,7 +204,7 @@ def test_what_selective_checkpointing_keeps_is_what_the_planner_counts(
     assert ways.recompute.flops - ways.keep.flops == pytest.approx(more, rel=0.01)
 
 
-def test_fused_kernels_move_fewer_bytes_than_single_operations(traced: ModelShapes) -> None:
+def test_fused_kernels_move_fewer_bytes_than_eager_ones(traced: ModelShapes) -> None:
     def moved(ops: tuple[Op, ...]) -> float:
         return sum(op.nbytes for op in ops if op.kind == "elementwise")
 
@@ -213,7 +213,7 @@ def test_fused_kernels_move_fewer_bytes_than_single_operations(traced: ModelShap
     assert 0 < moved(compiled.backward) < moved(eager.backward)
 
 
-def test_peaks_hold_what_is_saved_and_more(traced: ModelShapes) -> None:
+def test_peaks_include_saved_bytes(traced: ModelShapes) -> None:
     kind = traced.kinds[0]
     for ways in (kind.eager, kind.compiled):
         for trace in (ways.keep, ways.lean, ways.recompute):
@@ -222,16 +222,18 @@ def test_peaks_hold_what_is_saved_and_more(traced: ModelShapes) -> None:
             assert trace.backward_peak_nbytes < 4 * kind.eager.keep.saved_nbytes
 
 
-def test_which_branch_is_named_first_is_all_one_to_a_compiler() -> None:
+def test_the_order_of_parallel_branches_does_not_change_compiled_peaks() -> None:
     peaks = set()
     for wide_first in (False, True):
         model = Stack(0)
         model.blocks.append(SideBySide(wide_first))
-        peaks.add(trace_model(made_subject(model), 2).kinds[0].compiled.lean.backward_peak_nbytes)
+        peaks.add(
+            trace_model(build_trace_target(model), 2).kinds[0].compiled.lean.backward_peak_nbytes
+        )
     assert len(peaks) == 1, f"{peaks} bytes"
 
 
-def test_equal_blocks_are_one_kind_and_bytes_are_those_of_the_weights(traced: ModelShapes) -> None:
+def test_equal_blocks_are_one_kind(traced: ModelShapes) -> None:
     block = Attending()
     trained = sum(p.nbytes for p in block.parameters() if p.requires_grad)
     assert traced.order == (0, 0, 0)
@@ -245,11 +247,11 @@ def test_equal_blocks_are_one_kind_and_bytes_are_those_of_the_weights(traced: Mo
 
 
 @pytest.mark.parametrize("trains_all", [False, True])
-def test_one_trace_tells_any_batch(trains_all: bool) -> None:
+def test_one_trace_predicts_every_batch(trains_all: bool) -> None:
     model = Stack(1)
     if trains_all:
         model.requires_grad_(True)
-    subject = made_subject(model)
+    subject = build_trace_target(model)
     two, five = (trace_model(subject, batch) for batch in (2, 5))
     speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     foretold, seen = CostModel(two, speeds).at(5), CostModel(five, speeds).at(5)
@@ -269,39 +271,39 @@ def test_one_trace_tells_any_batch(trains_all: bool) -> None:
     assert foretold.batch_nbytes == seen.batch_nbytes
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_tracing_leaves_the_model_unchanged() -> None:
     with torch.device("meta"):
         model = Stack(1)
     own = model.blocks[0].__dict__["forward"] = model.blocks[0].forward
-    trace_model(made_subject(model), 1)
+    trace_model(build_trace_target(model), 1)
     assert model.blocks[0].__dict__["forward"] is own
     assert all(p.is_meta for p in model.parameters())
     assert not model.blocks[0]._forward_hooks
 
 
-def test_a_loaded_model_is_traced_without_touching_its_weights() -> None:
+def test_tracing_does_not_read_weights() -> None:
     model = Stack(1)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    trace_model(made_subject(model), 1)
+    trace_model(build_trace_target(model), 1)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_model_without_blocks_is_told_how_to_name_them() -> None:
+def test_a_model_without_blocks_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"names no blocks.*blocks\(\).*embed, blocks, head"):
-        trace_model(made_subject(Stack(1), blocks=[]), 1)
+        trace_model(build_trace_target(Stack(1), blocks=[]), 1)
 
 
-def test_a_block_that_forward_never_calls_is_named() -> None:
+def test_an_unused_block_is_an_error() -> None:
     model = Stack(2)
     model.spare = Attending()
     with pytest.raises(ModelError, match=r"block 2 of 'stack' is never called"):
-        trace_model(made_subject(model, [*model.blocks, model.spare]), 1)
+        trace_model(build_trace_target(model, [*model.blocks, model.spare]), 1)
 
 
-def test_every_weight_may_be_trained() -> None:
+def test_full_training_is_traced() -> None:
     model = Stack(2).requires_grad_(True)
-    shapes = trace_model(made_subject(model), 1)
+    shapes = trace_model(build_trace_target(model), 1)
     assert shapes.frozen_nbytes == 0
     kind = shapes.kinds[0]
     eager, compiled = kind.eager.keep, kind.compiled.keep

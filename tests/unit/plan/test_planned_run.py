@@ -1,4 +1,4 @@
-"""A run in little device memory, rehearsed on the CPU: planned, streamed, offloaded, as good."""
+"""Runs in little device memory, rehearsed on the CPU, have the losses of plain runs."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 CPU = torch.device("cpu")
 
 
-def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, told):
+def test_a_streamed_run_has_the_losses_of_a_resident_one(tiny_run, tmp_path, told):
     def losses(name, plan):
         told.events.clear()
         folder = str(tmp_path / name)
@@ -40,9 +40,7 @@ def test_a_run_that_must_stream_trains_as_one_that_need_not(tiny_run, tmp_path, 
     assert planned == pytest.approx(plain, rel=1e-4)
 
 
-def test_a_plan_is_corrected_between_steps_and_no_number_changes(
-    tiny_run, tmp_path, told, monkeypatch
-):
+def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, told, monkeypatch):
     """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
 
     class Generous(planner.NullMemoryMeter):
@@ -75,7 +73,7 @@ def test_a_plan_is_corrected_between_steps_and_no_number_changes(
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
 
 
-def test_a_plan_enters_no_epoch(tiny_run, tmp_path, told):
+def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, told):
     """A run that goes on in its fifth epoch would lose that one's encoded pictures to the first."""
     run = tiny_run(
         adapter={"rank": 4},
@@ -93,7 +91,7 @@ def test_a_plan_enters_no_epoch(tiny_run, tmp_path, told):
     assert not (tmp_path / "run" / "generations").exists()
 
 
-def test_streaming_is_told_with_its_cost(tiny_run, told):
+def test_streaming_events_contain_their_cost(tiny_run, told):
     settings = {"max_train_steps": 3, "batch_size": 2, "checkpoint_every": 3}
     run_training(tiny_run(adapter={"rank": 4}, train=settings, plan=LITTLE), sinks=[told])
     (event,) = told.of(WeightsStreamed)
@@ -104,7 +102,7 @@ def test_streaming_is_told_with_its_cost(tiny_run, told):
     assert event.waited_s > 0, "a CPU waits for every copy"
 
 
-def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):
+def test_too_little_memory_is_an_error_that_names_the_minimum(tiny_run):
     run = tiny_run(adapter={"rank": 4}, plan=LITTLE | {"device_memory": "1MB"})
     with pytest.raises(GracetuneError, match=r"too little for tiny: it needs at least"):
         run_training(run)
@@ -120,11 +118,11 @@ def test_too_little_memory_is_named_with_the_least_that_would_do(tiny_run):
         ({"plan": PlanSection()}, 1, "no GPU"),
     ],
 )
-def test_where_no_plan_is_made_there_is_a_reason(settings, ranks, reason):
+def test_an_unplanned_run_has_a_reason(settings, ranks, reason):
     assert reason in reason_unplanned(RunFile(**settings), CPU, ranks)
 
 
-def test_a_gpu_alone_is_planned_for():
+def test_a_single_gpu_is_planned():
     assert reason_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
 
 
@@ -142,7 +140,7 @@ def test_a_gpu_alone_is_planned_for():
         ("flux", {"rank": 2}, {}, None),
     ],
 )
-def test_models_adapters_and_optimizers_are_planned_as_they_train(
+def test_models_adapters_and_optimizers_can_be_planned(
     tiny_run, miniature, told, tmp_path, family, adapter, optimizer, experts
 ):
     def losses(name, plan):
@@ -172,7 +170,7 @@ def test_models_adapters_and_optimizers_are_planned_as_they_train(
         assert planned == pytest.approx(losses("plain", "off"), rel=1e-3)
 
 
-def test_full_training_of_narrow_weights_is_done_in_fp32(tiny_run, miniature, told):
+def test_full_training_of_bf16_weights_runs_in_fp32(tiny_run, miniature, told):
     model = {"family": "wan22", "path": str(miniature("wan22-t2v")), "dtype": "bfloat16"}
     run = tiny_run(model=model, train={"max_train_steps": 2, "batch_size": 1, "experts": "high"})
     data = run.datasets[0].model_copy(update={"resolution": 32})
@@ -180,7 +178,7 @@ def test_full_training_of_narrow_weights_is_done_in_fp32(tiny_run, miniature, to
     assert any("trained tensors are converted to fp32" in text for text in told.texts())
 
 
-def test_fp8_is_refused_where_it_could_not_be_had():
+def test_fp8_on_an_unsupported_device_is_an_error():
     with pytest.raises(ConfigError, match="none is frozen"):
         check_trainable(RunFile(model={"frozen_compute": "fp8"}))
     with pytest.raises(ConfigError, match="dora measures"):
@@ -189,13 +187,13 @@ def test_fp8_is_refused_where_it_could_not_be_had():
         )
 
 
-def test_fp8_without_a_plan_is_refused(tiny_run):
+def test_fp8_without_a_plan_is_an_error(tiny_run):
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan="off")
     with pytest.raises(ConfigError, match="which needs a memory plan, but plan is off"):
         run_training(run)
 
 
-def test_fp8_is_planned_for_as_it_will_run(tiny_run, told, monkeypatch):
+def test_fp8_is_traced_with_fused_layers(tiny_run, told, monkeypatch):
     """By fused products, which are undone while layers are shown their inputs, and then made."""
     looked_at = []
 

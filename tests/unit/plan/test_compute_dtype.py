@@ -1,4 +1,4 @@
-"""What trained weights are copied to before products: the type of most of what is frozen."""
+"""Trained weights are copied to the dtype of most frozen weights."""
 
 import pytest
 import torch
@@ -25,5 +25,5 @@ def model(*frozen, trained=torch.float32):
         ([], None),
     ],
 )
-def test_tables_that_stay_in_fp32_do_not_decide(frozen, products):
+def test_the_compute_dtype_is_that_of_most_frozen_weights(frozen, products):
     assert _compute_dtype(model(*frozen)) == products
