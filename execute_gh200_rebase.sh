@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A fork onto a newer upstream, from backup to checklist: `gracetune port`, step by step.
+# Move a fork onto a newer upstream, from backup to checklist: runs `gracetune port` step by step.
 #
-# Leaves in the clone: patches/, MERGE_LOG.txt, ROLLBACK.sh, GH200_REBASE_CHECKLIST.md and, where
-# work was uncommitted, gh200-current.patch. Exit 0: applied and validated; 1: stopped at a conflict,
-# or a validation failed; 2: wrong input, or nothing to validate with.
+# Writes to the clone: patches/, MERGE_LOG.txt, ROLLBACK.sh, GH200_REBASE_CHECKLIST.md and, if there
+# is uncommitted work, gh200-current.patch. Exit codes: 0 applied and validated; 1 stopped at a
+# conflict, or a validation failed; 2 wrong input, or no validation commands.
 set -euo pipefail
 
 HELP="usage: ./execute_gh200_rebase.sh [--repo PATH] [--upstream REF] [--branch NAME] [--no-fetch]
@@ -12,14 +12,14 @@ HELP="usage: ./execute_gh200_rebase.sh [--repo PATH] [--upstream REF] [--branch 
                                   [--skip-validation] [--continue | --rollback] [--yes]
 
   --repo PATH         the fork's clone, on the fork's branch (default: here)
-  --upstream REF      what to put it onto (default: origin/main, fetched first)
+  --upstream REF      the target (default: origin/main, fetched first)
   --branch NAME       the new branch (default: gh200-reintegration)
-  --no-fetch          take upstream as it is in the clone
+  --no-fetch          use upstream as it is in the clone
   --group, --validate-*  as in \`gracetune port extract\`
-  --skip-validation   end after the patches are applied
-  --continue          go on after a conflict is settled
-  --rollback          return to the fork as it was before
-  --yes               never ask"
+  --skip-validation   stop after the patches are applied
+  --continue          continue after resolving a conflict
+  --rollback          return to the fork as it was before the port
+  --yes               do not ask for confirmation"
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [[ -z "${PYTHON:-}" ]]; then
@@ -61,15 +61,14 @@ port() {
     "$PYTHON" -m gracetune port --repo "$REPO" "$@"
 }
 
-# Apply, keep what it says, and leave the way back beside it. A conflict ends the script, after the
-# checklist says so.
+# Apply the patches, log the output, and write ROLLBACK.sh. On a conflict, write the checklist and exit.
 apply() {
     local code=0
     port apply "$@" | tee "$REPO/MERGE_LOG.txt" || code=${PIPESTATUS[0]}
     if grep -q '^Backup branch:' "$REPO/MERGE_LOG.txt"; then
         cat >"$REPO/ROLLBACK.sh" <<END
 #!/usr/bin/env bash
-# Back to the fork as it was before the port; see MERGE_LOG.txt for the backup branch.
+# Return to the fork as it was before the port. MERGE_LOG.txt names the backup branch.
 export PYTHONPATH="$PYTHONPATH"
 exec "$PYTHON" -m gracetune port --repo "$REPO" rollback "\$@"
 END
@@ -89,7 +88,7 @@ if [[ $CONTINUE -eq 0 ]]; then
     echo "== Before"
     if ! git -C "$REPO" diff --quiet HEAD; then
         git -C "$REPO" diff --binary HEAD >"$REPO/gh200-current.patch"
-        echo "uncommitted work is also in gh200-current.patch"
+        echo "uncommitted work is also saved in gh200-current.patch"
     fi
     if [[ $FETCH -eq 1 && "$UPSTREAM" == */* ]]; then
         git -C "$REPO" fetch --quiet "${UPSTREAM%%/*}" "${UPSTREAM#*/}"

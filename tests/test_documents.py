@@ -39,9 +39,9 @@ def spans(page):
 
 
 def commands(page):
-    """The lines of code blocks that call us, without what is said of them."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = [line for block in blocks for line in block.splitlines()]
+    """Return the `gracetune` commands in code blocks, without comments after two spaces."""
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
     return [re.split(r"  +", line)[0] for line in lines if line.startswith("gracetune ")]
 
 
