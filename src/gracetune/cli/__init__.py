@@ -1,1 +1,1 @@
-"""The command line: one file a verb, each loaded only when it is called."""
+"""The command line: one module per verb, imported only when the verb is used."""

@@ -1,1 +1,1 @@
-"""What a run tells: typed events, and the sinks that log, show or plot them."""
+"""Typed events of a run, and the sinks that log, show or plot them."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, Group
@@ -409,7 +409,10 @@ def checkpoint_line(event: CheckpointSaved) -> str:
 
 
 def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
-    """Describe how the run ended, list its output files and count its fallbacks."""
+    """Describe how the run ended, list its outputs and count its fallbacks.
+
+    A model is a folder of folders; only adapters are safetensors files directly in the result.
+    """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"
     if event.status != "done":
@@ -417,8 +420,13 @@ def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
     lines = [labelled(STATUS_LABELS[event.status], text)]
     for name, path in event.outputs.items():
         # The result is named after its folder: `adapter` or `model`.
-        shown = PurePath(path).name if name == "result" else OUTPUT_NAMES.get(name, name)
+        shown = Path(path).name if name == "result" else OUTPUT_NAMES.get(name, name)
         lines.append(labelled("", f"{shown:<{LABEL_WIDTH}}{path}"))
+    result = event.outputs.get("result")
+    files = [] if result is None else sorted(Path(result).glob("*.safetensors"))
+    if files:
+        command = f"gracetune adapter inspect {files[0]}"
+        lines.append(labelled("", f"{'next':<{LABEL_WIDTH}}{command}"))
     if fallbacks:
         count = "1 fallback was" if fallbacks == 1 else f"{fallbacks} fallbacks were"
         lines.append(labelled("", f"{count} taken; see above"))

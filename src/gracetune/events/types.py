@@ -191,7 +191,7 @@ class CheckpointSaved:
     path: str
     nbytes: int
     seconds: float
-    """How long saving took."""
+    """Seconds that saving took."""
     reason: str
     """Why it was saved, for example `every N steps`."""
 

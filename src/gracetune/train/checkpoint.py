@@ -61,7 +61,7 @@ class SavedCheckpoint:
     path: Path
     nbytes: int
     seconds: float
-    """How long writing took."""
+    """Seconds that writing took."""
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:

@@ -191,7 +191,7 @@ class BatchStream:
         self._batches = self._open()
 
     def take(self, count: int) -> Iterator[Batch]:
-        """Yield the next `count` batches, loading each one when it is asked for."""
+        """Yield the next `count` batches, loading each one when a step needs it."""
         for _ in range(count):
             batch, self.state = next(self._batches)
             yield batch

@@ -47,7 +47,7 @@ class TrainState:
     parameters: dict[str, Parameter]
     """The trained parameters by name."""
     optimizer: Optimizer
-    update: OptimizerStepper
+    stepper: OptimizerStepper
     """Runs the optimizer's step, also when the optimizer state lives in host memory."""
     ema: Ema | None
     accelerator: Accelerator
@@ -135,7 +135,7 @@ def train_step(
         list(state.parameters.values()), scale, train.max_grad_norm
     )
     set_lr(state.optimizer, lr_scale(state.run.optimizer, progress.step, train.max_train_steps))
-    state.update.step()
+    state.stepper.step()
     lr = effective_lr(state.optimizer)
     state.optimizer.zero_grad()
     if state.ema is not None:

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.cache.encode import EMPTY_PROMPT
 from gracetune.data.augment import DEFAULT_TRANSFORM, render
-from gracetune.data.buckets import frame_counts, audio_lengths
+from gracetune.data.buckets import audio_lengths, frame_counts
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import CheckpointError, ConfigError

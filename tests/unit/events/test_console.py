@@ -1,4 +1,5 @@
 from io import StringIO
+from pathlib import Path
 
 import pytest
 
@@ -210,6 +211,14 @@ def test_the_end_lists_the_outputs_and_counts_fallbacks(fallbacks: int, lines: l
         "           samples    runs/x/grid.png",
         *lines,
     ]
+
+
+def test_the_end_suggests_to_inspect_an_adapter(tmp_path: Path) -> None:
+    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
+    file.parent.mkdir()
+    file.touch()
+    lines = Plain().emit(RunEnded(100, "done", 75.0, {"result": str(file.parent)}))
+    assert lines[-1] == f"           next       gracetune adapter inspect {file}"
 
 
 @pytest.mark.parametrize("seconds", [9.0, 90.0])
