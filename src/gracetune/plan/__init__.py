@@ -1,1 +1,1 @@
-"""Before a run: how many bytes it takes, how long it lasts, and what to keep where."""
+"""The planner: predicts a run's memory and time, finds the fastest plan, applies and corrects it."""

@@ -62,7 +62,7 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class PlannerInputs:
-    """What the planner needs from the data pipeline and from training."""
+    """Inputs of the planner that come from the data pipeline and from training."""
 
     load_largest: Callable[[], Batch]
     """Loads one sample of the largest bucket."""

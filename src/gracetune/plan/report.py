@@ -32,7 +32,7 @@ NOTICEABLE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class ReportHeading:
-    """What a plan was made for: the head of the report."""
+    """The head of the report: model, sample, machine and budget."""
 
     model: str
     """The family, and where its configuration comes from."""

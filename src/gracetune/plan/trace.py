@@ -56,7 +56,7 @@ class TraceTarget:
 
 
 @dataclass(frozen=True)
-class BlockCall:
+class TracedCall:
     """The arguments and outputs of a block in a forward pass, as flattened leaves."""
 
     leaves: tuple[Any, ...]
@@ -129,7 +129,7 @@ def _forget_fakes(model: nn.Module) -> None:
                     found.cache_clear()
 
 
-def _fresh(call: BlockCall) -> list[Any]:
+def _fresh(call: TracedCall) -> list[Any]:
     """Return the arguments with memory of their own; hidden states require gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.hidden:
@@ -137,7 +137,7 @@ def _fresh(call: BlockCall) -> list[Any]:
     return leaves
 
 
-def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) -> BlockShapes:
+def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -> BlockShapes:
     parameters = list(block.parameters())
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
@@ -169,7 +169,7 @@ def _eager_modes(keep: Trace, input_nbytes: int) -> TracesByMode:
     return TracesByMode(keep, lean, recomputed_trace(keep, attention, input_nbytes))
 
 
-def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) -> Trace:
+def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -> Trace:
     weights = named_fakes(block, fakes)
     leaves = _fresh(call)
     inputs = [leaves[place] for place in call.hidden]
@@ -216,7 +216,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: BlockCall) ->
 
 
 def _compiled(
-    block: nn.Module, fakes: dict[int, Tensor], call: BlockCall
+    block: nn.Module, fakes: dict[int, Tensor], call: TracedCall
 ) -> Callable[[SavedSet], Trace]:
     """Trace a block's joint graph and return a function that partitions it for a mode."""
     weights = named_fakes(block, fakes)
@@ -250,7 +250,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _trace_outside(
-    target: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[BlockCall], batch: int
+    target: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[TracedCall], batch: int
 ) -> tuple[Trace, int]:
     """Return the trace of embeddings, head and loss, and the bytes of the batch."""
     weights = named_fakes(target.model, fakes, "model.")
@@ -290,7 +290,7 @@ def _trace_outside(
     return trace, sum(tensor.nbytes for tensor in inputs.values())
 
 
-def _context(calls: Sequence[BlockCall]) -> list[Tensor]:
+def _context(calls: Sequence[TracedCall]) -> list[Tensor]:
     """Return the arguments that all blocks share: text, timestep embedding, positions."""
     return [
         leaf
@@ -337,9 +337,9 @@ def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -
 
 def record_block_calls(
     target: TraceTarget, fakes: dict[int, Tensor], batch: int
-) -> list[BlockCall]:
+) -> list[TracedCall]:
     """Run the whole model once and return the call of each block."""
-    seen: dict[nn.Module, BlockCall] = {}
+    seen: dict[nn.Module, TracedCall] = {}
     hidden_storages: set[int] = set()
     known: dict[object, tuple[list[Any], TreeSpec]] = {}
     """Outputs by kind of block: equal blocks are run once."""
@@ -358,7 +358,7 @@ def record_block_calls(
                 and (storage_id(leaf) in hidden_storages or (not seen and _like_any(leaf, outputs)))
             ]
             hidden_storages.update(storage_id(tensor) for tensor in tensors_of(outputs))
-            seen[block] = BlockCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
+            seen[block] = TracedCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)
 
         return run
@@ -424,11 +424,11 @@ class _BlockStub(torch.autograd.Function):
 
 
 @contextmanager
-def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[BlockCall]) -> Iterator[None]:
+def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[TracedCall]) -> Iterator[None]:
     """Replace blocks by stubs while the rest of the model is traced."""
     anchor = torch.empty(1, requires_grad=True)  # without it, frozen embeddings would need no graph
 
-    def stub(call: BlockCall) -> Callable[..., Any]:
+    def stub(call: TracedCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_flatten((args, kwargs))[0]
             inputs = [leaves[place] for place in call.hidden]
