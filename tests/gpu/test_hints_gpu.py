@@ -18,7 +18,7 @@ from gracetune.memory.hints import Hints, Verdict, torch_stream
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import Link, Machine, open_machine
 from gracetune.memory.shim import LIBRARY, SOURCE, build_shim
-from gracetune.memory.stages import hard_reclamation, read_memory
+from gracetune.memory.stages import GcFreeze, hard_reclamation, read_memory
 from gracetune.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def test_memory_that_is_not_managed_is_refused_with_a_reason(hints: Hints) -> No
     tensors = {
         "ordinary device": torch.zeros(MIB, device="cuda:0"),
         "pinned": torch.zeros(MIB).pin_memory(),
-        "plain host": torch.zeros(MIB),
+        "pageable host": torch.zeros(MIB),
     }
     for description, tensor in tensors.items():
         for method in HINT_METHODS:
@@ -158,7 +158,7 @@ def test_hard_reclamation_returns_cached_memory(machine: Machine) -> None:
     del block
     before = read_memory(0, machine.platform.host_bytes)
     assert before.reserved - before.allocated >= 256 * MIB
-    assert hard_reclamation(0)() >= 256 * MIB
+    assert hard_reclamation(0, GcFreeze())() >= 256 * MIB
     after = read_memory(0, machine.platform.host_bytes)
     assert after.device_free >= before.device_free + 200 * MIB
     assert after.allocated <= after.reserved <= before.reserved

@@ -44,7 +44,7 @@ def wan(tmp_path_factory, miniature):
     config = WanTransformer3DModel.load_config(folder / "transformer") | SHAPE
     torch.manual_seed(0)
     for name in ("transformer", "transformer_2"):
-        WanTransformer3DModel.from_config(config).bfloat16().save_pretrain(folder / name)
+        WanTransformer3DModel.from_config(config).bfloat16().save_pretrained(folder / name)
     return folder
 
 
