@@ -1,4 +1,4 @@
-"""Sets every hook in whichever SimpleTuner is found first, and asks each what it is for."""
+"""Set every hook in the SimpleTuner on the path, and use each of them once."""
 
 import json
 import os
@@ -28,8 +28,8 @@ from gracetune.memory.platform import open_machine
 CONFIG = {"seed": 1, "cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}}
 
 
-def serve_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
-    """A picture whose file is gone, and a cache file that is read once."""
+def check_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
+    """Read an image whose file is gone, and a cache file three times."""
     Image.new("RGB", (8, 6), (10, 20, 30)).save(folder / "a.png")
     entry = {"id": "pics", "type": "in_memory", "instance_data_dir": str(folder)}
     registry = import_module(FACTORY).FactoryRegistry
@@ -37,20 +37,20 @@ def serve_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
     args = SimpleNamespace(
         data_backend_config=str(folder / "sets.json"), model_family="sdxl", output_dir=str(folder)
     )
-    made = registry(args, SimpleNamespace(is_local_main_process=True), [], [], None)
-    assert [each["type"] for each in made.load_configuration()] == ["local"]
+    factory = registry(args, SimpleNamespace(is_local_main_process=True), [], [], None)
+    assert [each["type"] for each in factory.load_configuration()] == ["local"]
     builder = import_module("simpletuner.helpers.data_backend.builders").create_backend_builder(
         "local", SimpleNamespace(is_local_main_process=True)
     )
     config = import_module("simpletuner.helpers.data_backend.config.image").ImageBackendConfig
-    pictures = {**entry, "type": "local"}
+    images = {**entry, "type": "local"}
     sizes = {"resolution": 64, "resolution_type": "pixel"}
-    backend = builder._create_backend(config.from_dict(pictures, sizes))
+    backend = builder._create_backend(config.from_dict(images, sizes))
     assert type(backend).__name__ == "GracetuneDataBackend"
-    picture = str(folder / "a.png")
-    os.remove(picture)
-    assert backend.exists(picture)
-    assert backend.read_image(picture).size == (8, 6)
+    image = str(folder / "a.png")
+    os.remove(image)
+    assert backend.exists(image)
+    assert backend.read_image(image).size == (8, 6)
     cached = str(folder / "x.pt")
     backend.write(cached, {"latents": torch.arange(3.0)})
     assert plugin.memory is not None
@@ -59,8 +59,8 @@ def serve_files(plugin: SimpleTunerPlugin, folder: Path) -> None:
     assert (plugin.memory.hits, plugin.memory.misses) == (2, 1)
 
 
-def serve_forms(folder: Path) -> None:
-    """Fields in the registry, blocks in the file, our entry in a job."""
+def check_forms(folder: Path) -> None:
+    """Check the fields in the registry, the blocks in the file and the entry point of a job."""
     registry = import_module(FIELD_REGISTRY).field_registry
     assert {option.name for option in WEBUI_OPTIONS} <= {
         *registry.export_field_metadata()["fields"]
@@ -84,11 +84,11 @@ def main(folder: Path) -> None:
     words = import_module(JSON).load_json_config()
     assert not any("cache" in word for word in words), words
     assert import_module(TRACKER).StateTracker.get_raw_config() == CONFIG
-    serve_files(plugin, folder)
+    check_files(plugin, folder)
     trainer = import_module(TRAINER).Trainer
     assert trainer.prepare_batch(trainer.__new__(trainer), False) is False
-    serve_forms(folder)
-    sys.__stdout__.write(f"all hooks serve in {version('simpletuner')}\n")
+    check_forms(folder)
+    sys.__stdout__.write(f"all hooks work in {version('simpletuner')}\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The plug-in in a real clone of ai-toolkit: `make test-ai-toolkit` runs this beside one.
+"""The plug-in in a real clone of ai-toolkit, run by `make test-ai-toolkit`.
 
-Everything is ai-toolkit's own, trainer, data sets, Wan 2.2 with two experts, network and saving,
-except for three things: its other models are not imported, because some ask for a GPU or for
-another diffusers; the tokenizer is a small one of words, which its loader cannot read; and the VAE
-is the miniature's, where ai-toolkit would download one.
+Trainer, data sets, Wan 2.2 with two experts, network and saving are ai-toolkit's own. Three things
+are replaced: its other models are not imported, because some need a GPU or another diffusers; the
+tokenizer is a small one that its loader cannot read; and the VAE is the miniature's, where
+ai-toolkit would download one.
 """
 
 import os
@@ -49,13 +49,13 @@ BOUNDS = {
 
 def status():
     words = ["git", "-C", str(CLONE), "status", "--porcelain", "--ignored"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return [line for line in said.splitlines() if "__pycache__" not in line]
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return [line for line in output.splitlines() if "__pycache__" not in line]
 
 
 @pytest.fixture(scope="module")
 def run_job():
-    """ai-toolkit's own way to run a job, with our file in its extensions."""
+    """Return a function that runs a job as ai-toolkit does, with our extension installed."""
     before = status()
     install(CLONE)
     sys.path.insert(0, str(CLONE))
@@ -95,8 +95,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    folder = tmp_path / "pictures"
+def images(tmp_path):
+    folder = tmp_path / "images"
     folder.mkdir()
     for number in range(3):
         pixels = np.random.default_rng(number).integers(0, 255, (64, 64, 3), dtype=np.uint8)
@@ -105,7 +105,7 @@ def pictures(tmp_path):
     return folder
 
 
-def config(model, pictures, output, *, dataset=None, train=None, **process):
+def config(model, images, output, *, dataset=None, train=None, **process):
     given = {
         "type": "sd_trainer",
         "training_folder": str(output),
@@ -115,7 +115,7 @@ def config(model, pictures, output, *, dataset=None, train=None, **process):
         "save": {"dtype": "float32", "save_every": 100, "max_step_saves_to_keep": 2},
         "datasets": [
             {
-                "folder_path": str(pictures),
+                "folder_path": str(images),
                 "caption_ext": "txt",
                 "resolution": [64],
                 "cache_latents_to_disk": True,
@@ -156,12 +156,12 @@ def test_every_symbol_fits():
     assert "symbols fit" in check(CLONE)[-1]
 
 
-def test_switched_off_it_trains_what_stock_trains(run_job, model, pictures, tmp_path):
-    # Encoding draws from the same generator as training does, so that each run encodes for itself.
-    twin = shutil.copytree(pictures, tmp_path / "twin")
+def test_disabled_it_trains_the_same_weights_as_stock(run_job, model, images, tmp_path):
+    # Encoding and training share a random generator, so each run must encode its own latents.
+    twin = shutil.copytree(images, tmp_path / "twin")
     run_job(config(model, twin, tmp_path / "stock"))
     off = {"stage_timesteps": False, "check_saves": False}
-    ours = run_job(config(model, pictures, tmp_path / "ours", gracetune=off))
+    ours = run_job(config(model, images, tmp_path / "ours", gracetune=off))
     assert ours.gracetune_blocks is not None
     before, after = adapters(tmp_path / "stock"), adapters(tmp_path / "ours")
     for part, tensors in before.items():
@@ -170,10 +170,10 @@ def test_switched_off_it_trains_what_stock_trains(run_job, model, pictures, tmp_
             assert torch.equal(value, after[part][key]), (part, key)
 
 
-def test_all_of_it_trains_saves_and_resumes(run_job, model, pictures, tmp_path, capfd, monkeypatch):
+def test_all_features_train_save_and_resume(run_job, model, images, tmp_path, capfd, monkeypatch):
     from toolkit.data_loader import AiToolkitDataset
 
-    drawn, reads = [], []
+    timesteps, reads = [], []
     original = AiToolkitDataset._get_single_item
 
     def read(self, index):
@@ -183,15 +183,15 @@ def test_all_of_it_trains_saves_and_resumes(run_job, model, pictures, tmp_path, 
 
     monkeypatch.setattr(AiToolkitDataset, "_get_single_item", read)
 
-    def watched(given):
+    def run_watched(given):
         from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
 
         inner = SDTrainer.process_general_training_batch
 
         def draw(self, batch):
-            made = inner(self, batch)
-            drawn.append((self.current_boundary_index, float(made[2].max())))
-            return made
+            processed = inner(self, batch)
+            timesteps.append((self.current_boundary_index, float(processed[2].max())))
+            return processed
 
         with monkeypatch.context() as patch:
             patch.setattr(SDTrainer, "process_general_training_batch", draw)
@@ -207,37 +207,37 @@ def test_all_of_it_trains_saves_and_resumes(run_job, model, pictures, tmp_path, 
         "gh200_optimizations": {"enable_uvm_hints": True},
     }
     train = {"optimizer": "automagic", "lr": 1e-5, "optimizer_params": BOUNDS, "steps": 8}
-    given = config(model, pictures, tmp_path / "out", dataset=dataset, train=train, gracetune=block)
-    process = watched(given)
-    said = capfd.readouterr().out
-    assert "staged 6 files" in said
-    assert "prefer_cpu_residency is unsupported" in said or torch.cuda.is_available()
-    assert said.count("holds 20 modules. diffusers: 20 of 20 modules") == 2
+    given = config(model, images, tmp_path / "out", dataset=dataset, train=train, gracetune=block)
+    process = run_watched(given)
+    output = capfd.readouterr().out
+    assert "staged 6 files" in output
+    assert "prefer_cpu_residency is unsupported" in output or torch.cuda.is_available()
+    assert output.count("holds 20 modules. diffusers: 20 of 20 modules") == 2
     high, low = process.optimizer.param_groups
     assert (high["stage"], high["max_lr"], high["lr_bump"]) == ("high", 1e-3, 1e-6)
     assert (low["stage"], low["max_lr"], low["lr_bump"]) == ("low", 5e-4, 5e-7)
-    assert {stage for stage, _ in drawn} == {0, 1}
-    assert all((at > 875) == (stage == 0) for stage, at in drawn), drawn
-    # Two epochs ended: the first draw is gone, the second may still be read ahead.
-    assert len(list((pictures / "_latent_cache").iterdir())) == 6
+    assert {stage for stage, _ in timesteps} == {0, 1}
+    assert all((at > 875) == (stage == 0) for stage, at in timesteps), timesteps
+    # After two epochs the first latents are deleted; the second may still be read.
+    assert len(list((images / "_latent_cache").iterdir())) == 6
     latents = [latent for path, latent in reads if path.endswith("0.png")]
     assert len(latents) > 1
     assert any(not torch.equal(latents[0], other) for other in latents[1:])
 
-    # Workers that live through epochs must follow the draws of this process.
+    # Persistent workers must follow the augmentation epochs of this process.
     given["config"]["process"][0]["datasets"][0]["num_workers"] = 1
     given["config"]["process"][0]["train"]["steps"] = 14
-    again = watched(given)
-    said = capfd.readouterr().out
-    assert "RESUMING FROM" in said
-    assert "Failed to load optimizer" not in said
+    again = run_watched(given)
+    output = capfd.readouterr().out
+    assert "RESUMING FROM" in output
+    assert "Failed to load optimizer" not in output
     assert again.start_step == 8
     counts = [int(state["step"]) for state in again.optimizer.state.values()]
-    assert sum(counts) == 14 * 20 * 2, "each module's two matrices, in its own expert's steps"
+    assert sum(counts) == 14 * 20 * 2, "two matrices per module, stepped with their own expert"
 
 
-def test_a_key_that_is_not_known_ends_the_job(run_job, model, pictures, tmp_path):
+def test_an_unknown_key_stops_the_job(run_job, model, images, tmp_path):
     from gracetune.errors import ConfigError
 
     with pytest.raises(ConfigError, match="Did you mean check_saves"):
-        run_job(config(model, pictures, tmp_path / "out", gracetune={"chek_saves": True}))
+        run_job(config(model, images, tmp_path / "out", gracetune={"chek_saves": True}))

@@ -1,4 +1,4 @@
-"""The plug-in in a real SimpleTuner: `make test-hosts` runs this in an environment that has one."""
+"""The plug-in in a real SimpleTuner, run by `make test-hosts`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-# Not `simpletuner` alone, which the folder of that name would be taken for.
+# Not `simpletuner` alone: the folder of that name would be imported.
 pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
 import torch
@@ -35,7 +35,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def hooked():
-    """The plug-in, installed once for this process, as the entry does."""
+    """The plug-in, installed once for this process, and the stock backend class."""
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     local = import_module(LOCAL).LocalDataBackend
     install(plugin, import_module)
@@ -49,13 +49,13 @@ def pics(tmp_path):
     for number, name in enumerate(("a.png", "b.jpg", "sub/c.webp")):
         pixels = np.full((8, 12, 3), 40 * number, np.uint8)
         Image.fromarray(pixels).save(folder / name)
-        (folder / name).with_suffix(".txt").write_text(f"picture {number}")
+        (folder / name).with_suffix(".txt").write_text(f"image {number}")
     return folder
 
 
 @pytest.fixture
 def backends(hooked, pics, tmp_path):
-    """Ours for a staged data set, and the stock one."""
+    """Our backend of a staged data set, and the stock one."""
     name = f"pics-{tmp_path.name}"
     block = {"compression": "lz4", "num_workers": 2}
     [rest] = hooked.plugin.split_datasets(
@@ -78,30 +78,30 @@ def test_every_symbol_fits():
     assert "symbols fit" in check()[-1]
 
 
-def test_reading_is_the_same_with_the_disk_gone(backends, pics):
+def test_staged_files_are_read_after_they_are_deleted(backends, pics):
     ours, stock = backends
     listed = stock.list_files(["png", "jpg", "webp", "txt"], str(pics))
     assert ours.list_files(["png", "jpg", "webp", "txt"], str(pics)) == listed
     paths = [path for _, _, files in listed for path in files]
     assert len(paths) == 6
-    wanted = {path: stock.read(path) for path in paths}
-    pictures = [path for path in paths if not path.endswith(".txt")]
-    images = {path: np.asarray(stock.read_image(path)) for path in pictures}
+    expected = {path: stock.read(path) for path in paths}
+    image_paths = [path for path in paths if not path.endswith(".txt")]
+    images = {path: np.asarray(stock.read_image(path)) for path in image_paths}
     shutil.rmtree(pics)
     for path in paths:
         assert ours.exists(path)
         assert ours.exists(Path(path))
-        assert ours.read(path) == ours.read(Path(path)) == wanted[path]
-        assert ours.read(path, as_byteIO=True).read() == wanted[path]
-        assert ours.open_file(path, "rb").read() == wanted[path]
+        assert ours.read(path) == ours.read(Path(path)) == expected[path]
+        assert ours.read(path, as_byteIO=True).read() == expected[path]
+        assert ours.open_file(path, "rb").read() == expected[path]
     for path, pixels in images.items():
         assert np.array_equal(np.asarray(ours.read_image(path)), pixels)
-    keys, batch = ours.read_image_batch(pictures)
-    assert (keys, len(batch)) == (pictures, 3)
+    keys, batch = ours.read_image_batch(image_paths)
+    assert (keys, len(batch)) == (image_paths, 3)
     assert not stock.exists(paths[0])
 
 
-def test_writes_persist_and_are_read_back(backends, pics):
+def test_written_files_are_read_from_disk(backends, pics):
     ours, stock = backends
     path = str(pics / "a.txt")
     ours.write(path, "another caption")
@@ -115,7 +115,7 @@ def test_writes_persist_and_are_read_back(backends, pics):
         ours.read(path)
 
 
-def test_cache_files_come_from_memory_and_are_the_same(backends, tmp_path, hooked):
+def test_cache_files_are_kept_in_memory_unchanged(backends, tmp_path, hooked):
     ours, stock = backends
     path = str(tmp_path / "cache" / "x.pt")
     value = {"latents": torch.arange(6.0), "metadata": {"crop": (0, 0)}}
@@ -134,15 +134,15 @@ def test_cache_files_come_from_memory_and_are_the_same(backends, tmp_path, hooke
         ours.torch_load(path)
 
 
-def test_the_data_set_that_is_made_for_texts_is_known(tmp_path):
-    """Where the file has none, SimpleTuner makes one that no hook sees before its backend."""
+def test_the_default_text_data_set_is_recognised(tmp_path):
+    """SimpleTuner creates it if the file has none; hooks only see its backend."""
     registry = import_module(FACTORY).FactoryRegistry
     bare = registry.__new__(registry)
     bare.args = SimpleNamespace(model_family="sdxl", output_dir=str(tmp_path))
-    [made] = bare._ensure_text_embed_backends_present([])
+    [entry] = bare._ensure_text_embed_backends_present([])
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     plugin.split_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
-    assert plugin.tensor_memory_for(made["id"]) is None
+    assert plugin.tensor_memory_for(entry["id"]) is None
     assert plugin.tensor_memory_for("pics") is plugin.memory
 
 
@@ -164,55 +164,54 @@ backend = import_module(FACTORY).LocalDataBackend(accelerator=None, id="x")
 for line in sys.stdin:
     value = backend.torch_load(line.strip())
     memory = plugin.memory
-    told = [memory.hits, memory.misses, memory.nbytes, value["latents"].sum().item()]
-    sys.__stdout__.write("rank " + json.dumps(told) + "\\n")
+    result = [memory.hits, memory.misses, memory.nbytes, value["latents"].sum().item()]
+    sys.__stdout__.write("rank " + json.dumps(result) + "\\n")
     sys.__stdout__.flush()
 """
 
 
-def test_two_ranks_hold_one_copy(tmp_path, hooked):
-    """What the first has loaded, the second maps."""
+def test_two_ranks_share_one_copy(tmp_path, hooked):
     path = str(tmp_path / "x.pt")
     stock = hooked.stock(accelerator=None, id="x")
     stock.write(path, {"latents": torch.arange(4096.0), "metadata": {"crop": (0, 0)}})
     words = [sys.executable, "-c", RANK, str(tmp_path / "meet")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen(words, **pipes) for _ in range(2)]
-    told = []
+    results = []
     for rank in ranks:
         rank.stdin.write(f"{path}\n")
         rank.stdin.flush()
-        line = next(line for line in rank.stdout if "rank [" in line)  # there are colours before
-        told.append(json.loads(line.partition("rank ")[2]))
+        line = next(line for line in rank.stdout if "rank [" in line)  # colour codes come before it
+        results.append(json.loads(line.partition("rank ")[2]))
     for rank in ranks:
         rank.communicate(timeout=60)
         assert rank.returncode == 0
     total = stock.torch_load(path)["latents"].sum().item()
-    assert told == [[0, 1, 16384, total], [1, 0, 0, total]]
+    assert results == [[0, 1, 16384, total], [1, 0, 0, total]]
 
 
-def test_sound_comes_from_memory(hooked, tmp_path):
-    folder = tmp_path / "sounds"
+def test_audio_is_read_from_memory(hooked, tmp_path):
+    folder = tmp_path / "audio"
     folder.mkdir()
     with wave.open(str(folder / "a.wav"), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(16000)
         file.writeframes((np.sin(np.arange(1600) / 9) * 9000).astype("<i2").tobytes())
-    name = f"sounds-{tmp_path.name}"
+    name = f"audio-{tmp_path.name}"
     entry = {"id": name, "type": "in_memory", "dataset_type": "audio"}
     hooked.plugin.split_datasets([{**entry, "instance_data_dir": str(folder)}])
     ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
     stock = hooked.stock(accelerator=None, id=name)
     path = str(folder / "a.wav")
-    wanted, rate = stock.read_image(path)
+    expected, rate = stock.read_image(path)
     shutil.rmtree(folder)
     waves, found = ours.read_image(path)
     assert found == rate == 16000
-    assert torch.equal(waves, wanted)
+    assert torch.equal(waves, expected)
 
 
-def test_video_comes_from_memory(hooked, tmp_path):
+def test_video_is_read_from_memory(hooked, tmp_path):
     av = pytest.importorskip("av")
     folder = tmp_path / "videos"
     folder.mkdir()
@@ -220,8 +219,8 @@ def test_video_comes_from_memory(hooked, tmp_path):
     with av.open(path, "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for level in range(0, 250, 50):
-            pixels = np.full((32, 32, 3), level, np.uint8)
+        for brightness in range(0, 250, 50):
+            pixels = np.full((32, 32, 3), brightness, np.uint8)
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -229,12 +228,12 @@ def test_video_comes_from_memory(hooked, tmp_path):
     entry = {"id": name, "type": "in_memory", "instance_data_dir": str(folder)}
     hooked.plugin.split_datasets([entry])
     ours = import_module(FACTORY).LocalDataBackend(accelerator=None, id=name)
-    wanted = hooked.stock(accelerator=None, id=name).read_image(path)
+    expected = hooked.stock(accelerator=None, id=name).read_image(path)
     shutil.rmtree(folder)
-    assert np.array_equal(ours.read_image(path), wanted)
+    assert np.array_equal(ours.read_image(path), expected)
 
 
-def test_blocks_do_not_reach_the_command_line(hooked, tmp_path, monkeypatch):
+def test_our_blocks_do_not_reach_the_command_line(hooked, tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
     monkeypatch.setenv("CONFIG_PATH", str(file))
@@ -246,15 +245,15 @@ def test_blocks_do_not_reach_the_command_line(hooked, tmp_path, monkeypatch):
     assert tracker.get_raw_config()["cache_config"] == CONFIG["cache_config"]
 
 
-def test_the_end_of_an_epoch_is_no_batch(hooked):
+def test_the_end_of_an_epoch_has_no_batch(hooked):
     trainer = import_module(TRAINER).Trainer
     bare = trainer.__new__(trainer)
     assert trainer.prepare_batch(bare, False) is False
     assert trainer.prepare_batch(bare, None) is None
 
 
-def test_validations_come_where_a_step_of_a_ramp_ends():
-    """By SimpleTuner's own condition; of micro-batches 7 and 8, the seventh ends a step of 3."""
+def test_validations_run_at_the_end_of_an_optimizer_step():
+    """Uses SimpleTuner's own condition; micro-batch 7 ends a step of 3."""
     validation = import_module("simpletuner.helpers.training.validation").Validation
     bare = validation.__new__(validation)
     ends = []
@@ -275,13 +274,13 @@ def test_validations_come_where_a_step_of_a_ramp_ends():
     assert due == ends
 
 
-def test_the_entry_runs_a_script_with_the_hooks_set(tmp_path):
+def test_the_entry_point_runs_a_script_with_the_hooks_set(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
         "from simpletuner.helpers.data_backend import factory\n"
-        "told = (__name__, sys.argv[1:], factory.LocalDataBackend.__name__)\n"
-        "open(__file__ + '.told', 'w').write(repr(told))\n"
+        "result = (__name__, sys.argv[1:], factory.LocalDataBackend.__name__)\n"
+        "open(__file__ + '.result', 'w').write(repr(result))\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "gracetune.hosts.simpletuner", str(script), "--flag"],
@@ -289,11 +288,11 @@ def test_the_entry_runs_a_script_with_the_hooks_set(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    told = (tmp_path / "script.py.told").read_text()
-    assert told == "('__main__', ['--flag'], 'GracetuneDataBackend')"
+    result = (tmp_path / "script.py.result").read_text()
+    assert result == "('__main__', ['--flag'], 'GracetuneDataBackend')"
 
 
-def test_the_verb_checks_and_becomes_simpletuner():
+def test_the_host_command_checks_and_starts_simpletuner():
     words = [sys.executable, "-m", "gracetune", "host", "simpletuner"]
     done = subprocess.run([*words, "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Real training in a real SimpleTuner, on a CPU, with a model made from its configuration."""
+"""Train a tiny model in a real SimpleTuner on a CPU."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-# Not `simpletuner` alone, which the folder of that name would be taken for.
+# Not `simpletuner` alone: the folder of that name would be imported.
 pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
 from tiny_pipeline import write_environment, write_pipeline
 
 SCRIPT = Path(__file__).with_name("train_on_cpu.py")
 SRC = Path(__file__).resolve().parents[2] / "src"
-PLUGGED = ("-m", "gracetune.hosts.simpletuner")
+WITH_PLUGIN = ("-m", "gracetune.hosts.simpletuner")
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -24,10 +24,10 @@ def pipeline(tmp_path_factory) -> Path:
     return write_pipeline(tmp_path_factory.mktemp("model") / "pipeline")
 
 
-def train(folder: Path, *how: str) -> str:
-    """Train an environment; gives the log without its colours."""
+def train(folder: Path, *python_options: str) -> str:
+    """Train an environment and return the log without colour codes."""
     done = subprocess.run(
-        [sys.executable, *how, str(SCRIPT)],
+        [sys.executable, *python_options, str(SCRIPT)],
         cwd=folder,
         env=os.environ
         | {
@@ -53,21 +53,21 @@ OURS = {"cache_config": {"vae_cache_type": "unified_memory", "text_cache_type": 
 
 
 def test_the_plug_in_trains_the_same_weights(tmp_path, pipeline):
-    """Stock; plugged in with nothing switched on; data and caches in memory: bit for bit."""
+    """Bit for bit: stock, with the plug-in disabled, and with data and caches in memory."""
     stock = write_environment(tmp_path / "stock", pipeline)
     train(stock)
     off = write_environment(tmp_path / "off", pipeline, use_gh200_trainer=False)
-    train(off, *PLUGGED)
+    train(off, *WITH_PLUGIN)
     assert weights(off) == weights(stock)
     on = write_environment(tmp_path / "on", pipeline, in_memory=True, **OURS)
-    log = train(on, *PLUGGED)
+    log = train(on, *WITH_PLUGIN)
     assert weights(on) == weights(stock)
     assert "cache files are kept in host memory" in log
     assert "staged" in log
 
 
 def test_a_ramp_finishes_and_resumes(tmp_path, pipeline):
-    """From 1 to 3 micro-batches; after two steps it goes on where it was."""
+    """From 1 to 3 micro-batches, interrupted after two steps."""
     ramp = {
         "enable_batch_size_rampup": True,
         "initial_effective_batch_size": 1,
@@ -78,13 +78,13 @@ def test_a_ramp_finishes_and_resumes(tmp_path, pipeline):
     folder = write_environment(
         tmp_path / "ramp", pipeline, max_train_steps=2, checkpoint_step_interval=2, **changes
     )
-    log = train(folder, *PLUGGED)
+    log = train(folder, *WITH_PLUGIN)
     assert "ramp enabled: 1 -> 3 micro-batches over 4" in log
     assert "gradient_accumulation_steps -> 2" in log
     assert (folder / "out/checkpoint-2").is_dir()
     config = folder / "config.json"
     text = config.read_text().replace('"max_train_steps": 2', '"max_train_steps": 4')
     config.write_text(text.replace("{", '{"resume_from_checkpoint": "latest",', 1))
-    log = train(folder, *PLUGGED)
+    log = train(folder, *WITH_PLUGIN)
     assert "gradient_accumulation_steps -> 3" in log
     assert (folder / "out/checkpoint-4").is_dir()

@@ -1,4 +1,4 @@
-"""The WebUI of a real SimpleTuner, started by our command and asked over HTTP."""
+"""The WebUI of a real SimpleTuner, started by our command and used over HTTP."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
-# Not `simpletuner` alone, which the folder of that name would be taken for.
+# Not `simpletuner` alone: the folder of that name would be imported.
 pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
 
 from tiny_pipeline import write_environment
@@ -24,22 +24,22 @@ from gracetune.hosts.simpletuner.webui import WEBUI_OPTIONS
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 pytestmark = pytest.mark.timeout(900)
-PLACED = {"placement": {"latents": "host"}, "enable_uvm_hints": True}
-"""One key that has a field, and one that has none."""
+GH200_BLOCK = {"placement": {"latents": "host"}, "enable_uvm_hints": True}
+"""One key with a field, and one without."""
 ask = build_opener(ProxyHandler({})).open
 
 
 @pytest.fixture(scope="module")
 def webui(tmp_path_factory):
-    """Its address and the configuration that it edits."""
+    """The server's address and the configuration that it edits."""
     folder = tmp_path_factory.mktemp("webui")
-    made = write_environment(
-        folder / "made", folder / "no-model", resolution=256, gh200_optimizations=PLACED
+    source = write_environment(
+        folder / "source", folder / "no-model", resolution=256, gh200_optimizations=GH200_BLOCK
     )
     configs = folder / "home" / ".simpletuner" / "config"
     configs.mkdir(parents=True)
     file = configs / "default.json"
-    file.write_text((made / "config.json").read_text())
+    file.write_text((source / "config.json").read_text())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -63,17 +63,17 @@ def webui(tmp_path_factory):
 
 
 def answers(address, server) -> bool:
-    assert server.poll() is None, "the server has ended"
+    assert server.poll() is None, "the server has stopped"
     try:
         return ask(address, timeout=5).status == 200
     except URLError:
         return False
 
 
-def wait_for(there, what, log, limit_s=300):
+def wait_for(condition, name, log, limit_s=300):
     end = time.monotonic() + limit_s
-    while not there():
-        assert time.monotonic() < end, f"{what} is not there:\n{log.read_text()[-3000:]}"
+    while not condition():
+        assert time.monotonic() < end, f"{name} did not appear:\n{log.read_text()[-3000:]}"
         time.sleep(1)
 
 
@@ -99,7 +99,7 @@ def test_the_registry_and_the_page_have_our_fields(webui):
         assert option.label in page
 
 
-def test_what_is_said_in_fields_is_saved_in_blocks(webui):
+def test_fields_are_saved_as_blocks(webui):
     page = get(webui, "/web/trainer/tabs/hardware")
     select = re.search(r'<select[^>]*name="gracetune_enable_uvm_hints".*?</select>', page, re.S)
     assert re.search(r'value="true"[^>]*selected', select.group()), select.group()
@@ -107,7 +107,7 @@ def test_what_is_said_in_fields_is_saved_in_blocks(webui):
     assert "Configuration saved" in post(webui, "/api/training/config", **form)
     after = saved(webui)
     assert after["cache_config"] == {"vae_cache_type": "unified_memory", "host_budget_gb": 2.5}
-    assert after["gh200_optimizations"] == PLACED
+    assert after["gh200_optimizations"] == GH200_BLOCK
     assert not [key for key in after if key.startswith("gracetune_")]
     form = {"gracetune_enable_uvm_hints": "unset", "gracetune_host_budget_gb": ""}
     post(webui, "/api/training/config", **form)
@@ -116,9 +116,9 @@ def test_what_is_said_in_fields_is_saved_in_blocks(webui):
     assert after["gh200_optimizations"] == {"placement": {"latents": "host"}}
 
 
-def test_the_form_refuses_what_a_job_would_die_of(webui):
-    said = post(webui, "/api/training/validate", gracetune_host_budget_gb="-3")
-    assert "cache_config.host_budget_gb is -3; it must be above 0" in said
+def test_the_form_shows_errors_that_would_stop_a_job(webui):
+    page = post(webui, "/api/training/validate", gracetune_host_budget_gb="-3")
+    assert "cache_config.host_budget_gb is -3; it must be above 0" in page
     assert "host_budget_gb" not in post(webui, "/api/training/validate")
 
 
@@ -141,8 +141,8 @@ print(open(job.log_file, encoding="utf-8").read())
 """
 
 
-def test_a_job_runs_through_our_entry_and_is_told_what_the_fields_say(tmp_path):
-    """As the WebUI submits it; the WebUI itself queues jobs where there is no GPU."""
+def test_a_job_starts_through_our_entry_point_with_the_values_of_the_fields(tmp_path):
+    """Submit the job directly, because the WebUI only queues jobs without a GPU."""
     made = write_environment(tmp_path / "made", tmp_path / "no-model")
     config = {
         f"--{key}": value for key, value in json.loads((made / "config.json").read_text()).items()

@@ -1,4 +1,4 @@
-"""The runner of a host's own tests, on modules that end in every way; it needs no host."""
+"""The runner of a host's own tests, with modules that pass, fail, hang and die; needs no host."""
 
 import json
 import subprocess
@@ -11,17 +11,17 @@ from upstream_modules import FORK, FRESH
 HERE = Path(__file__).parent
 MODULE = """
 import os, sys, time, unittest
-spoiled = getattr(sys, "spoiled", False)
+hooked = getattr(sys, "hooked", False)
 class Tests(unittest.TestCase):
     def test_a_passes(self):
         self.assertTrue(os.environ["HOME"].endswith("home"))
     def test_b_hooked(self):
-        self.assertFalse(spoiled)
+        self.assertFalse(hooked)
     def test_c_parts(self):
         for number in range(3):
             with self.subTest(number):
                 self.assertLess(number, {limit})
-    @unittest.skip("why not")
+    @unittest.skip("a reason")
     def test_d_skipped(self): pass
     @unittest.expectedFailure
     def test_e_expected(self): self.fail()
@@ -29,7 +29,7 @@ class Tests(unittest.TestCase):
     def test_f_unexpected(self): {unexpected}
     def test_g_end(self): {end}
 def test_h_function():
-    assert not spoiled
+    assert not hooked
 """
 SCRIPT = """
 import sys
@@ -37,9 +37,9 @@ from pathlib import Path
 here, folder, module, *rest = sys.argv[1:]
 sys.path[:0] = [here, folder]
 from upstream_modules import Runner, run_here
-def hook(): sys.spoiled = True
-def fresh(module, notes, hooks):
-    words = [sys.executable, __file__, here, folder, module, str(notes)]
+def hook(): sys.hooked = True
+def fresh(module, records, hooks):
+    words = [sys.executable, __file__, here, folder, module, str(records)]
     return [*words, "with" if hooks else "without"]
 if len(rest) == 2:
     run_here(module, Path(rest[0]), hook if rest[1] == "with" else None)
@@ -67,29 +67,37 @@ def run(tmp_path):
     return run
 
 
-def names(ran) -> str:
-    return "".join(sorted(name.split("test_")[-1][0] for name in ran["passed"]))
+def passed_letters(run) -> str:
+    return "".join(sorted(name.split("test_")[-1][0] for name in run["passed"]))
 
 
 @pytest.mark.parametrize("way", [FORK, FRESH])
-def test_hooks_are_set_in_one_of_both_runs(run, way):
+def test_hooks_are_set_only_in_the_run_with_hooks(run, way):
     without, with_hooks = run(way)
-    assert (without["ended"], without["hooks"], names(without)) == ("done", False, "abcefgh")
-    assert (with_hooks["ended"], with_hooks["hooks"], names(with_hooks)) == ("done", True, "acefg")
+    assert (without["ended"], without["hooks"], passed_letters(without)) == (
+        "done",
+        False,
+        "abcefgh",
+    )
+    assert (with_hooks["ended"], with_hooks["hooks"], passed_letters(with_hooks)) == (
+        "done",
+        True,
+        "acefg",
+    )
     assert [*without["others"].values()] == ["skipped"]
     assert sorted(with_hooks["others"].values()) == ["failed", "failed", "skipped"]
 
 
-def test_what_fails_in_part_has_not_passed(run):
+def test_a_test_with_a_failed_subtest_has_not_passed(run):
     without, _ = run(FORK, limit=2, unexpected="pass", end="1 / 0")
-    assert names(without) == "abeh"
+    assert passed_letters(without) == "abeh"
     assert sorted(without["others"].values()) == ["error", "failed", "failed", "skipped"]
 
 
 @pytest.mark.parametrize(
     ("end", "ended"), [("time.sleep(60)", "timed out"), ("os._exit(7)", "died (7)")]
 )
-def test_a_module_that_does_not_end_says_what_it_had_passed(run, end, ended):
+def test_a_module_that_hangs_or_dies_reports_what_had_passed(run, end, ended):
     without, with_hooks = run(FORK, end=end)
-    assert (without["ended"], names(without)) == (ended, "abcef")
-    assert (with_hooks["ended"], names(with_hooks)) == (ended, "acef")
+    assert (without["ended"], passed_letters(without)) == (ended, "abcef")
+    assert (with_hooks["ended"], passed_letters(with_hooks)) == (ended, "acef")

@@ -1,4 +1,4 @@
-"""A Stable Diffusion XL pipeline and a SimpleTuner environment: seconds on a CPU."""
+"""Write a tiny Stable Diffusion XL pipeline and a SimpleTuner environment that trains on a CPU."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def write_pipeline(folder: Path) -> Path:
-    """The published classes with few layers, weights from a seed, and a tokenizer of bytes."""
+    """Write the published classes with few layers, seeded weights and a character tokenizer."""
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -87,16 +87,16 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_environment(folder: Path, pipeline: Path, **changes: object) -> Path:
-    """A folder with config.json and its data sets: eight pictures with captions."""
+    """Write config.json and a data set of eight images with captions."""
     pics = folder / "pics"
     pics.mkdir(parents=True)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for number in range(8):
-        pixels = draw.integers(0, 255, (64, 64, 3), np.uint8)
+        pixels = rng.integers(0, 255, (64, 64, 3), np.uint8)
         Image.fromarray(pixels).save(pics / f"{number}.png")
-        (pics / f"{number}.txt").write_text(f"picture number {number}")
+        (pics / f"{number}.txt").write_text(f"image number {number}")
     in_memory = bool(changes.pop("in_memory", False))
-    pictures = {
+    images = {
         "id": "pics",
         "type": "in_memory" if in_memory else "local",
         "instance_data_dir": str(pics),
@@ -115,7 +115,7 @@ def write_environment(folder: Path, pipeline: Path, **changes: object) -> Path:
         "default": True,
         "cache_dir": str(folder / "text_cache"),
     }
-    (folder / "sets.json").write_text(json.dumps([pictures, texts]))
+    (folder / "sets.json").write_text(json.dumps([images, texts]))
     config = {
         "model_type": "lora",
         "model_family": "sdxl",

@@ -1,4 +1,4 @@
-"""SimpleTuner's train.py where there is no GPU: it pins every latent, which only a driver can."""
+"""Run SimpleTuner's train.py without a GPU: it pins every latent, which needs a CUDA driver."""
 
 import runpy
 import sys

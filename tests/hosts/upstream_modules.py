@@ -1,9 +1,9 @@
-"""One test module of a host's, in a process of its own that is made quickly: a fork of one that has
-imported what nearly all of them import.
+"""Run one test module of a host in its own process.
 
-A module that does not wholly pass so may only dislike what was imported before it, and has a second
-way: a fresh interpreter. Every test is written down as it ends, so that a module that hangs or dies
-still says what it had passed.
+The process is a fork of one that has already imported what nearly all modules import, which is
+fast. A module that fails there may only depend on the order of imports, so it is also run in a
+fresh interpreter. Every test is recorded when it ends, so a module that hangs or dies still tells
+what had passed.
 """
 
 import json
@@ -28,21 +28,21 @@ TIMED_OUT = "timed out"
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What one run of a module came to."""
+class ModuleRun:
+    """The result of one run of a module."""
 
     module: str
     hooks: bool
     way: str
     ended: str
-    """`done`, `timed out`, `died (code)`."""
+    """`done`, `timed out` or `died (code)`."""
     seconds: float
     passed: tuple[str, ...] = ()
     others: dict[str, str] = field(default_factory=dict)
-    """Tests that failed, erred or were skipped."""
+    """Tests that failed, raised an error or were skipped, and which of these."""
 
     @property
-    def wholly_passed(self) -> bool:
+    def all_passed(self) -> bool:
         failed = any(kind != "skipped" for kind in self.others.values())
         return self.ended == "done" and not failed and bool(self.passed or self.others)
 
@@ -50,60 +50,62 @@ class Ran:
         return json.dumps({"stamp": stamp, **asdict(self)})
 
 
-class _Noted(unittest.TextTestResult):
-    """Writes each test's end at once."""
+class _RecordingResult(unittest.TextTestResult):
+    """Writes the result of each test to a file as soon as it ends."""
 
-    notes: TextIO
+    records: TextIO
 
-    def _note(self, kind: str, test: object) -> None:
+    def _record(self, kind: str, test: object) -> None:
         name = test.id() if isinstance(test, unittest.TestCase) else str(test)
-        self.notes.write(json.dumps([kind, name]) + "\n")
-        self.notes.flush()
+        self.records.write(json.dumps([kind, name]) + "\n")
+        self.records.flush()
 
     def addSuccess(self, test):  # noqa: N802
         super().addSuccess(test)
-        self._note("passed", test)
+        self._record("passed", test)
 
     def addExpectedFailure(self, test, err):  # noqa: N802
         super().addExpectedFailure(test, err)
-        self._note("passed", test)
+        self._record("passed", test)
 
     def addUnexpectedSuccess(self, test):  # noqa: N802
         super().addUnexpectedSuccess(test)
-        self._note("failed", test)
+        self._record("failed", test)
 
     def addError(self, test, err):  # noqa: N802
         super().addError(test, err)
-        self._note("error", test)
+        self._record("error", test)
 
     def addFailure(self, test, err):  # noqa: N802
         super().addFailure(test, err)
-        self._note("failed", test)
+        self._record("failed", test)
 
     def addSkip(self, test, reason):  # noqa: N802
         super().addSkip(test, reason)
-        self._note("skipped", test)
+        self._record("skipped", test)
 
     def addSubTest(self, test, subtest, err):  # noqa: N802
         super().addSubTest(test, subtest, err)
         if err is not None:
-            self._note("failed", subtest)
+            self._record("failed", subtest)
 
 
-def run_here(module: str, notes: Path, hook: Callable[[], None] | None) -> None:
-    """The module's tests in this process: as unittest finds them, and plain functions too."""
+def run_here(module: str, records: Path, hook: Callable[[], None] | None) -> None:
+    """Run a module's tests in this process: those of unittest, and plain test functions."""
     if hook is not None:
         hook()
-    with notes.open("w") as file:
-        noted = type("Noted", (_Noted,), {"notes": file})
+    with records.open("w") as file:
+        recording = type("Recording", (_RecordingResult,), {"records": file})
         suite = unittest.defaultTestLoader.loadTestsFromName(f"tests.{module}")
-        loaded = sys.modules.get(f"tests.{module}")  # none: the suite has the reason for it
+        loaded = sys.modules.get(
+            f"tests.{module}"
+        )  # None if it cannot be imported; the suite reports why
         suite.addTests([] if loaded is None else _functions(vars(loaded)))
-        unittest.TextTestRunner(verbosity=2, resultclass=noted).run(suite)
+        unittest.TextTestRunner(verbosity=2, resultclass=recording).run(suite)
 
 
 def _functions(names: dict[str, object]) -> list[unittest.TestCase]:
-    """What only pytest would find."""
+    """Return the test functions, which unittest does not find itself."""
     return [
         unittest.FunctionTestCase(each)
         for name, each in names.items()
@@ -115,7 +117,7 @@ def _functions(names: dict[str, object]) -> list[unittest.TestCase]:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs modules of `folder`, each in a home and a temporary folder that are thrown away."""
+    """Runs modules of `folder`, each with its own temporary HOME and TMPDIR."""
 
     folder: Path
     logs: Path
@@ -123,22 +125,22 @@ class Runner:
     fresh: Callable[[str, Path, bool], list[str]]
     """The command that runs a module in a fresh interpreter."""
 
-    def run(self, module: str, hooks: bool, way: str, limit_s: float) -> Ran:
+    def run(self, module: str, hooks: bool, way: str, limit_s: float) -> ModuleRun:
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{module}.{way}.{'with' if hooks else 'without'}.log"
-        room = Path(tempfile.mkdtemp(prefix="upstream-"))
+        scratch = Path(tempfile.mkdtemp(prefix="upstream-"))
         try:
-            notes, began = room / "notes", time.monotonic()
+            records, began = scratch / "records", time.monotonic()
             start = self._fork if way == FORK else self._start
-            child = start(module, hooks, room, log)
+            child = start(module, hooks, scratch, log)
             ended = self._wait(child, began + limit_s)
-            passed, others = _read(notes)
+            passed, others = _read(records)
             seconds = round(time.monotonic() - began, 1)
-            return Ran(module, hooks, way, ended, seconds, passed, others)
+            return ModuleRun(module, hooks, way, ended, seconds, passed, others)
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
 
-    def _fork(self, module: str, hooks: bool, room: Path, log: Path) -> int:
+    def _fork(self, module: str, hooks: bool, scratch: Path, log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
@@ -150,31 +152,31 @@ class Runner:
             target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for number in (1, 2):
                 os.dup2(target, number)
-            os.environ.update(_places(room))
+            os.environ.update(_places(scratch))
             tempfile.tempdir = None
             os.chdir(self.folder)
-            run_here(module, room / "notes", self.hook if hooks else None)
+            run_here(module, scratch / "records", self.hook if hooks else None)
             code = 0
-        except BaseException:  # noqa: BLE001  a child ends here, whatever a test module throws
+        except BaseException:  # noqa: BLE001  the child ends here, whatever a test module raises
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
 
-    def _start(self, module: str, hooks: bool, room: Path, log: Path) -> int:
+    def _start(self, module: str, hooks: bool, scratch: Path, log: Path) -> int:
         with log.open("w") as file:
             return subprocess.Popen(
-                self.fresh(module, room / "notes", hooks),
+                self.fresh(module, scratch / "records", hooks),
                 cwd=self.folder,
-                env=os.environ | _places(room),
+                env=os.environ | _places(scratch),
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             ).pid
 
     def _wait(self, child: int, end: float) -> str:
-        """The module's whole session goes with it: some start servers and workers."""
+        """Wait for a module, then kill its session: some start servers and workers."""
         ended = TIMED_OUT
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -192,22 +194,22 @@ class Runner:
         return ended
 
 
-def _places(room: Path) -> dict[str, str]:
-    made = {"HOME": room / "home", "TMPDIR": room / "tmp"}
+def _places(scratch: Path) -> dict[str, str]:
+    made = {"HOME": scratch / "home", "TMPDIR": scratch / "tmp"}
     for path in made.values():
         path.mkdir()
     return {name: str(path) for name, path in made.items()}
 
 
-def _read(notes: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-    if not notes.exists():
+def _read(records: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    if not records.exists():
         return (), {}
-    pairs = [json.loads(line) for line in notes.read_text().splitlines()]
+    pairs = [json.loads(line) for line in records.read_text().splitlines()]
     others = {name: kind for kind, name in pairs if kind != "passed"}
     return tuple(sorted({name for kind, name in pairs if kind == "passed"} - {*others})), others
 
 
-def warm(modules: list[str]) -> None:
-    """Import once what every child would import again."""
+def import_all(modules: list[str]) -> None:
+    """Import modules once, for all children to inherit."""
     for module in modules:
         import_module(module)
