@@ -53,7 +53,7 @@ NO_LOADER = {
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What one tool loads of a file."""
+    """The part of a file that one tool loads."""
 
     name: str
     matched: int
@@ -412,7 +412,7 @@ WAN_FUN_KEY = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
 
 @dataclass(frozen=True)
 class ComfyUILoad:
-    """What ComfyUI's loader does with the keys of a file."""
+    """The keys of a file that ComfyUI's loader uses, and those it ignores."""
 
     modules: frozenset[str]
     """Modules that it changes, in diffusers' names."""

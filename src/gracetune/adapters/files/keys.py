@@ -66,7 +66,7 @@ class FusedProjection:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """How to build a family's diffusers pipeline in order to test whether an adapter loads."""
+    """Builds a family's diffusers pipeline, to test whether an adapter loads in it."""
 
     build: Callable[[Callable[[Any], Any]], Any]
     """Returns the pipeline. Its argument turns a transformer class into a placeholder model."""

@@ -142,7 +142,7 @@ def _split_alike(
 
 
 def _expand_lokr(adapter: Adapter, to_split: Set[LayerPath], rank: int | None) -> Adapter:
-    """Replace each LoKr that must be split by its full matrix, if an approximation is asked for."""
+    """Replace each LoKr that must be split by its full matrix, if `rank` allows approximations."""
     layers = dict(adapter.layers)
     for path in to_split & layers.keys():
         layer = layers[path]
