@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md as data, and functions that find what breaks them."""
+"""The import rules of docs/architecture.md as data, and functions that find violations."""
 
 import ast
 import graphlib
@@ -57,9 +57,9 @@ NEVER = {("cache", "gracetune.data.pipeline")}
 """(importer, module) pairs that are forbidden although the packages are allowed."""
 
 WITHOUT_TORCH = GROUND | {"registry", "config", "events", "dashboard", "__init__", "__main__"}
-"""Layers that never import torch, in no function either."""
+"""Packages that never import torch, not even inside functions."""
 LOADED_WITHOUT_TORCH = {"gracetune.cli", "gracetune.cli.main", "gracetune.cli.now"}
-"""Modules whose own import must not load torch, though what they call may."""
+"""Modules that must not load torch when they are imported, although their functions may."""
 
 BRINGS_TORCH = {
     "torch",
@@ -83,17 +83,17 @@ EXECUTES_WHAT_IT_READS = {
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name, as far as it is a module."""
+    """One import of a module."""
 
     target: str
     line: int
     at_load: bool
-    """Whether importing the file runs it: not in a function, not for type checkers alone."""
+    """True if it runs when the file is imported: not inside a function or for type checking."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A source file with its imports."""
+    """A source file and its imports."""
 
     name: str
     path: Path
@@ -106,13 +106,13 @@ class Module:
 
 
 def layer_of(module: str) -> str:
-    """`gracetune.data.loader` -> `data`; the package's own file is `__init__`."""
+    """Return the package of a module: `gracetune.data.loader` -> `data`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def read_modules(src: Path) -> dict[str, Module]:
-    """Every module under the package, by dotted name."""
+    """Parse every module below the package, by dotted name."""
     paths = {}
     for path in sorted(src.rglob("*.py")):
         parts = [src.name, *path.relative_to(src).with_suffix("").parts]
@@ -149,7 +149,7 @@ def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def targets_of(node: ast.AST, ours: set[str]) -> Iterator[str]:
-    """The modules that one node names."""
+    """Yield the modules that a syntax node imports or names in a string."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -174,12 +174,12 @@ def unknown_layers(modules: dict[str, Module]) -> list[str]:
 
 
 def forbidden_imports(modules: dict[str, Module]) -> list[str]:
-    """Every import that the table does not allow."""
+    """Return every import that the rules do not allow."""
     wrong = []
     for module in modules.values():
         for found in module.imports:
             if found.target == "gracetune" or not found.target.startswith("gracetune."):
-                continue  # the face itself holds the version and imports nothing
+                continue  # the top-level package only holds lazy names
             target = layer_of(found.target)
             pair = (module.layer, target)
             allowed = (
@@ -194,7 +194,7 @@ def forbidden_imports(modules: dict[str, Module]) -> list[str]:
 
 
 def torch_imports(modules: dict[str, Module]) -> list[str]:
-    """Where torch enters layers that do without, directly or by loading our own modules."""
+    """Return imports of torch in torch-free packages, directly or through our own modules."""
     wrong = []
     for module in modules.values():
         if module.layer in WITHOUT_TORCH:
@@ -218,7 +218,7 @@ def brings_torch(target: str) -> bool:
 
 
 def loaded_by(name: str, modules: dict[str, Module]) -> set[str]:
-    """Our modules that importing one executes, its parent packages among them."""
+    """Return our modules that are executed when one module is imported, including parents."""
     loaded: set[str] = set()
     waiting = [name]
     while waiting:
@@ -233,7 +233,7 @@ def loaded_by(name: str, modules: dict[str, Module]) -> set[str]:
 
 
 def unsafe_readers(modules: dict[str, Module]) -> list[str]:
-    """Uses of torch.load, of pickle and its kin, and of numpy's allow_pickle."""
+    """Return uses of torch.load, pickle-like modules and numpy's allow_pickle."""
     wrong = []
     for module in modules.values():
         for found in module.imports:
@@ -248,7 +248,7 @@ def unsafe_readers(modules: dict[str, Module]) -> list[str]:
 
 
 def load_cycle(modules: dict[str, Module]) -> list[str]:
-    """A ring of modules that need each other to load; empty where there is none."""
+    """Return modules that import each other in a cycle; empty if there is none."""
     graph = {
         module.name: {found.target for found in module.imports if found.at_load} & set(modules)
         for module in modules.values()

@@ -1,4 +1,4 @@
-"""README and docs name what there is: commands, keys, files; and the figures that were measured."""
+"""Commands, keys, files and figures in README and docs exist and are up to date."""
 
 import argparse
 import importlib
@@ -18,13 +18,13 @@ from gracetune.config.schema import RunFile
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 HOSTS = {"ai-toolkit.md", "simpletuner.md"}
-"""Pages that name keys of other tools too."""
+"""Pages that also name keys of other tools."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def sections():
-    """The sections of a run file, by name."""
+    """Return the sections of a run file by name."""
     found = {}
     for name, field in RunFile.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
@@ -34,7 +34,7 @@ def sections():
 
 
 def spans(page):
-    """What stands between single backticks."""
+    """Return the inline code of a page."""
     return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
 
 
@@ -46,7 +46,7 @@ def commands(page):
 
 
 @each_page
-def test_every_key_is_one_of_the_run_file(page):
+def test_every_named_key_exists(page):
     if page.name in HOSTS:
         pytest.skip("keys of another tool")
     known = sections()
@@ -56,7 +56,7 @@ def test_every_key_is_one_of_the_run_file(page):
 
 
 @each_page
-def test_every_command_is_understood(page):
+def test_every_command_can_be_parsed(page):
     for span in spans(page):
         if span.startswith("gracetune "):
             assert span.split()[1] in {*VERBS, "--version"}, span
@@ -68,7 +68,7 @@ def test_every_command_is_understood(page):
 
 
 @each_page
-def test_every_file_is_there(page):
+def test_every_named_file_exists(page):
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     missing = [
@@ -79,7 +79,7 @@ def test_every_file_is_there(page):
     assert missing + [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_commands_were_found_at_all():
+def test_the_pages_contain_commands():
     assert len(commands(ROOT / "README.md")) > 8
     assert sum(len(commands(page)) for page in PAGES) > 30
 
@@ -90,7 +90,7 @@ def figures(name):
 
 
 def settled_rings(ring):
-    """Of every way, what the ring has come to: as it grew, where it did."""
+    """Return ratio and slots of each mode, after the ring has grown if it did."""
     ways = itertools.product(("eager", "compiled"), ("keep", "recompute"), (1, 2, 4))
     found = []
     for how, kept, batch in ways:
@@ -101,7 +101,7 @@ def settled_rings(ring):
 
 
 def measured():
-    """README's figures, by what their row begins with, as its cell has them."""
+    """Return the expected figures of the README by the start of their row."""
     wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
     both, best = figures("wan_experts"), wan["plain_images_s"]
     families = figures("families_step")
@@ -132,11 +132,11 @@ def measured():
     }
 
 
-def test_the_figures_of_the_readme_are_those_of_the_result_files():
+def test_the_figures_of_the_readme_match_the_result_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| (.+?) \| `benchmarks/results/\w+\.json` \|$", text, re.M)
     expected = measured()
-    assert len(rows) == len(expected), "a row without its figure here, or the other way round"
+    assert len(rows) == len(expected), "the README and this test have different rows"
     for about, figure in rows:
         (known,) = [value for start, value in expected.items() if about.startswith(start)]
         assert figure == known, about
