@@ -1,1 +1,1 @@
-"""Run files: their schema, how they are read, and the rules that span sections."""
+"""Run files: schema, loading, other tools' spellings, and checks across sections."""

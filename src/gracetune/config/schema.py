@@ -60,8 +60,8 @@ class ModelSection(Section):
     """Precision of matmuls with frozen weights. `fp8` scales each row and halves the bytes in
     memory and on the link; the GPU must support fp8 matmuls."""
     task: Literal["auto", "text", "image"] = "auto"
-    """Whether samples are generated from text alone or from an image and text, for models that can
-    do both. `auto`: what the model was made for."""
+    """Input of generation, for models that support both: text alone, or an image and text. `auto`:
+    what the model was made for."""
     init_seed: int = 0
     """Seed of randomly initialised weights, for families that need no files."""
     attention_mechanism: str = "auto"
@@ -110,9 +110,9 @@ class CacheSection(Section):
     """The cache of encoded latents and captions."""
 
     vae_cache_type: CacheType = "memory"
-    """Where latents are kept."""
+    """Storage of latents."""
     text_cache_type: CacheType = "memory"
-    """Where text embeddings are kept."""
+    """Storage of text embeddings."""
     cache_dir: str | None = None
     """Folder of a persistent cache. Default: `cache` in the run folder."""
     persistent_cache: bool = False
@@ -139,7 +139,7 @@ class Gh200Section(Section):
     enable_uvm_hints: bool | None = None
     """Turn placement hints on or off. Default: the environment decides."""
     placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
-    """Where a batch's tensors are placed, by role (`latents`, `audio`, `text`, ...) or by name."""
+    """Placement of a batch's tensors, by role (`latents`, `audio`, `text`, ...) or by name."""
     enable_batch_size_rampup: bool = False
     """Let the effective batch size grow during training."""
     initial_effective_batch_size: PositiveInt | None = None
@@ -189,7 +189,7 @@ class TrainSection(Section):
     experts: Literal["both", "high", "low"] = "both"
     """Which experts are trained, for models with two."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
-    """How two experts share the steps: equally, or in proportion to the sigmas drawn for each."""
+    """Division of the steps between two experts: equal, or in proportion to the sigmas of each."""
     switch_every: PositiveInt = 1
     """Optimizer steps before the other expert can have its turn."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -226,7 +226,7 @@ class OptimizerSection(Section):
     final_lr_share: Fraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a fraction of `lr`."""
     state: Literal["auto", "device", "host"] = "auto"
-    """Where the optimizer's state is kept. `auto`: on the device; in full fine-tuning, a plan that
+    """Memory for the optimizer's state. `auto`: on the device; in full fine-tuning, a plan that
     needs the room moves part of it to host memory."""
     lr_bump: PositiveFloat | None = None
     """Automagic: change of each element's learning rate per step. Default: found automatically."""

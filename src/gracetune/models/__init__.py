@@ -1,1 +1,1 @@
-"""Model families: one file each, behind one protocol."""
+"""Model families: one module per family, all with the same protocol (see `family.py`)."""

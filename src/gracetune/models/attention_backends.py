@@ -132,7 +132,7 @@ TOLERANCE = 0.02
 MAX_RELATIVE_TIME = 0.97
 """A backend is clearly faster if it takes less than this share of the baseline's time."""
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
-"""What kernels raise for a shape, type or device that they do not support."""
+"""Errors of kernels that do not support a shape, type or device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMFYUI_PREFIX = "model.diffusion_model."
 """Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
 READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""What diffusers and transformers raise when a folder is incomplete or damaged."""
+"""Errors of diffusers and transformers when a folder is incomplete or damaged."""
 
 Component = TypeVar("Component")
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "video", "audio"]
 PredictionType = Literal["flow", "epsilon", "v"]
-"""What a model predicts: the velocity `noise - x0` of flow matching, the noise, or the v of
+"""The quantity that a model predicts: the velocity `noise - x0` of flow matching, the noise, or the v of
 Salimans and Ho (2022). Loss weights depend on it."""
 
 

@@ -115,7 +115,7 @@ class Flux(DiffusersFamily):
     text_encoders: list[nn.Module]
     """CLIP and T5; empty once they are released."""
     tokenizers: tuple[Any, Any]
-    """Of CLIP and T5."""
+    """The tokenizers of CLIP and T5."""
     vae_scale: int
     """Pixels along the edge of a latent cell."""
     name: str = "flux"
