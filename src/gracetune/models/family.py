@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "video", "audio"]
 PredictionType = Literal["flow", "epsilon", "v"]
-"""The quantity that a model predicts: the velocity `noise - x0` of flow matching, the noise, or the v of
-Salimans and Ho (2022). Loss weights depend on it."""
+"""The quantity that a model predicts: the velocity `noise - x0` of flow matching, the noise, or the
+v of Salimans and Ho (2022). Loss weights depend on it."""
 
 
 class AudioFormat(NamedTuple):
