@@ -1,4 +1,4 @@
-"""Run `gracetune diagnose` under the name that the forks use, without installing gracetune."""
+"""Run `gracetune diagnose` from a checkout, under the name that existing GH200 scripts use."""
 
 import sys
 from pathlib import Path

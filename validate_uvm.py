@@ -1,4 +1,4 @@
-"""Run `gracetune diagnose --allocation-only` under the name that the forks use."""
+"""Run `gracetune diagnose --allocation-only` under the name that existing GH200 scripts use."""
 
 import sys
 from pathlib import Path

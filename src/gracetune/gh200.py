@@ -1,4 +1,6 @@
-"""The functions of the GH200 forks: a script that was written for them only changes an import.
+"""Functions with the names of SimpleTuner-GH200 and ai-toolkit-GH200, the forks we replace.
+
+A script that was written for one of them only has to change its import.
 
 Free functions need a process-wide object, so this is the only module that keeps one; it opens the
 hardware on first use. New code passes a `MemorySession`, or its `Hints` and `Stages`, as arguments
@@ -34,7 +36,7 @@ _CLASSES = {
     "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
     "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
 }
-"""Classes of the forks, imported on first use: memory hints need no training code."""
+"""Class names of those forks, imported on first use: hints need no training code."""
 
 __all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
     *_CLASSES,

@@ -275,7 +275,7 @@ def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
 
 
 def explain_entry(row: EntryRow) -> dict[str, object]:
-    """Describe an entry, for `cache why`."""
+    """Describe an entry, for `gracetune cache inspect`."""
     return {
         "key": row.key,
         "made_of": dict(row.about),
@@ -288,7 +288,7 @@ def explain_entry(row: EntryRow) -> dict[str, object]:
 
 
 def cache_stats(store: ShardStore) -> dict[str, object]:
-    """Return the contents and the disk space of a cache, for `cache stats`."""
+    """Return the contents and the disk space of a cache, for `gracetune cache stats`."""
     with store.index() as index:
         kinds = [
             {"kind": kind, "encoder": encoder, "entries": count, "nbytes": nbytes}

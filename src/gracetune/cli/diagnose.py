@@ -98,7 +98,7 @@ class Tools(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the forks' script, and some more."""
+    """Add the flags of gh200_diagnostic.py, which existing scripts use, and some more."""
     parser.add_argument(
         "--oversubscription-scale",
         type=float,

@@ -117,7 +117,7 @@ def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iter
 
 
 def export_lines(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
-    """Yield the lines of `scripts/setup_gh200_env.sh`: set values, else the forks' defaults."""
+    """Yield the exports of `scripts/setup_gh200_env.sh`: set values, else the defaults."""
     ratio = _format_ratio(settings.oversubscription_ratio)
     pattern = settings.access_pattern or DEFAULT_PATTERN
     for name in HINTS_VARIABLES:

@@ -46,7 +46,7 @@ class Status(StrEnum):
 
 
 STATUS_MARKS = MappingProxyType({"OK": "✅", "WARN": "⚠️", "FAIL": "❌", "SKIP": "⏭️"})
-"""Marks in the JSON report, which the forks' checklist looks for."""
+"""Marks in the JSON report, which existing GH200 checklists look for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ DEFAULT_TABLE = PlacementTable(
         }
     ),
 )
-"""The forks' policy: large tensors that are read once stay in host memory, others move."""
+"""Default policy: large tensors that are read once stay in host memory, others move."""
 
 
 @dataclass(frozen=True, slots=True)

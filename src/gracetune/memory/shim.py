@@ -26,7 +26,7 @@ _BUSY = -6
 
 
 class AccessPattern(Enum):
-    """Placement of a pool's segments, by the names that the forks use."""
+    """Placement of a pool's segments, by the values of `uvm_access_pattern`."""
 
     GPU_FIRST = "gpu_first"
     """Prefer the device, and prefetch new segments to it."""

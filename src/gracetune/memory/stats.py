@@ -1,7 +1,7 @@
 """Memory statistics: torch's dictionary plus `uvm.*` keys, accounting, and page fault counters.
 
-The `uvm.` prefix is the forks'. If a number is unavailable its key is absent, and another key has
-the reason: `uvm.faults_unavailable`, `uvm.pool_unavailable`.
+If a number is unavailable its key is absent, and another key has the reason:
+`uvm.faults_unavailable`, `uvm.pool_unavailable`.
 """
 
 from __future__ import annotations
