@@ -1,8 +1,8 @@
 """The index of a cache: an SQLite file with the location and checksum of each entry.
 
-A row is committed only after its bytes are durable in a shard, so every row can be trusted.
-SQLite's write-ahead log lets any number of processes read while one commits. Rows are looked up by key and
-never held, so memory use does not depend on the number of entries.
+A row is committed only after its bytes are durable in a shard, so every row can be trusted. The
+write-ahead log of SQLite lets any number of processes read while one commits. Rows are looked up by
+key and never held, so memory use does not depend on the number of entries.
 """
 
 from __future__ import annotations
