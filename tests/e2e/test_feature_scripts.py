@@ -66,7 +66,7 @@ def test_checks_of_working_features_pass():
 def test_a_missing_attention_backend_fails_by_name():
     done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
     assert done.returncode == 1
-    assert "'flash_attn_3' cannot be used here" in done.stdout
+    assert "'flash_attn_3', which cannot be used here" in done.stdout
 
 
 ONE = "def one():\n    a = 1\n    b = 2\n    c = 3\n    return a\n"

@@ -326,7 +326,8 @@ def test_ranks_share_one_copy(tmp_path: Path) -> None:
     for answer in answers[1:]:
         assert answer[1:3] == answers[0][1:3]
         assert (
-            answer[3] == f"sharing the folder {folder} with process {ranks[0].pid}, which staged it"
+            answer[3]
+            == f"data: sharing the folder {folder} with process {ranks[0].pid}, which staged it"
         )
         assert int(answer[0]) < 0.05 * 64 * 1024**2
 

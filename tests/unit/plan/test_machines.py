@@ -43,7 +43,7 @@ def test_detection_agrees_with_the_machines_link(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_platform_of_a_known_machine_names_its_source(name: str) -> None:
     platform = MACHINES[name].platform()
-    assert set(platform.reasons) == {field.name for field in fields(Platform)} - {"why"}
+    assert set(platform.reasons) == {field.name for field in fields(Platform)} - {"reasons"}
     assert all("not this machine" in reason for reason in platform.reasons.values())
     assert platform.rates == MACHINES[name].rates()
 
@@ -60,7 +60,9 @@ def test_c2c_is_several_times_faster_than_pcie() -> None:
 
 def test_an_unknown_machine_lists_the_known_ones() -> None:
     assert find_machine("gb10") is MACHINES["gb10"]
-    with pytest.raises(ConfigError, match=r"'gh300' is not known\. Known: b200-pcie, gb10"):
+    with pytest.raises(
+        ConfigError, match=r"--machine gh300 is unknown\. Known machines: b200-pcie, gb10"
+    ):
         find_machine("gh300")
 
 
