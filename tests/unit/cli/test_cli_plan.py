@@ -84,7 +84,9 @@ def test_without_a_gpu_a_machine_must_be_named(
 ) -> None:
     without = Machine(None, MACHINES["gh200-96"].platform())
     gone = Machine(None, _replace(without.platform, device=-1, reasons={"link": "there is none."}))
-    with pytest.raises(ConfigError, match=r"no GPU to plan for: there is none\. Name.*gh200-96"):
+    with pytest.raises(
+        ConfigError, match=r"no GPU to plan for: there is none\. Choose a machine.*gh200-96"
+    ):
         plan.plan(arguments(written), lambda: gone, lambda *_: machine_rates(MACHINES["gb10"]))
 
 

@@ -302,7 +302,7 @@ def test_the_report_mentions_a_slow_host() -> None:
     budget = PlanBudget(10**6, 10**6)
     wishes = Constraints(samples=1, compile=(False,))
     planned = find_best_plan(model, FixedMemory(0), budget, wishes, simulated=True)
-    assert any("host queues operators more slowly" in reason for reason in reasons(planned, budget))
+    assert any("CPU launches kernels more slowly" in reason for reason in reasons(planned, budget))
     quick = find_best_plan(
         queued(2, NO_LAUNCH_COSTS, HostCalls(), HostCalls()),
         FixedMemory(0),
