@@ -152,7 +152,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(run_file, tmp_path
     )
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "cannot be written" in done.stderr
-    assert "is whole" in done.stderr
+    assert "The newest checkpoint is" in done.stderr
     assert "Traceback" not in done.stderr
     listing = done.stdout.split()
     assert "step-000001" in listing

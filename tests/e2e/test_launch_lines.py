@@ -55,7 +55,7 @@ def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 2
-    assert "'flash_attn_3' cannot be used here" in done.stderr
+    assert "'flash_attn_3', which cannot be used here" in done.stderr
     assert "Traceback" not in done.stderr
 
 

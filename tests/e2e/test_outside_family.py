@@ -44,7 +44,7 @@ def test_the_example_family_trains_samples_resumes_and_exports(
     assert half.returncode == 0, half.stderr
     whole = gracetune("train", file, env=environment)
     assert whole.returncode == 0, whole.stderr
-    assert "resuming at step 2" in whole.stdout
+    assert "resume     from step 2 of" in whole.stdout
     assert "LoRA rank 2 on 2 modules" in whole.stdout
     assert (tmp_path / "run" / "validation" / "step-000004.png").is_file()
     assert (tmp_path / "run" / "adapter" / "pytorch_lora_weights.safetensors").is_file()

@@ -56,7 +56,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(run_file, start, g
 
     done = gracetune("train", file, "--set", f"output_dir={torn}")
     assert done.returncode == 0, done.stderr
-    assert "resuming at step 20" in done.stdout
+    assert "resume     from step 20 of" in done.stdout
     ours, theirs = manifest(torn, STEPS), manifest(whole, STEPS)
     assert set(ours["files"]) == {
         "weights.safetensors",
@@ -99,7 +99,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, nu
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
     assert "finishing the step" in err
-    assert "the state is saved" in err
+    assert "a checkpoint is saved" in err
     steps = max(loss_by_step(folder / "events.jsonl"))
     assert manifest(folder, steps)["progress"]["step"] == steps
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
@@ -136,7 +136,7 @@ def test_resuming_another_run_names_the_setting(run_file, gracetune, tmp_path):
     run_training(load_run_file(run_file()).run)
     refused = gracetune("train", run_file(), "--set", "train.batch_size=2")
     assert refused.returncode == 2
-    assert "train.batch_size was 4, is 2" in refused.stderr
+    assert "train.batch_size was 4 and is now 2" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
@@ -144,7 +144,7 @@ def test_resume_none_does_not_overwrite_a_run(run_file, gracetune, tmp_path):
     run_training(load_run_file(run_file()).run)
     refused = gracetune("train", run_file(), "--resume", "none")
     assert refused.returncode == 2
-    assert "would overwrite the run" in refused.stderr
+    assert "starting over would overwrite" in refused.stderr
 
 
 def test_a_finished_run_does_nothing_when_started_again(run_file, gracetune, tmp_path):
@@ -152,5 +152,5 @@ def test_a_finished_run_does_nothing_when_started_again(run_file, gracetune, tmp
     before = manifest(tmp_path / "run", 3)
     again = gracetune("train", run_file())
     assert again.returncode == 0
-    assert "resuming at step 3" in again.stdout
+    assert "resume     from step 3 of" in again.stdout
     assert manifest(tmp_path / "run", 3) == before
