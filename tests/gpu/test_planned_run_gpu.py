@@ -1,6 +1,7 @@
 """Planned runs on a GPU: less memory, the same losses, no host syncs."""
 
 import gc
+import re
 import shutil
 import time
 
@@ -124,9 +125,8 @@ def test_a_planned_step_has_no_host_syncs(wan_run, told, tmp_path, compiled):
     assert_steps_never_sync(session)
     session.close()
     fallbacks = [event.text for event in told.of(Notice) if event.fallback]
-    assert [text for text in fallbacks if "staged" not in text] == [], (
-        "a machine without a C compiler"
-    )
+    # Without a C compiler staging falls back.
+    assert [text for text in fallbacks if "staged" not in text] == []
 
 
 def test_the_plan_respects_a_memory_fraction_set_in_torch(wan_run, told):
@@ -150,18 +150,17 @@ def test_attention_is_chosen_by_measurement_and_reused_on_resume(wan_run, told):
     run = wan_run("auto", LITTLE_MEMORY, attention="auto")
     found = train(run, told)
     (text,) = [text for text in told.texts() if text.startswith("attention:")]
-    kinds = text.partition("by measuring ")[2].partition(", forward")[0].split("; ")
-    assert sorted(kinds) == [
-        f"6 times 256 queries on {n} keys in 8 heads of 128" for n in (256, 512)
-    ]
-    assert "sdpa " in text
+    name, times = re.fullmatch(r"attention: (\w+) \(fastest of \d+: ([^()]*)\).*", text).groups()
+    milliseconds = dict(entry.removesuffix(" ms").split() for entry in times.split(", "))
+    assert "sdpa" in milliseconds
+    assert float(milliseconds[name]) == min(map(float, milliseconds.values())), text
     assert max(relative_differences(found, expected)) <= PEFT_TOLERANCE, (text, found, expected)
     told.events.clear()
     again = wan_run("auto", LITTLE_MEMORY, attention="auto")  # resumes the first run
     longer = run.train.model_copy(update={"max_train_steps": STEPS + 1})
     run_training(again.model_copy(update={"train": longer}), sinks=[told])
     (kept,) = [text for text in told.texts() if text.startswith("attention:")]
-    assert kept == f"{text.partition(',')[0]}, as this run has measured before"
+    assert kept == f"attention: {name} (chosen earlier in this run)"
 
 
 def test_measuring_the_attention_of_a_large_model_is_quick():

@@ -1,4 +1,4 @@
-"""Hold activations that autograd saved in host memory, and copy them there and back.
+"""Hold activations that autograd saved in host memory: storages, copies and host buffers.
 
 The unit of a copy is a whole storage (`OffloadedStorage`). Autograd often saves several views of
 one storage; they are copied together, and each view is recreated from the storage when backward
