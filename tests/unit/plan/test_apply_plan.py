@@ -89,7 +89,7 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
                 assert torch.equal(ours, theirs)
     with torch.no_grad():  # as a pipeline samples: an expert is called by itself
         model.low(torch.ones(1, TOKENS, WIDTH))
-    assert placed.ring.counters().surprises == 0
+    assert placed.ring.counters().order_mismatches == 0
     assert placed.ring.counters().on_demand <= 6  # an expert's first block, where the other ran
     assert placed.offload.counters().sent_nbytes > 0
     assert not [notice for notice in told if notice.fallback]
@@ -103,7 +103,7 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
 def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monkeypatch):
     """In room for three slots more; half of it is for activations that come back ahead."""
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
-    monkeypatch.setattr(autosize, "WORTH", 1e-12)
+    monkeypatch.setattr(autosize, "MIN_STALL_SHARE", 1e-12)
     monkeypatch.setattr(autosize, "GAIN", 100.0)
     model, told = make(), []
     layout = PlanLayout(
@@ -132,7 +132,7 @@ def test_a_plan_that_fails_while_it_is_applied_leaves_no_hooks(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("gracetune.plan.apply.run_blocks", full)
+    monkeypatch.setattr("gracetune.plan.apply.wrap_blocks", full)
     with pytest.raises(torch.OutOfMemoryError):
         apply_plan(model, parts(model), PlanLayout(plans, False, 2), SynchronousCopyEngine(), print)
     for ours, theirs in zip(gradients(model, "low"), gradients(make(), "low"), strict=True):

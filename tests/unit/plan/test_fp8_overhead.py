@@ -82,7 +82,7 @@ def test_fp8_calls_match_a_converted_block(
     ) -> Tensor:
         return torch.empty(len(left), right.shape[1], dtype=dtype).neg()
 
-    monkeypatch.setattr(lora_matmul, "_scaled", one_kernel)
+    monkeypatch.setattr(lora_matmul, "_scaled_matmul", one_kernel)
     truth = traced_in_fp8(has_directions=True)
     for compiled in (False, True):
         traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager

@@ -29,7 +29,7 @@ def build_state(model):
         family=SimpleNamespace(transformer=model),
         parameters=trained,
         ema=None,
-        update=SimpleNamespace(device_nbytes=5, host_nbytes=7),
+        stepper=SimpleNamespace(device_nbytes=5, host_nbytes=7),
         accelerator=SimpleNamespace(device=DEVICE),
     )
 
