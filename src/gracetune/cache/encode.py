@@ -24,8 +24,8 @@ from gracetune.data.augment import (
     DEFAULT_TRANSFORM,
     SampleTransform,
     render,
-    render_control,
     render_audio,
+    render_control,
     render_video,
 )
 from gracetune.data.images import PILLOW

@@ -71,7 +71,7 @@ class CacheStores:
         self._gather = find()
         self.hit_counts = HitCounts()
         if not kept and ranks.world_size > 1:
-            text = f"{ranks.world_size} ranks share one cache of encoded samples, in {root}"
+            text = f"cache: {ranks.world_size} ranks share one cache of encoded samples, in {root}"
             emit(Notice(text))
         self._report_choices(section.cache_dir)
         self.latents = self._open("latents", "latents", root / "latents")

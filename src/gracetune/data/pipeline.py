@@ -96,6 +96,8 @@ if TYPE_CHECKING:
 
 LOSS_WEIGHTS = "weights of the loss"
 """Name of the loss weights while they travel with the text tensors; no text tensor has it."""
+MAX_LISTED_BUCKETS = 4
+"""Number of buckets that the summary of a dataset lists."""
 DEVICE_TEXT_SHARE = 64
 """Texts may take one part in this many of the device's memory."""
 
@@ -401,7 +403,8 @@ class DatasetPreparer:
         for sample, reason in unreadable:
             self._corruption.record(section.id, sample.key, reason)
         self._corruption.check(section.id, num_samples, section.max_corruption_rate)
-        self.emit(Notice(f"data: dataset {section.id!r}\n{buckets.report(plan)}"))
+        self.emit(Notice(_summarize(section.id, groups)))
+        self.emit(Notice(f"dataset {section.id!r}:\n{buckets.report(plan)}"))
         report = json.dumps(buckets.as_json(plan), indent=2)
         write_text(self.folder / f"buckets-{index}.json", report)
         lost = {sample for sample, _ in unreadable}
@@ -549,6 +552,16 @@ def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
 
 def _decode_workers(section: DatasetSection) -> Prefetch:
     return worker_threads(section.in_memory.num_workers, ENCODE_BATCH_SIZE, section.timeout_s)
+
+
+def _summarize(dataset: str, groups: Sequence[BucketGroup]) -> str:
+    """Describe the buckets of a dataset in one line; the console shows lines with a label."""
+    total = sum(len(group.samples) for group in groups)
+    shown = groups[:MAX_LISTED_BUCKETS]
+    sizes = [f"{'x'.join(map(str, group.size))} ({len(group.samples)})" for group in shown]
+    sizes += ["..."] * (len(groups) > MAX_LISTED_BUCKETS)
+    noun = "bucket" if len(groups) == 1 else "buckets"
+    return f"data: {total:,} samples of {dataset} in {len(groups)} {noun}: {', '.join(sizes)}"
 
 
 # What a run needs of its caches

@@ -152,7 +152,7 @@ def test_gc_does_not_touch_a_folder_without_our_marker(root, capsys):
         (root / "cache" / kind / "gracetune-cache.json").unlink()
     before = sorted(root.rglob("*"))
     assert main(["cache", "gc", str(root / "run.json"), "--yes"]) == 2
-    assert "no cache of gracetune's" in capsys.readouterr().err
+    assert "is not a gracetune cache" in capsys.readouterr().err
     assert sorted(root.rglob("*")) == before
 
 
