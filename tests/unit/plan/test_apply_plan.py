@@ -104,7 +104,7 @@ def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monke
     """In room for three slots more; half of it is for activations that come back ahead."""
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     monkeypatch.setattr(autosize, "MIN_STALL_SHARE", 1e-12)
-    monkeypatch.setattr(autosize, "GAIN", 100.0)
+    monkeypatch.setattr(autosize, "RING_REQUIRED_RATIO", 100.0)
     model, told = make(), []
     layout = PlanLayout(
         [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1

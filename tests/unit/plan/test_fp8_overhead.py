@@ -103,7 +103,7 @@ def test_fp8_calls_match_a_converted_block(
                 assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
                 assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
                 assert equivalent_ops(said) == pytest.approx(equivalent_ops(is_), rel=0.12)
-                assert said.saved == pytest.approx(is_.saved, rel=0.2)
+                assert said.saved_tensors == pytest.approx(is_.saved_tensors, rel=0.2)
                 assert bool(said.policy_calls) == bool(was.policy_calls)
 
 

@@ -154,7 +154,7 @@ def test_an_update_is_never_repeated(losses, told, monkeypatch):
             raise torch.OutOfMemoryError(FULL)
         return effective_lr(optimizer)
 
-    monkeypatch.setattr(stepping, "used_rate", full)
+    monkeypatch.setattr(stepping, "effective_lr", full)
     with pytest.raises(RunFailedError, match=r"the device was full after an update \(CUDA out of"):
         losses(PLENTY, max_train_steps=4)
     assert len(told.of(StepDone)) == 2

@@ -12,6 +12,7 @@ from gracetune.config.schema import RunFile
 from gracetune.plan import planner
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.search import PlanError
+from gracetune.train.build import batches_ahead
 
 
 def family_of(*layers):
@@ -21,13 +22,13 @@ def family_of(*layers):
 def test_loaded_frozen_weights_count_as_free_host_memory():
     frozen, trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
     nbytes = sum(p.nbytes for p in frozen.parameters())
-    assert planner._leaving_nbytes(family_of(frozen, trained)) == nbytes
-    assert planner._leaving_nbytes(family_of(trained)) == 0
+    assert planner._frozen_host_nbytes(family_of(frozen, trained)) == nbytes
+    assert planner._frozen_host_nbytes(family_of(trained)) == 0
 
 
 def test_weights_on_the_device_do_not_count_as_free_host_memory():
     elsewhere = nn.Linear(64, 64, device="meta").requires_grad_(False)
-    assert planner._leaving_nbytes(family_of(elsewhere)) == 0
+    assert planner._frozen_host_nbytes(family_of(elsewhere)) == 0
 
 
 def test_the_run_file_limits_host_memory():
@@ -39,24 +40,26 @@ def test_the_run_file_limits_host_memory():
 @pytest.mark.parametrize(("depth", "expected"), [("auto", INITIAL_DEPTH), (7, 7)])
 def test_prefetched_batches_are_counted(depth, expected):
     run = RunFile.model_validate({"cache_config": {"prefetch_depth": depth}})
-    ask = planner.build_problem(run, family_of(nn.Linear(4, 4)), build_model(), 10**9)
-    assert ask.fixed.batches_ahead == expected
+    family = family_of(nn.Linear(4, 4))
+    problem = planner.build_problem(run, family, build_model(), 10**9, batches_ahead(run))
+    assert problem.fixed.batches_ahead == expected
 
 
 def test_with_one_memory_nothing_is_moved():
     run = RunFile.model_validate({"adapter": {"rank": 4}, "optimizer": {"state": "host"}})
     library = int(FITTED_CONSTANTS["library_nbytes"].value)
 
-    def answer(nbytes, one_memory):
+    def solve(nbytes, one_memory):
         model, family = build_model(), family_of(nn.Linear(4, 4))
-        ask = planner.build_problem(run, family, model, library + nbytes, one_memory=one_memory)
-        ask = replace(ask, budget=replace(ask.budget, fragmentation=0.0))
-        return ask.solve(ask.budget)
+        problem = planner.build_problem(
+            run, family, model, library + nbytes, INITIAL_DEPTH, one_memory=one_memory
+        )
+        return problem.solve(replace(problem.budget, fragmentation=0.0))
 
-    little = answer(1300, one_memory=False)
+    little = solve(1300, one_memory=False)
     assert little.streamed
     assert little.host_state == 1.0
-    with pytest.raises(PlanError, match="memory, which host and device share"):
-        answer(1000, one_memory=True)
-    whole = answer(1800, one_memory=True)
+    with pytest.raises(PlanError, match="shared by host and device"):
+        solve(1000, one_memory=True)
+    whole = solve(1800, one_memory=True)
     assert (whole.streamed, whole.host_state, whole.host.total) == ((), 0.0, 0)

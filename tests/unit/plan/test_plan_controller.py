@@ -148,7 +148,7 @@ def test_unexpectedly_free_memory_is_used_by_a_correction_once(case):
     assert one.meter.cleared == 1
     text = one.told.texts()[-1]
     assert text.startswith("plan corrected after the first steps")
-    assert f"{after.seconds.step:.3f} s a micro-batch" in text
+    assert f"{after.seconds.step:.3f} s per micro-batch" in text
     assert f"the first plan would give {before.samples_per_second:.3f} samples/s" in text
     assert not one.check(after.seconds.step / 2, peak=10), "never a second time"
     assert one.plan is after

@@ -34,7 +34,7 @@ def test_with_one_memory_nothing_is_streamed_or_offloaded(tiny_run, tmp_path, to
     train("1GB")
     texts = told.texts()
     assert "host and device share one memory, so nothing is streamed or offloaded" in texts
-    (plan,) = [text for text in texts if text.startswith("plan:")]
+    (plan,) = [text for text in texts if text.startswith("plan: batch")]
     assert "all weights resident" in plan
     assert "host memory" not in plan
     with pytest.raises(PlanError, match=r"of memory \(shared by host and device\) is too little"):

@@ -85,18 +85,18 @@ def test_only_as_much_state_leaves_as_necessary():
     for nbytes, plan in found.items():
         assert plan.device.total <= nbytes
         assert plan.host.optimizer == int(plan.host_state * STATE)
-    with pytest.raises(PlanError, match="too few"):
+    with pytest.raises(PlanError, match="too little"):
         chosen(1300, (0.0,), stream=False)
 
 
 def test_the_error_names_the_required_host_memory():
-    with pytest.raises(PlanError, match=r"100 B of host memory are too few.*the least"):
+    with pytest.raises(PlanError, match=r"100 B of host memory is too little.*at least"):
         chosen(1300, STATE_SHARES, host_nbytes=100, stream=False)
 
 
 def test_the_report_describes_state_in_host_memory():
     planned = chosen(1300, (1.0,), stream=False, offload=False)
-    assert "100% of the optimizer's state in host memory" in describe(planned.best)
+    assert "100% of the optimizer state in host memory" in describe(planned.best)
     budget = PlanBudget(1300, ROOMY)
     (reason,) = [text for text in reasons(planned, budget) if "optimizer" in text]
     assert "go to the device and back in every update" in reason

@@ -148,7 +148,7 @@ def test_the_report_for_one_memory() -> None:
     found = find_best_plan(build_model(8), fixed, budget, Constraints(), simulated=True)
     heading = ReportHeading("made (by hand)", "8x8", "a machine", budget)
     first, *_, last = reasons(found, budget)
-    assert first.startswith("host and device are one memory, so there is nothing to move")
+    assert first.startswith("host and device share one memory: nothing is streamed or offloaded")
     assert last == f"{1500 - found.best.device.total - 300} B of the memory's budget stay free"
     text = "\n".join(report_lines(found, heading))
     assert "within 1.5 KiB of one memory for host and device" in text

@@ -164,7 +164,7 @@ def test_models_adapters_and_optimizers_can_be_planned(
         return [event.loss for event in told.of(StepDone)]
 
     planned = losses("planned", {"device_memory": "1GB", "compile": "never"})
-    texts = [text for text in told.texts() if text.startswith("plan:")]
+    texts = [text for text in told.texts() if text.startswith("plan: batch")]
     assert len(texts) == 1
     if not adapter.get("dropout"):
         assert planned == pytest.approx(losses("plain", "off"), rel=1e-3)
@@ -181,7 +181,7 @@ def test_full_training_of_bf16_weights_runs_in_fp32(tiny_run, miniature, told):
 def test_fp8_on_an_unsupported_device_is_an_error():
     with pytest.raises(ConfigError, match="none is frozen"):
         check_trainable(RunFile(model={"frozen_compute": "fp8"}))
-    with pytest.raises(ConfigError, match="dora measures"):
+    with pytest.raises(ConfigError, match="dora needs the norm"):
         check_trainable(
             RunFile(model={"frozen_compute": "fp8"}, adapter={"kind": "dora", "rank": 2})
         )
