@@ -191,7 +191,7 @@ class Git:
         return head.encode() + path.encode(errors="surrogateescape") + b"\0"
 
     def commit_tree(self, tree: str, parents: Sequence[str], message: str) -> str:
-        """Create a commit with plumbing, so that no hook runs and no signing key is asked for."""
+        """Create a commit with git plumbing, which runs no hooks and needs no signing key."""
         parent_options = [word for parent in parents for word in ("-p", parent)]
         return (
             self.run("commit-tree", tree, *parent_options, stdin=message.encode()).decode().strip()

@@ -111,7 +111,7 @@ def restore_from_branch(git: Git, commit: str) -> list[str]:
             content = git.read_blob(change.new.blob)
             _write_file(git.folder / change.new_path, change.new, content)
     git.run("read-tree", f"{commit}^2")
-    # Exit code 1 says that files differ from the index, as saved work does.
+    # Exit code 1 means that files differ from the index, which is normal for saved work.
     git.run("update-index", "-q", "--refresh", allow=(0, 1))
     return [str(change.new_path or change.old_path) for change in changes]
 

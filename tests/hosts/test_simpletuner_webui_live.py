@@ -143,9 +143,9 @@ print(open(job.log_file, encoding="utf-8").read())
 
 def test_a_job_starts_through_our_entry_point_with_the_values_of_the_fields(tmp_path):
     """Submit the job directly, because the WebUI only queues jobs without a GPU."""
-    made = write_environment(tmp_path / "made", tmp_path / "no-model")
+    source = write_environment(tmp_path / "source", tmp_path / "no-model")
     config = {
-        f"--{key}": value for key, value in json.loads((made / "config.json").read_text()).items()
+        f"--{key}": value for key, value in json.loads((source / "config.json").read_text()).items()
     }
     fields = {"--gracetune_text_cache_type": "memory", "--gracetune_host_budget_gb": "1.5"}
     line = "cache files are kept in host memory, up to 1.5 GiB"

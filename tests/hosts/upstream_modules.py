@@ -195,10 +195,10 @@ class Runner:
 
 
 def _places(scratch: Path) -> dict[str, str]:
-    made = {"HOME": scratch / "home", "TMPDIR": scratch / "tmp"}
-    for path in made.values():
+    folders = {"HOME": scratch / "home", "TMPDIR": scratch / "tmp"}
+    for path in folders.values():
         path.mkdir()
-    return {name: str(path) for name, path in made.items()}
+    return {name: str(path) for name, path in folders.items()}
 
 
 def _read(records: Path) -> tuple[tuple[str, ...], dict[str, str]]:

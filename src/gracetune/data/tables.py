@@ -230,9 +230,9 @@ def image_column(schema: pa.Schema, requested: str | None, setting: str, origin:
         if by_name or len(fitting) == 1:
             return (by_name or fitting)[0]
     have = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    lacks = "no such" if requested else "no obvious"
     raise DataError(
-        f"{setting} is {requested!r}: {origin} has {'no such' if requested else 'no obvious'} column "
-        f"of bytes. Its columns: {have}. Set the column that contains the files' bytes."
+        f"{setting} is {requested!r}: {origin} has {lacks} column of bytes. Its columns: {have}. Set the column that contains the files' bytes."
     )
 
 

@@ -1,1 +1,1 @@
-"""The planner: predicts a run's memory and time, finds the fastest plan, applies and corrects it."""
+"""The planner: predicts memory and time of a run, finds the fastest plan and applies it."""

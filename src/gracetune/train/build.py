@@ -225,15 +225,12 @@ def build_session(
         from gracetune.plan.planner import PlannerInputs, plan_run
         from gracetune.train.fp8_calibration import convert_frozen_layers
 
-        depth = run.cache_config.prefetch_depth
         inputs = PlannerInputs(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
-            batches_ahead=INITIAL_DEPTH if depth == "auto" else depth,
+            batches_ahead=batches_ahead(run),
             convert_to_fp8=partial(convert_frozen_layers, run, family, pipeline, device, emit),
         )
-        controller = plan_run(
-            run, family, inputs, update, transfer.link, device, gc_freeze, emit
-        )
+        controller = plan_run(run, family, inputs, update, transfer.link, device, gc_freeze, emit)
     state = TrainState(
         run=run,
         family=family,
@@ -469,6 +466,12 @@ def _to_bf16(value: Any) -> Any:
 
 
 # Attention autotuning
+
+
+def batches_ahead(run: RunFile) -> int:
+    """Return how many prefetched batches the plan must count on the device."""
+    depth = run.cache_config.prefetch_depth
+    return INITIAL_DEPTH if depth == "auto" else depth
 
 
 def one_batch_per_bucket(

@@ -2,9 +2,9 @@ import threading
 
 import pytest
 import torch
-from gracetune.cache.store import DictStore
 
 from gracetune.cache.memory_tier import HitCounts, HostMemoryBudget, MemoryTier, allocate_pageable
+from gracetune.cache.store import DictStore
 from gracetune.data.gather import Gather, MissingGather, find_gather
 
 KIB = 1024

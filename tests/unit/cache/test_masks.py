@@ -81,9 +81,7 @@ def test_an_inverted_mask_is_white_where_it_was_black_except_where_it_is_erased(
     store, source = DictStore(), MaskSource(half=stripe(0, 8))
     erase = Step("erase", {"left": 0.75, "top": 0.0, "width": 0.25, "height": 1.0})
     whole = item(source, "half", inverted=True)
-    erased = item(
-        source, "half", SampleTransform(draw=AugmentationDraw((erase,))), inverted=True
-    )
+    erased = item(source, "half", SampleTransform(draw=AugmentationDraw((erase,))), inverted=True)
     fill(store, [whole, erased], told)
     assert levels(store, whole) == [[0, 0, 255, 255]] * 2
     assert levels(store, erased) == [[0, 0, 255, 0]] * 2

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from gracetune.cache.store import DictStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from gracetune.cache.memory_tier import (
     allocate_page_aligned,
     allocate_pageable,
 )
+from gracetune.cache.store import DictStore
 from gracetune.errors import ConfigError
 
 KIB = 1024

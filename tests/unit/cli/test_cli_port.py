@@ -18,14 +18,14 @@ def repo(tmp_path, monkeypatch) -> Repo:
     """A fork that changes one line and adds a file; upstream changes the same line."""
     for name, value in IDENTITY.items():
         monkeypatch.setenv(name, value)
-    made = Repo(tmp_path / "clone")
-    made.commits("main", [("base", {"one.py": ONE})])
+    repo = Repo(tmp_path / "clone")
+    repo.commits("main", [("base", {"one.py": ONE})])
     fork = {"one.py": ONE.replace("b = 2", "b = 20"), "extra/new.py": "n = 1\n"}
-    made.commits("fork", [("fork", fork)], parent="main")
+    repo.commits("fork", [("fork", fork)], parent="main")
     upstream = {"one.py": ONE.replace("b = 2", "b = 200")}
-    made.commits("upstream", [("theirs", upstream)], parent="main")
-    made.run("checkout", "--quiet", "fork")
-    return made
+    repo.commits("upstream", [("theirs", upstream)], parent="main")
+    repo.run("checkout", "--quiet", "fork")
+    return repo
 
 
 @pytest.fixture

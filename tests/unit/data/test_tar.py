@@ -118,7 +118,7 @@ def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
 def test_nothing_there_names_the_ways_to_say_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datasets\[2\].*there is no \.tar file.*shards/\*\.tar"):
         _open(tmp_path / "*.tar")
-    with pytest.raises(DataError, match="the shard .* contains no files"):
+    with pytest.raises(DataError, match=r"the shard .* contains no files"):
         _open(write_tar(tmp_path / "empty.tar", {}))
 
 

@@ -138,7 +138,7 @@ def test_a_function_moved_to_another_file_is_followed(planned, repo, module, nam
                 "pkg/two.py": f'"""Two."""\n\n\n{function.replace("z = 3", "z = 30")}',
             },
         )
-        wanted = b"    y = 20\n    z = 30\n"
+        expected = b"    y = 20\n    z = 30\n"
     else:
         one = planned(
             {"pkg/one.py": module.replace('lid = "ajar"', 'lid = "half"')},
@@ -147,11 +147,11 @@ def test_a_function_moved_to_another_file_is_followed(planned, repo, module, nam
                 "pkg/two.py": '"""Two."""\n\n\n' + box.replace('lid = "open"', 'lid = "wide"'),
             },
         )
-        wanted = b'        lid = "half"\n        lid = "wide"\n'
+        expected = b'        lid = "half"\n        lid = "wide"\n'
     assert one.verdict == "moved"
     [file] = one.files
     assert file.path == "pkg/two.py"
-    assert wanted in content(repo, file)
+    assert expected in content(repo, file)
     assert "was moved from pkg/one.py" in file.notes[0]
 
 

@@ -65,12 +65,12 @@ def is_equal(one, other) -> bool:
 
 @pytest.fixture
 def paths(tmp_path) -> list[str]:
-    made = []
+    paths = []
     for number in range(4):
         path = tmp_path / f"{number}.pt"
         path.write_bytes(bytes(number + 1))
-        made.append(str(path))
-    return made
+        paths.append(str(path))
+    return paths
 
 
 @pytest.fixture

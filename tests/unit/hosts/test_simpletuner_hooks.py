@@ -70,7 +70,7 @@ def host():
         LocalDataBackend=LocalDataBackend, load_image=load_image, load_video=load_video
     )
     registry = type("FactoryRegistry", (), {"load_configuration": lambda self: list(self.sets)})
-    made = {
+    modules = {
         hooks.JSON: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
         hooks.TOML: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
         hooks.LOCAL: local,
@@ -80,8 +80,8 @@ def host():
         hooks.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
     }
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
-    install(plugin, made.__getitem__)
-    return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in made.items()})
+    install(plugin, modules.__getitem__)
+    return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in modules.items()})
 
 
 @pytest.fixture

@@ -50,9 +50,9 @@ def test_the_schedule_equals_that_of_gracetunes_trainer(shape, size):
 
 @pytest.fixture
 def accelerator():
-    made = Accelerator(gradient_accumulation_steps=4, cpu=True)
-    yield made
-    made.free_memory()
+    accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+    yield accelerator
+    accelerator.free_memory()
 
 
 def drive(accelerator, num_micro_batches, optimizer_steps=0):

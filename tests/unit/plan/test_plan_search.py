@@ -145,9 +145,7 @@ def test_with_one_memory_candidates_move_nothing() -> None:
         assert plan.host_state == 0.0
         assert plan.host.total == plan.host.caches == 300
         assert plan.device.total + plan.host.total <= 1500
-    with pytest.raises(
-        PlanError, match=r"shared by host and device\) is too little"
-    ) as caught:
+    with pytest.raises(PlanError, match=r"shared by host and device\) is too little") as caught:
         find_best_plan(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
     least = parse_bytes(least_in(caught.value))
     enough = replace(one, device_nbytes=least)

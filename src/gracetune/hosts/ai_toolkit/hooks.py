@@ -184,7 +184,7 @@ REQUIRED_SYMBOLS = (
     RequiredSymbol(
         MIXINS,
         f"{_LATENTS}.get_latent_path",
-        "locates cached latents, in each augmentation epoch anew",
+        "locates cached latents, again in each augmentation epoch",
         leading_parameters=("recalculate",),
         usage_sites=(
             UsageSite(MIXINS, f"{_LATENTS}.get_latent", "self.get_latent_path()"),
