@@ -232,7 +232,8 @@ def image_column(schema: pa.Schema, requested: str | None, setting: str, origin:
     have = ", ".join(f"{field.name} ({field.type})" for field in schema)
     lacks = "no such" if requested else "no obvious"
     raise DataError(
-        f"{setting} is {requested!r}: {origin} has {lacks} column of bytes. Its columns: {have}. Set the column that contains the files' bytes."
+        f"{setting} is {requested!r}: {origin} has {lacks} column of bytes. Its columns: {have}. "
+        "Set the column that contains the files' bytes."
     )
 
 
