@@ -99,7 +99,7 @@ def test_the_report_describes_state_in_host_memory():
     assert "100% of the optimizer state in host memory" in describe(planned.best)
     budget = PlanBudget(1300, ROOMY)
     (reason,) = [text for text in reasons(planned, budget) if "optimizer" in text]
-    assert "go to the device and back in every update" in reason
+    assert "every update moves" in reason
     assert not any("offloading" in text for text in reasons(planned, budget))
     text = "\n".join(report_lines(planned, ReportHeading("m", "s", "x", budget)))
     assert "waiting for the state" in text

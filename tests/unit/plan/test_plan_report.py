@@ -149,9 +149,9 @@ def test_the_report_for_one_memory() -> None:
     heading = ReportHeading("made (by hand)", "8x8", "a machine", budget)
     first, *_, last = reasons(found, budget)
     assert first.startswith("host and device share one memory: nothing is streamed or offloaded")
-    assert last == f"{1500 - found.best.device.total - 300} B of the memory's budget stay free"
+    assert last == f"{1500 - found.best.device.total - 300} B of the memory budget remains free"
     text = "\n".join(report_lines(found, heading))
-    assert "within 1.5 KiB of one memory for host and device" in text
+    assert "within 1.5 KiB of memory shared by host and device" in text
     assert "both together" in text
 
 

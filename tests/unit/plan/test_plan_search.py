@@ -77,7 +77,7 @@ def test_the_error_names_the_smallest_device_budget() -> None:
 def test_the_error_names_the_smallest_host_budget() -> None:
     with pytest.raises(PlanError, match=r"^10 B of host memory is too little") as caught:
         planned(650, host=10)
-    least = parse_bytes(re.search(r"device is ([^.]*)\. Give", str(caught.value))[1])
+    least = parse_bytes(least_in(caught.value))
     assert planned(650, host=least).best.host.total <= least
 
 
