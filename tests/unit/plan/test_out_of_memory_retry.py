@@ -155,7 +155,10 @@ def test_an_update_is_never_repeated(losses, told, monkeypatch):
         return effective_lr(optimizer)
 
     monkeypatch.setattr(stepping, "effective_lr", full)
-    with pytest.raises(RunFailedError, match=r"the device was full after an update \(CUDA out of"):
+    with pytest.raises(
+        RunFailedError,
+        match=r"the device ran out of memory after the optimizer.s update \(CUDA out of",
+    ):
         losses(PLENTY, max_train_steps=4)
     assert len(told.of(StepDone)) == 2
     assert not [event for event in told.of(Notice) if event.fallback]

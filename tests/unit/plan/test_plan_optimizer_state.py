@@ -102,7 +102,7 @@ def test_the_report_describes_state_in_host_memory():
     assert "every update moves" in reason
     assert not any("offloading" in text for text in reasons(planned, budget))
     text = "\n".join(report_lines(planned, ReportHeading("m", "s", "x", budget)))
-    assert "waiting for the state" in text
+    assert "waiting for state" in text
     plan = report_json(planned, ReportHeading("m", "s", "x", budget))["plan"]
     assert plan["host_state"] == 1.0
     assert plan["seconds"]["wait_state"] > 0
