@@ -47,7 +47,8 @@ def test_the_prompts_are_the_combinations_that_are_not_in_the_data():
 def test_the_demo_generates_new_combinations_and_a_lora_adds_a_shape(tmp_path):
     train("demo.json", tmp_path)
     demo, lora = tmp_path / "runs/demo", tmp_path / "runs/demo-lora"
-    kinds = [json.loads(line)["event"] for line in (demo / "events.jsonl").open()]
+    lines = (demo / "events.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["event"] for line in lines]
     assert kinds.index("validated") < kinds.index("step_done"), "there are images before training"
     captions = {file.read_text().strip() for file in (tmp_path / "runs/demo-data").glob("*.txt")}
     prompts = json.loads((demo / "validation/step-000000/prompts.json").read_text())
