@@ -52,7 +52,7 @@ def main() -> None:
         return
     # Only here: what they import would be counted as a fresh process's own memory.
     import results
-    from data_made import make_pictures
+    from synthetic_data import make_pictures
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pictures"
@@ -163,11 +163,11 @@ def join(folder: str, meet_in: str) -> dict[str, object]:
     """The further process: maps what is there, and reads a byte of each page."""
     source = FolderSource(folder)
     before, began = private_nbytes(), time.perf_counter()
-    told: list[object] = []
+    events: list[object] = []
     keys = list(source.keys())
-    staged = StagedSource.stage(source, keys, NEVER, told.append, meet_in=Path(meet_in))
+    staged = StagedSource.stage(source, keys, NEVER, events.append, meet_in=Path(meet_in))
     seconds = time.perf_counter() - began
-    assert "sharing" in str(told[-1]), told
+    assert "sharing" in str(events[-1]), events
     for key in keys:
         sum(staged.view(key)[::4096])
     return {"private bytes": private_nbytes() - before, "seconds to join": round(seconds, 4)}

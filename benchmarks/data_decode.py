@@ -29,8 +29,8 @@ import numpy as np
 import results
 import simplejpeg
 import torch
-from data_made import make_pictures, make_video, photographs
 from PIL import Image, ImageOps
+from synthetic_data import make_pictures, make_video, photographs
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets

@@ -6,9 +6,9 @@ the whole GPU. Ours runs as planned within 96 GB, enforced by torch's memory fra
 does not fit, the next smaller one is used, as in a run.
 
 Parts named `proof_*` measure other configurations with fewer blocks; parts named `planned_*`
-measure what the planner chooses for the requests in `proof_ways.PLANNED`. Every configuration is
-predicted before it is measured, with rates from this machine, and written to `plan_proof.json`,
-which `plan_check.py` judges. No constant was fitted to any of them.
+measure what the planner chooses for the requests in `plan_configurations.PLANNED`. Every
+configuration is predicted before it is measured, with rates from this machine, and written to
+`plan_proof.json`, which `plan_check.py` judges. No constant was fitted to any of them.
 
 A shared host may be half as fast a minute later, and small eager batches are bound by it. So each
 configuration is measured in rounds: a launch probe, a prediction and some steps. The record has the
@@ -33,14 +33,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-import as_a_run  # noqa: F401  before torch, which reads it as it is imported
+import allocator_setup  # noqa: F401  before torch, which reads the setting at import
 
 # isort: split
-import families
-import proof_ways
+import model_cases
+import plan_configurations
 import results
 import torch
-from proof_ways import PlanRequest
+from plan_configurations import PlanRequest
 from wan14b import free_memory, make_training_step, time_each_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
@@ -58,8 +58,8 @@ from gracetune.units import GIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from families import Case
-    from proof_ways import Way
+    from model_cases import Case
+    from plan_configurations import Way
     from torch import nn
 
     from gracetune.events.types import Notice
@@ -107,13 +107,13 @@ class Bench:
 
     def case(self, case: Case) -> Case:
         """Return the case itself, or its tiny version in a rehearsal."""
-        return families.rehearsed(case) if self.rehearse else case
+        return model_cases.rehearsed(case) if self.rehearse else case
 
     def plan_model(self, name: str, case: Case) -> tuple[CostModel, FixedMemory]:
         """Return the cost model of a case with fresh launch costs; each family is traced once."""
         if name not in self.traces:
             start = time.perf_counter()
-            self.traces[name] = self.case(families.TRACED[name]).shapes()
+            self.traces[name] = self.case(model_cases.TRACED[name]).shapes()
             self.figures[f"{name}_trace_s"] = time.perf_counter() - start
         if self.device.type == "cuda":
             self.rates = replace(self.rates, host=self._probe(case.family).measure(PROBE_REPEATS))
@@ -174,11 +174,14 @@ def main() -> int:
     parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
     parser.add_argument(
         "--models",
-        default=",".join(families.SHORT),
+        default=",".join(model_cases.SHORT),
         help="models of the parts proof_* and planned_*",
     )
     parser.add_argument(
-        "--ways", default="all", choices=proof_ways.WAYS, help="configurations of the parts proof_*"
+        "--ways",
+        default="all",
+        choices=plan_configurations.WAYS,
+        help="configurations of the parts proof_*",
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     arguments = parser.parse_args()
@@ -189,7 +192,11 @@ def main() -> int:
         try:
             if part.startswith(("proof_", "planned_")):
                 kind, how = part.split("_")
-                ways = proof_ways.WAYS[arguments.ways] if kind == "proof" else proof_ways.PLANNED
+                ways = (
+                    plan_configurations.WAYS[arguments.ways]
+                    if kind == "proof"
+                    else plan_configurations.PLANNED
+                )
                 chosen = {name: ways[name] for name in arguments.models.split(",")}
                 prove(bench, how == "compiled", chosen)
             else:
@@ -222,7 +229,7 @@ def compare(bench: Bench, name: str) -> None:
     """Measure one family: the plain loop on the whole GPU, then ours within the budget."""
     for key in [key for key in bench.figures if key.startswith(f"{name}_")]:
         del bench.figures[key]  # results of an earlier run
-    case = bench.case(families.FULL[name])
+    case = bench.case(model_cases.FULL[name])
     model = case.model(bench.device)
     measure_plain(bench, name, case, model)
     fuse_operations(model)
@@ -297,7 +304,7 @@ def prove(
         ways = [way for way in every if way.compiled == compiled]
         if not ways:
             continue
-        case = bench.case(families.SHORT[name])
+        case = bench.case(model_cases.SHORT[name])
         model = case.model(bench.device)
         if case.frozen_compute == "fp8":
             shown, _ = case.call(model, 1, bench.device)
@@ -368,7 +375,7 @@ def run_candidate(
         f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {counters}",
         flush=True,
     )
-    record = proof_ways.record(title, case, candidate) | found
+    record = plan_configurations.record(title, case, candidate) | found
     record |= {"rounds": rounds, "commit": bench.commit}
     bench.records = [one for one in bench.records if one["name"] != title] + [record]
     bench.save()

@@ -7,13 +7,13 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
-from shapes_wan import losses
+from lora_quality_training import losses
 from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shapes_wan import ModelInputs
+    from lora_quality_training import ModelInputs
     from torch import Tensor, nn
 
 

@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING
 import results
 import torch
 from gradient_cosine import compare_gradients
-from shapes_wan import (
+from lora_quality_training import (
     TRAIN,
     GradientStep,
     Images,
@@ -71,7 +71,7 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shapes_wan import ModelInputs
+    from lora_quality_training import ModelInputs
     from torch import Tensor, nn
 
 SEEDS = (0, 1, 2)

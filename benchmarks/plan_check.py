@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import results
 import torch
-from families import TRAINED_NBYTES, Case
+from model_cases import TRAINED_NBYTES, Case
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection

@@ -2,8 +2,8 @@
 
 A whole run as a user would start it: a run file, data staged in memory, a VAE of the published
 shape, the unified-memory cache, the plan, the loop and the export. Weights are random
-(`wan_random`) and the text encoder has one layer. The 96 GB are enforced by torch's memory
-fraction. Blocks are compiled, as `plan: auto` would do for a run of normal length.
+(`wan22_random_weights`) and the text encoder has one layer. torch's memory fraction enforces the
+96 GB. Blocks are compiled, as `plan: auto` would do for a run of normal length.
 
 Steps count once both experts have had `--warm` turns, so compilation and the plan's correction are
 excluded. A turn is as long as the logging interval, so each line of the log times one expert. An
@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import results
 import torch
-import wan_random
+import wan22_random_weights
 from PIL import Image
 
 from gracetune.config.load import load_run_file
@@ -70,8 +70,8 @@ def main() -> int:
         limit_device_memory()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        wan_random.install(folder / "site")
-        wan_random.write_folder(folder / "model", small=arguments.rehearse)
+        wan22_random_weights.install(folder / "site")
+        wan22_random_weights.write_folder(folder / "model", small=arguments.rehearse)
         make_images(
             folder / "pictures",
             FEW_IMAGES if arguments.rehearse else NUM_IMAGES,
@@ -138,7 +138,11 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
     small = arguments.rehearse
     settings = {
         "output_dir": str(folder / "run"),
-        "model": {"family": wan_random.NAME, "path": str(folder / "model"), "dtype": "bfloat16"},
+        "model": {
+            "family": wan22_random_weights.NAME,
+            "path": str(folder / "model"),
+            "dtype": "bfloat16",
+        },
         "adapter": {"kind": "lokr", "rank": 2 if small else 16, "factor": 4 if small else 8},
         "datasets": [
             {

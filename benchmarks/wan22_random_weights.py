@@ -41,7 +41,9 @@ def install(site: Path) -> None:
     dist_info = site / f"{NAME}-1.0.dist-info"
     dist_info.mkdir(parents=True)
     (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1.0\n")
-    (dist_info / "entry_points.txt").write_text(f"[gracetune.family]\n{NAME} = wan_random:load\n")
+    (dist_info / "entry_points.txt").write_text(
+        f"[gracetune.family]\n{NAME} = wan22_random_weights:load\n"
+    )
     sys.path.insert(0, str(site))
 
 

@@ -26,7 +26,7 @@ from gracetune.plan.search import Constraints
 from gracetune.plan.simulate import PlanCandidate
 
 if TYPE_CHECKING:
-    from families import Case
+    from model_cases import Case
 
     from gracetune.plan.result import ActivationMode
 

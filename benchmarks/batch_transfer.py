@@ -1,6 +1,6 @@
 """Measure what feeding a training step from the cache costs.
 
-    PYTHONPATH=src:benchmarks python benchmarks/feed.py [--out FOLDER] [--commit ID]
+    PYTHONPATH=src:benchmarks python benchmarks/batch_transfer.py [--out FOLDER] [--commit ID]
 
 Three variants take turns:
 
@@ -121,7 +121,7 @@ def main() -> int:
         print(measure(REHEARSAL))
         return 0
     if not torch.cuda.is_available():
-        print("feed: needs a CUDA device")
+        print("batch_transfer: needs a CUDA device")
         return 1
     scale = Scale(torch.device("cuda", 0))
     torch.cuda.set_device(scale.device)
