@@ -114,7 +114,7 @@ def limit_device_memory() -> None:
 def make_images(folder: Path, count: int, edge: int) -> None:
     """Write different smooth, grainy images, each with its own caption."""
     folder.mkdir()
-    ramp = np.linssteps_per_second(0, 2 * np.pi, edge, dtype=np.float32)
+    ramp = np.linspace(0, 2 * np.pi, edge, dtype=np.float32)
     grain = np.random.default_rng(count).integers(-12, 13, (edge, edge, 1)).astype(np.float32)
 
     def make(number: int) -> None:
