@@ -1,4 +1,4 @@
-"""What must be set before torch's first operation, and what most training tests share."""
+"""Set the environment that torch reads at import, and define the fixtures most tests share."""
 
 import os
 
@@ -10,8 +10,8 @@ import pytest
 from gracetune.config.schema import RunFile
 
 
-class Told:
-    """A sink, and a `tell`, that keeps everything."""
+class EventRecorder:
+    """An event sink that keeps every event; it can also be passed as `emit`."""
 
     def __init__(self):
         self.events = []
@@ -32,8 +32,8 @@ class Told:
 
 
 @pytest.fixture
-def told():
-    return Told()
+def recorder():
+    return EventRecorder()
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,10 @@ def shapes_folder(tmp_path_factory):
 
 @pytest.fixture
 def tiny_run(tmp_path, shapes_folder):
-    """A small run file: 64 pictures, batches of 4, no validation; sections can be overridden."""
+    """Return a function that builds a small run file; keyword arguments replace sections of it.
+
+    64 images, batches of 4, no validation.
+    """
 
     def make(**sections) -> RunFile:
         settings = {
@@ -75,7 +78,7 @@ def tiny_run(tmp_path, shapes_folder):
 
 @pytest.fixture(scope="session")
 def miniature(tmp_path_factory):
-    """The folder of a small model of this name, written once."""
+    """Return a function that writes a miniature model once and returns its folder."""
     folders = {}
 
     def write(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from made_sources import (
+from source_files import (
     FILES,
     JPEG,
     PNG,

@@ -92,8 +92,8 @@ def build_run(images, tmp_path):
     return make
 
 
-def losses(told):
-    return {event.step: event.loss for event in told.of(StepDone)}
+def losses(recorder):
+    return {event.step: event.loss for event in recorder.of(StepDone)}
 
 
 def weights(run):
@@ -107,18 +107,20 @@ def entries_in(folder):
         return {key: store.get(key)["latents"].tolist() for key in keys}
 
 
-def train(run, told):
-    told.events.clear()
-    run_training(run, sinks=[told])
-    return losses(told)
+def train(run, recorder):
+    recorder.events.clear()
+    run_training(run, sinks=[recorder])
+    return losses(recorder)
 
 
-def train_live(run, mode, told):
+def train_live(run, mode, recorder):
     """Train with batches that are read and encoded without the cache."""
-    told.events.clear()
+    recorder.events.clear()
     folder = Path(run.output_dir)
     folder.mkdir()
-    session = build_session(run, start_accelerator(run), told, RunControl(folder), SignalHandler())
+    session = build_session(
+        run, start_accelerator(run), recorder, RunControl(folder), SignalHandler()
+    )
     (section,) = run.datasets
     family, decoders = session.state.family, choose_decoders()
 
@@ -140,14 +142,14 @@ def train_live(run, mode, told):
 
     session.pipeline.load = load
     train_loop(session, TrainProgress())
-    return losses(told)
+    return losses(recorder)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cached_training_equals_live_training(build_run, told, mode):
-    expected = train_live(build_run("live", mode, "memory"), mode, told)
+def test_cached_training_equals_live_training(build_run, recorder, mode):
+    expected = train_live(build_run("live", mode, "memory"), mode, recorder)
     assert len(set(expected.values())) == STEPS
-    assert train(build_run("cached", mode, "memory"), told) == expected
+    assert train(build_run("cached", mode, "memory"), recorder) == expected
     assert weights(build_run("cached", mode, "memory")) == weights(
         build_run("live", mode, "memory")
     )
@@ -155,9 +157,9 @@ def test_cached_training_equals_live_training(build_run, told, mode):
 
 @pytest.mark.parametrize("cache", [name for name in CACHES if name != "memory"])
 @pytest.mark.parametrize("mode", ["variants", "refresh_each_epoch"])
-def test_the_location_of_the_cache_does_not_change_training(build_run, told, mode, cache):
-    expected = train(build_run("memory", mode, "memory"), told)
-    assert train(build_run(cache, mode, cache), told) == expected
+def test_the_location_of_the_cache_does_not_change_training(build_run, recorder, mode, cache):
+    expected = train(build_run("memory", mode, "memory"), recorder)
+    assert train(build_run(cache, mode, cache), recorder) == expected
     assert weights(build_run(cache, mode, cache)) == weights(build_run("memory", mode, "memory"))
 
 
@@ -165,18 +167,18 @@ def test_the_location_of_the_cache_does_not_change_training(build_run, told, mod
     ("mode", "cache"),
     [*((mode, "memory") for mode in MODES), ("variants", "kept"), ("refresh_each_epoch", "kept")],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(build_run, told, mode, cache):
+def test_a_resumed_run_equals_an_uninterrupted_one(build_run, recorder, mode, cache):
     """The run stops in the middle of an epoch, while the next augmentation epoch is encoded."""
-    whole = train(build_run("whole", mode, cache), told)
-    parts = train(build_run("parts", mode, cache, steps=3), told)
-    parts |= train(build_run("parts", mode, cache, steps=4), told)  # the last batch of an epoch
-    parts |= train(build_run("parts", mode, cache), told)
+    whole = train(build_run("whole", mode, cache), recorder)
+    parts = train(build_run("parts", mode, cache, steps=3), recorder)
+    parts |= train(build_run("parts", mode, cache, steps=4), recorder)  # the last batch of an epoch
+    parts |= train(build_run("parts", mode, cache), recorder)
     assert parts == whole
     assert weights(build_run("parts", mode, cache)) == weights(build_run("whole", mode, cache))
 
 
-def test_augmentation_modes_train_on_different_images(build_run, told):
-    found = {mode: train(build_run(mode, mode, "memory"), told) for mode in MODES}
+def test_augmentation_modes_train_on_different_images(build_run, recorder):
+    found = {mode: train(build_run(mode, mode, "memory"), recorder) for mode in MODES}
     assert found["refresh_each_epoch"] == found["disable_cache"]
     different = {tuple(found[mode].values()) for mode in MODES}
     assert len(different) == len(MODES) - 1
@@ -184,17 +186,17 @@ def test_augmentation_modes_train_on_different_images(build_run, told):
     assert first_epoch["static"] == first_epoch["variants"] == first_epoch["refresh_each_epoch"]
 
 
-def test_only_old_augmentation_epochs_are_deleted(build_run, told, tmp_path):
+def test_only_old_augmentation_epochs_are_deleted(build_run, recorder, tmp_path):
     run = build_run("run", "refresh_each_epoch", "kept")
     own = tmp_path / "run" / "generations"
-    train(run, told)
+    train(run, recorder)
     left = sorted(path.name for path in own.glob("generation-*"))
     assert left == ["generation-3", "generation-4"]
     (own / "notes").mkdir()
     neighbour = tmp_path / "run" / "cache" / "latents"
     before = entries_in(neighbour)
     assert len(before) == PICTURES
-    train(build_run("run", "refresh_each_epoch", "kept", steps=9), told)
+    train(build_run("run", "refresh_each_epoch", "kept", steps=9), recorder)
     assert sorted(path.name for path in own.glob("generation-*")) == [
         "generation-4",
         "generation-5",
@@ -203,11 +205,11 @@ def test_only_old_augmentation_epochs_are_deleted(build_run, told, tmp_path):
     assert entries_in(neighbour) == before
 
 
-def test_batch_statistics_are_emitted(build_run, told):
-    train(build_run("run", "static", "memory"), told)
-    fed = told.of(BatchesFed)[-1]
+def test_batch_statistics_are_emitted(build_run, recorder):
+    train(build_run("run", "static", "memory"), recorder)
+    fed = recorder.of(BatchesFed)[-1]
     assert (fed.step, fed.batches, fed.depth, fed.waits) == (STEPS, STEPS, 0, 0)
     assert (fed.hits, fed.reads) == (2 * 4 * STEPS, 0)
-    train(build_run("disk", "static", "disk"), told)
-    fed = told.of(BatchesFed)[-1]
+    train(build_run("disk", "static", "disk"), recorder)
+    fed = recorder.of(BatchesFed)[-1]
     assert (fed.hits, fed.reads) == (0, 2 * 4 * STEPS)

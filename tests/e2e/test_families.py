@@ -117,7 +117,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_family_trains_samples_and_exports(case, build_run, told, tmp_path):
+def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path):
     model, family, kind, sections = CASES[case]
     if "first frame" in case:
         Image.new("RGB", (40, 30), (90, 90, 90)).save(tmp_path / "start.png")
@@ -138,12 +138,12 @@ def test_a_family_trains_samples_and_exports(case, build_run, told, tmp_path):
         write_masks(tmp_path / "masks")
         sections = {"dataset": {"mask_data_dir": str(tmp_path / "masks")}}
     run = build_run(model, family, kind, **sections)
-    ended = run_training(run, sinks=[told])
+    ended = run_training(run, sinks=[recorder])
     assert ended.status == "done"
-    losses = [event.loss for event in told.events if type(event).__name__ == "StepDone"]
+    losses = [event.loss for event in recorder.events if type(event).__name__ == "StepDone"]
     assert len(losses) == 2
     assert all(np.isfinite(losses))
-    (*_, validated) = [e for e in told.events if type(e).__name__ == "Validated"]
+    (*_, validated) = [e for e in recorder.events if type(e).__name__ == "Validated"]
     assert all(np.isfinite(list(validated.losses.values())))
     folder = tmp_path / "run" / "validation" / "step-000002"
     names = sorted(path.name for path in folder.iterdir())

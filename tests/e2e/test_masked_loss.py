@@ -91,23 +91,25 @@ def build_run(folders, tmp_path):
 
 
 @pytest.fixture
-def build(told):
+def build(recorder):
     def make(run):
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        return build_session(run, start_accelerator(run), told, RunControl(folder), SignalHandler())
+        return build_session(
+            run, start_accelerator(run), recorder, RunControl(folder), SignalHandler()
+        )
 
     return make
 
 
-def losses(told):
-    return {event.step: event.loss for event in told.of(StepDone)}
+def losses(recorder):
+    return {event.step: event.loss for event in recorder.of(StepDone)}
 
 
-def train(run, told):
-    told.events.clear()
-    run_training(run, sinks=[told])
-    return losses(told)
+def train(run, recorder):
+    recorder.events.clear()
+    run_training(run, sinks=[recorder])
+    return losses(recorder)
 
 
 def weights(run):
@@ -134,11 +136,11 @@ def expected_weights(run, draw, augmentation_epoch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_with_the_weights_of_its_masks(build_run, build, told, mode):
+def test_every_mode_trains_with_the_weights_of_its_masks(build_run, build, recorder, mode):
     """Compare the weights of each batch with weights computed here."""
     session = build(build_run("expected", **MODES[mode]))
     run, load_batch = session.state.run, session.pipeline.load
-    told.events.clear()
+    recorder.events.clear()
 
     def load(draws):
         expected = [
@@ -151,16 +153,16 @@ def test_every_mode_trains_with_the_weights_of_its_masks(build_run, build, told,
 
     session.pipeline.load = load
     train_loop(session, TrainProgress())
-    expected = losses(told)
+    expected = losses(recorder)
     assert len(set(expected.values())) == STEPS
-    assert train(build_run("fed", **MODES[mode]), told) == expected
-    without = train(build_run("without", mask=None, **MODES[mode]), told)
+    assert train(build_run("fed", **MODES[mode]), recorder) == expected
+    without = train(build_run("without", mask=None, **MODES[mode]), recorder)
     assert not set(without.values()) & set(expected.values())
 
 
-def test_white_masks_do_not_change_training(build_run, told):
-    expected = train(build_run("without", mask=None), told)
-    assert train(build_run("white", mask="white"), told) == expected
+def test_white_masks_do_not_change_training(build_run, recorder):
+    expected = train(build_run("without", mask=None), recorder)
+    assert train(build_run("white", mask="white"), recorder) == expected
     assert weights(build_run("white", mask="white")) == weights(build_run("without", mask=None))
 
 
@@ -185,7 +187,7 @@ def test_black_cells_give_no_gradient(build_run, build):
     assert 0 < silent.float().mean() < 1
 
 
-def test_samples_without_a_mask_have_full_weight(build_run, build, folders, told):
+def test_samples_without_a_mask_have_full_weight(build_run, build, folders, recorder):
     beside = {
         "id": "plain",
         "instance_data_dir": str(folders / "others"),
@@ -209,8 +211,8 @@ def test_samples_without_a_mask_have_full_weight(build_run, build, folders, told
             if draw.sample.dataset == "plain":
                 assert torch.equal(found, torch.ones_like(found))
     assert mixed
-    train(build_run("trained", beside=beside, mask_background=0.25), told)
-    assert all(np.isfinite(list(losses(told).values())))
+    train(build_run("trained", beside=beside, mask_background=0.25), recorder)
+    assert all(np.isfinite(list(losses(recorder).values())))
 
 
 def test_inverted_masks_reach_the_loss(build_run, build):
@@ -223,29 +225,29 @@ def test_inverted_masks_reach_the_loss(build_run, build):
 
 
 @pytest.mark.parametrize("cache", [{"persistent_cache": True}, {"vae_cache_type": "disk"}])
-def test_masks_are_cached_with_the_latents(build_run, told, cache, tmp_path):
-    expected = train(build_run("memory"), told)
+def test_masks_are_cached_with_the_latents(build_run, recorder, cache, tmp_path):
+    expected = train(build_run("memory"), recorder)
     run = build_run("kept", cache=cache)
-    assert train(run, told) == expected
+    assert train(run, recorder) == expected
     with ShardStore(tmp_path / "kept" / "cache" / "latents") as store:
         names = sorted(name for key in store.keys() for name in store.get(key))  # noqa: SIM118
         assert names == ["latents"] * PICTURES + ["mask"] * PICTURES
-        assert set(store.keys()) <= required_keys(run, load(run.model), told)
+        assert set(store.keys()) <= required_keys(run, load(run.model), recorder)
     # A second run uses the cache: no mask is rendered, and the losses are the same.
     again = run.model_copy(update={"output_dir": str(tmp_path / "again")})
     cached = run.cache_config.model_copy(update={"cache_dir": str(tmp_path / "kept" / "cache")})
-    assert train(again.model_copy(update={"cache_config": cached}), told) == expected
-    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    assert train(again.model_copy(update={"cache_config": cached}), recorder) == expected
+    stages = {event.stage for event in recorder.events if type(event).__name__ == "StageProgress"}
     assert "rendering masks" not in stages
 
 
-def test_the_held_out_loss_is_masked_too(build_run, told):
+def test_the_held_out_loss_is_masked_too(build_run, recorder):
     found = {}
     for name, mask in (("without", None), ("masked", "masks")):
         run = build_run(name, mask=mask, steps=1)
         section = run.validation.model_copy(update={"every": 1, "holdout": 0.5})
-        train(run.model_copy(update={"validation": section}), told)
-        event = told.of(Validated)[-1]
+        train(run.model_copy(update={"validation": section}), recorder)
+        event = recorder.of(Validated)[-1]
         found[name] = tuple(event.losses.values())
     assert found["without"] != found["masked"]
 
@@ -258,10 +260,10 @@ def test_the_held_out_loss_is_masked_too(build_run, told):
         ({"mask_invert": True}, "mask_invert"),
     ],
 )
-def test_resuming_with_other_masks_is_rejected(build_run, told, change, named):
-    train(build_run("run", steps=2), told)
+def test_resuming_with_other_masks_is_rejected(build_run, recorder, change, named):
+    train(build_run("run", steps=2), recorder)
     with pytest.raises(CheckpointError, match=named):
-        train(build_run("run", **change), told)
+        train(build_run("run", **change), recorder)
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,9 @@ def test_resuming_with_other_masks_is_rejected(build_run, told, change, named):
         ({"mask": None, "mask_normalize": False}, r"datasets\[0\]\.mask_normalize is False, but"),
     ],
 )
-def test_mask_settings_without_masks_are_rejected(build_run, told, settings, message):
+def test_mask_settings_without_masks_are_rejected(build_run, recorder, settings, message):
     with pytest.raises(ConfigError, match=message):
-        train(build_run("run", **settings), told)
+        train(build_run("run", **settings), recorder)
 
 
 def test_a_latent_grid_is_the_last_two_dimensions(build_run):

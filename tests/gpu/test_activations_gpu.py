@@ -68,7 +68,7 @@ def case():
     return batches, expected, max(2 * max(repeats), MIN_TOLERANCE)
 
 
-def offloaded(told, mix="all", copy_engine=None, **settings):
+def offloaded(recorder, mix="all", copy_engine=None, **settings):
     """Return a model, its activation offload, and its ring or None."""
     offloaded_indices, streamed_indices = MIXES[mix]
     model = build_wan()
@@ -77,13 +77,13 @@ def offloaded(told, mix="all", copy_engine=None, **settings):
     ring = None
     if streamed_indices:
         ring = stream_weights(
-            model, [blocks[k] for k in streamed_indices], copy_engine, told, 2, poison=True
+            model, [blocks[k] for k in streamed_indices], copy_engine, recorder, 2, poison=True
         )
     offload = offload_activations(
         [blocks[k] for k in offloaded_indices],
         copy_engine,
         ring,
-        told,
+        recorder,
         MIN_NBYTES,
         other_blocks=[block for k, block in enumerate(blocks) if k not in offloaded_indices],
         settings=OffloadSettings(**settings),
@@ -104,9 +104,9 @@ def assert_parity(model, case, repetitions=REPETITIONS):
 @pytest.mark.parametrize("prefetch_blocks", [1, 2])
 @pytest.mark.parametrize("mix", MIXES)
 def test_offloaded_gradients_equal_those_of_the_resident_step(
-    case, told, mix, prefetch_blocks, poison
+    case, recorder, mix, prefetch_blocks, poison
 ):
-    model, offload, ring = offloaded(told, mix, prefetch_blocks=prefetch_blocks, poison=poison)
+    model, offload, ring = offloaded(recorder, mix, prefetch_blocks=prefetch_blocks, poison=poison)
     assert_parity(model, case)
     counters = offload.counters()
     assert counters.sent > REPETITIONS * 3 * 4, counters
@@ -114,15 +114,15 @@ def test_offloaded_gradients_equal_those_of_the_resident_step(
     assert counters.on_demand == 0, counters
     assert counters.prefetch_blocks == prefetch_blocks
     assert ring is None or ring.counters().order_mismatches == 0
-    assert len(told.texts()) == 1, "host memory grows only in the first step"
+    assert len(recorder.texts()) == 1, "host memory grows only in the first step"
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mix", MIXES)
-def test_random_delays_of_blocks_and_copies_change_no_gradient(case, told, mix, seed):
+def test_random_delays_of_blocks_and_copies_change_no_gradient(case, recorder, mix, seed):
     rng = random.Random(seed)
     model, _, _ = offloaded(
-        told, mix, SlowCopyEngine(rng), prefetch_blocks=1 + seed, poison=seed == 2
+        recorder, mix, SlowCopyEngine(rng), prefetch_blocks=1 + seed, poison=seed == 2
     )
     for block in model.blocks:
         block.register_forward_hook(partial(delay_output, rng))
@@ -130,9 +130,9 @@ def test_random_delays_of_blocks_and_copies_change_no_gradient(case, told, mix, 
 
 
 @pytest.mark.parametrize("poison", [False, True])
-def test_discarded_graphs_do_no_harm(case, told, poison):
+def test_discarded_graphs_do_no_harm(case, recorder, poison):
     rng = random.Random(0)
-    model, _, _ = offloaded(told, "all", SlowCopyEngine(rng), prefetch_blocks=2, poison=poison)
+    model, _, _ = offloaded(recorder, "all", SlowCopyEngine(rng), prefetch_blocks=2, poison=poison)
     middle = next(p for p in model.blocks[3].parameters() if p.requires_grad)
     for _ in range(6):
         loss = forward(model, case[0][0])
@@ -144,8 +144,8 @@ def test_discarded_graphs_do_no_harm(case, told, poison):
         assert all((tensor == 1).all() for tensor in ones)
 
 
-def test_a_retained_graph_runs_backward_twice(case, told):
-    model, _, _ = offloaded(told, "all", SlowCopyEngine(random.Random(1)), poison=True)
+def test_a_retained_graph_runs_backward_twice(case, recorder):
+    model, _, _ = offloaded(recorder, "all", SlowCopyEngine(random.Random(1)), poison=True)
     batches, expected, allowed = case
     model.zero_grad(set_to_none=True)
     loss = forward(model, batches[0])
@@ -158,8 +158,8 @@ def test_a_retained_graph_runs_backward_twice(case, told):
     assert ((accumulated - total).norm() / total.norm()).item() < allowed + 2**-8  # added in bf16
 
 
-def test_sampling_and_gradient_accumulation_with_offload(case, told):
-    model, offload, _ = offloaded(told, "all", SlowCopyEngine(random.Random(2)), poison=True)
+def test_sampling_and_gradient_accumulation_with_offload(case, recorder):
+    model, offload, _ = offloaded(recorder, "all", SlowCopyEngine(random.Random(2)), poison=True)
     for _ in range(4):
         sent = offload.counters().sent
         with torch.no_grad():
@@ -178,16 +178,16 @@ def test_sampling_and_gradient_accumulation_with_offload(case, told):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_inputs_of_the_models_own_checkpoints_are_offloaded(case, told, streams):
+def test_inputs_of_the_models_own_checkpoints_are_offloaded(case, recorder, streams):
     model = build_wan()
     copy_engine = SlowCopyEngine(random.Random(3))
     blocks = list(model.blocks)
-    ring = stream_weights(model, blocks, copy_engine, told, 2, poison=True) if streams else None
+    ring = stream_weights(model, blocks, copy_engine, recorder, 2, poison=True) if streams else None
     offload = offload_activations(
         [],
         copy_engine,
         ring,
-        told,
+        recorder,
         MIN_NBYTES,
         other_blocks=blocks,
         settings=OffloadSettings(poison=True),
@@ -201,14 +201,14 @@ def test_inputs_of_the_models_own_checkpoints_are_offloaded(case, told, streams)
 
 @pytest.mark.filterwarnings("ignore")  # the compiler reads attributes that torch warns about
 @pytest.mark.parametrize("mix", ["all", "all, streamed"])
-def test_compiled_blocks_are_offloaded(case, told, mix):
+def test_compiled_blocks_are_offloaded(case, recorder, mix):
     resident = build_wan()
     for block in resident.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     batches, _, _ = case
     expected = [step(resident, inputs) for inputs in batches]
     repeats = [difference(step(resident, batches[k % 2]), expected[k % 2]) for k in range(6)]
-    model, offload, _ = offloaded(told, mix, poison=True)
+    model, offload, _ = offloaded(recorder, mix, poison=True)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False)
     assert_parity(model, (batches, expected, max(2 * max(repeats), MIN_TOLERANCE)))
@@ -228,12 +228,12 @@ def peak_of(model, inputs):
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_offload_reduces_peak_memory(case, told):
+def test_offload_reduces_peak_memory(case, recorder):
     """Of six blocks at most two are copied out or fetched at a time."""
     inputs = make_batch(0)
     inputs = {name: value.repeat(8, *[1] * (value.ndim - 1)) for name, value in inputs.items()}
     resident_peak = peak_of(build_wan(), inputs)
-    model, offload, _ = offloaded(told)
+    model, offload, _ = offloaded(recorder)
     offloaded_peak = peak_of(model, inputs)
     sent = offload.counters().sent_nbytes / 4
     saved = resident_peak - offloaded_peak
@@ -245,21 +245,21 @@ def test_offload_reduces_peak_memory(case, told):
     assert torch.cuda.memory_allocated() <= first, "no memory leaks"
 
 
-def test_stalls_are_measured_and_the_prefetch_distance_grows(case, told):
+def test_stalls_are_measured_and_the_prefetch_distance_grows(case, recorder):
     copy_engine = SlowCopyEngine(random.Random(0), max_cycles=4_000_000)
-    model, offload, _ = offloaded(told, "all", copy_engine, prefetch_nbytes=2**30)
+    model, offload, _ = offloaded(recorder, "all", copy_engine, prefetch_nbytes=2**30)
     for seed in range(14):
         step(model, case[0][seed % 2])
         torch.cuda.synchronize()
     counters = offload.counters()
     assert counters.late > 0
     assert counters.stalled_s > 1e-3
-    assert any("are prefetched: 2" in text for text in told.texts()), told.texts()
+    assert any("are prefetched: 2" in text for text in recorder.texts()), recorder.texts()
 
 
-def test_offload_adds_no_host_syncs(case, told):
+def test_offload_adds_no_host_syncs(case, recorder):
     counts = []
-    for model in (build_wan(), offloaded(told)[0], offloaded(told, "all, streamed")[0]):
+    for model in (build_wan(), offloaded(recorder)[0], offloaded(recorder, "all, streamed")[0]):
         for _ in range(3):
             step(model, case[0][0])
         counts.append(count_host_syncs(partial(step, model, case[0][0]), steps=2))
@@ -267,9 +267,9 @@ def test_offload_adds_no_host_syncs(case, told):
 
 
 @pytest.mark.parametrize("link", [Link.MANAGED, Link.COHERENT])
-def test_host_memory_is_pinned_on_every_machine_and_freed(case, told, link):
+def test_host_memory_is_pinned_on_every_machine_and_freed(case, recorder, link):
     copy_engine = open_copy_engine(DEVICE, link)
-    model, offload, _ = offloaded(told, copy_engine=copy_engine)
+    model, offload, _ = offloaded(recorder, copy_engine=copy_engine)
     assert_parity(model, case, 4)
     driver = open_cuda_driver()
     slabs = list(offload._pool._slabs)

@@ -31,10 +31,12 @@ def record_event():
     return event
 
 
-def test_staging_slots_and_device_memory_are_not_reused_too_early(told):
+def test_staging_slots_and_device_memory_are_not_reused_too_early(recorder):
     """Batches of 32 MiB are read late, on a stream that is kept busy meanwhile."""
     count, words = 24, 4 * 1024**2
-    store = MemoryTier("entries", HostMemoryBudget(2**31), None, told, allocate_pinned, HitCounts())
+    store = MemoryTier(
+        "entries", HostMemoryBudget(2**31), None, recorder, allocate_pinned, HitCounts()
+    )
     for number in range(count):
         store.put(f"{number}", {"latents": torch.full((words,), float(number))})
     assert store.get("0")["latents"].is_pinned()
@@ -61,31 +63,33 @@ def test_staging_slots_and_device_memory_are_not_reused_too_early(told):
     assert wrong.tolist() == [0] * count
 
 
-def test_shards_are_read_directly_into_pinned_memory(tmp_path, told):
+def test_shards_are_read_directly_into_pinned_memory(tmp_path, recorder):
     """Entries are whole pages, and are not in the page cache."""
     words = 64 * 1024
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         store.put_many({f"{n}": {"latents": torch.full((words,), float(n))} for n in range(16)})
     for path in store.shards.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         batch = store.gather(["3", "0", "15"], "latents", allocate_pinned)
         assert batch.is_pinned()
         assert batch.cuda()[:, -1].tolist() == [3, 0, 15]
         arena = MemoryTier(
-            "latents", HostMemoryBudget(2**28), store, told, allocate_pinned, HitCounts()
+            "latents", HostMemoryBudget(2**28), store, recorder, allocate_pinned, HitCounts()
         )
         arena.warm([f"{n}" for n in range(16)])
         assert arena.get("7")["latents"].cuda().eq(7).all()
-    assert not [text for text in told.texts() if "cannot write to this memory directly" in text]
+    assert not [text for text in recorder.texts() if "cannot write to this memory directly" in text]
 
 
 @pytest.mark.parametrize("device_budget_gb", [0, 1])
-def test_the_prefetch_depth_does_not_change_the_losses(tiny_run, told, tmp_path, device_budget_gb):
+def test_the_prefetch_depth_does_not_change_the_losses(
+    tiny_run, recorder, tmp_path, device_budget_gb
+):
     def train(name, depth):
-        told.events.clear()
+        recorder.events.clear()
         run = tiny_run(
             output_dir=str(tmp_path / name),
             train={"max_train_steps": 40, "mixed_precision": "no"},
@@ -96,8 +100,8 @@ def test_the_prefetch_depth_does_not_change_the_losses(tiny_run, told, tmp_path,
                 "prefetch_depth": depth,
             },
         )
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)], told.of(BatchesFed)[-1]
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)], recorder.of(BatchesFed)[-1]
 
     losses, fed = train("one", 1)
     auto_losses, auto_fed = train("auto", "auto")

@@ -32,7 +32,7 @@ def image_folder(tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_trains_samples_and_resumes_on_a_gpu(
-    case, image_folder, miniature, told, tmp_path
+    case, image_folder, miniature, recorder, tmp_path
 ):
     miniature_name, family, sections = CASES[case]
     settings = {
@@ -49,8 +49,8 @@ def test_a_family_trains_samples_and_resumes_on_a_gpu(
     path.write_text(json.dumps(settings))
     for steps in (2, 4):
         run = load_run_file(path, [f"train.max_train_steps={steps}"]).run
-        assert run_training(run, sinks=[told]).status == "done"
-    losses = [event.loss for event in told.events if type(event).__name__ == "StepDone"]
+        assert run_training(run, sinks=[recorder]).status == "done"
+    losses = [event.loss for event in recorder.events if type(event).__name__ == "StepDone"]
     assert len(losses) == 4
     assert all(np.isfinite(losses))
     assert (tmp_path / "run" / "validation" / "step-000004.png").is_file()

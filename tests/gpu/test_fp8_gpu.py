@@ -142,10 +142,10 @@ def gradients_by_block(model, inputs):
 
 @pytest.mark.filterwarnings("ignore")  # the compiler reads attributes that torch warns about
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_every_block_are_close_to_bf16(compiled, told):
+def test_gradients_of_every_block_are_close_to_bf16(compiled, recorder):
     bf16_model, fp8_model = build_wan(), build_wan()
     assert convert_with_samples(fp8_model) == Fp8Conversion(10 * LAYERS, 0)
-    compiler = BlockCompiler(told) if compiled else None
+    compiler = BlockCompiler(recorder) if compiled else None
     found = []
     for model in (bf16_model, fp8_model):
         fuse_lora(model)
@@ -153,7 +153,7 @@ def test_gradients_of_every_block_are_close_to_bf16(compiled, told):
         found.append(gradients_by_block(model, make_batch(0)))
     if compiler is not None:
         compiler.close()
-    assert not [event for event in told.of(Notice) if event.fallback]
+    assert not [event for event in recorder.of(Notice) if event.fallback]
     for name, (bf16, fp8) in zip(("adapter", "input"), zip(*found, strict=True), strict=True):
         cosines = [cosine(a, b) for a, b in zip(fp8, bf16, strict=True)]
         assert min(cosines) >= MIN_COSINE, (name, cosines)
@@ -166,7 +166,7 @@ def convert_with_samples(model):
     )
 
 
-def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
+def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(recorder):
     """Including outlier subspaces, which layers with the same input share."""
     model = build_wan()
     convert_with_samples(model)
@@ -178,7 +178,7 @@ def test_streamed_fp8_weights_give_the_gradients_of_resident_ones(told):
     allowed = max(2 * difference(step(model, inputs), expected), MIN_TOLERANCE)
     nbytes = sum(p.nbytes for p in model.blocks.parameters() if not p.requires_grad)
     copy_engine = open_copy_engine(DEVICE, Link.MANAGED)
-    ring = stream_weights(model, list(model.blocks), copy_engine, told, 2, poison=True)
+    ring = stream_weights(model, list(model.blocks), copy_engine, recorder, 2, poison=True)
     for _ in range(10):
         assert difference(step(model, inputs), expected) <= allowed
     assert ring.counters().host_nbytes < 1.1 * nbytes, "weights are stored in fp8"
@@ -232,22 +232,22 @@ def test_this_device_supports_fp8():
     check_fp8_support(DEVICE)
 
 
-def test_a_run_in_fp8_trains_like_one_in_bf16(tiny_run, told, tmp_path):
+def test_a_run_in_fp8_trains_like_one_in_bf16(tiny_run, recorder, tmp_path):
     """The demo model is fp32, and all its layers have supported sizes."""
 
     def losses(compute):
-        told.events.clear()
+        recorder.events.clear()
         run = tiny_run(
             output_dir=str(tmp_path / compute),
             model={"frozen_compute": compute},
             adapter={"rank": 4},
             train={"max_train_steps": 12, "mixed_precision": "bf16"},
         )
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
 
     bf16_losses, fp8_losses = losses("bf16"), losses("fp8")
-    assert any("frozen layers converted" in text for text in told.texts())
-    assert not any("stay in bf16" in text for text in told.texts())
+    assert any("frozen layers converted" in text for text in recorder.texts())
+    assert not any("stay in bf16" in text for text in recorder.texts())
     assert fp8_losses != bf16_losses
     torch.testing.assert_close(fp8_losses, bf16_losses, rtol=3e-2, atol=0)

@@ -36,11 +36,11 @@ def masked_run(tiny_run, tmp_path):
     return lambda **sections: tiny_run(datasets=[dataset], **sections)
 
 
-def test_mask_weights_are_on_the_device_of_the_latents(masked_run, told, tmp_path):
+def test_mask_weights_are_on_the_device_of_the_latents(masked_run, recorder, tmp_path):
     run = masked_run()
     (tmp_path / "run").mkdir()
     session = build_session(
-        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     batch = session.pipeline.load(session.pipeline.order.batch_at(0))
     assert batch.weights.device == batch.latents.device
@@ -49,23 +49,23 @@ def test_mask_weights_are_on_the_device_of_the_latents(masked_run, told, tmp_pat
     assert not any("weights" in name for name in batch.text)
 
 
-def test_a_step_with_masks_has_no_host_syncs(masked_run, told, tmp_path):
+def test_a_step_with_masks_has_no_host_syncs(masked_run, recorder, tmp_path):
     run = masked_run(train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
     session = build_session(
-        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     assert_steps_never_sync(session)
 
 
 @pytest.mark.parametrize("hints", [False, True])
-def test_masked_batches_are_prefetched(masked_run, told, hints):
+def test_masked_batches_are_prefetched(masked_run, recorder, hints):
     run = masked_run(
         train={"max_train_steps": 8},
         gh200_optimizations={"enable_uvm_hints": hints},
         cache_config={"vae_cache_type": "unified_memory"},
     )
-    run_training(run, sinks=[told])
-    losses = [event.loss for event in told.of(StepDone)]
+    run_training(run, sinks=[recorder])
+    losses = [event.loss for event in recorder.of(StepDone)]
     assert len(losses) == 8
     assert all(np.isfinite(losses))

@@ -79,11 +79,11 @@ def wan_run(tiny_run, wan, tmp_path):
     return make
 
 
-def train(run, told):
+def train(run, recorder):
     """Return (loss, gradient norm) of every step."""
-    told.events.clear()
-    assert run_training(run, sinks=[told]).status == "done"
-    return [(event.loss, event.grad_norm) for event in told.of(StepDone)]
+    recorder.events.clear()
+    assert run_training(run, sinks=[recorder]).status == "done"
+    return [(event.loss, event.grad_norm) for event in recorder.of(StepDone)]
 
 
 def relative_differences(result, expected):
@@ -97,69 +97,70 @@ def relative_differences(result, expected):
 
 
 @pytest.mark.parametrize("compiled", ["never", "always"])
-def test_little_memory_gives_the_losses_of_plenty_of_memory(wan_run, told, compiled):
+def test_little_memory_gives_the_losses_of_plenty_of_memory(wan_run, recorder, compiled):
     plenty = [
-        train(wan_run(f"plenty-{number}", PLENTY_OF_MEMORY, compiled), told) for number in range(2)
+        train(wan_run(f"plenty-{number}", PLENTY_OF_MEMORY, compiled), recorder)
+        for number in range(2)
     ]
-    assert any("all weights resident" in text for text in told.texts()), told.texts()
+    assert any("all weights resident" in text for text in recorder.texts()), recorder.texts()
     repeat = relative_differences(*plenty)
-    little = train(wan_run("little", LITTLE_MEMORY, compiled), told)
-    assert any("blocks streamed through" in text for text in told.texts()), told.texts()
-    assert any(text.startswith("measured:") for text in told.texts()), told.texts()
-    assert told.of(WeightsStreamed)[-1].fetches > 0
+    little = train(wan_run("little", LITTLE_MEMORY, compiled), recorder)
+    assert any("blocks streamed through" in text for text in recorder.texts()), recorder.texts()
+    assert any(text.startswith("measured:") for text in recorder.texts()), recorder.texts()
+    assert recorder.of(WeightsStreamed)[-1].fetches > 0
     found = relative_differences(little, plenty[0])
     for index, tolerance in enumerate(TOLERANCES[compiled]):
-        assert found[index] <= max(2 * repeat[index], tolerance), (found, repeat, told.texts())
+        assert found[index] <= max(2 * repeat[index], tolerance), (found, repeat, recorder.texts())
     if compiled == "never":
-        plain = train(wan_run("plain", 0), told)
+        plain = train(wan_run("plain", 0), recorder)
         assert max(relative_differences(little, plain)) <= PEFT_TOLERANCE, (little, plain)
 
 
 @pytest.mark.parametrize("compiled", ["never", "always"])
-def test_a_planned_step_has_no_host_syncs(wan_run, told, tmp_path, compiled):
+def test_a_planned_step_has_no_host_syncs(wan_run, recorder, tmp_path, compiled):
     run = wan_run("run", LITTLE_MEMORY, compiled)
     (tmp_path / "run").mkdir()
     session = build_session(
-        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     assert_steps_never_sync(session)
     session.close()
-    fallbacks = [event.text for event in told.of(Notice) if event.fallback]
+    fallbacks = [event.text for event in recorder.of(Notice) if event.fallback]
     # Without a C compiler staging falls back.
     assert [text for text in fallbacks if "staged" not in text] == []
 
 
-def test_the_plan_respects_a_memory_fraction_set_in_torch(wan_run, told):
+def test_the_plan_respects_a_memory_fraction_set_in_torch(wan_run, recorder):
     """A user may limit torch's allocator; the plan must fit that limit."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + LIMITED_MEMORY
     torch.cuda.set_per_process_memory_fraction(limit / total)
     try:
-        found = train(wan_run("share", total), told)
+        found = train(wan_run("share", total), recorder)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    texts = told.texts()
+    texts = recorder.texts()
     assert len(found) == STEPS, texts
     plans = [text for text in texts if text.startswith("plan:")]
     assert "all weights resident; activations: 6 kept" not in plans[0], plans
 
 
-def test_attention_is_chosen_by_measurement_and_reused_on_resume(wan_run, told):
-    expected = train(wan_run("sdpa", 0), told)
+def test_attention_is_chosen_by_measurement_and_reused_on_resume(wan_run, recorder):
+    expected = train(wan_run("sdpa", 0), recorder)
     run = wan_run("auto", LITTLE_MEMORY, attention="auto")
-    found = train(run, told)
-    (text,) = [text for text in told.texts() if text.startswith("attention:")]
+    found = train(run, recorder)
+    (text,) = [text for text in recorder.texts() if text.startswith("attention:")]
     name, times = re.fullmatch(r"attention: (\w+) \(fastest of \d+: ([^()]*)\).*", text).groups()
     milliseconds = dict(entry.removesuffix(" ms").split() for entry in times.split(", "))
     assert "sdpa" in milliseconds
     assert float(milliseconds[name]) == min(map(float, milliseconds.values())), text
     assert max(relative_differences(found, expected)) <= PEFT_TOLERANCE, (text, found, expected)
-    told.events.clear()
+    recorder.events.clear()
     again = wan_run("auto", LITTLE_MEMORY, attention="auto")  # resumes the first run
     longer = run.train.model_copy(update={"max_train_steps": STEPS + 1})
-    run_training(again.model_copy(update={"train": longer}), sinks=[told])
-    (kept,) = [text for text in told.texts() if text.startswith("attention:")]
+    run_training(again.model_copy(update={"train": longer}), sinks=[recorder])
+    (kept,) = [text for text in recorder.texts() if text.startswith("attention:")]
     assert kept == f"attention: {name} (chosen earlier in this run)"
 
 

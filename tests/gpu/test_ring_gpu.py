@@ -153,28 +153,28 @@ def assert_parity(model, case, repetitions):
 
 @pytest.mark.parametrize("slots", [2, 3, 4, 5])
 @pytest.mark.parametrize("poison", [False, True])
-def test_gradients_equal_those_of_the_resident_step(case, told, slots, poison):
+def test_gradients_equal_those_of_the_resident_step(case, recorder, slots, poison):
     model = build_wan(recompute=case[0])
     ring = stream_weights(
-        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told, slots, poison
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), recorder, slots, poison
     )
     assert_parity(model, case, REPETITIONS)
     counters = ring.counters()
     assert counters.order_mismatches == counters.on_demand == counters.extra_slots == 0, counters
     assert counters.fetches == slots + (REPETITIONS * 2 * (LAYERS - slots)), counters
-    assert told.events == []
+    assert recorder.events == []
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize("block_indices", [range(LAYERS), range(0, LAYERS, 2), [1, 2, 5]])
-def test_random_delays_of_blocks_and_copies_change_nothing(case, told, slots, block_indices):
+def test_random_delays_of_blocks_and_copies_change_nothing(case, recorder, slots, block_indices):
     rng = random.Random(slots)
     model = build_wan(recompute=case[0])
     ring = stream_weights(
         model,
         [model.blocks[k] for k in block_indices],
         SlowCopyEngine(rng),
-        told,
+        recorder,
         slots,
         poison=True,
     )
@@ -182,10 +182,10 @@ def test_random_delays_of_blocks_and_copies_change_nothing(case, told, slots, bl
         block.register_forward_hook(partial(delay_output, rng))
     assert_parity(model, case, REPETITIONS // 2)
     assert ring.counters().order_mismatches == 0
-    assert told.events == []
+    assert recorder.events == []
 
 
-def test_resizing_the_ring_between_passes_changes_nothing(case, told, monkeypatch):
+def test_resizing_the_ring_between_passes_changes_nothing(case, recorder, monkeypatch):
     """With poisoned slots, delayed copies and random decisions of the autosizer."""
 
     class RandomStallEngine(SlowCopyEngine):
@@ -195,7 +195,7 @@ def test_resizing_the_ring_between_passes_changes_nothing(case, told, monkeypatc
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     model = build_wan(recompute=case[0])
     ring = stream_weights(
-        model, list(model.blocks), RandomStallEngine(random.Random(3)), told, 2, poison=True
+        model, list(model.blocks), RandomStallEngine(random.Random(3)), recorder, 2, poison=True
     )
     sizes = set()
     for extra in (1, 3, 9, 9, 9, 9):
@@ -206,14 +206,14 @@ def test_resizing_the_ring_between_passes_changes_nothing(case, told, monkeypatc
             sizes.add(ring.counters().slots)
     assert len(sizes) >= 3, sizes
     assert ring.counters().extra_slots == 0
-    assert not [notice for notice in told.events if notice.fallback]
+    assert not [notice for notice in recorder.events if notice.fallback]
 
 
-def test_sampling_and_gradient_accumulation(case, told):
+def test_sampling_and_gradient_accumulation(case, recorder):
     model = build_wan(recompute=case[0])
     resident = build_wan(recompute=case[0])
     ring = stream_weights(
-        model, list(model.blocks), SlowCopyEngine(random.Random(0)), told, 2, True
+        model, list(model.blocks), SlowCopyEngine(random.Random(0)), recorder, 2, True
     )
     _, batches, expected, allowed = case
     with torch.no_grad():
@@ -236,19 +236,21 @@ def test_sampling_and_gradient_accumulation(case, told):
     assert ring.counters().order_mismatches == 0
 
 
-def test_pageable_host_memory_works_too(case, told):
+def test_pageable_host_memory_works_too(case, recorder):
     """As on coherent machines; on this one the driver copies it in pieces."""
     model = build_wan(recompute=case[0])
     stream_weights(
-        model, list(model.blocks), open_copy_engine(DEVICE, Link.COHERENT), told, 3, True
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.COHERENT), recorder, 3, True
     )
     assert_parity(model, case, 4)
 
 
-def test_a_model_loaded_in_host_memory_uses_only_the_slots_on_the_device(case, told):
+def test_a_model_loaded_in_host_memory_uses_only_the_slots_on_the_device(case, recorder):
     model = build_wan(torch.device("cpu"), recompute=case[0])
     before = torch.cuda.memory_allocated()
-    ring = stream_weights(model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told)
+    ring = stream_weights(
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), recorder
+    )
     counters = ring.counters()
     resident_nbytes = sum(p.nbytes for p in model.parameters() if p.is_cuda)
     resident_nbytes += sum(buffer.nbytes for buffer in model.buffers())
@@ -259,11 +261,11 @@ def test_a_model_loaded_in_host_memory_uses_only_the_slots_on_the_device(case, t
     assert_parity(model, case, 4)
 
 
-def test_streaming_frees_device_memory_and_close_restores_the_weights(case, told):
+def test_streaming_frees_device_memory_and_close_restores_the_weights(case, recorder):
     model = build_wan(recompute=case[0])
     resident = torch.cuda.memory_allocated()
     ring = stream_weights(
-        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told, 2
+        model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), recorder, 2
     )
     counters = ring.counters()
     driver = open_cuda_driver()  # is_pinned() looks at the start of the storage, which is not
@@ -287,10 +289,10 @@ def test_a_failure_to_pin_memory_is_not_reported_by_the_next_kernel():
     copy_engine.close()
 
 
-def test_stalls_are_measured(case, told):
+def test_stalls_are_measured(case, recorder):
     model = build_wan(recompute=case[0])
     rng = random.Random(0)
-    ring = stream_weights(model, list(model.blocks), SlowCopyEngine(rng, 20_000_000), told, 2)
+    ring = stream_weights(model, list(model.blocks), SlowCopyEngine(rng, 20_000_000), recorder, 2)
     for seed in range(3):
         step(model, case[1][seed % 2])
     counters = ring.counters()
@@ -300,12 +302,14 @@ def test_stalls_are_measured(case, told):
     assert ring.counters() == counters, "reading the counters changes nothing"
 
 
-def test_streaming_adds_no_host_syncs(case, told):
+def test_streaming_adds_no_host_syncs(case, recorder):
     counts = []
     for streaming in (False, True):
         model = build_wan(recompute=case[0])
         if streaming:
-            stream_weights(model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), told)
+            stream_weights(
+                model, list(model.blocks), open_copy_engine(DEVICE, Link.MANAGED), recorder
+            )
         for _ in range(3):
             step(model, case[1][0])
         counts.append(count_host_syncs(partial(step, model, case[1][0]), 2))

@@ -15,40 +15,40 @@ from gracetune.train.run import SignalHandler, run_training
 pytestmark = pytest.mark.gpu
 
 
-def losses(told):
-    return [event.loss for event in told.of(StepDone)]
+def losses(recorder):
+    return [event.loss for event in recorder.of(StepDone)]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_hints_put_batches_into_managed_memory_without_changing_losses(
-    tiny_run, told, precision, tmp_path
+    tiny_run, recorder, precision, tmp_path
 ):
     train = {"max_train_steps": 12, "mixed_precision": precision}
     plain = tiny_run(train=train, output_dir=str(tmp_path / "plain"))
-    run_training(plain, sinks=[told])
-    expected = losses(told)
-    assert {event.managed for event in told.of(MemoryUsed)} == {0}
-    told.events.clear()
+    run_training(plain, sinks=[recorder])
+    expected = losses(recorder)
+    assert {event.managed for event in recorder.of(MemoryUsed)} == {0}
+    recorder.events.clear()
 
     hinted = tiny_run(
         train=train,
         output_dir=str(tmp_path / "hinted"),
         gh200_optimizations={"enable_uvm_hints": True},
     )
-    run_training(hinted, sinks=[told])
-    torch.testing.assert_close(losses(told), expected, rtol=2e-2, atol=0)
-    assert told.of(MemoryUsed)[-1].managed > 0
-    fallbacks = [e.text for e in told.events if type(e).__name__ == "Notice" and e.fallback]
+    run_training(hinted, sinks=[recorder])
+    torch.testing.assert_close(losses(recorder), expected, rtol=2e-2, atol=0)
+    assert recorder.of(MemoryUsed)[-1].managed > 0
+    fallbacks = [e.text for e in recorder.events if type(e).__name__ == "Notice" and e.fallback]
     # Without a C compiler staging falls back, and the text of the tiny model is below a page.
     refused = [text for text in fallbacks if "staged" not in text]
     assert all("no whole page" in text for text in refused), refused
 
 
-def test_a_run_on_the_gpu_resumes_at_the_next_step(tiny_run, told):
-    run_training(tiny_run(train={"max_train_steps": 6}), sinks=[told])
-    told.events.clear()
-    run_training(tiny_run(train={"max_train_steps": 9}), sinks=[told])
-    assert [event.step for event in told.of(StepDone)] == [7, 8, 9]
+def test_a_run_on_the_gpu_resumes_at_the_next_step(tiny_run, recorder):
+    run_training(tiny_run(train={"max_train_steps": 6}), sinks=[recorder])
+    recorder.events.clear()
+    run_training(tiny_run(train={"max_train_steps": 9}), sinks=[recorder])
+    assert [event.step for event in recorder.of(StepDone)] == [7, 8, 9]
 
 
 TRAIN_AND_INSPECT = """
@@ -71,10 +71,10 @@ def test_a_run_from_the_command_line_uses_expandable_segments(tiny_run, tmp_path
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}])
-def test_a_step_has_no_host_syncs(tiny_run, told, tmp_path, adapter):
+def test_a_step_has_no_host_syncs(tiny_run, recorder, tmp_path, adapter):
     run = tiny_run(adapter=adapter, train={"mixed_precision": "bf16"})
     (tmp_path / "run").mkdir()
     session = build_session(
-        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     assert_steps_never_sync(session)

@@ -32,7 +32,7 @@ def walk(driver: CudaDriver) -> dict[str, object]:
     """Every verb once or twice."""
     _, managed = driver.allocate_managed(MIB)
     _, pinned = driver.allocate_pinned(4096)
-    told: dict[str, object] = {
+    result: dict[str, object] = {
         "devices": driver.device_count,
         "integrated": driver.attribute("integrated", 1),
         "unknown": driver.attribute("no_such", 0),
@@ -56,7 +56,7 @@ def walk(driver: CudaDriver) -> dict[str, object]:
         "free": [driver.free(pinned), driver.free(managed), driver.free(managed)],
         "names": [driver.error_name(code) for code in (2, 1, 123456)],
     }
-    return told
+    return result
 
 
 def main(arguments: list[str]) -> dict[str, object]:
@@ -67,11 +67,11 @@ def main(arguments: list[str]) -> dict[str, object]:
         fake.fake_fail(name.encode(), int(code))
     try:
         driver = CudaDriver(cuda_12()) if "older" in arguments else open_cuda_driver()
-        told = walk(driver)
+        result = walk(driver)
     except NoDriverError as error:
         return {"refused": str(error)}
-    told["calls"] = fake.fake_calls().decode().splitlines()
-    return told
+    result["calls"] = fake.fake_calls().decode().splitlines()
+    return result
 
 
 if __name__ == "__main__":

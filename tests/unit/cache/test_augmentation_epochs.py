@@ -166,20 +166,20 @@ def test_closing_stops_encoding_and_it_can_be_started_again():
 @pytest.mark.parametrize(
     ("error", "raised"), [(DataError("no"), DataError), (ValueError("odd"), RunFailedError)]
 )
-def test_an_error_in_the_background_is_raised_when_its_epoch_is_needed(error, raised, told):
-    epochs = AugmentationEpochs(DictStore(), FailingEncoder(error), told)
+def test_an_error_in_the_background_is_raised_when_its_epoch_is_needed(error, raised, recorder):
+    epochs = AugmentationEpochs(DictStore(), FailingEncoder(error), recorder)
     epochs.store_for(0)
     with pytest.raises(raised, match=str(error)):
         epochs.store_for(1)
     epochs.close()
-    assert told.texts() == [], "it was raised"
+    assert recorder.texts() == [], "it was raised"
 
 
-def test_an_error_in_the_background_is_reported_if_its_epoch_is_never_needed(told):
-    epochs = AugmentationEpochs(DictStore(), FailingEncoder(ValueError("odd")), told)
+def test_an_error_in_the_background_is_reported_if_its_epoch_is_never_needed(recorder):
+    epochs = AugmentationEpochs(DictStore(), FailingEncoder(ValueError("odd")), recorder)
     epochs.store_for(0)
     epochs.close()
-    (text,) = told.texts()
+    (text,) = recorder.texts()
     assert "augmentation epoch 1" in text
     assert "ValueError: odd" in text
 

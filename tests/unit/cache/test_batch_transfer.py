@@ -37,45 +37,45 @@ TEXT = {"tokens": torch.zeros(2, 3)}
 # BatchTransfer
 
 
-def test_the_memory_link_is_reported(told):
-    build_batch_transfer(Gh200Section(), CPU, told)
-    (text,) = told.texts()
+def test_the_memory_link_is_reported(recorder):
+    build_batch_transfer(Gh200Section(), CPU, recorder)
+    (text,) = recorder.texts()
     assert text.startswith("memory link: none")
     assert text.endswith("hints off")
 
 
-def test_without_hints_a_batch_is_only_stacked(told):
-    latents, text = build_batch_transfer(Gh200Section(), CPU, told).to_device(LATENTS, TEXT)
+def test_without_hints_a_batch_is_only_stacked(recorder):
+    latents, text = build_batch_transfer(Gh200Section(), CPU, recorder).to_device(LATENTS, TEXT)
     assert latents.tolist() == [[0.0] * 4, [1.0] * 4]
     assert text["tokens"] is TEXT["tokens"]
-    assert len(told.events) == 1
+    assert len(recorder.events) == 1
 
 
-def test_hints_that_cannot_be_applied_are_reported_once(told):
-    transfer = build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, told)
+def test_hints_that_cannot_be_applied_are_reported_once(recorder):
+    transfer = build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, recorder)
     for _ in range(3):
         transfer.to_device(LATENTS, TEXT)
-    fallbacks = [e.text for e in told.events if e.fallback]
+    fallbacks = [e.text for e in recorder.events if e.fallback]
     assert len(fallbacks) > 1
     assert len(fallbacks) == len(set(fallbacks))
     assert fallbacks[0].startswith("batches are not in managed memory")
     assert all("no GPU" in text for text in fallbacks[1:])
 
 
-def test_memory_used_is_a_number_of_bytes(told):
-    used = build_batch_transfer(Gh200Section(), CPU, told).memory_used(7)
+def test_memory_used_is_a_number_of_bytes(recorder):
+    used = build_batch_transfer(Gh200Section(), CPU, recorder).memory_used(7)
     assert used.step == 7
     assert used.host > 10**6
     assert (used.device, used.managed, used.stage) == (0, 0, 1)
 
 
-def test_an_unknown_role_is_refused_by_name(told):
+def test_an_unknown_role_is_refused_by_name(recorder):
     with pytest.raises(ConfigError, match=r"placement\.latent "):
-        build_batch_transfer(Gh200Section(placement={"latent": "host"}), CPU, told)
+        build_batch_transfer(Gh200Section(placement={"latent": "host"}), CPU, recorder)
 
 
-def test_tracked_roles_are_accounted_for(told):
-    transfer = build_batch_transfer(Gh200Section(), CPU, told)
+def test_tracked_roles_are_accounted_for(recorder):
+    transfer = build_batch_transfer(Gh200Section(), CPU, recorder)
     sizes = iter([100, 300])
     transfer.track_memory("optimizer", lambda: next(sizes))
     for expected in (100, 300):
@@ -83,8 +83,8 @@ def test_tracked_roles_are_accounted_for(told):
         assert transfer._session.stats()["uvm.bytes.host.role.optimizer"] == expected
 
 
-def test_a_role_may_be_tracked_in_another_tier_than_the_device(told):
-    transfer = build_batch_transfer(Gh200Section(), CPU, told)
+def test_a_role_may_be_tracked_in_another_tier_than_the_device(recorder):
+    transfer = build_batch_transfer(Gh200Section(), CPU, recorder)
     transfer.track_memory("optimizer", lambda: 5, Tier.DEVICE)
     transfer.track_memory("too much", lambda: 5, Tier.MANAGED)  # this machine has none
     for step in (1, 2):
@@ -96,10 +96,10 @@ def test_a_role_may_be_tracked_in_another_tier_than_the_device(told):
 
 
 @pytest.mark.parametrize(("conf", "pooled"), [("use_uvm:True", True), ("use_uvm:False", False)])
-def test_use_uvm_decides_about_the_pool(told, monkeypatch, conf, pooled):
+def test_use_uvm_decides_about_the_pool(recorder, monkeypatch, conf, pooled):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-    build_batch_transfer(Gh200Section(enable_uvm_hints=not pooled), CPU, told)
-    assert any("not in managed memory" in text for text in told.texts()) is pooled
+    build_batch_transfer(Gh200Section(enable_uvm_hints=not pooled), CPU, recorder)
+    assert any("not in managed memory" in text for text in recorder.texts()) is pooled
 
 
 # PinnedStaging

@@ -83,16 +83,16 @@ def run_and_kill(work, folder, begin, num_messages, delay_s):
         finally:
             os._exit(0)
     os.close(write_end)
-    told = bytearray()
-    while len(told) < num_messages * MESSAGE.size and (data := os.read(read_end, 65536)):
-        told += data
+    received = bytearray()
+    while len(received) < num_messages * MESSAGE.size and (data := os.read(read_end, 65536)):
+        received += data
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     while data := os.read(read_end, 65536):
-        told += data
+        received += data
     os.close(read_end)
-    return [*MESSAGE.iter_unpack(bytes(told))]
+    return [*MESSAGE.iter_unpack(bytes(received))]
 
 
 def kill_and_check(folder, rounds, seed, emit):
@@ -123,18 +123,18 @@ def kill_and_check(folder, rounds, seed, emit):
     return committed
 
 
-def check(tmp_path, told, monkeypatch, rounds, seed):
+def check(tmp_path, recorder, monkeypatch, rounds, seed):
     monkeypatch.setattr(
         shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 8192
     )  # so that shards are sealed often
     folder = tmp_path / "cache"
-    committed = kill_and_check(folder, rounds, seed, told)
+    committed = kill_and_check(folder, rounds, seed, recorder)
     assert len(committed) >= rounds // 2, "the children were killed too early to prove anything"
-    assert told.texts() == [], "no entry is damaged"
+    assert recorder.texts() == [], "no entry is damaged"
     for path in folder.glob(f"{INDEX}*"):
         path.unlink()
-    with ShardStore(folder, told) as store:
-        assert verify(store, told).is_clean, "the rebuilt index is correct"
+    with ShardStore(folder, recorder) as store:
+        assert verify(store, recorder).is_clean, "the rebuilt index is correct"
         every = [key for batch_number in committed for key in batch(batch_number)]
         assert all(store.has(every)), "and has all committed entries"
         store.delete([*store.keys()])
@@ -142,11 +142,11 @@ def check(tmp_path, told, monkeypatch, rounds, seed):
         assert [*store.shards.iterdir()] == [], "killed writers leave nothing behind"
 
 
-def test_no_committed_entry_is_lost_in_twenty_kills(tmp_path, told, monkeypatch):
-    check(tmp_path, told, monkeypatch, 20, 1)
+def test_no_committed_entry_is_lost_in_twenty_kills(tmp_path, recorder, monkeypatch):
+    check(tmp_path, recorder, monkeypatch, 20, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_committed_entry_is_lost_in_two_hundred_kills(tmp_path, told, monkeypatch):
-    check(tmp_path, told, monkeypatch, 200, 2)
+def test_no_committed_entry_is_lost_in_two_hundred_kills(tmp_path, recorder, monkeypatch):
+    check(tmp_path, recorder, monkeypatch, 200, 2)

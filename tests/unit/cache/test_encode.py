@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from failing_source import fail_first_read
 from PIL import Image
-from tired import tired_at_first
 
 from gracetune.cache import encode as encode_module
 from gracetune.cache.batch_reader import PromptNames, SampleTransforms
@@ -83,16 +83,16 @@ def red(store, item):
 
 
 @pytest.mark.parametrize("most", [1, 5, 8, 31])
-def test_out_of_memory_halves_the_batch_size_and_encoding_continues(told, most):
+def test_out_of_memory_halves_the_batch_size_and_encoding_continues(recorder, most):
     store, encode = DictStore(), FakeVae(most)
     some = items([f"{n}" for n in range(70)], ColourSource())
-    assert fill_latents(store, some, encode, "e", told) == []
+    assert fill_latents(store, some, encode, "e", recorder) == []
     assert [red(store, item) for item in some] == list(range(70))
     good = [size for size in encode.sizes if size <= most]
     assert sum(good) == 70
     refused = [size for size in encode.sizes if size > most]
     assert refused == [size for size in (32, 16, 8, 4, 2) if size > most]  # never tried again
-    warnings = [e for e in told.of(Notice) if e.fallback]
+    warnings = [e for e in recorder.of(Notice) if e.fallback]
     assert len(warnings) == len(refused)
     assert "continuing with" in warnings[0].text
 
@@ -105,7 +105,7 @@ def test_out_of_memory_halves_the_batch_size_and_encoding_continues(told, most):
         ("mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )
-def test_a_library_without_workspace_counts_as_out_of_memory(told, words, halves):
+def test_a_library_without_workspace_counts_as_out_of_memory(recorder, words, halves):
     encode = FakeVae()
 
     def cramped(pixels):
@@ -116,30 +116,30 @@ def test_a_library_without_workspace_counts_as_out_of_memory(told, words, halves
     some = items([f"{n}" for n in range(32)], ColourSource())
     if not halves:
         with pytest.raises(RuntimeError, match="shapes"):
-            fill_latents(DictStore(), some, cramped, "e", told)
+            fill_latents(DictStore(), some, cramped, "e", recorder)
         return
-    assert fill_latents(DictStore(), some, cramped, "e", told) == []
+    assert fill_latents(DictStore(), some, cramped, "e", recorder) == []
     assert encode.sizes == [8] * 4
 
 
 @pytest.mark.parametrize(("edge", "together"), [(8, 32), (16, 32), (32, 8), (64, 2), (512, 1)])
-def test_large_images_are_encoded_in_smaller_batches(told, monkeypatch, edge, together):
+def test_large_images_are_encoded_in_smaller_batches(recorder, monkeypatch, edge, together):
     monkeypatch.setattr(encode_module, "MAX_BATCH_PIXELS", 8 * 32 * 32)
     encode = FakeVae()
     some = items([f"{n}" for n in range(40)], ColourSource(), size=(edge, edge))
-    assert fill_latents(DictStore(), some, encode, "e", told) == []
+    assert fill_latents(DictStore(), some, encode, "e", recorder) == []
     assert max(encode.sizes) == together
     assert sum(encode.sizes) == 40
-    done = [e.done for e in told.of(StageProgress) if e.stage == "encoding latents"]
+    done = [e.done for e in recorder.of(StageProgress) if e.stage == "encoding latents"]
     assert done == [32, 40]
 
 
-def test_out_of_memory_with_one_sample_says_what_to_change(told):
+def test_out_of_memory_with_one_sample_says_what_to_change(recorder):
     with pytest.raises(RunFailedError, match=r"one of the samples at a time: no room.*resolution"):
-        fill_latents(DictStore(), items(["1"], ColourSource()), FakeVae(0), "e", told)
+        fill_latents(DictStore(), items(["1"], ColourSource()), FakeVae(0), "e", recorder)
 
 
-def test_out_of_memory_halves_batches_of_captions_too(told):
+def test_out_of_memory_halves_batches_of_captions_too(recorder):
     sizes = []
 
     def encode(captions):
@@ -149,57 +149,57 @@ def test_out_of_memory_halves_batches_of_captions_too(told):
         return [{"tokens": torch.tensor([float(len(c))])} for c in captions]
 
     store, captions = DictStore(), ["x" * n for n in range(40)]
-    fill_text(store, captions, encode, "e", told)
+    fill_text(store, captions, encode, "e", recorder)
     assert sizes[:3] == [32, 16, 8]
     found = [store.get(text_key(c, "e"))["tokens"].item() for c in captions]
     assert found == list(range(40))
 
 
-def test_batches_never_mix_sizes(told):
+def test_batches_never_mix_sizes(recorder):
     encode, source = FakeVae(), ColourSource()
     keys = [f"{n}" for n in range(40)]
     both = items(keys[:20], source) + items(keys[20:], source, (4, 8))
-    fill_latents(DictStore(), both, encode, "e", told)
+    fill_latents(DictStore(), both, encode, "e", recorder)
     assert sorted(encode.sizes) == [20, 20]
 
 
-def test_files_with_equal_bytes_are_encoded_once_and_unreadable_together(told):
+def test_files_with_equal_bytes_are_encoded_once_and_unreadable_together(recorder):
     source, encode = ColourSource(), FakeVae()
     twice = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("1", "2")]
-    fill_latents(DictStore(), twice, encode, "e", told)
+    fill_latents(DictStore(), twice, encode, "e", recorder)
     assert encode.sizes == [1]
     bad = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
-    lost = fill_latents(DictStore(), bad, encode, "e", told)
+    lost = fill_latents(DictStore(), bad, encode, "e", recorder)
     assert [sample.key for sample, _ in lost] == ["bad", "bad too"]
 
 
-def test_a_sample_with_one_unreadable_variant_is_unreadable(told):
-    source, sample = tired_at_first(ColourSource()), Sample("d", "1", "", "digest", 8, 8)
+def test_a_sample_with_one_unreadable_variant_is_unreadable(recorder):
+    source, sample = fail_first_read(ColourSource()), Sample("d", "1", "", "digest", 8, 8)
     crops = [SampleTransform(crop=(share, 0.5)) for share in (0.0, 1.0)]
     variants = [EncodeItem(sample, (8, 8), source, crop) for crop in crops]
-    lost = fill_latents(DictStore(), variants, FakeVae(), "e", told)
-    assert lost == [(sample, "the disk is tired")]
+    lost = fill_latents(DictStore(), variants, FakeVae(), "e", recorder)
+    assert lost == [(sample, "read error")]
 
 
-def test_progress_reports_seconds_and_ends_at_the_total(told):
+def test_progress_reports_seconds_and_ends_at_the_total(recorder):
     fill_latents(
-        DictStore(), items([f"{n}" for n in range(70)], ColourSource()), FakeVae(), "e", told
+        DictStore(), items([f"{n}" for n in range(70)], ColourSource()), FakeVae(), "e", recorder
     )
-    steps = told.of(StageProgress)
+    steps = recorder.of(StageProgress)
     assert [event.done for event in steps] == [ENCODE_BATCH_SIZE, 2 * ENCODE_BATCH_SIZE, 70]
     assert {(event.total, event.unit) for event in steps} == {(70, "samples")}
     assert 0 < steps[0].seconds <= steps[-1].seconds
 
 
-def test_unreadable_files_are_found_without_encoding(told):
+def test_unreadable_files_are_found_without_encoding(recorder):
     some = items(["1", "bad", "2", "gone"], ColourSource())
-    lost = find_unreadable(some, told, PILLOW, Prefetch(2, 4))
+    lost = find_unreadable(some, recorder, PILLOW, Prefetch(2, 4))
     assert [sample.key for sample, _ in lost] == ["bad", "gone"]
     assert lost[1][1] == "no such file"
-    assert told.of(StageProgress)[-1].done == 4
+    assert recorder.of(StageProgress)[-1].done == 4
 
 
-def test_each_rank_encodes_a_share_and_finds_all_entries(told, tmp_path):
+def test_each_rank_encodes_a_share_and_finds_all_entries(recorder, tmp_path):
     """Three ranks, each with a store of its own over one folder."""
     keys = [f"{n}" for n in range(50)] + ["bad"]
     encoders = [FakeVae() for _ in range(3)]
@@ -268,25 +268,25 @@ def store(request, tmp_path):
     return DictStore() if request.param == "memory" else ShardStore(tmp_path)
 
 
-def test_only_what_is_missing_is_encoded(store, told):
+def test_only_what_is_missing_is_encoded(store, recorder):
     source, encode = ColourSource(), FakeVae()
-    assert fill_latents(store, items(["1", "2"], source), encode, "e", told) == []
-    assert fill_latents(store, items(["1", "2", "3"], source), encode, "e", told) == []
+    assert fill_latents(store, items(["1", "2"], source), encode, "e", recorder) == []
+    assert fill_latents(store, items(["1", "2", "3"], source), encode, "e", recorder) == []
     assert encode.sizes == [2, 1]
-    fill_latents(store, items(["1"], source, size=(4, 4)), encode, "e", told)
-    fill_latents(store, items(["1"], source), encode, "another encoder", told)
+    fill_latents(store, items(["1"], source, size=(4, 4)), encode, "e", recorder)
+    fill_latents(store, items(["1"], source), encode, "another encoder", recorder)
     assert encode.sizes == [2, 1, 1, 1]
 
 
-def test_each_distinct_caption_is_encoded_once(store, told):
+def test_each_distinct_caption_is_encoded_once(store, recorder):
     asked = []
 
     def encode_text(captions):
         asked.extend(captions)
         return [{"tokens": torch.full((len(c), 2), 1.0)} for c in captions]
 
-    fill_text(store, ["b", "a", "b"], encode_text, "e", told)
-    fill_text(store, ["a", "", "c"], encode_text, "e", told)
+    fill_text(store, ["b", "a", "b"], encode_text, "e", recorder)
+    fill_text(store, ["a", "", "c"], encode_text, "e", recorder)
     assert asked == ["a", "b", "", "c"]
     assert store.get(text_key("", "e"))["tokens"].shape == (0, 2)
 

@@ -26,12 +26,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def build_tier(find, told, budget=64 * KIB, backing=None, hit_counts=None):
+def build_tier(find, recorder, budget=64 * KIB, backing=None, hit_counts=None):
     return MemoryTier(
         "latents",
         HostMemoryBudget(budget),
         backing,
-        told,
+        recorder,
         allocate_pageable,
         hit_counts or HitCounts(),
         find=find,
@@ -66,8 +66,8 @@ def same_bits(one, other):
         ((0, 64), torch.bfloat16),
     ],
 )
-def test_a_gathered_batch_is_bit_identical(told, find, shape, dtype):
-    tier = build_tier(find, told, 4096 * KIB)
+def test_a_gathered_batch_is_bit_identical(recorder, find, shape, dtype):
+    tier = build_tier(find, recorder, 4096 * KIB)
     entries = {
         f"{n}": {"x": random_bits(shape, dtype, n), "y": torch.tensor([n])} for n in range(5)
     }
@@ -88,9 +88,9 @@ def test_a_gathered_batch_is_bit_identical(told, find, shape, dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_and_several_threads_give_the_same_result(told, find, threads):
+def test_one_and_several_threads_give_the_same_result(recorder, find, threads):
     before = torch.get_num_threads()
-    tier = build_tier(find, told, 4096 * KIB)
+    tier = build_tier(find, recorder, 4096 * KIB)
     entries = {f"{n}": {"x": random_bits((16, 64, 64), torch.bfloat16, n)} for n in range(4)}
     tier.put_many(entries)
     torch.set_num_threads(threads)
@@ -102,17 +102,17 @@ def test_one_and_several_threads_give_the_same_result(told, find, threads):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_tensors_of_different_shapes_are_refused(told, find):
-    tier = build_tier(find, told)
+def test_tensors_of_different_shapes_are_refused(recorder, find):
+    tier = build_tier(find, recorder)
     tier.put_many({"wide": {"x": torch.zeros(4, 8)}, "high": {"x": torch.zeros(8, 4)}})
     with pytest.raises(RuntimeError, match="equal size"):
         tier.gather(["wide", "high"], "x", allocate_pageable)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_missing_entries_come_from_the_backing_store_or_are_none(told, find):
+def test_missing_entries_come_from_the_backing_store_or_are_none(recorder, find):
     hit_counts, backing = HitCounts(), DictStore()
-    tier = build_tier(find, told, backing=backing, hit_counts=hit_counts)
+    tier = build_tier(find, recorder, backing=backing, hit_counts=hit_counts)
     tier.put("a", {"x": torch.tensor([1.0])})
     backing.put("b", {"x": torch.tensor([2.0])})
     assert tier.gather(["a", "b"], "x", allocate_pageable).tolist() == [[1], [2]]
@@ -125,9 +125,9 @@ def test_missing_entries_come_from_the_backing_store_or_are_none(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_memory_of_evicted_entries_is_reused(told, find):
+def test_memory_of_evicted_entries_is_reused(recorder, find):
     """A row that outlives its entry would keep its memory."""
-    tier = build_tier(find, told, 8 * KIB, DictStore())
+    tier = build_tier(find, recorder, 8 * KIB, DictStore())
     for number in range(40):
         tier.put(f"{number}", {"x": torch.full((256,), float(number))})
         tier.gather([f"{max(0, number - 3)}", f"{number}"], "x", allocate_pageable)
@@ -139,16 +139,18 @@ def test_memory_of_evicted_entries_is_reused(told, find):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_putting_an_entry_twice_takes_no_more_memory(told, find):
-    tier = build_tier(find, told, 4 * KIB)  # no backing store: entries that do not fit are an error
+def test_putting_an_entry_twice_takes_no_more_memory(recorder, find):
+    tier = build_tier(
+        find, recorder, 4 * KIB
+    )  # no backing store: entries that do not fit are an error
     for _ in range(10):
         tier.put("a", {"x": torch.full((256,), 1.0)})
     assert tier.gather(["a"], "x", allocate_pageable)[0, 0] == 1
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_an_entry_evicted_during_a_copy_is_copied_completely(told, find):
-    tier = build_tier(find, told, 4 * KIB, DictStore())
+def test_an_entry_evicted_during_a_copy_is_copied_completely(recorder, find):
+    tier = build_tier(find, recorder, 4 * KIB, DictStore())
     tier.put_many({f"{n}": {"x": torch.full((256,), float(n))} for n in range(3)})
 
     def allocate(nbytes):

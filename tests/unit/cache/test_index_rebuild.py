@@ -32,7 +32,9 @@ def all_values(store):
 
 
 @pytest.mark.parametrize("words", [3, 40_000])
-def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(tmp_path, told, monkeypatch, words):
+def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(
+    tmp_path, recorder, monkeypatch, words
+):
     monkeypatch.setattr(
         shard_format, "MAX_SHARD_NBYTES", shard_format.DEFAULT_DATA_OFFSET + 400_000
     )
@@ -45,20 +47,20 @@ def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(tmp_path, told, mon
     killed._writer.release()  # what the kernel does when a process dies
     before = all_values(killed)
     delete_index(killed)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         assert all_values(store) == before
         assert len(before) == 31
-        (text,) = told.texts()
+        (text,) = recorder.texts()
         assert "31 entries" in text
         with store.index() as index:
             (row,) = index.rows_made_of("caption", "a cat")
         assert row.about == key.components
         fill(store, [99], words)
-        assert verify(store, told).is_clean
+        assert verify(store, recorder).is_clean
         assert store.get("k99")["latents"][0] == 99
 
 
-def test_a_rebuilt_index_has_all_but_torn_and_damaged_entries(tmp_path, told):
+def test_a_rebuilt_index_has_all_but_torn_and_damaged_entries(tmp_path, recorder):
     with ShardStore(tmp_path) as store:
         fill(store, range(6))
         with store.index() as index:
@@ -71,20 +73,20 @@ def test_a_rebuilt_index_has_all_but_torn_and_damaged_entries(tmp_path, told):
         file.write(b"\x00" * 40)  # its record
         file.truncate(rows["k5"].end - 1)
     delete_index(store)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         assert all_values(store) == {"k0": 0, "k2": 2, "k4": 4}
         fill(store, [1, 3, 5])
         assert sorted(all_values(store).values()) == [*range(6)]
 
 
-def test_a_second_process_waits_for_the_rebuild(tmp_path, told):
+def test_a_second_process_waits_for_the_rebuild(tmp_path, recorder):
     with ShardStore(tmp_path) as store:
         fill(store, range(50))
     delete_index(store)
     found = []
 
     def work():
-        with ShardStore(tmp_path, told) as opened:
+        with ShardStore(tmp_path, recorder) as opened:
             found.append(len(all_values(opened)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -93,15 +95,15 @@ def test_a_second_process_waits_for_the_rebuild(tmp_path, told):
     for thread in threads:
         thread.join()
     assert found == [50] * 4
-    assert len(told.texts()) == 1
+    assert len(recorder.texts()) == 1
 
 
-def test_an_empty_folder_needs_no_rebuild(tmp_path, told):
-    ShardStore(tmp_path, told).close()
+def test_an_empty_folder_needs_no_rebuild(tmp_path, recorder):
+    ShardStore(tmp_path, recorder).close()
     (tmp_path / INDEX).unlink()
     (tmp_path / "shards" / "note.txt").write_text("no shard")
-    ShardStore(tmp_path, told).close()
-    assert told.texts() == []
+    ShardStore(tmp_path, recorder).close()
+    assert recorder.texts() == []
 
 
 def test_the_data_offset_is_read_from_the_file_or_the_default(tmp_path, monkeypatch):
@@ -140,9 +142,13 @@ def test_records_are_found_at_any_offset(before, about, words):
         assert read_record(data, found) is None
         found = find_record(data, found + shard_format.TENSOR_ALIGNMENT)
     assert found == at
-    told = read_record(data, at)
-    assert (told.key, told.about, told.checksum) == ("key \N{SNOWMAN}", about, packed.checksum)
-    assert told.offset % shard_format.entry_alignment(words * 4) == 0
+    record = read_record(data, at)
+    assert (record.key, record.about, record.checksum) == (
+        "key \N{SNOWMAN}",
+        about,
+        packed.checksum,
+    )
+    assert record.offset % shard_format.entry_alignment(words * 4) == 0
     assert read_record(data[:-1], at) is None
     assert read_record(data, at + 1) is None
     assert find_record(data, at + shard_format.TENSOR_ALIGNMENT) is None

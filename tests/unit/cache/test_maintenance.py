@@ -51,32 +51,32 @@ def store(tmp_path):
         yield opened
 
 
-def test_an_intact_cache_is_clean_during_and_after_writing(store, told):
+def test_an_intact_cache_is_clean_during_and_after_writing(store, recorder):
     fill(store, range(5))
     for _ in range(2):
-        report = verify(store, told)
+        report = verify(store, recorder)
         assert report.is_clean
         assert (report.num_entries, report.nbytes) == (5, 5 * 4 * SIZE)
         store.seal()
 
 
-def test_verify_names_damaged_entries_and_repair_deletes_them(store, told):
+def test_verify_names_damaged_entries_and_repair_deletes_them(store, recorder):
     fill(store, range(5))
     store.seal()
     (path,) = store.shards.iterdir()
     flip_bit(path, find_row(store, "k3").offset + 17)
-    report = verify(store, told)
+    report = verify(store, recorder)
     assert [damage.row.key for damage in report.damaged] == ["k3"]
     assert store.has(["k3"]) == [True], "verifying changes nothing"
     repair(store, report)
     assert store.has(["k3"]) == [False]
-    assert verify(store, told).is_clean
+    assert verify(store, recorder).is_clean
     fill(store, [3])
     assert values(store, range(5)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("how", ["gone", "short"])
-def test_verify_finds_lost_shards(store, told, how):
+def test_verify_finds_lost_shards(store, recorder, how):
     fill(store, range(3))
     store.seal()
     (path,) = store.shards.iterdir()
@@ -84,23 +84,23 @@ def test_verify_finds_lost_shards(store, told, how):
         path.unlink()
     else:
         os.truncate(path, find_row(store, "k2").offset + 5)
-    report = verify(store, told)
+    report = verify(store, recorder)
     assert len(report.damaged) == (3 if how == "gone" else 1)
     assert ("gone" if how == "gone" else "ends before") in report.damaged[-1].why
     repair(store, report)
-    assert verify(store, told).is_clean
+    assert verify(store, recorder).is_clean
     assert values(store, range(2)) == ([None, None] if how == "gone" else [0, 1])
 
 
-def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, told):
+def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, recorder):
     fill(store, range(3))
     store.seal()
     (path,) = store.shards.iterdir()
     flip_bit(path, 8)
-    report = verify(store, told)
+    report = verify(store, recorder)
     assert (report.damaged, len(report.bad_headers)) == ((), 1)
     repair(store, report)
-    assert verify(store, told).is_clean
+    assert verify(store, recorder).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
 
@@ -112,25 +112,25 @@ def damage_index(folder):
     path.write_bytes(data)
 
 
-def test_repair_rebuilds_a_damaged_index(tmp_path, told):
+def test_repair_rebuilds_a_damaged_index(tmp_path, recorder):
     with ShardStore(tmp_path) as store:
         fill(store, range(200))
     damage_index(tmp_path)
     with ShardStore(tmp_path) as store:
         with pytest.raises(CacheError, match=r"index\.sqlite cannot be used: .*--repair"):
             store.get_many([f"k{n}" for n in range(200)])
-        report = verify(store, told)
+        report = verify(store, recorder)
         assert report.index_problems
         repair(store, report)
-        assert verify(store, told).is_clean
+        assert verify(store, recorder).is_clean
         assert values(store, range(200)) == [*range(200)]
 
 
-def test_an_index_in_use_is_not_rebuilt(tmp_path, told):
+def test_an_index_in_use_is_not_rebuilt(tmp_path, recorder):
     """Entries that another process puts into the old index would be lost."""
     with ShardStore(tmp_path) as other, ShardStore(tmp_path) as store:
         fill(other, range(3))
-        broken = replace(verify(store, told), index_problems=("malformed",))
+        broken = replace(verify(store, recorder), index_problems=("malformed",))
         with pytest.raises(CacheError, match="another process has it open"):
             repair(store, broken)
         fill(other, range(3, 6))
@@ -140,18 +140,18 @@ def test_an_index_in_use_is_not_rebuilt(tmp_path, told):
         assert values(other, range(6)) == [*range(6)], "a closed store opens the new index"
 
 
-def test_an_unparsable_row_is_damage_of_the_index(store, told):
+def test_an_unparsable_row_is_damage_of_the_index(store, recorder):
     fill(store, range(3))
     with sqlite3.connect(store.folder / "index.sqlite") as db:
         db.execute("UPDATE entries SET tensors = '[' WHERE key = 'k1'")
-    report = verify(store, told)
+    report = verify(store, recorder)
     assert [text for text in report.index_problems if "the row of k1 cannot be parsed" in text]
     repair(store, report)
-    assert verify(store, told).is_clean
+    assert verify(store, recorder).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
 
-def test_compact_moves_entries_out_of_shards_that_are_mostly_gaps(store, told):
+def test_compact_moves_entries_out_of_shards_that_are_mostly_gaps(store, recorder):
     with ShardStore(store.folder) as reader:
         fill(store, range(100))
         before = values(reader, [98, 99])
@@ -160,10 +160,10 @@ def test_compact_moves_entries_out_of_shards_that_are_mostly_gaps(store, told):
         assert freed > 90 * 4 * SIZE
         assert [*store.keys()] == ["k98", "k99"]
         assert values(store, [98, 99]) == values(reader, [98, 99]) == before == [98, 99]
-    with ShardStore(store.folder, told) as later:
+    with ShardStore(store.folder, recorder) as later:
         assert values(later, [98, 99]) == [98, 99]
-        assert verify(later, told).is_clean
-    assert told.texts() == []
+        assert verify(later, recorder).is_clean
+    assert recorder.texts() == []
     assert find_row(store, "k98").about == {}
 
 
@@ -229,19 +229,19 @@ def test_an_entry_is_found_by_key_file_and_caption(store, tmp_path):
     assert [row.key for row in find_entries(store, str(picture), picture)] == [latents]
     assert [row.key for row in find_entries(store, str(caption), caption)] == [text]
     (row,) = find_entries(store, latents[:9], tmp_path / latents[:9])
-    told = explain_entry(row)
-    assert told["made_of"]["geometry"].endswith("8x8")
-    assert told["tensors"] == {"latents": {"dtype": "F32", "shape": [2, 3]}}
+    explained = explain_entry(row)
+    assert explained["made_of"]["geometry"].endswith("8x8")
+    assert explained["tensors"] == {"latents": {"dtype": "F32", "shape": [2, 3]}}
     assert find_entries(store, "zz", tmp_path / "zz") == []
 
 
 def test_stats_count_entries_bytes_and_gaps(store):
     store.put_many({text_key(c, "e"): {"x": torch.ones(16)} for c in "abc"})
-    told = cache_stats(store)
-    assert (told["entries"], told["nbytes"], told["shards"]) == (3, 3 * 64, 1)
-    assert told["kinds"] == [{"kind": "text", "encoder": "e", "entries": 3, "nbytes": 192}]
-    assert told["written_nbytes"] >= 192
-    assert told["disk_nbytes"] < shard_format.DEFAULT_DATA_OFFSET
+    stats = cache_stats(store)
+    assert (stats["entries"], stats["nbytes"], stats["shards"]) == (3, 3 * 64, 1)
+    assert stats["kinds"] == [{"kind": "text", "encoder": "e", "entries": 3, "nbytes": 192}]
+    assert stats["written_nbytes"] >= 192
+    assert stats["disk_nbytes"] < shard_format.DEFAULT_DATA_OFFSET
 
 
 def test_caches_are_found_by_their_marker(tmp_path):

@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 import torch
+from failing_source import fail_first_read
 from PIL import Image
-from tired import tired_at_first
 
 from gracetune.cache.encode import SINGLE_RANK, EncodeItem
 from gracetune.cache.masks import MASK_TENSOR, fill_masks, mask_keys, mask_weights
@@ -62,53 +62,53 @@ def levels(store, one):
     return store.get(key)[MASK_TENSOR].tolist()
 
 
-def test_a_cell_has_the_average_of_its_pixels(told):
+def test_a_cell_has_the_average_of_its_pixels(recorder):
     store, source = DictStore(), MaskSource(half=stripe(0, 8), part=stripe(4, 10))
     half, part = item(source, "half"), item(source, "part")
-    assert fill(store, [half, part], told) == []
+    assert fill(store, [half, part], recorder) == []
     assert levels(store, half) == [[255, 255, 0, 0]] * 2
     assert levels(store, part) == [[0, 255, 128, 0]] * 2  # two of four columns: 127.5
 
 
-def test_a_mask_is_augmented_like_its_sample(told):
+def test_a_mask_is_augmented_like_its_sample(recorder):
     store, source = DictStore(), MaskSource(half=stripe(0, 8))
     flipped = item(source, "half", SampleTransform(draw=AugmentationDraw((Step("flip", {}),))))
-    fill(store, [flipped], told)
+    fill(store, [flipped], recorder)
     assert levels(store, flipped) == [[0, 0, 255, 255]] * 2
 
 
-def test_an_inverted_mask_is_white_where_it_was_black_except_where_it_is_erased(told):
+def test_an_inverted_mask_is_white_where_it_was_black_except_where_it_is_erased(recorder):
     store, source = DictStore(), MaskSource(half=stripe(0, 8))
     erase = Step("erase", {"left": 0.75, "top": 0.0, "width": 0.25, "height": 1.0})
     whole = item(source, "half", inverted=True)
     erased = item(source, "half", SampleTransform(draw=AugmentationDraw((erase,))), inverted=True)
-    fill(store, [whole, erased], told)
+    fill(store, [whole, erased], recorder)
     assert levels(store, whole) == [[0, 0, 255, 255]] * 2
     assert levels(store, erased) == [[0, 0, 255, 0]] * 2
 
 
-def test_a_cached_mask_is_not_rendered_again_unless_its_bytes_change(told):
+def test_a_cached_mask_is_not_rendered_again_unless_its_bytes_change(recorder):
     store, source = DictStore(), MaskSource(half=stripe(0, 8))
-    fill(store, [item(source, "half")], told)
-    fill(store, [item(source, "half")], told)
+    fill(store, [item(source, "half")], recorder)
+    fill(store, [item(source, "half")], recorder)
     assert source.reads == ["half"]
     source.masks["half"] = stripe(8, 16)
     changed = item(source, "half", digest="of other bytes")
-    fill(store, [changed], told)
+    fill(store, [changed], recorder)
     assert levels(store, changed) == [[0, 0, 255, 255]] * 2
 
 
-def test_samples_without_a_mask_are_skipped(told):
+def test_samples_without_a_mask_are_skipped(recorder):
     store = DictStore()
     bare = EncodeItem(Sample("d", "x", "", "x", 16, 8), SIZE, MaskSource())
-    assert fill(store, [bare], told) == []
+    assert fill(store, [bare], recorder) == []
     assert mask_keys([bare], lambda _: GRID) == []
 
 
-def test_unreadable_masks_are_named_with_their_samples(told):
+def test_unreadable_masks_are_named_with_their_samples(recorder):
     source = MaskSource(broken=b"no image", half=stripe(0, 8))
     items = [item(source, key) for key in ("gone", "broken", "half")]
-    found = fill(DictStore(), items, told)
+    found = fill(DictStore(), items, recorder)
     assert [(sample.key, reason) for sample, reason in found] == [
         ("gone.png", "its mask gone: no gone"),
         (
@@ -119,28 +119,28 @@ def test_unreadable_masks_are_named_with_their_samples(told):
     ]
 
 
-def test_a_mask_with_one_unreadable_variant_is_unreadable(told):
-    source = tired_at_first(MaskSource(half=stripe(0, 8)))
+def test_a_mask_with_one_unreadable_variant_is_unreadable(recorder):
+    source = fail_first_read(MaskSource(half=stripe(0, 8)))
     variants = [item(source, "half", SampleTransform(crop=(share, 0.5))) for share in (0.0, 1.0)]
-    ((sample, reason),) = fill(DictStore(), variants, told)
+    ((sample, reason),) = fill(DictStore(), variants, recorder)
     assert sample.key == "half.png"
-    assert reason == "its mask half: the disk is tired"
+    assert reason == "its mask half: read error"
 
 
-def test_black_masks_are_reported(told):
+def test_black_masks_are_reported(recorder):
     source = MaskSource(black=stripe(0, 0), half=stripe(0, 8))
-    fill(DictStore(), [item(source, "black"), item(source, "half")], told)
-    (notice,) = told.of(Notice)
+    fill(DictStore(), [item(source, "black"), item(source, "half")], recorder)
+    (notice,) = recorder.of(Notice)
     assert notice.level == "warning"
     assert "1 of 2 masks are completely black, such as that of black.png" in notice.text
 
 
 @pytest.mark.parametrize("count", [1, 32, 33, 70])
-def test_any_number_of_masks_is_rendered_in_order(told, count):
+def test_any_number_of_masks_is_rendered_in_order(recorder, count):
     names = [f"m{n}" for n in range(count)]
     source = MaskSource(**{name: png(np.full((8, 16), n)) for n, name in enumerate(names)})
     store, items = DictStore(), [item(source, name) for name in names]
-    fill(store, items, told)
+    fill(store, items, recorder)
     assert [levels(store, one)[0][0] for one in items] == list(range(count))
 
 

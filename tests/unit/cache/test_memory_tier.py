@@ -26,14 +26,14 @@ def entry(number, count=256):
     return {"x": torch.full((count,), float(number))}  # 1 KiB
 
 
-def build_tier(told, budget=64 * KIB, backing=None):
+def build_tier(recorder, budget=64 * KIB, backing=None):
     return MemoryTier(
-        "latents", HostMemoryBudget(budget), backing, told, allocate_pageable, HitCounts()
+        "latents", HostMemoryBudget(budget), backing, recorder, allocate_pageable, HitCounts()
     )
 
 
-def test_entries_of_any_dtype_and_shape_are_returned(told):
-    tier = build_tier(told)
+def test_entries_of_any_dtype_and_shape_are_returned(recorder):
+    tier = build_tier(recorder)
     tensors = {
         "tokens": torch.randn(3, 5).bfloat16(),
         "mask": torch.tensor([True, False, True]),
@@ -53,31 +53,31 @@ def test_entries_of_any_dtype_and_shape_are_returned(told):
     assert tier.has(["a", "b"]) == [True, False]
 
 
-def test_an_entry_is_a_view_and_not_a_copy(told):
-    tier = build_tier(told)
+def test_an_entry_is_a_view_and_not_a_copy(recorder):
+    tier = build_tier(recorder)
     tier.put("a", entry(1))
     assert tier.get("a")["x"].data_ptr() == tier.get("a")["x"].data_ptr()
 
 
-def test_the_least_recently_used_entry_is_evicted_and_read_again(told):
+def test_the_least_recently_used_entry_is_evicted_and_read_again(recorder):
     hit_counts, backing = HitCounts(), DictStore()
     tier = MemoryTier(
-        "latents", HostMemoryBudget(4 * KIB), backing, told, allocate_pageable, hit_counts
+        "latents", HostMemoryBudget(4 * KIB), backing, recorder, allocate_pageable, hit_counts
     )
     for number in range(4):
         tier.put(f"{number}", entry(number))
-    assert told.events == []
+    assert recorder.events == []
     tier.get("0")
     tier.put("4", entry(4))
-    assert len(told.texts()) == 1
-    assert "host_budget_gb" in told.texts()[0]
-    assert told.events[0].fallback
+    assert len(recorder.texts()) == 1
+    assert "host_budget_gb" in recorder.texts()[0]
+    assert recorder.events[0].fallback
     hit_counts.hits = hit_counts.reads = 0
     assert [tier.get(key)["x"][0].item() for key in "0234"] == [0, 2, 3, 4]
     assert (hit_counts.hits, hit_counts.reads) == (4, 0)
     assert tier.get("1")["x"][0].item() == 1
     assert (hit_counts.hits, hit_counts.reads) == (4, 1)
-    assert len(told.texts()) == 1
+    assert len(recorder.texts()) == 1
     assert tier.nbytes <= 4 * KIB
 
 
@@ -105,9 +105,9 @@ def test_eviction_is_in_order_of_last_use(batches):
         assert max(left, default=-1) <= min(used[key] for key in tier._entries)
 
 
-def test_recorded_uses_are_bounded(told, monkeypatch):
+def test_recorded_uses_are_bounded(recorder, monkeypatch):
     monkeypatch.setattr(memory_tier, "MAX_PENDING_USES", 2)
-    tier = build_tier(told, 4 * KIB, DictStore())
+    tier = build_tier(recorder, 4 * KIB, DictStore())
     tier.put_many({f"{number}": entry(number) for number in range(4)})
     for key in "3210":
         tier.get(key)
@@ -116,23 +116,23 @@ def test_recorded_uses_are_bounded(told, monkeypatch):
     assert len(tier._uses) == 0
 
 
-def test_without_files_entries_beyond_the_budget_are_an_error(told):
-    tier = build_tier(told, budget=4 * KIB)
+def test_without_files_entries_beyond_the_budget_are_an_error(recorder):
+    tier = build_tier(recorder, budget=4 * KIB)
     tier.put_many({f"{number}": entry(number) for number in range(4)})
     with pytest.raises(ConfigError, match=r"host_budget_gb leaves 4\.0 KiB .*persistent_cache"):
         tier.put("4", entry(4))
     assert [tier.get(f"{n}")["x"][0].item() for n in range(4)] == [0, 1, 2, 3]
 
 
-def test_an_entry_larger_than_the_budget_is_read_from_files(told):
-    tier = build_tier(told, budget=4 * KIB, backing=DictStore())
+def test_an_entry_larger_than_the_budget_is_read_from_files(recorder):
+    tier = build_tier(recorder, budget=4 * KIB, backing=DictStore())
     tier.put("large", entry(1, 4096))
     assert tier.get("large")["x"].sum().item() == 4096
-    assert len(told.texts()) == 1
+    assert len(recorder.texts()) == 1
 
 
-def test_memory_is_not_reused_while_a_view_is_alive(told):
-    tier = build_tier(told, budget=4 * KIB, backing=DictStore())
+def test_memory_is_not_reused_while_a_view_is_alive(recorder):
+    tier = build_tier(recorder, budget=4 * KIB, backing=DictStore())
     for number in range(4):
         tier.put(f"{number}", entry(number))
     derived = tier.get("0")["x"][3:7].view(2, 2).T  # a view of a view
@@ -142,23 +142,23 @@ def test_memory_is_not_reused_while_a_view_is_alive(told):
     assert tier.nbytes <= 4 * KIB
 
 
-def test_warming_stops_at_the_budget_and_evicts_nothing(told):
+def test_warming_stops_at_the_budget_and_evicts_nothing(recorder):
     backing = DictStore()
     backing.put_many({f"{number}": entry(number) for number in range(500)})
     hit_counts = HitCounts()
     tier = MemoryTier(
-        "latents", HostMemoryBudget(256 * KIB), backing, told, allocate_pageable, hit_counts
+        "latents", HostMemoryBudget(256 * KIB), backing, recorder, allocate_pageable, hit_counts
     )
     tier.warm([f"{number}" for number in range(500)], num_workers=1)
     assert tier.nbytes == 256 * KIB
     tier.get_many([f"{number}" for number in range(256)])
     assert (hit_counts.hits, hit_counts.reads) == (256, 0)
-    build_tier(told).warm(["no backing store"])
+    build_tier(recorder).warm(["no backing store"])
 
 
-def test_a_deleted_tier_releases_its_budget(told):
+def test_a_deleted_tier_releases_its_budget(recorder):
     budget = HostMemoryBudget(8 * KIB)
-    first = MemoryTier("one", budget, None, told, allocate_pageable, HitCounts())
+    first = MemoryTier("one", budget, None, recorder, allocate_pageable, HitCounts())
     first.put("a", entry(1))
     held = first.get("a")
     assert budget.used == 8 * KIB
@@ -204,8 +204,8 @@ def test_random_operations_keep_the_budget_and_the_contents(steps, budget_kib):
             assert len(found["x"]) == sizes[key]
 
 
-def test_threads_share_a_tier(told):
-    tier = build_tier(told, 16 * KIB, DictStore())
+def test_threads_share_a_tier(recorder):
+    tier = build_tier(recorder, 16 * KIB, DictStore())
     tier.put_many({f"{number}": entry(number) for number in range(64)})
     wrong = []
 

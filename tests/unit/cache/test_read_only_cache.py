@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import holds_in_a_fork
+from fork_process import is_true_in_fork
 
 from gracetune.cache.shard_store import INDEX, ShardStore
 from gracetune.errors import CacheError
@@ -32,7 +32,7 @@ def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
         closed = root if state == "new" else root / "cache"
         closed.chmod(0o555)
         try:
-            assert holds_in_a_fork(lambda: raises_read_only_error(root / "cache"), as_nobody=True)
+            assert is_true_in_fork(lambda: raises_read_only_error(root / "cache"), as_nobody=True)
         finally:
             closed.chmod(0o755)
 
@@ -61,6 +61,6 @@ def test_a_cache_on_a_read_only_file_system_is_an_error(tmp_path):
         subprocess.run(["mount", "-o", "remount,bind,ro", tmp_path], check=True)
         return raises_read_only_error(tmp_path)
 
-    assert holds_in_a_fork(refused_on_a_read_only_mount)
+    assert is_true_in_fork(refused_on_a_read_only_mount)
     with ShardStore(tmp_path) as store:
         assert store.has(["k1"]) == [True]

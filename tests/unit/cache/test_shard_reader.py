@@ -58,8 +58,8 @@ def real_page_cache(tmp_path):
         pytest.skip("the file system of the tests has no page cache of its own")
 
 
-def damage_notices(told):
-    return [text for text in told.texts() if "is damaged" in text]
+def damage_notices(recorder):
+    return [text for text in recorder.texts() if "is damaged" in text]
 
 
 class RecordingAllocator:
@@ -75,8 +75,8 @@ class RecordingAllocator:
 
 
 @pytest.fixture
-def store(tmp_path, told):
-    with ShardStore(tmp_path / "cache", told) as opened:
+def store(tmp_path, recorder):
+    with ShardStore(tmp_path / "cache", recorder) as opened:
         yield opened
 
 
@@ -125,7 +125,7 @@ def test_entries_of_several_tensors_or_shapes_are_stacked(store):
 
 
 @pytest.mark.parametrize("words", [WORDS, 5], ids=["pages", "small"])
-def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
+def test_damage_is_found_when_a_batch_is_gathered(tmp_path, recorder, words):
     with ShardStore(tmp_path) as store:
         fill(store, range(3), words)
         with store.index() as index:
@@ -135,15 +135,15 @@ def test_damage_is_found_when_a_batch_is_gathered(tmp_path, told, words):
         file.seek(row.offset + 9)
         file.write(b"\x07")
     drop_page_cache(store)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         assert store.gather(["k0", "k1"], "latents", RecordingAllocator()) is None
-        assert "differ from their checksum" in damage_notices(told)[0]
+        assert "differ from their checksum" in damage_notices(recorder)[0]
         assert store.load(["k1", "k2"], RecordingAllocator())[0] is None
         assert store.gather(["k0", "k2"], "latents", RecordingAllocator())[1, 0] == 2
 
 
-def test_a_moved_entry_is_found_and_a_lost_one_is_reported(tmp_path, told):
-    with ShardStore(tmp_path, told) as store, ShardStore(tmp_path) as other:
+def test_a_moved_entry_is_found_and_a_lost_one_is_reported(tmp_path, recorder):
+    with ShardStore(tmp_path, recorder) as store, ShardStore(tmp_path) as other:
         fill(other, range(6))
         other.seal()
         store.will_need(["k0", "k5"])
@@ -154,10 +154,10 @@ def test_a_moved_entry_is_found_and_a_lost_one_is_reported(tmp_path, told):
             left.unlink()
         store.close()
         assert store.gather(["k5", "k0"], "latents", RecordingAllocator()) is None
-        assert len(damage_notices(told)) == 1, "one entry per shard is reported"
+        assert len(damage_notices(recorder)) == 1, "one entry per shard is reported"
 
 
-def test_damage_is_reported_once_when_an_entry_is_loaded(tmp_path, told):
+def test_damage_is_reported_once_when_an_entry_is_loaded(tmp_path, recorder):
     with ShardStore(tmp_path) as store:
         fill(store, range(2))
         with store.index() as index:
@@ -166,9 +166,9 @@ def test_damage_is_reported_once_when_an_entry_is_loaded(tmp_path, told):
     with path.open("r+b") as file:
         file.seek(row.offset)
         file.write(b"\x07")
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         assert store.load(["k1", "k0"], RecordingAllocator())[0] is None
-        assert len(damage_notices(told)) == 1
+        assert len(damage_notices(recorder)) == 1
 
 
 def test_tensors_are_gathered_by_name_and_may_be_empty(store):
@@ -211,7 +211,7 @@ def test_a_closed_store_reopens_on_use(store):
 
 
 @pytest.mark.usefixtures("real_page_cache")
-def test_a_file_system_without_direct_reads_is_reported_once(store, told, monkeypatch):
+def test_a_file_system_without_direct_reads_is_reported_once(store, recorder, monkeypatch):
     fill(store, range(4))
     drop_page_cache(store)
     real = os.open
@@ -225,14 +225,14 @@ def test_a_file_system_without_direct_reads_is_reported_once(store, told, monkey
     assert store.gather(["k1", "k2"], "latents", RecordingAllocator())[:, 0].tolist() == [1, 2]
     drop_page_cache(store)
     assert store.gather(["k0", "k3"], "latents", RecordingAllocator())[:, 0].tolist() == [0, 3]
-    (text,) = told.texts()
+    (text,) = recorder.texts()
     assert "without direct reads" in text
     drop_page_cache(store)
     store.will_need(["k0"])
 
 
 @pytest.mark.usefixtures("real_page_cache")
-def test_a_kernel_without_aio_is_reported_once(store, told, monkeypatch):
+def test_a_kernel_without_aio_is_reported_once(store, recorder, monkeypatch):
     fill(store, range(4))
     drop_page_cache(store)
     monkeypatch.setattr(store._reader._queue, "_syscall_numbers", None)
@@ -240,7 +240,7 @@ def test_a_kernel_without_aio_is_reported_once(store, told, monkeypatch):
     for _ in range(2):
         assert store.gather(["k1", "k2"], "latents", RecordingAllocator())[:, 0].tolist() == [1, 2]
         drop_page_cache(store)
-    (text,) = told.texts()
+    (text,) = recorder.texts()
     assert "no queue for direct reads (Operation not permitted)" in text
     assert store.load(["k3"], RecordingAllocator())[0]["latents"][0] == 3
 
@@ -248,7 +248,7 @@ def test_a_kernel_without_aio_is_reported_once(store, told, monkeypatch):
 @pytest.mark.usefixtures("real_page_cache")
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.EIO])
 def test_memory_that_a_disk_cannot_write_to_is_reported_and_other_errors_raised(
-    store, told, monkeypatch, code
+    store, recorder, monkeypatch, code
 ):
     fill(store, range(4))
     drop_page_cache(store)
@@ -264,7 +264,7 @@ def test_memory_that_a_disk_cannot_write_to_is_reported_and_other_errors_raised(
             store.gather(["k1", "k2"], "latents", RecordingAllocator())
         return
     assert store.gather(["k1", "k2"], "latents", RecordingAllocator())[:, 0].tolist() == [1, 2]
-    (text,) = told.texts()
+    (text,) = recorder.texts()
     assert "cannot write to this memory" in text
 
 
@@ -293,11 +293,11 @@ def test_other_errors_of_opening_are_raised(store, monkeypatch):
 @pytest.mark.usefixtures("real_page_cache")
 @pytest.mark.parametrize(("seconds", "expected"), [(1.0, ["k7", "k0", "k1"]), (0.001, ["k7"])])
 def test_slow_disks_and_small_entries_are_read_ahead(tmp_path, seconds, expected):
-    told = []
+    keys = []
 
     class RecordingReader(shard_reader.ShardReader):
         def read_ahead(self, rows):
-            told.extend(row.key for row in rows)
+            keys.extend(row.key for row in rows)
             super().read_ahead(rows)
 
     with ShardStore(tmp_path) as store:
@@ -308,7 +308,7 @@ def test_slow_disks_and_small_entries_are_read_ahead(tmp_path, seconds, expected
         drop_page_cache(store)
         store.gather(["k0"], "latents", RecordingAllocator())
         store.will_need(["k0", "k1"])
-        assert told == expected
+        assert keys == expected
 
 
 @pytest.mark.usefixtures("real_page_cache")
@@ -349,13 +349,13 @@ def test_other_errors_of_cachestat_are_raised():
         PageCacheResidency().holds(10**6, 0, 1)
 
 
-def test_a_memory_tier_reads_directly_into_its_slabs(store, told):
+def test_a_memory_tier_reads_directly_into_its_slabs(store, recorder):
     fill(store, range(5))
     store.put("small", {"x": torch.arange(3.0)})
     drop_page_cache(store)
     hit_counts = HitCounts()
     tier = MemoryTier(
-        "latents", HostMemoryBudget(2**26), store, told, allocate_page_aligned, hit_counts
+        "latents", HostMemoryBudget(2**26), store, recorder, allocate_page_aligned, hit_counts
     )
     tier.will_need(["k0", "small"])
     tier.warm([f"k{n}" for n in range(3)], num_workers=2)

@@ -185,16 +185,16 @@ def test_a_fork_gets_its_own_writer_and_index(store):
     assert store.has(["k1", "k2", "k3"]) == [True] * 3
 
 
-def test_a_damaged_entry_is_reported_and_can_be_put_again(tmp_path, told):
+def test_a_damaged_entry_is_reported_and_can_be_put_again(tmp_path, recorder):
     with ShardStore(tmp_path) as store:
         fill(store, range(3))
         row = find_row(store, "k1")
     (path,) = store.shards.iterdir()
     flip_bit(path, row.offset)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         assert store.get("k1") is None
-        assert "k1" in told.texts()[0]
-        assert "differ from their checksum" in told.texts()[0]
+        assert "k1" in recorder.texts()[0]
+        assert "differ from their checksum" in recorder.texts()[0]
         assert store.get_many(["k0", "k2"])[1]["latents"][0, 0] == 2
         assert store.has(["k1"]) == [False]
         fill(store, [1])
@@ -211,7 +211,7 @@ def test_checksums_can_be_left_to_verify(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, told, damage):
+def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, recorder, damage):
     with ShardStore(tmp_path) as store:
         fill(store, [1])
     (path,) = store.shards.iterdir()
@@ -219,10 +219,10 @@ def test_entries_of_a_missing_or_short_shard_are_reported(tmp_path, told, damage
         path.unlink()
     else:
         os.truncate(path, path.stat().st_size - 8)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         store.will_need(["k1"])
         assert store.get("k1") is None
-        assert "gone or too short" in told.texts()[0]
+        assert "gone or too short" in recorder.texts()[0]
         assert [*store.keys()] == []
 
 
@@ -332,7 +332,7 @@ def test_an_invalid_index_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_entries_lost_from_a_file_are_reported_once(tmp_path, told, damage):
+def test_entries_lost_from_a_file_are_reported_once(tmp_path, recorder, damage):
     with ShardStore(tmp_path) as store:
         fill(store, range(5))
         row = find_row(store, "k2")
@@ -341,10 +341,10 @@ def test_entries_lost_from_a_file_are_reported_once(tmp_path, told, damage):
         path.unlink()
     else:
         os.truncate(path, row.end)
-    with ShardStore(tmp_path, told) as store:
+    with ShardStore(tmp_path, recorder) as store:
         there = store.has([f"k{n}" for n in range(6)])
         assert there == ([False] * 6 if damage == "gone" else [True] * 3 + [False] * 3)
-        assert len(told.texts()) == 1
+        assert len(recorder.texts()) == 1
         fill(store, range(5))
         assert store.has([f"k{n}" for n in range(5)]) == [True] * 5
         assert [store.get(f"k{n}")["latents"][0, 0] for n in range(5)] == [*range(5)]

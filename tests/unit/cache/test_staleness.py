@@ -31,7 +31,7 @@ class Scenario:
     encoder: str = "vae 1 float32"
     text_encoder: str = "t5 1 float32"
 
-    def fill(self, output, told):
+    def fill(self, output, recorder):
         """Return how many images and captions a run encodes before it trains."""
         encoded = Counter()
         family = load(RunFile().model)
@@ -69,8 +69,8 @@ class Scenario:
             }
         )
         output.mkdir(exist_ok=True)
-        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        DataPipeline(run, CountingFamily(), transfer, output, told)
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), recorder)
+        DataPipeline(run, CountingFamily(), transfer, output, recorder)
         return encoded["images"], encoded["captions"]
 
 
@@ -203,12 +203,15 @@ def test_there_are_twenty_edits():
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_encodes_exactly_what_it_must(scenario, edit, told, tmp_path):
-    assert scenario.fill(tmp_path / "first", told) == (COUNT, COUNT + 1)  # plus the empty caption
+def test_an_edit_encodes_exactly_what_it_must(scenario, edit, recorder, tmp_path):
+    assert scenario.fill(tmp_path / "first", recorder) == (
+        COUNT,
+        COUNT + 1,
+    )  # plus the empty caption
     change, expected = EDITS[edit]
     edited = change(scenario) or scenario
-    assert edited.fill(tmp_path / "second", told) == expected
-    assert edited.fill(tmp_path / "third", told) == (0, 0)
+    assert edited.fill(tmp_path / "second", recorder) == expected
+    assert edited.fill(tmp_path / "third", recorder) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -233,22 +236,22 @@ def test_an_edit_encodes_exactly_what_it_must(scenario, edit, told, tmp_path):
         ),
     ],
 )
-def test_transforms_are_part_of_the_key(scenario, before, after, expected, told, tmp_path):
-    replace(scenario, dataset=before).fill(tmp_path / "first", told)
-    assert replace(scenario, dataset=after).fill(tmp_path / "second", told) == (expected, 0)
+def test_transforms_are_part_of_the_key(scenario, before, after, expected, recorder, tmp_path):
+    replace(scenario, dataset=before).fill(tmp_path / "first", recorder)
+    assert replace(scenario, dataset=after).fill(tmp_path / "second", recorder) == (expected, 0)
 
 
-def test_another_seed_augments_differently(scenario, told, tmp_path):
+def test_another_seed_augments_differently(scenario, recorder, tmp_path):
     one = replace(scenario, dataset={"augmentations": ROTATE})
-    one.fill(tmp_path / "first", told)
-    assert replace(one, seed=1).fill(tmp_path / "second", told) == (COUNT, 0)
-    assert one.fill(tmp_path / "third", told) == (0, 0)
+    one.fill(tmp_path / "first", recorder)
+    assert replace(one, seed=1).fill(tmp_path / "second", recorder) == (COUNT, 0)
+    assert one.fill(tmp_path / "third", recorder) == (0, 0)
 
 
-def test_undoing_an_edit_finds_the_old_entries(scenario, told, tmp_path):
+def test_undoing_an_edit_finds_the_old_entries(scenario, recorder, tmp_path):
     before = (scenario.folder / "2.png").read_bytes()
-    scenario.fill(tmp_path / "first", told)
+    scenario.fill(tmp_path / "first", recorder)
     repaint(scenario)
-    scenario.fill(tmp_path / "second", told)
+    scenario.fill(tmp_path / "second", recorder)
     (scenario.folder / "2.png").write_bytes(before)
-    assert scenario.fill(tmp_path / "third", told) == (0, 0)
+    assert scenario.fill(tmp_path / "third", recorder) == (0, 0)

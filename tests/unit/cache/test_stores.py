@@ -21,52 +21,54 @@ from gracetune.data.gather import MissingGather
         ({}, {"cache_latents_to_disk": True}, MemoryTier, MemoryTier),
     ],
 )
-def test_the_run_file_chooses_the_stores(cache, dataset, latents, text, told, tmp_path):
+def test_the_run_file_chooses_the_stores(cache, dataset, latents, text, recorder, tmp_path):
     run = RunFile.model_validate({"cache_config": cache, "datasets": [dataset]})
-    stores = CacheStores(run, tmp_path, told)
+    stores = CacheStores(run, tmp_path, recorder)
     assert type(stores.latents) is latents
     assert type(stores.text) is text
 
 
-def test_unified_memory_reports_where_entries_live(told, tmp_path):
+def test_unified_memory_reports_where_entries_live(recorder, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": "unified_memory"}})
-    CacheStores(run, tmp_path, told)
-    assert "unified_memory" in told.texts()[0]
+    CacheStores(run, tmp_path, recorder)
+    assert "unified_memory" in recorder.texts()[0]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_cache_folder_that_is_not_used_is_reported(persistent, told, tmp_path):
+def test_a_cache_folder_that_is_not_used_is_reported(persistent, recorder, tmp_path):
     section = {"cache_dir": str(tmp_path / "kept"), "persistent_cache": persistent}
-    CacheStores(RunFile.model_validate({"cache_config": section}), tmp_path, told)
-    found = [text for text in told.texts() if "kept is not used: the cache is in memory" in text]
+    CacheStores(RunFile.model_validate({"cache_config": section}), tmp_path, recorder)
+    found = [
+        text for text in recorder.texts() if "kept is not used: the cache is in memory" in text
+    ]
     assert len(found) == (not persistent)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("memory", 1), ("disk", 0)])
-def test_a_missing_gather_helper_is_reported_once_if_it_would_help(kind, count, told, tmp_path):
+def test_a_missing_gather_helper_is_reported_once_if_it_would_help(kind, count, recorder, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
-    stores = CacheStores(run, tmp_path, told, find=lambda: MissingGather("not built"))
+    stores = CacheStores(run, tmp_path, recorder, find=lambda: MissingGather("not built"))
     stores.open_latents("epoch", tmp_path / "epoch")
-    found = [event for event in told.events if "not built" in event.text]
+    found = [event for event in recorder.events if "not built" in event.text]
     assert [event.fallback for event in found] == [True] * count
     stores.latents.put("a", {"x": torch.tensor([1.0])})
     assert stores.latents.gather(["a"], "x", allocate_pageable).tolist() == [[1.0]]
     stores.close()
 
 
-def test_several_ranks_share_files_and_host_memory(told, tmp_path):
+def test_several_ranks_share_files_and_host_memory(recorder, tmp_path):
     run = RunFile.model_validate({"datasets": [{}]})
     alone, shared = (
-        CacheStores(run, tmp_path / f"{world}", told, ranks=Ranks(0, world)) for world in (1, 4)
+        CacheStores(run, tmp_path / f"{world}", recorder, ranks=Ranks(0, world)) for world in (1, 4)
     )
     assert not alone.latents_on_disk
     assert shared.latents_on_disk
-    assert any("4 ranks share one cache of encoded samples" in text for text in told.texts())
+    assert any("4 ranks share one cache of encoded samples" in text for text in recorder.texts())
 
 
-def test_the_host_budget_is_split_between_kinds(told, tmp_path):
+def test_the_host_budget_is_split_between_kinds(recorder, tmp_path):
     cache = {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"}
     run = RunFile.model_validate({"cache_config": {**cache, "host_budget_gb": 4}})
-    CacheStores(run, tmp_path, told)
-    assert "latents live in host memory, up to 3.0 GiB" in told.texts()[0]
-    assert "text live in host memory, up to 1.0 GiB" in told.texts()[1]
+    CacheStores(run, tmp_path, recorder)
+    assert "latents live in host memory, up to 3.0 GiB" in recorder.texts()[0]
+    assert "text live in host memory, up to 1.0 GiB" in recorder.texts()[1]

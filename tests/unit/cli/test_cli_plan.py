@@ -53,23 +53,23 @@ def test_a_plan_for_a_known_machine_is_printed_as_simulated(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1GB"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("tiny (as in ")
-    assert "24x24 a sample, on GH200, 96 GB" in told
-    assert "simulated from published figures" in told
-    assert "within 953.7 MiB of device memory" in told
-    assert "batch 4" in told
-    assert "pass --samples" in told
+    output = capsys.readouterr().out
+    assert output.startswith("tiny (as in ")
+    assert "24x24 a sample, on GH200, 96 GB" in output
+    assert "simulated from published figures" in output
+    assert "within 953.7 MiB of device memory" in output
+    assert "batch 4" in output
+    assert "pass --samples" in output
 
 
 def test_json_is_for_programs(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--machine", "h200-pcie", "--json", "--samples", "10", "--host-memory", "8GB"]
     assert main(["plan", str(written), *words, "--set", "plan.compile=never"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["plan"]["compiled"] is False
-    assert told["budget"]["host_nbytes"] == 8 * 10**9
-    assert told["plan"]["device"]["weights"] > 0
-    assert told["notes"] == []
+    report = json.loads(capsys.readouterr().out)
+    assert report["plan"]["compiled"] is False
+    assert report["budget"]["host_nbytes"] == 8 * 10**9
+    assert report["plan"]["device"]["weights"] > 0
+    assert report["notes"] == []
 
 
 def test_a_budget_too_small_is_the_users_to_mend(
@@ -102,9 +102,9 @@ def test_this_machine_is_measured_and_not_simulated(
 
     assert plan.plan(arguments(written), lambda: here, measured) == 0
     assert asked == [(0, "tiny")]
-    told = capsys.readouterr().out
-    assert "on this machine (139.0 GiB GPU), measured now" in told
-    assert "simulated" not in told
+    output = capsys.readouterr().out
+    assert "on this machine (139.0 GiB GPU), measured now" in output
+    assert "simulated" not in output
 
 
 def test_no_plan_takes_more_than_the_machine_has(
@@ -113,11 +113,11 @@ def test_no_plan_takes_more_than_the_machine_has(
     words = ["--machine", "gh200-96", "--json", "--set", "plan.compile=never"]
     over = ["--hbm", "960GB", "--set", "plan.host_memory=2TB"]
     assert main(["plan", str(written), *words, *over]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     known = MACHINES["gh200-96"]
-    assert told["budget"]["device_nbytes"] < known.device_memory.value
-    assert told["budget"]["host_nbytes"] == known.host_bytes
-    first, second = told["notes"][:2]
+    assert report["budget"]["device_nbytes"] < known.device_memory.value
+    assert report["budget"]["host_nbytes"] == known.host_bytes
+    first, second = report["notes"][:2]
     assert first == "--hbm is 960GB, more than the machine has; planning with 94.3 GiB"
     assert second.startswith("plan.host_memory is 2TB, more than")
 
@@ -143,17 +143,17 @@ def test_one_memory_is_counted_once(
     state = ["--json", "--set", "optimizer.state=host", "--set", "plan.compile=never"]
     asked = arguments(written, *words, "--samples", "1000", *state)
     assert plan.plan(asked, lambda: here, lambda *_: machine_rates(MACHINES["gb10"])) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["budget"]["one_memory"] is True
-    assert told["reasons"][0].startswith("host and device share one memory")
-    assert any("optimizer.state: host has no effect" in note for note in told["notes"])
-    for each in (told["plan"], *told["others"]):
+    report = json.loads(capsys.readouterr().out)
+    assert report["budget"]["one_memory"] is True
+    assert report["reasons"][0].startswith("host and device share one memory")
+    assert any("optimizer.state: host has no effect" in note for note in report["notes"])
+    for each in (report["plan"], *report["others"]):
         assert {block["weights"] for block in each["blocks"]} == {"resident"}
         assert not any(block["offload_input"] for block in each["blocks"])
         assert each["host_state"] == 0.0
         assert each["host_total"] == each["host"]["caches"] > 0
         both = each["device_total"] + each["host_total"]
-        assert both <= told["budget"]["device_nbytes"]
+        assert both <= report["budget"]["device_nbytes"]
 
 
 def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
@@ -179,12 +179,12 @@ def test_the_run_as_written_is_held_beside_a_plan_with_another_batch(
     words = ["--machine", "h200-pcie", "--json", "--set", "plan.compile=never"]
     split = ["--set", "train.batch_size=1", "--set", "train.gradient_accumulation_steps=4"]
     assert main(["plan", str(written), *words, *split]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["plan"]["batch"] == 4
-    assert told["as_written"]["batch"] == told["as_written"]["plan"]["batch"] == 1
-    slower = told["as_written"]["plan"]["samples_per_second"]
-    assert slower < told["plan"]["samples_per_second"]
-    assert told["as_written"]["set"] == {
+    report = json.loads(capsys.readouterr().out)
+    assert report["plan"]["batch"] == 4
+    assert report["as_written"]["batch"] == report["as_written"]["plan"]["batch"] == 1
+    slower = report["as_written"]["plan"]["samples_per_second"]
+    assert slower < report["plan"]["samples_per_second"]
+    assert report["as_written"]["set"] == {
         "train.batch_size": 4,
         "train.gradient_accumulation_steps": 1,
     }

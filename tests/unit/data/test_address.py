@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from made_sources import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
+from source_files import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.dataset import address_kind, open_address

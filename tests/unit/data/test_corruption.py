@@ -21,12 +21,12 @@ def _ledger(count: int) -> CorruptionLog:
 
 
 def test_each_is_told_once_by_name() -> None:
-    told: list[Event] = []
-    ledger = CorruptionLog(told.append)
+    events: list[Event] = []
+    ledger = CorruptionLog(events.append)
     ledger.record("cats", "a.png", "truncated")
     ledger.record("cats", "a.png", "truncated, again")
     ledger.record("dogs", "a.png", "empty")
-    assert told == [
+    assert events == [
         Notice("dataset 'cats': skipped a.png: truncated", level="warning"),
         Notice("dataset 'dogs': skipped a.png: empty", level="warning"),
     ]
@@ -86,10 +86,12 @@ def test_a_run_that_stops_leaves_the_report_behind(tmp_path: Path) -> None:
 
 
 def test_a_name_of_two_lines_is_told_on_one() -> None:
-    told: list[Event] = []
-    ledger = CorruptionLog(told.append)
+    events: list[Event] = []
+    ledger = CorruptionLog(events.append)
     ledger.record("cats", "two\nlines.png", "bad\nbytes")
-    assert told == [Notice("dataset 'cats': skipped two\\nlines.png: bad\\nbytes", level="warning")]
+    assert events == [
+        Notice("dataset 'cats': skipped two\\nlines.png: bad\\nbytes", level="warning")
+    ]
     with pytest.raises(DataError) as caught:
         ledger.check("cats", 1, 0.0)
     assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from forked import holds_in_a_fork
+from fork_process import is_true_in_fork
 
 from gracetune.data.gather import FAILED, LIBRARY, SOURCE, Gather, MissingGather, find_gather
 from gracetune.data.source import FileRange
@@ -126,7 +126,7 @@ def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -
                 FAILED,
             ]
 
-    assert holds_in_a_fork(all_odd)
+    assert is_true_in_fork(all_odd)
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None:

@@ -25,24 +25,24 @@ def samples(count, prefix="s"):
 
 
 @pytest.fixture
-def build(tiny_run, told):
+def build(tiny_run, recorder):
     def make(**sections):
         run = tiny_run(**sections)
         folder = Path(run.output_dir)
         folder.mkdir(exist_ok=True)
-        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        return DataPipeline(run, load(run.model), transfer, folder, told)
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), recorder)
+        return DataPipeline(run, load(run.model), transfer, folder, recorder)
 
     return make
 
 
-def test_a_batch_size_that_no_bucket_can_fill_is_reported(build, told):
+def test_a_batch_size_that_no_bucket_can_fill_is_reported(build, recorder):
     build(train={"batch_size": 100})
-    (text,) = [text for text in told.texts() if text.startswith("train.batch_size is 100")]
+    (text,) = [text for text in recorder.texts() if text.startswith("train.batch_size is 100")]
     assert text.endswith("no bucket has more than 64 samples in an epoch, so batches are smaller")
-    told.events.clear()
+    recorder.events.clear()
     build(train={"batch_size": 64})
-    assert not [text for text in told.texts() if text.startswith("train.batch_size")]
+    assert not [text for text in recorder.texts() if text.startswith("train.batch_size")]
 
 
 def test_batches_hold_the_latents_and_texts_of_their_own_samples(build):
@@ -57,9 +57,9 @@ def test_batches_hold_the_latents_and_texts_of_their_own_samples(build):
         assert torch.equal(batch.text["tokens"][index], alone.text["tokens"][0])
 
 
-def test_the_bucket_report_is_emitted_and_written(build, told, tmp_path):
+def test_the_bucket_report_is_emitted_and_written(build, recorder, tmp_path):
     build()
-    assert any("24x24" in text for text in told.texts())
+    assert any("24x24" in text for text in recorder.texts())
     assert (tmp_path / "run" / "buckets-0.json").exists()
 
 
@@ -91,14 +91,14 @@ def test_the_split_is_the_same_in_any_order():
     assert first == second
 
 
-def test_a_cache_folder_is_found_by_the_next_run(build, told, tmp_path):
+def test_a_cache_folder_is_found_by_the_next_run(build, recorder, tmp_path):
     cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
     build(cache_config=cache)
-    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    stages = {event.stage for event in recorder.events if type(event).__name__ == "StageProgress"}
     assert "encoding latents" in stages
-    told.events.clear()
+    recorder.events.clear()
     build(cache_config=cache)
-    stages = {event.stage for event in told.events if type(event).__name__ == "StageProgress"}
+    stages = {event.stage for event in recorder.events if type(event).__name__ == "StageProgress"}
     assert "encoding latents" not in stages
     assert "encoding captions" not in stages
 
@@ -218,7 +218,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def build_dataset(folder, told, tmp_path):
+def build_dataset(folder, recorder, tmp_path):
     """Return a function from dataset settings to the run, the family and the pipeline."""
 
     def make(**settings):
@@ -234,8 +234,8 @@ def build_dataset(folder, told, tmp_path):
         output.mkdir(exist_ok=True)
         run = RunFile.model_validate({"output_dir": str(output), "datasets": [dataset], "seed": 3})
         family = load(run.model)
-        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), told)
-        return run, family, DataPipeline(run, family, transfer, Path(output), told)
+        transfer = build_batch_transfer(run.gh200_optimizations, torch.device("cpu"), recorder)
+        return run, family, DataPipeline(run, family, transfer, Path(output), recorder)
 
     return make
 
@@ -288,9 +288,9 @@ def test_the_weight_of_a_dataset_scales_its_epoch(build_dataset):
     assert pipeline.order.samples_per_epoch == 18
 
 
-def test_the_decoders_are_reported(build_dataset, told):
+def test_the_decoders_are_reported(build_dataset, recorder):
     build_dataset()
-    assert choose_decoders().description in told.texts()
+    assert choose_decoders().description in recorder.texts()
 
 
 @pytest.mark.parametrize(

@@ -61,21 +61,21 @@ class FakeDeviceTransfer:
 
 
 @pytest.fixture
-def stream(tiny_run, told, tmp_path):
+def stream(tiny_run, recorder, tmp_path):
     def build(transfer, **sections):
-        run = tiny_run(output_dir=str(tmp_path / f"{len(told.events)}"), **sections)
+        run = tiny_run(output_dir=str(tmp_path / f"{len(recorder.events)}"), **sections)
         Path(run.output_dir).mkdir()
-        pipeline = DataPipeline(run, load(run.model), transfer, Path(run.output_dir), told)
+        pipeline = DataPipeline(run, load(run.model), transfer, Path(run.output_dir), recorder)
         return BatchStream(pipeline, 0, 1, 0)
 
     return build
 
 
 @pytest.mark.parametrize("depth", ["auto", 1, 5])
-def test_prefetched_batches_equal_those_that_are_loaded_inline(stream, tiny_run, told, depth):
+def test_prefetched_batches_equal_those_that_are_loaded_inline(stream, tiny_run, recorder, depth):
     transfer = FakeDeviceTransfer()
     prefetched = stream(transfer, cache_config={"prefetch_depth": depth})
-    inline = stream(build_batch_transfer(tiny_run().gh200_optimizations, CPU, told))
+    inline = stream(build_batch_transfer(tiny_run().gh200_optimizations, CPU, recorder))
     for one, other in zip(prefetched.take(20), inline.take(20), strict=True):
         assert torch.equal(one.latents, other.latents)
         assert all(torch.equal(one.text[name], other.text[name]) for name in other.text)
@@ -91,12 +91,12 @@ def test_prefetched_batches_equal_those_that_are_loaded_inline(stream, tiny_run,
     assert "gracetune-prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_texts_within_the_device_budget_stay_there(stream, told):
+def test_texts_within_the_device_budget_stay_there(stream, recorder):
     prefetched = stream(FakeDeviceTransfer())
     list(prefetched.take(3))
     assert prefetched.statistics(3).hot >= 3 * 4
     prefetched.close()
-    (text,) = [one for one in told.texts() if "stay on the device" in one]
+    (text,) = [one for one in recorder.texts() if "stay on the device" in one]
     assert "within 1.0 MiB" in text
     kept, _, total = text.split()[:3]
     assert kept == total != "0"
@@ -105,12 +105,12 @@ def test_texts_within_the_device_budget_stay_there(stream, told):
     list(prefetched.take(3))
     assert prefetched.statistics(3).hot == 0
     prefetched.close()
-    assert any(text.startswith(f"0 of {total} texts stay") for text in told.texts()), (
+    assert any(text.startswith(f"0 of {total} texts stay") for text in recorder.texts()), (
         "not even the empty caption, which takes no memory"
     )
 
 
-def test_an_entry_that_disappears_ends_the_run_with_a_hint(stream, tmp_path, told):
+def test_an_entry_that_disappears_ends_the_run_with_a_hint(stream, tmp_path, recorder):
     cache = {"vae_cache_type": "disk", "cache_dir": str(tmp_path / "cache")}
     one = stream(FakeDeviceTransfer(), cache_config=cache)
     one.close()

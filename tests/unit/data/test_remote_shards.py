@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from made_sources import FILES, JPEG, image_table, write_parquet, write_tar
+from source_files import FILES, JPEG, image_table, write_parquet, write_tar
 
 from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
 from gracetune.data.dataset import open_address

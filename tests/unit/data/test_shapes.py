@@ -142,11 +142,11 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
 
 def test_other_settings_make_it_anew_and_say_so(tmp_path: Path) -> None:
     first = _open(tmp_path / "x")
-    told: list[Event] = []
-    second = ShapesSource(tmp_path / "x", ShapesSection(copies=2, seed=1), told.append)
+    events: list[Event] = []
+    second = ShapesSource(tmp_path / "x", ShapesSection(copies=2, seed=1), events.append)
     assert len(second.keys()) == 2 * len(first.keys())
-    assert [type(event) for event in told] == [Notice]
-    assert "recreating the shapes" in str(told[0])
+    assert [type(event) for event in events] == [Notice]
+    assert "recreating the shapes" in str(events[0])
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

@@ -54,9 +54,13 @@ class CountingSource:
 def _stage(
     source: CountingSource | FolderSource, events: list[Event] | None = None, **section: object
 ) -> StagedSource:
-    told: list[Event] = [] if events is None else events
+    emitted: list[Event] = [] if events is None else events
     return StagedSource.stage(
-        source, source.keys(), InMemorySection.model_validate(section), told.append, "datasets[3]"
+        source,
+        source.keys(),
+        InMemorySection.model_validate(section),
+        emitted.append,
+        "datasets[3]",
     )
 
 
@@ -168,9 +172,9 @@ def test_an_unreadable_file_is_kept_as_unreadable(compression: str) -> None:
 def test_progress_ends_at_the_total() -> None:
     events: list[Event] = []
     _stage(CountingSource({f"{number}": b"" for number in range(50)}), events)
-    told = [event for event in events if isinstance(event, StageProgress)]
-    assert (told[-1].stage, told[-1].done, told[-1].total) == ("staging", 50, 50)
-    assert len(told) < 10
+    emitted = [event for event in events if isinstance(event, StageProgress)]
+    assert (emitted[-1].stage, emitted[-1].done, emitted[-1].total) == ("staging", 50, 50)
+    assert len(emitted) < 10
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])

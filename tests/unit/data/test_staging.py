@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from forked import hidden_from_others, holds_in_a_fork
-from made_sources import FILES, write_folder, write_tar
+from fork_process import is_true_in_fork, undumpable_process
+from source_files import FILES, write_folder, write_tar
 
 from gracetune.config.schema import InMemorySection
 from gracetune.data import staging
@@ -52,10 +52,10 @@ def find(request: pytest.FixtureRequest) -> Find:
 def _stage(
     source: Source, events: list[Event] | None = None, find: Find = find_gather, **section: object
 ) -> StagedSource:
-    told: list[Event] = [] if events is None else events
+    emitted: list[Event] = [] if events is None else events
     settings = InMemorySection.model_validate({"compression": "none", **section})
     return StagedSource.stage(
-        source, source.keys(), settings, told.append, "datasets[0]", find=find
+        source, source.keys(), settings, emitted.append, "datasets[0]", find=find
     )
 
 
@@ -105,7 +105,7 @@ def test_a_file_without_permission_is_named_and_the_rest_is_staged(find: Find) -
         root = write_folder(Path(name), {"a": b"mine", "b": b"secret", "c": BIG})
         for path, mode in ((root, 0o755), (root / "a", 0o644), (root / "b", 0), (root / "c", 0)):
             path.chmod(mode)
-        assert holds_in_a_fork(lambda: _only_a_is_readable(root, find), as_nobody=True)
+        assert is_true_in_fork(lambda: _only_a_is_readable(root, find), as_nobody=True)
 
 
 def _only_a_is_readable(root: Path, find: Find) -> bool:
@@ -210,7 +210,7 @@ def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("data", [b"small" * 100, BIG], ids=["small", "large"])
 def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path, find: Find, data: bytes) -> None:
     source = FolderSource(write_folder(tmp_path, {f"{n:03d}": data for n in range(200)}))
-    assert holds_in_a_fork(lambda: _names_the_limit(source, find))
+    assert is_true_in_fork(lambda: _names_the_limit(source, find))
 
 
 def _names_the_limit(source: Source, find: Find) -> bool:
@@ -297,11 +297,12 @@ def private():
 
 source = FolderSource(sys.argv[1])
 before = private()
-told = []
-staged = StagedSource.stage(source, source.keys(), InMemorySection(compression="none"), told.append,
+events = []
+staged = StagedSource.stage(source, source.keys(), InMemorySection(compression="none"),
+                             events.append,
                             meet_in=Path(sys.argv[2]))
 total = sum(map(sum, (staged.view(key)[::4096] for key in staged.keys())))
-texts = [event.text for event in told if type(event).__name__ == "Notice"]
+texts = [event.text for event in events if type(event).__name__ == "Notice"]
 print(private() - before, total, staged.resident_nbytes, "|".join(texts), sep="\\t", flush=True)
 signal.pause()
 """
@@ -362,22 +363,22 @@ def test_an_edit_that_keeps_the_length_is_not_shared(tmp_path: Path) -> None:
         try:
             assert holder.stdout is not None
             holder.stdout.readline()
-            told: list[Event] = []
-            assert _meet_plainly(folder, tmp_path / "meet", told).read("a") == b"one"
-            assert "sharing" in str(told[-1])
+            events: list[Event] = []
+            assert _meet_plainly(folder, tmp_path / "meet", events).read("a") == b"one"
+            assert "sharing" in str(events[-1])
             status = (folder / "a").stat()
             (folder / "a").write_bytes(b"two")
             os.utime(folder / "a", ns=(status.st_atime_ns, status.st_mtime_ns))
-            assert _meet_plainly(folder, tmp_path / "meet", told).read("a") == b"two"
-            assert "staged 2 files" in str(told[-1])
+            assert _meet_plainly(folder, tmp_path / "meet", events).read("a") == b"two"
+            assert "staged 2 files" in str(events[-1])
         finally:
             holder.kill()
 
 
-def _meet_plainly(folder: Path, meet_in: Path, told: list[Event]) -> StagedSource:
+def _meet_plainly(folder: Path, meet_in: Path, recorder: list[Event]) -> StagedSource:
     source = FolderSource(folder)
     section = InMemorySection(compression="none")
-    return StagedSource.stage(source, source.keys(), section, told.append, meet_in=meet_in)
+    return StagedSource.stage(source, source.keys(), section, recorder.append, meet_in=meet_in)
 
 
 def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
@@ -390,23 +391,23 @@ def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
         held = _meet(folder, root / "meet")
         for path in (root / "meet").iterdir():
             path.chmod(0o777)
-        with hidden_from_others():
+        with undumpable_process():
             claim = partial(_says_it_holds_a_copy, folder, root / "meet")
-            assert holds_in_a_fork(claim, as_nobody=True)
+            assert is_true_in_fork(claim, as_nobody=True)
         assert held.read("a") == b"one"
 
 
 def _says_it_holds_a_copy(folder: Path, meet_in: Path) -> bool:
-    told: list[Event] = []
-    staged = _meet(folder, meet_in, told)
-    notices = [event for event in told if isinstance(event, Notice)]
+    events: list[Event] = []
+    staged = _meet(folder, meet_in, events)
+    notices = [event for event in events if isinstance(event, Notice)]
     warned = [notice for notice in notices if notice.fallback and "its own copy" in notice.text]
     return staged.read("a") == b"one" and len(warned) == 1
 
 
-def _meet(folder: Path, meet_in: Path, told: list[Event] | None = None) -> StagedSource:
+def _meet(folder: Path, meet_in: Path, recorder: list[Event] | None = None) -> StagedSource:
     source = FolderSource(folder)
-    emit = ([] if told is None else told).append
+    emit = ([] if recorder is None else recorder).append
     return StagedSource.stage(source, source.keys(), InMemorySection(), emit, meet_in=meet_in)
 
 

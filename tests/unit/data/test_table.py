@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
-from made_sources import JPEG, PNG, image_table, save_to_disk, write_parquet
+from source_files import JPEG, PNG, image_table, save_to_disk, write_parquet
 
 from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
 from gracetune.data.staging import StagedSource

@@ -6,7 +6,7 @@ import tarfile
 from typing import TYPE_CHECKING
 
 import pytest
-from made_sources import FILES, write_tar
+from source_files import FILES, write_tar
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.dataset import CorruptionLog, open_dataset
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _open(address: Path | str, told: list[Event] | None = None) -> TarSource:
-    emit = ([] if told is None else told).append
+def _open(address: Path | str, recorder: list[Event] | None = None) -> TarSource:
+    emit = ([] if recorder is None else recorder).append
     return open_tar(DatasetSection(instance_data_dir=str(address)), "datasets[2]", emit)
 
 
@@ -51,9 +51,9 @@ def test_what_is_no_sample_is_left_out_aloud(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "a.jpg"
             archive.addfile(member)
-    told: list[Event] = []
-    assert list(_open(tmp_path / "x.tar", told).keys()) == ["a.jpg"]
-    (notice,) = told
+    events: list[Event] = []
+    assert list(_open(tmp_path / "x.tar", events).keys()) == ["a.jpg"]
+    (notice,) = events
     assert isinstance(notice, Notice)
     assert "skipped 4 members that are links, sparse or hidden files" in notice.text
     assert notice.level == "warning"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from forked import holds_in_a_fork
+from fork_process import is_true_in_fork
 from safetensors.torch import load_file, save_file
 
 from gracetune.hosts.ai_toolkit.config_blocks import split_config
@@ -70,7 +70,7 @@ def test_a_worker_maps_what_another_rank_loaded_and_stores_nothing(tmp_path, fil
         read = second.load(files[1], load_file)["latent"].tolist() == [1] * 4
         return mapped and read and second.memory.nbytes == 0
 
-    assert holds_in_a_fork(works)
+    assert is_true_in_fork(works)
 
 
 def test_files_beyond_the_budget_are_reported(tmp_path, files):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from forked import hidden_from_others, holds_in_a_fork
+from fork_process import is_true_in_fork, undumpable_process
 
 from gracetune.memory.shared_arena import (
     Arena,
@@ -239,7 +239,7 @@ def test_another_process_attaches_by_handle() -> None:
 
 def test_a_fork_inherits_the_arena() -> None:
     arena, (address,) = filled_arena(b"inherited")
-    assert holds_in_a_fork(lambda: arena.view(address, 9) == b"inherited")
+    assert is_true_in_fork(lambda: arena.view(address, 9) == b"inherited")
 
 
 def test_a_handle_with_a_reused_descriptor_is_refused() -> None:
@@ -467,6 +467,6 @@ def test_an_arena_without_permission_is_reported_and_built_again() -> None:
             shared = share_arena(folder, "a", lambda: build_arena(b"y"), must_not_wait)
             return shared.is_owner and "Permission denied" in str(shared.attach_error)
 
-        with hidden_from_others():
-            assert holds_in_a_fork(asks, as_nobody=True)
+        with undumpable_process():
+            assert is_true_in_fork(asks, as_nobody=True)
         assert held.is_owner

@@ -20,7 +20,7 @@ MODES = ["keep", "recompute", "offload", "inputs", "inside"]
 class MixedModel:
     """A copy of a model in which every block has its own mode; called like the model."""
 
-    def __init__(self, model, modes, streamed, told, copy_engine=None, **settings):
+    def __init__(self, model, modes, streamed, recorder, copy_engine=None, **settings):
         self.model = copy.deepcopy(model)
         self.modes = modes
         copy_engine = copy_engine or SynchronousCopyEngine()
@@ -29,7 +29,7 @@ class MixedModel:
         if streamed:
             streamed_blocks = [blocks[k] for k in streamed]
             self.ring = stream_weights(
-                self.model, streamed_blocks, copy_engine, told, 2, poison=True
+                self.model, streamed_blocks, copy_engine, recorder, 2, poison=True
             )
         self.offload = None
         by_mode = {
@@ -42,7 +42,7 @@ class MixedModel:
                 by_mode["offload"],
                 copy_engine,
                 self.ring,
-                told,
+                recorder,
                 MIN_NBYTES,
                 checkpointed_blocks=by_mode["inside"],
                 other_blocks=by_mode["keep"] + by_mode["recompute"] + by_mode["inputs"],
@@ -74,7 +74,7 @@ class MixedModel:
         return model.outside(x)
 
 
-def offloaded(model, told, block_indices=None, copy_engine=None, **settings):
+def offloaded(model, recorder, block_indices=None, copy_engine=None, **settings):
     """Return a copy of a model, and the offload of some of its blocks."""
     twin = copy.deepcopy(model)
     blocks = list(twin.blocks)
@@ -83,7 +83,7 @@ def offloaded(model, told, block_indices=None, copy_engine=None, **settings):
         chosen,
         copy_engine or SynchronousCopyEngine(),
         None,
-        told,
+        recorder,
         MIN_NBYTES,
         other_blocks=[block for block in blocks if block not in chosen],
         settings=OffloadSettings(**({"poison": True} | settings)),

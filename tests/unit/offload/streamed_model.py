@@ -117,14 +117,14 @@ def build_model(num_blocks=6, checkpointing="keep", seed=0):
     return model
 
 
-def streamed(model, told, block_indices=None, slots=3, copy_engine=None, poison=True):
+def streamed(model, recorder, block_indices=None, slots=3, copy_engine=None, poison=True):
     """Return a copy of the model and a ring that streams some of its blocks."""
     twin = copy.deepcopy(model)
     blocks = list(twin.blocks)
     if block_indices is not None:
         blocks = [blocks[k] for k in block_indices]
     copy_engine = copy_engine or SynchronousCopyEngine()
-    return twin, stream_weights(twin, blocks, copy_engine, told, slots, poison)
+    return twin, stream_weights(twin, blocks, copy_engine, recorder, slots, poison)
 
 
 def step(model, seed, order=None, micro_batches=1):

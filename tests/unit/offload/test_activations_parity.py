@@ -18,29 +18,29 @@ KINDS = list(itertools.product(MODES, [False, True]))
 """(mode of a block's activations, True if its weights are streamed)."""
 
 
-def build_mixed(model, kinds, told, **settings):
+def build_mixed(model, kinds, recorder, **settings):
     streamed = [k for k, (_, streams) in enumerate(kinds) if streams]
-    return MixedModel(model, [mode for mode, _ in kinds], streamed, told, **settings)
+    return MixedModel(model, [mode for mode, _ in kinds], streamed, recorder, **settings)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{'ring' * kind[1]}")
-def test_every_mode_works_next_to_every_other(kind, told):
+def test_every_mode_works_next_to_every_other(kind, recorder):
     model = build_model(num_blocks=3)
     references = [step(model, seed, micro_batches=2) for seed in range(2)]
     for other in KINDS:
-        twin = build_mixed(model, [kind, other, kind], told).model
+        twin = build_mixed(model, [kind, other, kind], recorder).model
         for seed, reference in enumerate(references):
             assert_same(step(twin, seed, micro_batches=2), reference)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_mixes_orders_and_prefetch_distances(seed, told):
+def test_random_mixes_orders_and_prefetch_distances(seed, recorder):
     rng = random.Random(seed)
     for trial in range(4):
         count = rng.randint(1, 7)
         model = build_model(count, seed=trial)
         kinds = [rng.choice(KINDS) for _ in range(count)]
-        twin = build_mixed(model, kinds, told, prefetch_blocks=rng.randint(1, 4)).model
+        twin = build_mixed(model, kinds, recorder, prefetch_blocks=rng.randint(1, 4)).model
         for repetition in range(4):
             order = [rng.randrange(count) for _ in range(rng.randint(1, 9))]
             order = rng.choice([None, order])
@@ -50,10 +50,10 @@ def test_random_mixes_orders_and_prefetch_distances(seed, told):
 
 @pytest.mark.parametrize("checkpointing", ["keep", "reentrant", "checkpoint", "pairs"])
 @pytest.mark.parametrize("block_indices", [None, [0, 2, 4], [1, 2, 5]])
-def test_offloaded_blocks_inside_other_checkpoints(checkpointing, block_indices, told):
+def test_offloaded_blocks_inside_other_checkpoints(checkpointing, block_indices, recorder):
     """A checkpoint around an offloaded block has nothing to recompute, and does no harm."""
     model = build_model(checkpointing=checkpointing)
-    twin, offload = offloaded(model, told, block_indices)
+    twin, offload = offloaded(model, recorder, block_indices)
     for seed in range(3):
         assert_same(step(twin, seed, micro_batches=2), step(model, seed, micro_batches=2))
     assert (offload.counters().sent == 0) == (checkpointing == "reentrant"), (
@@ -61,9 +61,9 @@ def test_offloaded_blocks_inside_other_checkpoints(checkpointing, block_indices,
     )
 
 
-def test_a_retained_graph_can_be_used_twice(told):
+def test_a_retained_graph_can_be_used_twice(recorder):
     model = build_model()
-    twin, offload = offloaded(model, told)
+    twin, offload = offloaded(model, recorder)
     results = []
     for each in (model, twin):
         each.zero_grad(set_to_none=True)
@@ -78,9 +78,9 @@ def test_a_retained_graph_can_be_used_twice(told):
     assert counters.fetched_nbytes > counters.sent_nbytes, "it was fetched twice"
 
 
-def test_second_order_gradients_are_equal(told):
+def test_second_order_gradients_are_equal(recorder):
     model = build_model(num_blocks=3)
-    twin, offload = offloaded(model, told)
+    twin, offload = offloaded(model, recorder)
     results = []
     for each in (model, twin):
         torch.manual_seed(0)
@@ -93,9 +93,9 @@ def test_second_order_gradients_are_equal(told):
     assert offload.counters().fetched_nbytes > 0
 
 
-def test_gradients_of_some_parameters_only(told):
+def test_gradients_of_some_parameters_only(recorder):
     model = build_model()
-    twin, _ = offloaded(model, told)
+    twin, _ = offloaded(model, recorder)
     for seed in range(2):
         grads = []
         for each in (model, twin):
@@ -106,9 +106,9 @@ def test_gradients_of_some_parameters_only(told):
     assert_same(step(twin, 2), step(model, 2))
 
 
-def test_sampling_offloads_nothing_and_changes_nothing(told):
+def test_sampling_offloads_nothing_and_changes_nothing(recorder):
     model = build_model()
-    twin, offload = offloaded(model, told)
+    twin, offload = offloaded(model, recorder)
     x = torch.randn(1, 5, 4)
     for seed in range(2):
         assert_same(step(twin, seed), step(model, seed))
@@ -131,7 +131,7 @@ def test_sampling_offloads_nothing_and_changes_nothing(told):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offload_is_exact_with_peft_and_dropout(streams, dtype, told):
+def test_offload_is_exact_with_peft_and_dropout(streams, dtype, recorder):
     model = build_model()
     model.requires_grad_(False)
     targets = ["up", "down", "tied"]
@@ -140,7 +140,7 @@ def test_offload_is_exact_with_peft_and_dropout(streams, dtype, told):
     )
     if dtype is torch.bfloat16:
         model.to(dtype)
-    twin = build_mixed(model, [("offload", streams)] * 6, told).model
+    twin = build_mixed(model, [("offload", streams)] * 6, recorder).model
     for seed in range(2):
         results = []
         for each in (twin, model):
@@ -153,9 +153,9 @@ def test_offload_is_exact_with_peft_and_dropout(streams, dtype, told):
         assert_same(*results)
 
 
-def test_offload_is_exact_under_autocast(told):
+def test_offload_is_exact_under_autocast(recorder):
     model = build_model()
-    twin, _ = offloaded(model, told)
+    twin, _ = offloaded(model, recorder)
     for seed in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step(twin, seed), step(model, seed))
@@ -163,7 +163,7 @@ def test_offload_is_exact_under_autocast(told):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised inside the compiler
 @pytest.mark.parametrize("streams", [False, True])
-def test_compiled_blocks_are_compiled_once(streams, told):
+def test_compiled_blocks_are_compiled_once(streams, recorder):
     """Compiled graphs do not depend on the hooks."""
     model = build_model(num_blocks=3)
     graphs = []
@@ -180,13 +180,15 @@ def test_compiled_blocks_are_compiled_once(streams, told):
                 block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
         copy_engine = SynchronousCopyEngine()
         ring = (
-            stream_weights(twin, list(twin.blocks), copy_engine, told, 2, True) if streams else None
+            stream_weights(twin, list(twin.blocks), copy_engine, recorder, 2, True)
+            if streams
+            else None
         )
         offload = offload_activations(
             list(twin.blocks),
             copy_engine,
             ring,
-            told,
+            recorder,
             MIN_NBYTES,
             settings=OffloadSettings(poison=True),
         )
@@ -201,9 +203,9 @@ def test_compiled_blocks_are_compiled_once(streams, told):
         torch._dynamo.reset()
 
 
-def test_training_with_offload_gives_the_same_weights(told):
+def test_training_with_offload_gives_the_same_weights(recorder):
     model = build_model()
-    twin, offload = offloaded(model, told)
+    twin, offload = offloaded(model, recorder)
     for each in (model, twin):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
         for seed in range(5):

@@ -18,7 +18,7 @@ from gracetune.offload.offloaded_tensors import BlockCall, OffloadCopies, Offloa
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_are_exact_however_late_copies_are_executed(seed, late, told):
+def test_steps_are_exact_however_late_copies_are_executed(seed, late, recorder):
     rng = random.Random(seed)
     overtaken = 0
     for trial in range(2):
@@ -28,7 +28,7 @@ def test_steps_are_exact_however_late_copies_are_executed(seed, late, told):
         streamed = [k for k in range(count) if rng.random() < 0.5]
         copy_engine = RandomDelayEngine(rng, late)
         twin = MixedModel(
-            model, modes, streamed, told, copy_engine, prefetch_blocks=rng.randint(1, 3)
+            model, modes, streamed, recorder, copy_engine, prefetch_blocks=rng.randint(1, 3)
         ).model
         for repetition in range(4):
             order = None
@@ -41,11 +41,11 @@ def test_steps_are_exact_however_late_copies_are_executed(seed, late, told):
     assert overtaken or late == 0, "the test needs late copies"
 
 
-def test_discarded_graphs_and_failing_forwards_with_slow_copies(told):
+def test_discarded_graphs_and_failing_forwards_with_slow_copies(recorder):
     rng = random.Random(0)
     model = build_model()
     copy_engine = RandomDelayEngine(rng, late=0.9)
-    twin, _ = offloaded(model, told, copy_engine=copy_engine, prefetch_blocks=2)
+    twin, _ = offloaded(model, recorder, copy_engine=copy_engine, prefetch_blocks=2)
 
     def fail(module, args, output):
         raise ArithmeticError("raised by user code")
@@ -72,7 +72,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_these_tests_detect_a_missing_wait(breakage, told, monkeypatch):
+def test_these_tests_detect_a_missing_wait(breakage, recorder, monkeypatch):
     owner, method, pending_copy = BREAKAGES[breakage]
     original = getattr(owner, method)
 
@@ -81,10 +81,10 @@ def test_these_tests_detect_a_missing_wait(breakage, told, monkeypatch):
         return original(self)
 
     monkeypatch.setattr(owner, method, broken)
-    assert count_errors(told) > 0
+    assert count_errors(recorder) > 0
 
 
-def test_these_tests_detect_host_memory_that_is_reused_too_early(told, monkeypatch):
+def test_these_tests_detect_host_memory_that_is_reused_too_early(recorder, monkeypatch):
     """A graph may be discarded while a copy still writes; reclaiming must wait for it."""
 
     def broken(self):
@@ -92,14 +92,14 @@ def test_these_tests_detect_host_memory_that_is_reused_too_early(told, monkeypat
             self._pool.put_back(self.released.pop().host)
 
     monkeypatch.setattr(OffloadCopies, "reclaim_host_buffers", broken)
-    assert count_errors(told) > 0
+    assert count_errors(recorder) > 0
 
 
-def count_errors(told):
+def count_errors(recorder):
     """Return the number of memory faults and of steps that differ from the resident step."""
     model = build_model()
     copy_engine = RandomDelayEngine(random.Random(0), late=1.0)
-    twin, _ = offloaded(model, told, copy_engine=copy_engine)
+    twin, _ = offloaded(model, recorder, copy_engine=copy_engine)
     wrong = 0
     for seed in range(4):
         loss = twin(torch.ones(2, 5, 4)).square().mean()
@@ -113,8 +113,8 @@ def count_errors(told):
     return len(copy_engine.faults) + wrong
 
 
-def test_the_same_steps_have_no_errors_with_all_waits(told):
-    assert count_errors(told) == 0
+def test_the_same_steps_have_no_errors_with_all_waits(recorder):
+    assert count_errors(recorder) == 0
 
 
 class WatchingEngine(SynchronousCopyEngine):
@@ -137,10 +137,13 @@ class WatchingEngine(SynchronousCopyEngine):
 
 
 @pytest.mark.parametrize("prefetch_blocks", [1, 2])
-def test_device_memory_is_limited_to_outgoing_and_prefetched_blocks(prefetch_blocks, told):
+def test_device_memory_is_limited_to_outgoing_and_prefetched_blocks(prefetch_blocks, recorder):
     copy_engine = WatchingEngine()
     twin, offload = offloaded(
-        build_model(num_blocks=8), told, copy_engine=copy_engine, prefetch_blocks=prefetch_blocks
+        build_model(num_blocks=8),
+        recorder,
+        copy_engine=copy_engine,
+        prefetch_blocks=prefetch_blocks,
     )
     forward, backward = [], []
     for block in twin.blocks:
@@ -160,15 +163,17 @@ def test_device_memory_is_limited_to_outgoing_and_prefetched_blocks(prefetch_blo
 
 @pytest.mark.parametrize("recomputed_by", ["policy", "checkpoint"])
 @pytest.mark.parametrize("named", [True, False])
-def test_device_memory_of_offloaded_inputs_is_freed(recomputed_by, named, told):
+def test_device_memory_of_offloaded_inputs_is_freed(recomputed_by, named, recorder):
     """Nothing that recomputes a block may keep its inputs alive in another way."""
     model, copy_engine = build_model(num_blocks=8), WatchingEngine()
     blocks = list(model.blocks)
     if recomputed_by == "policy":
         wrap_blocks(blocks, ["recompute"] * 8, None)
-        offload = offload_activations(blocks, copy_engine, None, told, MIN_NBYTES)
+        offload = offload_activations(blocks, copy_engine, None, recorder, MIN_NBYTES)
     else:
-        offload = offload_activations([], copy_engine, None, told, MIN_NBYTES, other_blocks=blocks)
+        offload = offload_activations(
+            [], copy_engine, None, recorder, MIN_NBYTES, other_blocks=blocks
+        )
     x = torch.randn(2, 5, 12, requires_grad=True) * 1
     input_nbytes, alive = x.numel() * x.element_size(), []
     for block in blocks:
@@ -183,10 +188,10 @@ def test_device_memory_of_offloaded_inputs_is_freed(recomputed_by, named, told):
     assert offload.counters().fetched_nbytes == (8 - MAX_OUTGOING_CALLS) * input_nbytes
 
 
-def test_other_blocks_show_how_far_a_pass_has_come(told):
+def test_other_blocks_show_how_far_a_pass_has_come(recorder):
     """Otherwise the last offloaded blocks would stay on the device until backward."""
     copy_engine = WatchingEngine()
-    twin, offload = offloaded(build_model(num_blocks=8), told, [0, 1, 2], copy_engine)
+    twin, offload = offloaded(build_model(num_blocks=8), recorder, [0, 1, 2], copy_engine)
     forward = []
     twin.blocks[6].register_forward_hook(lambda *_: forward.append(copy_engine.device_nbytes()))
     for seed in range(2):
@@ -196,9 +201,9 @@ def test_other_blocks_show_how_far_a_pass_has_come(told):
     assert offload.counters().fetched_nbytes == offload.counters().sent_nbytes
 
 
-def test_a_block_is_fetched_when_backward_reaches_the_next_one(told):
+def test_a_block_is_fetched_when_backward_reaches_the_next_one(recorder):
     copy_engine = WatchingEngine()
-    twin, _ = offloaded(build_model(num_blocks=6), told, copy_engine=copy_engine)
+    twin, _ = offloaded(build_model(num_blocks=6), recorder, copy_engine=copy_engine)
     fetched = []
     for index, block in enumerate(twin.blocks):
         block.b.register_hook(
@@ -213,10 +218,10 @@ def test_a_block_is_fetched_when_backward_reaches_the_next_one(told):
 
 
 @pytest.mark.parametrize("when", [2, 3])
-def test_an_in_place_change_is_refused_as_autograd_does(when, told):
+def test_an_in_place_change_is_refused_as_autograd_does(when, recorder):
     """In the tensor's own block, or in the next one while it is copied out."""
     model = build_model()
-    twin, _ = offloaded(model, told)
+    twin, _ = offloaded(model, recorder)
     modify_input_of_norm(model, when)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(model, 0)
@@ -229,9 +234,9 @@ def test_an_in_place_change_is_refused_as_autograd_does(when, told):
     assert_same(step(twin, 1), step(build_model(), 1))
 
 
-def test_an_in_place_change_after_the_copy_is_harmless(told):
+def test_an_in_place_change_after_the_copy_is_harmless(recorder):
     model = build_model()
-    twin, _ = offloaded(model, told)
+    twin, _ = offloaded(model, recorder)
     modify_input_of_norm(twin, when=4)
     assert_same(step(twin, 0), step(model, 0))
 

@@ -41,10 +41,10 @@ class FakeStallEngine(SynchronousCopyEngine):
 class AutosizedRing:
     """Slots with an autosizer, and passes of one second of which a given share is stalled."""
 
-    def __init__(self, told, max_slots=8, limit_nbytes=10 * NBYTES, free_slots=100):
+    def __init__(self, recorder, max_slots=8, limit_nbytes=10 * NBYTES, free_slots=100):
         self.engine = FakeStallEngine(free_slots)
         self.slots = SlotPool(self.engine, NBYTES, 3)
-        self.autosizer = RingAutosizer(self.slots, self.engine, max_slots, limit_nbytes, told)
+        self.autosizer = RingAutosizer(self.slots, self.engine, max_slots, limit_nbytes, recorder)
         self.autosizer.training_pass()
 
     def run_window(self, stall_share, windows_queued=0):
@@ -59,32 +59,32 @@ class AutosizedRing:
         return len(self.slots)
 
 
-def test_the_number_of_added_slots_is_extrapolated_from_what_the_first_one_saved(told):
+def test_the_number_of_added_slots_is_extrapolated_from_what_the_first_one_saved(recorder):
     """One slot saves 0.06 of 0.25, so four more should end the stalls. A little is left."""
-    ring = AutosizedRing(told, max_slots=20, limit_nbytes=20 * NBYTES)
+    ring = AutosizedRing(recorder, max_slots=20, limit_nbytes=20 * NBYTES)
     assert [ring.run_window(share) for share in (0.25, 0.19, 0.02, 0.0, 0.0)] == [4, 8, 9, 9, 9]
-    assert [text.partition(";")[0] for text in told.texts()] == [
+    assert [text.partition(";")[0] for text in recorder.texts()] == [
         f"weight ring: {count} slots of 512 B" for count in (4, 8, 9)
     ]
-    assert "waited 25.0% of their time" in told.texts()[0]
+    assert "waited 25.0% of their time" in recorder.texts()[0]
 
 
-def test_slots_that_do_not_help_are_removed_for_good(told):
-    ring = AutosizedRing(told)
+def test_slots_that_do_not_help_are_removed_for_good(recorder):
+    ring = AutosizedRing(recorder)
     assert [ring.run_window(share) for share in (0.2, 0.15, 0.149, 0.5)] == [4, 7, 4, 4]
-    assert "did not help" in told.texts()[-1]
-    assert len(told.texts()) == 3
+    assert "did not help" in recorder.texts()[-1]
+    assert len(recorder.texts()) == 3
 
 
-def test_decisions_wait_until_the_device_has_completed_the_window(told):
+def test_decisions_wait_until_the_device_has_completed_the_window(recorder):
     """Each window has its own stalls, however many passes were queued since."""
-    ring = AutosizedRing(told)
+    ring = AutosizedRing(recorder)
     assert [ring.run_window(share, windows_queued=3) for share in (0.25, 0.19, 0.0)] == [4, 8, 8]
 
 
-def test_a_window_with_a_sampling_pass_is_ignored(told):
+def test_a_window_with_a_sampling_pass_is_ignored(recorder):
     """Validation stalls more, and may run between any two steps."""
-    ring = AutosizedRing(told, max_slots=4)
+    ring = AutosizedRing(recorder, max_slots=4)
     assert [ring.run_window(share) for share in (0.3, 0.2)] == [4, 4]
     ring.engine.windows[-1].stalled_s = 99.0
     for _ in range(RING_WINDOW_PASSES - 1):
@@ -93,32 +93,34 @@ def test_a_window_with_a_sampling_pass_is_ignored(told):
     ring.engine.windows[-1].complete = True
     ring.autosizer.training_pass()
     assert [ring.run_window(share) for share in (0.2, 0.2, 0.3)] == [4, 4, 4]
-    assert not [text for text in told.texts() if "removed" in text]
+    assert not [text for text in recorder.texts() if "removed" in text]
 
 
-def test_negligible_stalls_add_no_slots(told):
-    ring = AutosizedRing(told)
+def test_negligible_stalls_add_no_slots(recorder):
+    ring = AutosizedRing(recorder)
     assert [ring.run_window(0.004) for _ in range(5)] == [3] * 5
     assert ring.run_window(0.1) == 4, "it still watches"
 
 
 @pytest.mark.parametrize(("max_slots", "limit", "reached"), [(5, 10 * NBYTES, 5), (8, NBYTES, 4)])
-def test_slots_are_limited_by_the_number_of_blocks_and_by_memory(told, max_slots, limit, reached):
-    ring = AutosizedRing(told, max_slots, limit)
+def test_slots_are_limited_by_the_number_of_blocks_and_by_memory(
+    recorder, max_slots, limit, reached
+):
+    ring = AutosizedRing(recorder, max_slots, limit)
     for share in (0.4, 0.3, 0.2, 0.1, 0.05):
         ring.run_window(share)
     assert len(ring.slots) == reached
 
 
-def test_running_out_of_memory_ends_the_growth(told):
-    ring = AutosizedRing(told, free_slots=4)
+def test_running_out_of_memory_ends_the_growth(recorder):
+    ring = AutosizedRing(recorder, free_slots=4)
     assert [ring.run_window(share) for share in (0.3, 0.2, 0.1)] == [4, 4, 4]
-    assert "there is no device memory for another" in told.texts()[-1]
-    assert len(told.texts()) == 2
+    assert "there is no device memory for another" in recorder.texts()[-1]
+    assert len(recorder.texts()) == 2
 
 
-def test_added_slots_can_be_released_once(told):
-    ring = AutosizedRing(told)
+def test_added_slots_can_be_released_once(recorder):
+    ring = AutosizedRing(recorder)
     ring.run_window(0.3)
     ring.run_window(0.2)
     assert ring.autosizer.release_extra_slots()
@@ -127,13 +129,13 @@ def test_added_slots_can_be_released_once(told):
     assert ring.run_window(0.5) == 3, "memory was short, so it does not grow again"
 
 
-def test_a_ring_without_autosizing_has_no_extra_slots(told):
-    _, ring = streamed(build_model(), told)
+def test_a_ring_without_autosizing_has_no_extra_slots(recorder):
+    _, ring = streamed(build_model(), recorder)
     assert not ring.release_extra_slots()
 
 
 @pytest.mark.parametrize("engine_class", [SynchronousCopyEngine, LazyCopyEngine])
-def test_gradients_do_not_depend_on_the_number_of_slots(engine_class, told, monkeypatch):
+def test_gradients_do_not_depend_on_the_number_of_slots(engine_class, recorder, monkeypatch):
     """Bit for bit, with poisoned slots, whatever is decided between passes."""
 
     class RandomStallEngine(engine_class):
@@ -145,7 +147,7 @@ def test_gradients_do_not_depend_on_the_number_of_slots(engine_class, told, monk
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     rng = random.Random(1)
     model = build_model(num_blocks=7)
-    twin, ring = streamed(model, told, slots=2, copy_engine=RandomStallEngine())
+    twin, ring = streamed(model, recorder, slots=2, copy_engine=RandomStallEngine())
     sizes = set()
     for seed in range(40):
         if seed % 6 == 0:
@@ -154,14 +156,14 @@ def test_gradients_do_not_depend_on_the_number_of_slots(engine_class, told, monk
         assert_same(step(twin, seed), step(model, seed))
         sizes.add(ring.counters().slots)
     assert len(sizes) >= 3, sizes
-    notices = " ".join(told.texts())
+    notices = " ".join(recorder.texts())
     assert "did not help" in notices
     assert "the added slots were removed" in notices
     counters = ring.counters()
     assert counters.order_mismatches == counters.extra_slots == 0
 
 
-def test_a_ring_with_a_slot_for_every_block_fetches_nothing_more(told, monkeypatch):
+def test_a_ring_with_a_slot_for_every_block_fetches_nothing_more(recorder, monkeypatch):
     class ImprovingEngine(SynchronousCopyEngine):
         """Stalls that shrink with every window."""
 
@@ -173,7 +175,7 @@ def test_a_ring_with_a_slot_for_every_block_fetches_nothing_more(told, monkeypat
 
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     model = build_model(num_blocks=5)
-    twin, ring = streamed(model, told, slots=2, copy_engine=ImprovingEngine())
+    twin, ring = streamed(model, recorder, slots=2, copy_engine=ImprovingEngine())
     ring.enable_autosize(10**9)
     for seed in range(4):
         assert_same(step(twin, seed), step(model, seed))

@@ -16,9 +16,9 @@ MODES = ["keep", "reentrant", "checkpoint", "pairs"]
 
 @pytest.mark.parametrize("checkpointing", MODES)
 @pytest.mark.parametrize("slots", [2, 3, 4, 5, 9])
-def test_steps_are_equal_with_any_number_of_slots(checkpointing, slots, told):
+def test_steps_are_equal_with_any_number_of_slots(checkpointing, slots, recorder):
     model = build_model(checkpointing=checkpointing)
-    twin, ring = streamed(model, told, slots=slots)
+    twin, ring = streamed(model, recorder, slots=slots)
     for seed in range(3):
         assert_same(step(twin, seed, micro_batches=2), step(model, seed, micro_batches=2))
     assert ring.counters().order_mismatches == 0
@@ -26,23 +26,23 @@ def test_steps_are_equal_with_any_number_of_slots(checkpointing, slots, told):
 
 @pytest.mark.parametrize("checkpointing", MODES)
 @pytest.mark.parametrize("block_indices", [[0], [5], [0, 2, 4], [1, 3, 5], [2, 3]])
-def test_steps_are_equal_with_any_subset_of_blocks(checkpointing, block_indices, told):
+def test_steps_are_equal_with_any_subset_of_blocks(checkpointing, block_indices, recorder):
     model = build_model(checkpointing=checkpointing)
-    twin, _ = streamed(model, told, block_indices, slots=2)
+    twin, _ = streamed(model, recorder, block_indices, slots=2)
     for seed in range(3):
         assert_same(step(twin, seed), step(model, seed))
 
 
 @pytest.mark.parametrize("checkpointing", ["keep", "reentrant", "checkpoint"])
-def test_all_blocks_are_prefetched_and_slots_are_reused_at_both_ends(checkpointing, told):
-    twin, ring = streamed(build_model(checkpointing=checkpointing), told, slots=3)
+def test_all_blocks_are_prefetched_and_slots_are_reused_at_both_ends(checkpointing, recorder):
+    twin, ring = streamed(build_model(checkpointing=checkpointing), recorder, slots=3)
     step(twin, 0)
     before = ring.counters()
     for seed in range(4):
         step(twin, seed)
     after = ring.counters()
     assert after.on_demand == before.on_demand == 0
-    assert told.events == []
+    assert recorder.events == []
     # Forward and backward over 6 blocks; at both ends 3 blocks are still in the slots.
     assert after.fetches - before.fetches == 4 * (2 * 6 - 2 * 3)
     assert after.late == 0
@@ -50,9 +50,9 @@ def test_all_blocks_are_prefetched_and_slots_are_reused_at_both_ends(checkpointi
     assert after.extra_slots == 0
 
 
-def test_the_counters_are_consistent(told):
+def test_the_counters_are_consistent(recorder):
     model = build_model()
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     frozen = [p for p in model.blocks[0].parameters() if not p.requires_grad]
     outside = {id(p) for p in model.outside.parameters()}
     nbytes = sum(-(-p.nbytes // 256) * 256 for p in frozen if id(p) not in outside)
@@ -66,9 +66,9 @@ def test_the_counters_are_consistent(told):
 
 
 @pytest.mark.parametrize("checkpointing", ["keep", "checkpoint"])
-def test_sampling_between_steps_changes_nothing(checkpointing, told):
+def test_sampling_between_steps_changes_nothing(checkpointing, recorder):
     model = build_model(checkpointing=checkpointing)
-    twin, ring = streamed(model, told)
+    twin, ring = streamed(model, recorder)
     x = torch.randn(1, 5, 4)
     for seed in range(3):
         assert_same(step(twin, seed), step(model, seed))
@@ -81,19 +81,19 @@ def test_sampling_between_steps_changes_nothing(checkpointing, told):
 
 
 @pytest.mark.parametrize("checkpointing", MODES)
-def test_blocks_may_be_repeated_skipped_or_reordered(checkpointing, told):
+def test_blocks_may_be_repeated_skipped_or_reordered(checkpointing, recorder):
     model = build_model(checkpointing=checkpointing)
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     orders = [None, [0, 1, 0, 1, 2, 3], [5, 3, 1], [2, 2, 2], None, [4], [5, 4, 3, 2, 1, 0], None]
     for seed, order in enumerate(orders):
         assert_same(step(twin, seed, order), step(model, seed, order))
     assert ring.counters().order_mismatches > 0
-    warnings = [text for text in told.texts() if "where earlier passes used" in text]
+    warnings = [text for text in recorder.texts() if "where earlier passes used" in text]
     assert len(warnings) == 1
 
 
 @pytest.mark.parametrize("checkpointing", ["keep", "checkpoint"])
-def test_two_forwards_before_a_backward_and_a_retained_graph(checkpointing, told):
+def test_two_forwards_before_a_backward_and_a_retained_graph(checkpointing, recorder):
     def steps(model):
         generator = torch.Generator().manual_seed(3)
         model.zero_grad(set_to_none=True)
@@ -105,16 +105,16 @@ def test_two_forwards_before_a_backward_and_a_retained_graph(checkpointing, told
         return [loss.detach()], {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
     model = build_model(checkpointing=checkpointing)
-    twin, _ = streamed(model, told, slots=2)
+    twin, _ = streamed(model, recorder, slots=2)
     for _ in range(3):
         assert_same(steps(twin), steps(model))
 
 
 @pytest.mark.parametrize("sampling", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("checkpointing", MODES)
-def test_sampling_between_forward_and_backward_changes_nothing(checkpointing, sampling, told):
+def test_sampling_between_forward_and_backward_changes_nothing(checkpointing, sampling, recorder):
     model = build_model(checkpointing=checkpointing)
-    twin, _ = streamed(model, told, slots=2)
+    twin, _ = streamed(model, recorder, slots=2)
     grads = []
     for each in (model, twin):
         torch.manual_seed(0)
@@ -127,9 +127,9 @@ def test_sampling_between_forward_and_backward_changes_nothing(checkpointing, sa
     assert_same(grads[1], grads[0])
 
 
-def test_calling_blocks_without_the_model_is_right_and_warns(told):
+def test_calling_blocks_without_the_model_is_right_and_warns(recorder):
     model = build_model()
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     results = []
     for each in (model, twin):
         x = torch.ones(2, 5, 12)
@@ -139,7 +139,7 @@ def test_calling_blocks_without_the_model_is_right_and_warns(told):
         results.append(([x.detach()], {n: p.grad for n, p in each.named_parameters()}))
     assert_same(results[1], results[0])
     assert ring.counters().extra_slots > 0
-    assert sum("so a slot was added" in text for text in told.texts()) == 1
+    assert sum("so a slot was added" in text for text in recorder.texts()) == 1
     del x, results
     step(twin, 0)
     assert ring.counters().slots == 2, "the added slots are freed"
@@ -147,7 +147,7 @@ def test_calling_blocks_without_the_model_is_right_and_warns(told):
 
 @pytest.mark.parametrize("checkpointing", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_equal_with_peft_adapters(checkpointing, dtype, told):
+def test_steps_are_equal_with_peft_adapters(checkpointing, dtype, recorder):
     model = build_model(checkpointing=checkpointing)
     model.requires_grad_(False)
     targets = ["up", "down", "tied"]
@@ -155,7 +155,7 @@ def test_steps_are_equal_with_peft_adapters(checkpointing, dtype, told):
     inject_adapter_in_model(config, model)
     if dtype is torch.bfloat16:
         model.to(dtype)
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     assert not any("lora" in w.name for block in ring._block_weights for w in block.weights)
     for seed in range(2):
         results = []
@@ -170,17 +170,17 @@ def test_steps_are_equal_with_peft_adapters(checkpointing, dtype, told):
         assert_same(*results)
 
 
-def test_steps_are_equal_under_autocast(told):
+def test_steps_are_equal_under_autocast(recorder):
     model = build_model(checkpointing="checkpoint")
-    twin, _ = streamed(model, told)
+    twin, _ = streamed(model, recorder)
     for seed in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(step(twin, seed), step(model, seed))
 
 
-def test_training_gives_the_same_weights(told):
+def test_training_gives_the_same_weights(recorder):
     model = build_model(checkpointing="checkpoint")
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     for each in (model, twin):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2)
         for seed in range(5):
@@ -191,7 +191,7 @@ def test_training_gives_the_same_weights(told):
         assert torch.equal(twin.state_dict()[name], value), name
 
 
-def test_weights_keep_their_memory_format(told):
+def test_weights_keep_their_memory_format(recorder):
     class Stack(nn.Module):
         def __init__(self):
             super().__init__()
@@ -212,7 +212,7 @@ def test_weights_keep_their_memory_format(told):
             model.blocks[1].weight.expand(8, 8, 3, 3)[:, :, ::2]
         )  # with gaps
     twin = copy.deepcopy(model)
-    ring = stream_weights(twin, list(twin.blocks), SynchronousCopyEngine(), told)
+    ring = stream_weights(twin, list(twin.blocks), SynchronousCopyEngine(), recorder)
     x = torch.randn(1, 8, 6, 6)
     assert torch.equal(twin(x), model(x))
     assert strides[:3][0] == strides[3:][0] == (72, 1, 24, 8)

@@ -14,7 +14,7 @@ from gracetune.offload.ring import MAX_LEASES, SlotLease, SlotPool, slot_to_refi
 
 @pytest.mark.parametrize("engine_class", [SynchronousCopyEngine, LazyCopyEngine])
 @pytest.mark.parametrize("slots", [2, 3, 4, 5])
-def test_random_models_orders_and_subsets_equal_the_resident_step(engine_class, slots, told):
+def test_random_models_orders_and_subsets_equal_the_resident_step(engine_class, slots, recorder):
     """Copies that are executed immediately and copies that are executed as late as possible."""
     rng = random.Random(slots)
     for trial in range(4):
@@ -22,7 +22,7 @@ def test_random_models_orders_and_subsets_equal_the_resident_step(engine_class, 
         checkpointing = rng.choice(["keep", "reentrant", "checkpoint", "pairs"])
         model = build_model(num_blocks, checkpointing, seed=trial)
         block_indices = sorted(rng.sample(range(num_blocks), rng.randint(1, num_blocks)))
-        twin, _ = streamed(model, told, block_indices, slots, engine_class())
+        twin, _ = streamed(model, recorder, block_indices, slots, engine_class())
         for seed in range(4):
             order = None
             if seed % 2:
@@ -34,30 +34,30 @@ def test_random_models_orders_and_subsets_equal_the_resident_step(engine_class, 
 
 
 @pytest.mark.parametrize("checkpointing", ["keep", "checkpoint"])
-def test_every_gradient_is_right_where_forward_turns_to_backward(checkpointing, told):
+def test_every_gradient_is_right_where_forward_turns_to_backward(checkpointing, recorder):
     """The loss can be right while gradients are wrong: the turn reuses the slot in use."""
     model = build_model(num_blocks=4, checkpointing=checkpointing)
-    twin, _ = streamed(model, told, slots=2)
+    twin, _ = streamed(model, recorder, slots=2)
     references = [step(model, seed) for seed in range(2)]
     for repetition in range(20):
         assert_same(step(twin, repetition % 2), references[repetition % 2])
 
 
-def test_these_tests_detect_a_ring_that_does_not_wait(told):
+def test_these_tests_detect_a_ring_that_does_not_wait(recorder):
     class NoWaitEngine(LazyCopyEngine):
         def copy(self, target, source, poison):
             pending = super().copy(target, source, poison)
             pending.wait = lambda prefetched: None
             return pending
 
-    twin, _ = streamed(build_model(), told, copy_engine=NoWaitEngine())
+    twin, _ = streamed(build_model(), recorder, copy_engine=NoWaitEngine())
     (loss,), _ = step(twin, 0)
     assert torch.isnan(loss)
 
 
-def test_these_tests_detect_a_ring_that_overwrites_held_slots(told, monkeypatch):
+def test_these_tests_detect_a_ring_that_overwrites_held_slots(recorder, monkeypatch):
     model = build_model(checkpointing="pairs")
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     monkeypatch.setattr("gracetune.offload.ring.Slot.held", lambda slot: False)
     with pytest.raises(AssertionError, match=r"loss|blocks"):
         for seed in range(3):
@@ -166,9 +166,9 @@ def test_a_slot_added_in_inference_mode_can_be_used_in_training():
     assert int(slot.memory[:4].sum()) == 4
 
 
-def test_a_failing_block_leaves_the_model_and_the_ring_usable(told):
+def test_a_failing_block_leaves_the_model_and_the_ring_usable(recorder):
     model = build_model()
-    twin, ring = streamed(model, told, slots=2)
+    twin, ring = streamed(model, recorder, slots=2)
     names = dict(twin.named_parameters())
 
     def fail(module, args, output):
@@ -185,8 +185,8 @@ def test_a_failing_block_leaves_the_model_and_the_ring_usable(told):
     assert ring.counters().slots == 2
 
 
-def test_saved_weights_become_references_and_activations_do_not(told):
-    twin, ring = streamed(build_model(), told)
+def test_saved_weights_become_references_and_activations_do_not(recorder):
+    twin, ring = streamed(build_model(), recorder)
     packed = []
 
     class Spy(torch.autograd.graph.saved_tensors_hooks):

@@ -24,7 +24,7 @@ def load_checkpoint(run, kind):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, told, name):
+def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, recorder, name):
     """Resume with the state elsewhere, in both directions, with a batch ramp and clipping."""
     results = []
     for folder, parts in (
@@ -40,9 +40,9 @@ def test_a_run_may_change_where_its_state_lives(tiny_run, tmp_path, told, name):
                 train={"max_train_steps": steps, "checkpoint_every": 2, "max_grad_norm": 0.1},
                 gh200_optimizations=RAMP,
             )
-            told.events.clear()
-            run_training(run, sinks=[told])
-            assert ("the optimizer state is kept in host memory" in told.texts()) == (
+            recorder.events.clear()
+            run_training(run, sinks=[recorder])
+            assert ("the optimizer state is kept in host memory" in recorder.texts()) == (
                 state == "host"
             )
         results.append({**load_checkpoint(run, "weights"), **load_checkpoint(run, "optimizer")})
@@ -81,15 +81,15 @@ def bf16_run(tiny_run, miniature, tmp_path):
     return make
 
 
-def test_full_training_in_bf16_saves_master_weights(bf16_run, told):
+def test_full_training_in_bf16_saves_master_weights(bf16_run, recorder):
     """In one run and in two, the second with its state on the device: results are equal."""
     results = []
     for folder, parts in (("whole", [(4, "host")]), ("parts", [(2, "host"), (4, "device")])):
         for steps, state in parts:
             run = bf16_run(folder, steps, state)
-            run_training(run, sinks=[told])
+            run_training(run, sinks=[recorder])
         results.append((load_checkpoint(run, "weights"), load_checkpoint(run, "optimizer")))
-    assert any("and their gradients stay in bf16" in text for text in told.texts())
+    assert any("and their gradients stay in bf16" in text for text in recorder.texts())
     (weights, state), (other_weights, other_state) = results
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     masters = {key: value for key, value in state.items() if key.endswith("|master")}
@@ -102,13 +102,13 @@ def test_full_training_in_bf16_saves_master_weights(bf16_run, told):
             assert torch.equal(value, second[key]), key
 
 
-def test_a_plan_puts_state_in_host_memory(bf16_run, told):
+def test_a_plan_puts_state_in_host_memory(bf16_run, recorder):
     losses = []
     for plan in ("off", {"device_memory": "8GB", "compile": "never"}):
-        told.events.clear()
-        run_training(bf16_run(str(len(losses)), plan=plan), sinks=[told])
-        losses.append([event.loss for event in told.of(StepDone)])
-    assert any("100% of the optimizer state in host memory" in text for text in told.texts())
+        recorder.events.clear()
+        run_training(bf16_run(str(len(losses)), plan=plan), sinks=[recorder])
+        losses.append([event.loss for event in recorder.of(StepDone)])
+    assert any("100% of the optimizer state in host memory" in text for text in recorder.texts())
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 

@@ -72,14 +72,14 @@ def parts(model):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_all_activation_modes_together_give_the_same_gradients(compiled):
     expected = {expert: gradients(make(), expert) for expert in ("high", "low")}
-    model, told = make(), []
+    model, events = make(), []
     torch._dynamo.reset()
     layout = PlanLayout(
         WAYS, compiled, slots=2, offload=OffloadSettings(poison=True), min_offload_nbytes=1
     )
     mover = SynchronousCopyEngine()
     placed = apply_plan(
-        model, parts(model), layout, mover, told.append, "aot_eager_decomp_partition"
+        model, parts(model), layout, mover, events.append, "aot_eager_decomp_partition"
     )
     for expert in ("high", "low", "low", "high", "high"):
         for ours, theirs in zip(gradients(model, expert), expected[expert], strict=True):
@@ -92,7 +92,7 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
     assert placed.ring.counters().order_mismatches == 0
     assert placed.ring.counters().on_demand <= 6  # an expert's first block, where the other ran
     assert placed.offload.counters().sent_nbytes > 0
-    assert not [notice for notice in told if notice.fallback]
+    assert not [notice for notice in events if notice.fallback]
     placed.close()
     torch._dynamo.reset()
     for ours, theirs in zip(gradients(model, "low"), expected["low"], strict=True):
@@ -105,11 +105,11 @@ def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monke
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     monkeypatch.setattr(autosize, "MIN_STALL_SHARE", 1e-12)
     monkeypatch.setattr(autosize, "RING_REQUIRED_RATIO", 100.0)
-    model, told = make(), []
+    model, events = make(), []
     layout = PlanLayout(
         [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1
     )
-    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), told.append)
+    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), events.append)
     expected = gradients(make(), "low")
     assert not placed.shrink_ring()
     placed.allow_ring_growth(3 * placed.ring.counters().slot_nbytes)

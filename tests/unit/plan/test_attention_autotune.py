@@ -30,7 +30,7 @@ HERE = {"device": "a card", "torch": "2", "diffusers": "0"}
 
 
 @pytest.fixture
-def session(tiny_run, miniature, tmp_path, told):
+def session(tiny_run, miniature, tmp_path, recorder):
     """Of a model with two experts, of which one is trained, in fp32."""
     model = {"family": "wan22", "path": str(miniature("wan22-t2v"))}
     train = {"batch_size": 2, "experts": "low", "timestep_shift": 5.0}
@@ -38,7 +38,9 @@ def session(tiny_run, miniature, tmp_path, told):
     data = run.datasets[0].model_copy(update={"resolution": 32})
     run = run.model_copy(update={"datasets": (data,)})
     (tmp_path / "run").mkdir()
-    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    built = build_session(
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
+    )
     yield built
     built.close()
 
@@ -48,10 +50,10 @@ def backends(trainee):
     return {str(p._attention_backend) for e in experts for p in e.attn_processors.values()}
 
 
-def test_a_run_measures_once_and_reuses_its_choice(session, tmp_path, told):
+def test_a_run_measures_once_and_reuses_its_choice(session, tmp_path, recorder):
     t = session.state
     batches = one_batch_per_bucket(t.run, session.pipeline)
-    assert not [text for text in told.texts() if text.startswith("attention:")], (
+    assert not [text for text in recorder.texts() if text.startswith("attention:")], (
         "a CPU is not asked"
     )
     asked = []
@@ -63,57 +65,61 @@ def test_a_run_measures_once_and_reuses_its_choice(session, tmp_path, told):
 
     before = torch.get_rng_state()
     for _ in range(2):
-        pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, told)
+        pick_attention(
+            t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder
+        )
     assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
     assert backends(t) == {"AttentionBackendName._NATIVE_MATH"}
     ((own, cross),) = asked
     assert (own[0].query, own[0].key, own[1]) == ((2, 4, 2, 12), (2, 512, 2, 12), 2)
     assert (cross[0].query, cross[0].key, cross[1]) == ((2, 4, 2, 12), (2, 4, 2, 12), 2)
-    assert told.texts()[-2:] == [
+    assert recorder.texts()[-2:] == [
         "attention: math, by decree",
         "attention: math (chosen earlier in this run)",
     ]
     elsewhere = HERE | {"device": "another card"}
     pick_attention(
-        t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, elsewhere, choose, told
+        t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, elsewhere, choose, recorder
     )
     assert len(asked) == 2
     assert json.loads((tmp_path / CHOICE_FILE).read_text()) == elsewhere | {"backend": "math"}
 
 
-def test_a_full_device_falls_back_to_sdpa(session, tmp_path, told):
+def test_a_full_device_falls_back_to_sdpa(session, tmp_path, recorder):
     def choose(calls, others):
         raise torch.OutOfMemoryError("full")
 
     t = session.state
     batches = one_batch_per_bucket(t.run, session.pipeline)
-    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, told)
+    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder)
     assert backends(t) == {"AttentionBackendName.NATIVE"}
-    (notice,) = [event for event in told.of(Notice) if event.text.startswith("attention:")]
+    (notice,) = [event for event in recorder.of(Notice) if event.text.startswith("attention:")]
     assert notice.fallback
     assert "no free device memory to measure" in notice.text
     assert not (tmp_path / CHOICE_FILE).exists(), "with room, it is measured"
 
 
-def test_models_without_switchable_attention_are_not_measured(tiny_run, tmp_path, told):
+def test_models_without_switchable_attention_are_not_measured(tiny_run, tmp_path, recorder):
     run = tiny_run()
     (tmp_path / "run").mkdir()
-    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    built = build_session(
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
+    )
 
     def choose(calls, others):
         raise AssertionError("asked for a model that cannot be switched")
 
     t = built.state
-    pick_attention(t.family, t.accelerator, [], tmp_path / CHOICE_FILE, HERE, choose, told)
+    pick_attention(t.family, t.accelerator, [], tmp_path / CHOICE_FILE, HERE, choose, recorder)
     assert not (tmp_path / CHOICE_FILE).exists()
     built.close()
 
 
-def test_calls_of_a_single_transformer_are_recorded(tiny_run, tmp_path, told):
+def test_calls_of_a_single_transformer_are_recorded(tiny_run, tmp_path, recorder):
     run = tiny_run()
     (tmp_path / "run").mkdir()
     session = build_session(
-        run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     t = session.state
     batches = one_batch_per_bucket(t.run, session.pipeline)
@@ -153,7 +159,7 @@ def test_the_notice_names_the_fastest_backend_and_every_time():
 
 
 @pytest.fixture
-def two_buckets(tiny_run, miniature, tmp_path, told):
+def two_buckets(tiny_run, miniature, tmp_path, recorder):
     """Wide pictures and square ones, of which the wide ones are larger."""
     for name, size in (("square", (32, 32)), ("wide", (64, 32))):
         (tmp_path / name).mkdir()
@@ -171,12 +177,14 @@ def two_buckets(tiny_run, miniature, tmp_path, told):
     model = {"family": "flux", "path": str(miniature("flux"))}
     run = tiny_run(model=model, adapter={"rank": 2}, train={"batch_size": 2}, datasets=datasets)
     (tmp_path / "run").mkdir()
-    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    built = build_session(
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
+    )
     yield built
     built.close()
 
 
-def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_path, told):
+def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_path, recorder):
     t, feed = two_buckets.state, two_buckets.pipeline
     sizes = [draw.size for draw in feed.order.one_draw_per_size()]
     assert sizes == [(64, 32), (32, 32)]
@@ -188,7 +196,7 @@ def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_pa
         return "sdpa", "attention: sdpa"
 
     batches = one_batch_per_bucket(t.run, feed)
-    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, told)
+    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder)
     largest, others = seen
     assert {query[0] for query in largest + others} == {2}, "full batches"
     assert len(largest) == len(others) > 0

@@ -16,24 +16,26 @@ from gracetune.units import MIB
 
 
 @pytest.mark.parametrize("free", [REALISTIC_NBYTES, REALISTIC_NBYTES - 1])
-def test_probe_models_are_realistic_if_memory_allows(free, told):
-    make = probe_model_factory("wan22", free, told)
+def test_probe_models_are_realistic_if_memory_allows(free, recorder):
+    make = probe_model_factory("wan22", free, recorder)
     small, large = (make(False, is_realistic).encoded for is_realistic in (False, True))
     if free == REALISTIC_NBYTES:
         assert large == build_probe_model("wan22", False, True).encoded != small
-        assert told.texts() == []
+        assert recorder.texts() == []
     else:
         assert large == small == build_probe_model("wan22", False).encoded
-        assert told.texts() == [
+        assert recorder.texts() == [
             "launch overhead is measured with small tensors, because only 2.0 GiB of device memory "
             "is free; it may be underestimated"
         ]
 
 
-def test_an_unknown_family_is_probed_with_a_proxy_and_a_notice(told):
-    make = probe_model_factory("unheard", REALISTIC_NBYTES, told)
+def test_an_unknown_family_is_probed_with_a_proxy_and_a_notice(recorder):
+    make = probe_model_factory("unheard", REALISTIC_NBYTES, recorder)
     assert make(True, False).encoded == build_probe_model(PROXY_FAMILY, True).encoded
-    assert told.texts() == [f"launch overhead is measured with {PROXY_FAMILY} in place of unheard"]
+    assert recorder.texts() == [
+        f"launch overhead is measured with {PROXY_FAMILY} in place of unheard"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,21 +46,21 @@ def test_an_unknown_family_is_probed_with_a_proxy_and_a_notice(told):
         (2**40, 8192, 2**29),
     ],
 )
-def test_measured_buffers_fit_the_free_memory(free, edge, copied, told, monkeypatch):
+def test_measured_buffers_fit_the_free_memory(free, edge, copied, recorder, monkeypatch):
     found = []
     monkeypatch.setattr(device_benchmark, "free_nbytes", lambda _: free)
     monkeypatch.setattr(
         device_benchmark, "measure_device", lambda *args, **_: found.append(args[2:])
     )
-    measure_gpu(torch.device("cuda", 0), "wan22", told)
+    measure_gpu(torch.device("cuda", 0), "wan22", recorder)
     assert found == [(edge, copied)]
     assert 2 * edge**2 <= free // BUFFER_PART
 
 
 @pytest.mark.parametrize("free", [-5, 0, BUFFER_PART * MIN_BUFFER_NBYTES - 1])
-def test_a_full_device_is_an_error_that_names_the_free_memory(free, told, monkeypatch):
+def test_a_full_device_is_an_error_that_names_the_free_memory(free, recorder, monkeypatch):
     monkeypatch.setattr(device_benchmark, "free_nbytes", lambda _: free)
     with pytest.raises(
         PlanError, match=r"^only (0 B|8\.0 MiB) of device memory is free, too little"
     ):
-        measure_gpu(torch.device("cuda", 0), "wan22", told)
+        measure_gpu(torch.device("cuda", 0), "wan22", recorder)

@@ -22,19 +22,19 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
 @pytest.fixture
-def losses(tiny_run, tmp_path, told):
+def losses(tiny_run, tmp_path, recorder):
     """Trains, and gives the losses."""
 
     def train(plan, dropout=0.0, **settings):
-        told.events.clear()
+        recorder.events.clear()
         run = tiny_run(
             output_dir=str(tmp_path / ("plain" if plan == "off" else "planned")),
             adapter={"rank": 4, "dropout": dropout},
             train={"batch_size": 2} | settings,
             plan=plan,
         )
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
 
     return train
 
@@ -62,17 +62,17 @@ def fill(monkeypatch):
     return at
 
 
-def test_a_step_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(losses, told, fill):
+def test_a_step_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(losses, recorder, fill):
     """In the middle of a window, and with dropout, which falls as if there had been one try."""
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": 2, "dropout": 0.5}
     expected = losses("off", **settings)
     fill(5)
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
-    (notice,) = [event for event in told.of(Notice) if event.fallback]
+    (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
 
 
-def test_a_smaller_plan_is_compared_with_its_own_steps(losses, told, fill, monkeypatch):
+def test_a_smaller_plan_is_compared_with_its_own_steps(losses, recorder, fill, monkeypatch):
     """Moving weights, the try that failed, and the first steps after it are no measure."""
     watched, steps = [], []
     watch, check = PlanController.start_measuring, PlanController.check
@@ -98,11 +98,11 @@ def test_a_smaller_plan_is_compared_with_its_own_steps(losses, told, fill, monke
     losses(PLENTY, max_train_steps=9)
     assert watched == [0, WARMUP_STEPS, full_in + WARMUP_STEPS]
     assert len(steps) == 9 + 1, "one was brought twice"
-    assert sum(text.startswith("measured:") for text in told.texts()) == 1
+    assert sum(text.startswith("measured:") for text in recorder.texts()) == 1
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_batch_that_did_not_fit_is_loaded_again(losses, told, monkeypatch, accumulation):
+def test_a_batch_that_did_not_fit_is_loaded_again(losses, recorder, monkeypatch, accumulation):
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": accumulation}
     expected = losses("off", **settings)
     calls = itertools.count()
@@ -115,9 +115,9 @@ def test_a_batch_that_did_not_fit_is_loaded_again(losses, told, monkeypatch, acc
 
     monkeypatch.setattr(building, "DataPipeline", FullOnce)
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
-    (notice,) = [event for event in told.of(Notice) if event.fallback]
+    (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
-    assert told.of(BatchesFed)[-1].batches == 5 * accumulation, "all of that step twice"
+    assert recorder.of(BatchesFed)[-1].batches == 5 * accumulation, "all of that step twice"
 
 
 def test_a_step_does_not_hold_its_batches(losses, monkeypatch):
@@ -136,16 +136,16 @@ def test_a_step_does_not_hold_its_batches(losses, monkeypatch):
     assert max(alive) <= 2, "one in use, and the next"
 
 
-def test_steps_that_include_compilation_are_not_timed(losses, told, monkeypatch):
+def test_steps_that_include_compilation_are_not_timed(losses, recorder, monkeypatch):
     compiling = itertools.chain([True, True], itertools.repeat(False))
     monkeypatch.setattr(PlanController, "has_compiled", lambda _: next(compiling))
     window = TIMED_STEPS + 1  # the clock is started after a step
     losses(PLENTY, max_train_steps=WARMUP_STEPS + 3 * window - 1)
     assert next(compiling) is False
-    assert sum(text.startswith("measured:") for text in told.texts()) == 1
+    assert sum(text.startswith("measured:") for text in recorder.texts()) == 1
 
 
-def test_an_update_is_never_repeated(losses, told, monkeypatch):
+def test_an_update_is_never_repeated(losses, recorder, monkeypatch):
     """Where the device fills after it, a second try would train on the same batches again."""
     calls = itertools.count()
 
@@ -160,5 +160,5 @@ def test_an_update_is_never_repeated(losses, told, monkeypatch):
         match=r"the device ran out of memory after the optimizer.s update \(CUDA out of",
     ):
         losses(PLENTY, max_train_steps=4)
-    assert len(told.of(StepDone)) == 2
-    assert not [event for event in told.of(Notice) if event.fallback]
+    assert len(recorder.of(StepDone)) == 2
+    assert not [event for event in recorder.of(Notice) if event.fallback]

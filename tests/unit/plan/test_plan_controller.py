@@ -77,7 +77,7 @@ class Case:
     ask: object
     meter: Meter
     deeds: list
-    told: object
+    recorder: object
     placed: list
     spares: list
     """Bytes that each plan was placed beside."""
@@ -102,7 +102,7 @@ def batch(numel=NUMEL):
 
 
 @pytest.fixture
-def case(told):
+def case(recorder):
     def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
         ask = build_problem(device_nbytes, **asked)
         deeds, placed, spares = [], [], []
@@ -117,8 +117,8 @@ def case(told):
 
         meter = Meter()
         plan = ask.solve(ask.budget)
-        settled = PlanController(ask, plan, place, meter, NUMEL, told)
-        return Case(settled, ask, meter, deeds, told, placed, spares)
+        settled = PlanController(ask, plan, place, meter, NUMEL, recorder)
+        return Case(settled, ask, meter, deeds, recorder, placed, spares)
 
     return make
 
@@ -130,7 +130,7 @@ def test_a_correct_plan_stays_and_the_ring_may_grow(case):
     assert one.plan is plan
     assert one.deeds == [("may grow", one.ask.spare_nbytes(plan) + 1)]
     assert one.ask.spare_nbytes(plan) <= TIGHT - plan.device.total
-    (text,) = one.told.texts()
+    (text,) = one.recorder.texts()
     expected = f"{plan.samples_per_second:.3f}"
     assert text.startswith(f"measured: {expected} samples/s (expected {expected}), ")
     assert text.endswith(f"of device memory (expected {format_bytes(plan.device.total)})")
@@ -146,7 +146,7 @@ def test_unexpectedly_free_memory_is_used_by_a_correction_once(case):
     assert after.device.total <= TIGHT
     assert one.deeds == [("close", before)]
     assert one.meter.cleared == 1
-    text = one.told.texts()[-1]
+    text = one.recorder.texts()[-1]
     assert text.startswith("plan corrected after the first steps")
     assert f"{after.seconds.step:.3f} s per micro-batch" in text
     assert f"the first plan would give {before.samples_per_second:.3f} samples/s" in text
@@ -180,7 +180,7 @@ def test_smaller_batches_do_not_correct_the_plan(case):
     before = one.plan
     assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
     assert one.plan is before
-    assert "3 of 3 micro-batches were smaller" in one.told.texts()[0]
+    assert "3 of 3 micro-batches were smaller" in one.recorder.texts()[0]
     assert one.deeds == [("may grow", one.ask.spare_nbytes(before))]
 
 
@@ -232,7 +232,7 @@ def test_a_corrected_plan_that_does_not_fit_is_undone(case, failure):
     assert one.plan.device.total == before.device.total - 200
     assert one.placed[-1].plan.blocks == before.blocks
     assert one.settled.streaming_stats(9).fetches == 14, "of two rings, none of them twice"
-    (notice,) = [event for event in one.told.of(Notice) if event.fallback]
+    (notice,) = [event for event in one.recorder.of(Notice) if event.fallback]
     assert "Returning to the first plan" in notice.text
 
 
@@ -242,7 +242,7 @@ def test_added_slots_are_released_before_the_plan_shrinks(case):
     assert one.settled.reduce_memory("full.")
     assert one.plan is before
     assert one.deeds == []
-    assert one.told.texts() == [
+    assert one.recorder.texts() == [
         "full. Continuing without the slots that were added to the weight ring."
     ]
     assert one.settled.reduce_memory("full.")
@@ -256,7 +256,7 @@ def test_plans_shrink_until_one_fits(case):
     one = case(900, full_at=(1, 2))
     before = one.plan
     assert one.settled.reduce_memory("full.")
-    first, second, third = one.told.texts()
+    first, second, third = one.recorder.texts()
     assert first.startswith("full. Continuing with a smaller plan: ")
     assert second.startswith(f"{FULL} Continuing with a smaller plan: ")
     assert third.startswith(f"{FULL} Continuing with a smaller plan: ")

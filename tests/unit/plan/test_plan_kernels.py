@@ -114,13 +114,13 @@ def test_a_compiled_block_saves_what_was_planned(how: str) -> None:
     use_fused_processors(model)
     (kind,) = trace_model(replace(shape, model=model).trace_target(), 2).kinds
     way = getattr(kind.compiled, how)
-    told: list[Any] = []
-    compiler = BlockCompiler(told.append, "aot_eager_decomp_partition")
+    events: list[Any] = []
+    compiler = BlockCompiler(events.append, "aot_eager_decomp_partition")
     running = wrap_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
     found = saved_inside(model, shape.trace_target().inputs(2))
     running.close()
     compiler.close()
-    assert told == []  # it was compiled
+    assert events == []  # it was compiled
     planned = way.saved_nbytes + kind.input_nbytes * way.saves_input
     assert found == pytest.approx(planned, rel=0.05)
 

@@ -20,7 +20,7 @@ def integrated(monkeypatch):
 
 
 @pytest.mark.usefixtures("integrated")
-def test_with_one_memory_nothing_is_streamed_or_offloaded(tiny_run, tmp_path, told):
+def test_with_one_memory_nothing_is_streamed_or_offloaded(tiny_run, tmp_path, recorder):
     def train(memory):
         run = tiny_run(
             output_dir=str(tmp_path / memory),
@@ -29,10 +29,10 @@ def test_with_one_memory_nothing_is_streamed_or_offloaded(tiny_run, tmp_path, to
             train={"max_train_steps": 1, "batch_size": 2},
             plan={"device_memory": memory, "compile": "never"},
         )
-        run_training(run, sinks=[told])
+        run_training(run, sinks=[recorder])
 
     train("1GB")
-    texts = told.texts()
+    texts = recorder.texts()
     assert "host and device share one memory, so nothing is streamed or offloaded" in texts
     (plan,) = [text for text in texts if text.startswith("plan: batch")]
     assert "all weights resident" in plan

@@ -71,18 +71,18 @@ def run_of(miniature, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "small"), [("flux", "flux"), ("qwen_image", "qwen-image")])
-def test_a_planned_bf16_model_runs_without_autocast(family, small, run_of, told, seen):
-    assert run_training(run_of(family, small, PLANNED), sinks=[told]).status == "done"
+def test_a_planned_bf16_model_runs_without_autocast(family, small, run_of, recorder, seen):
+    assert run_training(run_of(family, small, PLANNED), sinks=[recorder]).status == "done"
     assert set(seen) == {(torch.bfloat16, torch.bfloat16, False)}
 
 
-def test_an_unplanned_model_runs_under_autocast(run_of, told, seen):
-    assert run_training(run_of("flux", "flux", "off"), sinks=[told]).status == "done"
+def test_an_unplanned_model_runs_under_autocast(run_of, recorder, seen):
+    assert run_training(run_of("flux", "flux", "off"), sinks=[recorder]).status == "done"
     assert {autocast for _, _, autocast in seen} == {True}
 
 
-def test_an_adapter_without_cast_copies_runs_under_autocast(run_of, told, seen):
+def test_an_adapter_without_cast_copies_runs_under_autocast(run_of, recorder, seen):
     adapter = {"kind": "dora", "rank": 2}
     run = run_of("flux", "flux", PLANNED, adapter=adapter)
-    assert run_training(run, sinks=[told]).status == "done"
+    assert run_training(run, sinks=[recorder]).status == "done"
     assert True in {autocast for _, _, autocast in seen}

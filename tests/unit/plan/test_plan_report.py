@@ -87,8 +87,8 @@ def test_the_report_explains_a_slightly_faster_alternative() -> None:
     second = replace(found.best.seconds, step=found.best.seconds.step * 0.998)
     faster = replace(found.best, batch=batch + 1, seconds=second)
     slower = replace(faster, seconds=found.best.seconds)
-    told = SearchResult(found.best, (faster, slower, slow, fast), 9)
-    text = "\n".join(report_lines(told, heading))
+    report = SearchResult(found.best, (faster, slower, slow, fast), 9)
+    text = "\n".join(report_lines(report, heading))
     assert "a simpler plan is preferred to one that is up to 0.5% faster" in text
     gain = faster.samples_per_second / found.best.samples_per_second - 1
     assert f"the best plan with batch {batch + 1} would be {gain:.1%} faster" in text
@@ -100,23 +100,23 @@ def test_the_report_explains_a_slightly_faster_alternative() -> None:
 def test_other_batches_are_compared() -> None:
     found, heading = planned(1200, samples=4)
     others = {other.batch for other in found.others} - {found.best.batch}
-    told = [
+    report = [
         reason
         for reason in reasons(found, heading.budget)
         if reason.startswith("the best plan with batch ")
     ]
     assert others
-    assert len(told) == len(others)
+    assert len(report) == len(others)
 
 
 def test_the_report_names_settings_for_another_batch() -> None:
     found, heading = planned(1200, samples=4)
     wishes = Constraints(samples=4, run_file_batch=4)
-    told = compare_with_run_file(found, build_model(8), FixedMemory(16), heading.budget, wishes)
-    written = told.as_written
+    report = compare_with_run_file(found, build_model(8), FixedMemory(16), heading.budget, wishes)
+    written = report.as_written
     assert written is not None
     assert written.plan is not None
-    text = "\n".join(report_lines(told, heading))
+    text = "\n".join(report_lines(report, heading))
     best = found.best
     assert "keeps the run file's train.batch_size of 4" in text
     assert describe(written.plan) in text
@@ -124,18 +124,18 @@ def test_the_report_names_settings_for_another_batch() -> None:
     accumulated = f" and train.gradient_accumulation_steps to {best.accumulation}"
     assert f"set train.batch_size to {best.batch}{accumulated};" in text
     ramped = replace(heading, has_ramp=True)
-    assert accumulated not in "\n".join(report_lines(told, ramped))
-    asked = json.loads(json.dumps(report_json(told, heading)))["as_written"]
+    assert accumulated not in "\n".join(report_lines(report, ramped))
+    asked = json.loads(json.dumps(report_json(report, heading)))["as_written"]
     assert (asked["batch"], asked["plan"]["batch"], asked["why"]) == (4, 4, "")
     assert asked["set"] == {
         "train.batch_size": best.batch,
         "train.gradient_accumulation_steps": best.accumulation,
     }
-    as_fast = replace(told, as_written=RunFileBatchPlan(4, found.best))
+    as_fast = replace(report, as_written=RunFileBatchPlan(4, found.best))
     text = "\n".join(report_lines(as_fast, heading))
     assert "which is as fast, so nothing needs to be changed" in text
     assert "set train.batch_size" not in text
-    none = replace(told, as_written=RunFileBatchPlan(4, None, "too little."))
+    none = replace(report, as_written=RunFileBatchPlan(4, None, "too little."))
     assert "nothing fits. too little." in "\n".join(report_lines(none, heading))
     assert report_json(none, heading)["as_written"]["plan"] is None
     assert report_json(found, heading)["as_written"] is None
@@ -157,9 +157,9 @@ def test_the_report_for_one_memory() -> None:
 
 def test_json_contains_every_number_of_the_plan() -> None:
     found, heading = planned(900, samples=2)
-    told = json.loads(json.dumps(report_json(found, heading)))
-    assert told["plan"]["device_total"] == found.best.device.total
-    assert told["plan"]["blocks"][0]["weights"] == found.best.blocks[0].weights
-    assert told["plan"]["simulated"] is True
-    assert told["budget"]["device_nbytes"] == 900
-    assert len(told["others"]) == len(found.others)
+    report = json.loads(json.dumps(report_json(found, heading)))
+    assert report["plan"]["device_total"] == found.best.device.total
+    assert report["plan"]["blocks"][0]["weights"] == found.best.blocks[0].weights
+    assert report["plan"]["simulated"] is True
+    assert report["budget"]["device_nbytes"] == 900
+    assert len(report["others"]) == len(found.others)

@@ -22,25 +22,25 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 CPU = torch.device("cpu")
 
 
-def test_a_streamed_run_has_the_losses_of_a_resident_one(tiny_run, tmp_path, told):
+def test_a_streamed_run_has_the_losses_of_a_resident_one(tiny_run, tmp_path, recorder):
     def losses(name, plan):
-        told.events.clear()
+        recorder.events.clear()
         folder = str(tmp_path / name)
         settings = {"max_train_steps": 4, "batch_size": 2, "gradient_checkpointing": True}
         run = tiny_run(output_dir=folder, adapter={"rank": 4}, train=settings, plan=plan)
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
 
     plain = losses("plain", "off")
     planned = losses("planned", LITTLE)
-    texts = "\n".join(told.texts())
+    texts = "\n".join(recorder.texts())
     assert "blocks streamed" in texts
     assert "\nplan: expect " in texts
     assert "gradient_checkpointing has no effect: the plan decides for each block" in texts
     assert planned == pytest.approx(plain, rel=1e-4)
 
 
-def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, told, monkeypatch):
+def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorder, monkeypatch):
     """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
 
     class Generous(planner.NullMemoryMeter):
@@ -48,21 +48,21 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, told, m
             return 30 * MIB
 
     def losses(name, memory):
-        told.events.clear()
+        recorder.events.clear()
         run = tiny_run(
             output_dir=str(tmp_path / name),
             adapter={"rank": 4},
             train={"max_train_steps": 11, "batch_size": 8},
             plan={"device_memory": memory, "compile": "never", "offload": False},
         )
-        run_training(run, sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
 
     plenty = losses("plenty", "1GB")
-    assert not any("plan corrected after the first steps" in text for text in told.texts())
+    assert not any("plan corrected after the first steps" in text for text in recorder.texts())
     monkeypatch.setattr(planner, "NullMemoryMeter", Generous)
     assert losses("corrected", "68MB") == plenty, "bit for bit"
-    texts = told.texts()
+    texts = recorder.texts()
     assert "recomputed" in next(text for text in texts if text.startswith("plan:"))
     (corrected,) = [
         text for text in texts if text.startswith("plan corrected after the first steps")
@@ -73,7 +73,7 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, told, m
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
 
 
-def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, told):
+def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
     """A run that goes on in its fifth epoch would lose that one's encoded pictures to the first."""
     run = tiny_run(
         adapter={"rank": 4},
@@ -84,17 +84,19 @@ def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, told):
     data = run.datasets[0].model_copy(update=fresh)
     run = run.model_copy(update={"datasets": (data,)})
     (tmp_path / "run").mkdir()
-    built = build_session(run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler())
+    built = build_session(
+        run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
+    )
     built.pipeline.close()
     built.close()
-    assert any(text.startswith("plan:") for text in told.texts())
+    assert any(text.startswith("plan:") for text in recorder.texts())
     assert not (tmp_path / "run" / "generations").exists()
 
 
-def test_streaming_events_contain_their_cost(tiny_run, told):
+def test_streaming_events_contain_their_cost(tiny_run, recorder):
     settings = {"max_train_steps": 3, "batch_size": 2, "checkpoint_every": 3}
-    run_training(tiny_run(adapter={"rank": 4}, train=settings, plan=LITTLE), sinks=[told])
-    (event,) = told.of(WeightsStreamed)
+    run_training(tiny_run(adapter={"rank": 4}, train=settings, plan=LITTLE), sinks=[recorder])
+    (event,) = recorder.of(WeightsStreamed)
     assert event.step == 3
     assert event.slots >= 2
     assert event.fetches > 0
@@ -141,10 +143,10 @@ def test_a_single_gpu_is_planned():
     ],
 )
 def test_models_adapters_and_optimizers_can_be_planned(
-    tiny_run, miniature, told, tmp_path, family, adapter, optimizer, experts
+    tiny_run, miniature, recorder, tmp_path, family, adapter, optimizer, experts
 ):
     def losses(name, plan):
-        told.events.clear()
+        recorder.events.clear()
         train = {"max_train_steps": 2, "batch_size": 1}
         if experts is not None:
             train |= {"experts": experts, "timestep_shift": 5.0}
@@ -160,22 +162,22 @@ def test_models_adapters_and_optimizers_can_be_planned(
             plan=plan,
         )
         data = run.datasets[0].model_copy(update={"resolution": 32})
-        run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
-        return [event.loss for event in told.of(StepDone)]
+        run_training(run.model_copy(update={"datasets": (data,)}), sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
 
     planned = losses("planned", {"device_memory": "1GB", "compile": "never"})
-    texts = [text for text in told.texts() if text.startswith("plan: batch")]
+    texts = [text for text in recorder.texts() if text.startswith("plan: batch")]
     assert len(texts) == 1
     if not adapter.get("dropout"):
         assert planned == pytest.approx(losses("plain", "off"), rel=1e-3)
 
 
-def test_full_training_of_bf16_weights_runs_in_fp32(tiny_run, miniature, told):
+def test_full_training_of_bf16_weights_runs_in_fp32(tiny_run, miniature, recorder):
     model = {"family": "wan22", "path": str(miniature("wan22-t2v")), "dtype": "bfloat16"}
     run = tiny_run(model=model, train={"max_train_steps": 2, "batch_size": 1, "experts": "high"})
     data = run.datasets[0].model_copy(update={"resolution": 32})
-    run_training(run.model_copy(update={"datasets": (data,)}), sinks=[told])
-    assert any("trained tensors are converted to fp32" in text for text in told.texts())
+    run_training(run.model_copy(update={"datasets": (data,)}), sinks=[recorder])
+    assert any("trained tensors are converted to fp32" in text for text in recorder.texts())
 
 
 def test_fp8_on_an_unsupported_device_is_an_error():
@@ -193,7 +195,7 @@ def test_fp8_without_a_plan_is_an_error(tiny_run):
         run_training(run)
 
 
-def test_fp8_is_traced_with_fused_layers(tiny_run, told, monkeypatch):
+def test_fp8_is_traced_with_fused_layers(tiny_run, recorder, monkeypatch):
     """By fused products, which are undone while layers are shown their inputs, and then made."""
     looked_at = []
 
@@ -215,7 +217,7 @@ def test_fp8_is_traced_with_fused_layers(tiny_run, told, monkeypatch):
     monkeypatch.setattr(fp8_calibration, "convert_frozen_layers", look)
     plan = {"device_memory": "1GB", "compile": "never"}
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan=plan)
-    assert run_training(run, sinks=[told]).status == "done"
+    assert run_training(run, sinks=[recorder]).status == "done"
     (while_traced, loras), (while_shown, _) = looked_at
     assert while_traced == loras != []
     assert while_shown == []

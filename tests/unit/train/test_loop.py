@@ -24,31 +24,31 @@ def metrics_buffer(emit, every):
     return MetricsBuffer(emit, every, Transfer(), optimizer)
 
 
-def test_results_are_emitted_when_the_window_is_full(told):
-    metrics = metrics_buffer(told, every=3)
+def test_results_are_emitted_when_the_window_is_full(recorder):
+    metrics = metrics_buffer(recorder, every=3)
     for step in (1, 2):
         metrics.add(step, 0, result())
-    assert told.events == []
+    assert recorder.events == []
     metrics.add(3, 0, result(loss=0.25))
-    assert [e.step for e in told.of(StepDone)] == [1, 2, 3]
-    assert told.of(StepDone)[-1].loss == 0.25
-    assert told.of(MemoryUsed)[0].host > 0
+    assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3]
+    assert recorder.of(StepDone)[-1].loss == 0.25
+    assert recorder.of(MemoryUsed)[0].host > 0
 
 
-def test_pending_results_are_flushed_once(told):
-    metrics = metrics_buffer(told, every=10)
+def test_pending_results_are_flushed_once(recorder):
+    metrics = metrics_buffer(recorder, every=10)
     metrics.add(1, 0, result())
     metrics.flush()
     metrics.flush()
-    assert len(told.of(StepDone)) == 1
+    assert len(recorder.of(StepDone)) == 1
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(nan, 1.0), (inf, 1.0), (1.0, nan), (1.0, inf)])
-def test_a_result_that_is_not_finite_is_emitted_and_ends_the_run(told, loss, norm):
-    metrics = metrics_buffer(told, every=1)
+def test_a_result_that_is_not_finite_is_emitted_and_ends_the_run(recorder, loss, norm):
+    metrics = metrics_buffer(recorder, every=1)
     with pytest.raises(RunFailedError, match=r"at step 5.*optimizer\.lr"):
         metrics.add(5, 0, result(loss, norm=norm))
-    assert told.of(StepDone)[0].step == 5
+    assert recorder.of(StepDone)[0].step == 5
 
 
 def test_only_automagic_has_learning_rate_histograms():

@@ -33,7 +33,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_run, tmp_path, name):
         assert torch.equal(value, ended[1][key]), key
 
 
-def test_automagic_logs_a_histogram_and_the_mean_learning_rate(tiny_run, told):
+def test_automagic_logs_a_histogram_and_the_mean_learning_rate(tiny_run, recorder):
     run = tiny_run(
         optimizer={"name": "automagic", "lr": 1e-5, "lr_bump": 1e-6},
         gh200_optimizations={
@@ -43,8 +43,8 @@ def test_automagic_logs_a_histogram_and_the_mean_learning_rate(tiny_run, told):
             "batch_rampup_steps": 4,
         },
     )
-    run_training(run, sinks=[told])
-    histograms, steps = told.of(RatesSpread), told.of(StepDone)
+    run_training(run, sinks=[recorder])
+    histograms, steps = recorder.of(RatesSpread), recorder.of(StepDone)
     assert (
         [histogram.step for histogram in histograms] == [step.step for step in steps] == [1, 2, 3]
     )
@@ -81,7 +81,7 @@ def test_schedule_free_validates_and_exports_its_average(tiny_run, tmp_path):
         assert torch.equal(value, trained[key]), "validating changed the run"
 
 
-def test_automagic_trains_two_experts_and_keeps_every_learning_rate(tiny_run, miniature, told):
+def test_automagic_trains_two_experts_and_keeps_every_learning_rate(tiny_run, miniature, recorder):
     """The run is resumed before the low-noise expert is trained for the first time."""
     sections = {
         "model": {"family": "wan22", "path": str(miniature("wan22-t2v"))},
@@ -98,7 +98,7 @@ def test_automagic_trains_two_experts_and_keeps_every_learning_rate(tiny_run, mi
     for steps in (2, 4):
         train = {"max_train_steps": steps, "checkpoint_every": 2, "ema_decay": 0, "switch_every": 2}
         run = tiny_run(**sections, train=train)
-        run_training(run, sinks=[told])
+        run_training(run, sinks=[recorder])
     folder = Path(run.output_dir) / "checkpoints"
     first, last = (
         dict(load_file(folder / name / "optimizer.safetensors").items())
@@ -110,4 +110,4 @@ def test_automagic_trains_two_experts_and_keeps_every_learning_rate(tiny_run, mi
     assert high < rates
     for key in high:  # not trained in the second part
         assert torch.equal(first[key], last[key])
-    assert {histogram.expert for histogram in told.of(RatesSpread)} == {"high", "low"}
+    assert {histogram.expert for histogram in recorder.of(RatesSpread)} == {"high", "low"}

@@ -31,13 +31,13 @@ from gracetune.train.loop import GC_FREEZE_STEPS
 from gracetune.train.run import SignalHandler, run_training
 
 
-def test_full_training_exports_a_model_that_can_be_loaded(tiny_run, told, tmp_path):
-    ended = run_training(tiny_run(), sinks=[told])
+def test_full_training_exports_a_model_that_can_be_loaded(tiny_run, recorder, tmp_path):
+    ended = run_training(tiny_run(), sinks=[recorder])
     assert ended.status == "done"
-    started = told.of(RunStarted)[0]
+    started = recorder.of(RunStarted)[0]
     assert (started.start_step, started.num_samples) == (0, 64)
-    assert [e.step for e in told.of(StepDone)] == [1, 2, 3]
-    assert told.of(RunEnded) == [ended]
+    assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3]
+    assert recorder.of(RunEnded) == [ended]
 
     section = RunFile.model_validate({"model": {"path": ended.outputs["result"]}}).model
     averages = checkpoint.load_snapshot(tmp_path / "run/checkpoints/step-000003").tensors["ema"]
@@ -51,36 +51,38 @@ def test_the_resolved_run_file_is_written_to_the_output_folder(tiny_run, tmp_pat
     assert RunFile.model_validate_json((tmp_path / "run/run.json").read_text()) == run
 
 
-def test_training_lowers_the_loss(tiny_run, told):
-    run_training(tiny_run(train={"max_train_steps": 60, "batch_size": 8}), sinks=[told])
-    losses = [event.loss for event in told.of(StepDone)]
+def test_training_lowers_the_loss(tiny_run, recorder):
+    run_training(tiny_run(train={"max_train_steps": 60, "batch_size": 8}), sinks=[recorder])
+    losses = [event.loss for event in recorder.of(StepDone)]
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
 
 
-def test_long_lived_objects_are_frozen_while_a_run_trains(tiny_run, told, monkeypatch):
+def test_long_lived_objects_are_frozen_while_a_run_trains(tiny_run, recorder, monkeypatch):
     frozen = {}
 
     def handle(event):
         if isinstance(event, StepDone):
             frozen[event.step] = gc.get_freeze_count() > 0
 
-    monkeypatch.setattr(told, "handle", handle)
-    run_training(tiny_run(train={"max_train_steps": GC_FREEZE_STEPS + 1}), sinks=[told])
+    monkeypatch.setattr(recorder, "handle", handle)
+    run_training(tiny_run(train={"max_train_steps": GC_FREEZE_STEPS + 1}), sinks=[recorder])
     assert [step for step, is_frozen in frozen.items() if is_frozen] == [GC_FREEZE_STEPS + 1]
     assert gc.get_freeze_count() == 0
 
 
-def test_bf16_training_lowers_the_loss(tiny_run, told):
-    run_training(tiny_run(train={"max_train_steps": 30, "mixed_precision": "bf16"}), sinks=[told])
-    losses = [event.loss for event in told.of(StepDone)]
-    assert told.of(RunStarted)[0].precision == "bf16"
+def test_bf16_training_lowers_the_loss(tiny_run, recorder):
+    run_training(
+        tiny_run(train={"max_train_steps": 30, "mixed_precision": "bf16"}), sinks=[recorder]
+    )
+    losses = [event.loss for event in recorder.of(StepDone)]
+    assert recorder.of(RunStarted)[0].precision == "bf16"
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
-def test_a_run_validates_at_step_0_every_n_steps_and_at_the_end(tiny_run, told):
+def test_a_run_validates_at_step_0_every_n_steps_and_at_the_end(tiny_run, recorder):
     section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
-    run_training(tiny_run(validation=section), sinks=[told])
-    assert [e.step for e in told.of(Validated)] == [0, 2, 3]
+    run_training(tiny_run(validation=section), sinks=[recorder])
+    assert [e.step for e in recorder.of(Validated)] == [0, 2, 3]
 
 
 @pytest.fixture
@@ -104,75 +106,75 @@ ONE_SAMPLE = {"every": 1, "sample_steps": 1, "prompts": ["one"]}
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def test_training_continues_if_sampling_runs_out_of_memory(tiny_run, told, sampling):
+def test_training_continues_if_sampling_runs_out_of_memory(tiny_run, recorder, sampling):
     sampling(FULL, 1, 3)
-    ended = run_training(tiny_run(validation=ONE_SAMPLE), sinks=[told])
+    ended = run_training(tiny_run(validation=ONE_SAMPLE), sinks=[recorder])
     assert ended.status == "done"
-    assert [e.step for e in told.of(Validated)] == [0, 2]
-    texts = [event.text for event in told.of(Notice) if event.fallback]
+    assert [e.step for e in recorder.of(Validated)] == [0, 2]
+    texts = [event.text for event in recorder.of(Notice) if event.fallback]
     assert [text.partition(" Lower ")[0] for text in texts] == [
         f"no samples of step {step}: {FULL} Training continues." for step in (1, 3)
     ]
 
 
-def test_sampling_is_repeated_after_shrinking_the_ring(tiny_run, told, sampling, monkeypatch):
+def test_sampling_is_repeated_after_shrinking_the_ring(tiny_run, recorder, sampling, monkeypatch):
     sampling(FULL, 1)
     monkeypatch.setattr(PlanController, "shrink_ring", lambda *_: True)
     plan = {"device_memory": "1GB", "compile": "never"}
-    run_training(tiny_run(validation=ONE_SAMPLE, adapter={"rank": 4}, plan=plan), sinks=[told])
-    assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
+    run_training(tiny_run(validation=ONE_SAMPLE, adapter={"rank": 4}, plan=plan), sinks=[recorder])
+    assert [e.step for e in recorder.of(Validated)] == [0, 1, 2, 3]
 
 
 def test_a_failed_validation_loses_no_step_and_is_repeated_on_resume(
-    tiny_run, told, sampling, tmp_path
+    tiny_run, recorder, sampling, tmp_path
 ):
     run = tiny_run(validation=ONE_SAMPLE | {"every": 2}, train={"checkpoint_every": 2})
     sampling(RuntimeError("no such kernel"), 1, 3)
     for at in (2, 3):
         with pytest.raises(RuntimeError, match="no such kernel"):
-            run_training(run, sinks=[told])
-        assert told.of(CheckpointSaved)[-1].step == at
+            run_training(run, sinks=[recorder])
+        assert recorder.of(CheckpointSaved)[-1].step == at
         assert not (tmp_path / f"run/validation/step-00000{at}.png").exists()
-    run_training(run, sinks=[told])
-    assert [e.step for e in told.of(StepDone)] == [1, 2, 3], "a step was lost or repeated"
-    assert [e.step for e in told.of(Validated)] == [0, 2, 3]
-    told.events.clear()
-    run_training(run, sinks=[told])
-    assert told.of(Validated) == [], "validated twice"
+    run_training(run, sinks=[recorder])
+    assert [e.step for e in recorder.of(StepDone)] == [1, 2, 3], "a step was lost or repeated"
+    assert [e.step for e in recorder.of(Validated)] == [0, 2, 3]
+    recorder.events.clear()
+    run_training(run, sinks=[recorder])
+    assert recorder.of(Validated) == [], "validated twice"
 
 
-def test_a_stop_request_skips_the_scheduled_validation(tiny_run, told, tmp_path, monkeypatch):
+def test_a_stop_request_skips_the_scheduled_validation(tiny_run, recorder, tmp_path, monkeypatch):
     run = tiny_run(validation=ONE_SAMPLE)
-    handle = told.handle
+    handle = recorder.handle
 
     def stop_at_once(event):
         handle(event)
         if isinstance(event, RunStarted):
             (tmp_path / "run/now/stop").touch()
 
-    monkeypatch.setattr(told, "handle", stop_at_once)
+    monkeypatch.setattr(recorder, "handle", stop_at_once)
     with pytest.raises(InterruptedRunError):
-        run_training(run, sinks=[told])
-    assert [e.step for e in told.of(Validated)] == [0]
-    monkeypatch.setattr(told, "handle", handle)
-    run_training(run, sinks=[told])
-    assert [e.step for e in told.of(Validated)] == [0, 1, 2, 3]
+        run_training(run, sinks=[recorder])
+    assert [e.step for e in recorder.of(Validated)] == [0]
+    monkeypatch.setattr(recorder, "handle", handle)
+    run_training(run, sinks=[recorder])
+    assert [e.step for e in recorder.of(Validated)] == [0, 1, 2, 3]
 
 
-def test_checkpoints_are_saved_every_n_steps_and_at_the_end(tiny_run, told, tmp_path):
+def test_checkpoints_are_saved_every_n_steps_and_at_the_end(tiny_run, recorder, tmp_path):
     train = {"checkpoint_every": 2, "max_train_steps": 5, "keep_checkpoints": 2}
-    run_training(tiny_run(train=train), sinks=[told])
-    assert [e.step for e in told.of(CheckpointSaved)] == [2, 4, 5]
+    run_training(tiny_run(train=train), sinks=[recorder])
+    assert [e.step for e in recorder.of(CheckpointSaved)] == [2, 4, 5]
     kept = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     assert kept == ["step-000004", "step-000005"]
 
 
-def test_checkpoints_are_saved_every_n_minutes(tiny_run, told):
-    run_training(tiny_run(train={"checkpoint_minutes": 1e-9}), sinks=[told])
-    assert [e.step for e in told.of(CheckpointSaved)] == [1, 2, 3]
+def test_checkpoints_are_saved_every_n_minutes(tiny_run, recorder):
+    run_training(tiny_run(train={"checkpoint_minutes": 1e-9}), sinks=[recorder])
+    assert [e.step for e in recorder.of(CheckpointSaved)] == [1, 2, 3]
 
 
-def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, told):
+def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, recorder):
     ramp = {
         "enable_batch_size_rampup": True,
         "initial_effective_batch_size": 4,
@@ -180,41 +182,41 @@ def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, told):
         "batch_rampup_steps": 4,
         "rampup_shape": "linear",
     }
-    run_training(tiny_run(train={"max_train_steps": 4}, gh200_optimizations=ramp), sinks=[told])
-    assert [e.accumulation for e in told.of(StepDone)] == [1, 2, 3, 3]
-    assert [e.samples for e in told.of(StepDone)] == [4, 8, 12, 12]
-    assert [(e.step, e.accumulation) for e in told.of(RampChanged)] == [(1, 2), (2, 3)]
+    run_training(tiny_run(train={"max_train_steps": 4}, gh200_optimizations=ramp), sinks=[recorder])
+    assert [e.accumulation for e in recorder.of(StepDone)] == [1, 2, 3, 3]
+    assert [e.samples for e in recorder.of(StepDone)] == [4, 8, 12, 12]
+    assert [(e.step, e.accumulation) for e in recorder.of(RampChanged)] == [(1, 2), (2, 3)]
 
 
-def test_a_diverging_loss_fails_the_run_and_keeps_intact_checkpoints(tiny_run, told, tmp_path):
+def test_a_diverging_loss_fails_the_run_and_keeps_intact_checkpoints(tiny_run, recorder, tmp_path):
     train = {"max_train_steps": 50, "checkpoint_every": 1, "max_grad_norm": 0}
     with pytest.raises(RunFailedError, match="the gradient norm is"):
-        run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[told])
-    assert told.of(RunEnded)[0].status == "failed"
+        run_training(tiny_run(train=train, optimizer={"lr": 1e30}), sinks=[recorder])
+    assert recorder.of(RunEnded)[0].status == "failed"
     for path in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints"):
         checkpoint.load_snapshot(path)
 
 
-def test_a_users_copy_of_a_checkpoint_is_not_deleted(tiny_run, told, tmp_path):
+def test_a_users_copy_of_a_checkpoint_is_not_deleted(tiny_run, recorder, tmp_path):
     train = {"checkpoint_every": 1, "max_train_steps": 2, "keep_checkpoints": 1}
     run_training(tiny_run(train=train))
     checkpoints = tmp_path / "run/checkpoints"
     shutil.copytree(checkpoints / "step-000002", checkpoints / "step-000002.bak")
-    run_training(tiny_run(train=train | {"max_train_steps": 3}), sinks=[told])
-    assert told.of(RunStarted)[0].start_step == 2
+    run_training(tiny_run(train=train | {"max_train_steps": 3}), sinks=[recorder])
+    assert recorder.of(RunStarted)[0].start_step == 2
     assert sorted(p.name for p in checkpoints.iterdir()) == ["step-000002.bak", "step-000003"]
 
 
-def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tiny_run, told, tmp_path):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(tiny_run, recorder, tmp_path):
     run = tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2})
     run_training(run)
     for file in (tmp_path / "run/checkpoints").glob("*/weights.safetensors"):
         file.write_bytes(b"x")
     result = (tmp_path / "run/model/transformer/config.json").stat().st_mtime_ns
     with pytest.raises(CheckpointError, match=r"step-000001.*No other checkpoint.*can be read"):
-        run_training(run, sinks=[told])
+        run_training(run, sinks=[recorder])
     assert (tmp_path / "run/model/transformer/config.json").stat().st_mtime_ns == result
-    assert told.events == []
+    assert recorder.events == []
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}])
@@ -227,13 +229,13 @@ def test_a_new_run_does_not_replace_the_result_of_another(tiny_run, tmp_path, ad
     assert theirs.read_text() == "mine"
 
 
-def test_a_handwritten_run_file_in_the_output_folder_is_kept(tiny_run, told, tmp_path):
+def test_a_handwritten_run_file_in_the_output_folder_is_kept(tiny_run, recorder, tmp_path):
     theirs = tmp_path / "run/run.json"
     theirs.parent.mkdir()
     theirs.write_text("// by hand\n{}")
-    run_training(tiny_run(), sinks=[told])
+    run_training(tiny_run(), sinks=[recorder])
     assert theirs.read_text() == "// by hand\n{}"
-    assert any("run.json was not written by a run and is kept" in text for text in told.texts())
+    assert any("run.json was not written by a run and is kept" in text for text in recorder.texts())
     written = (tmp_path / "run/run.resolved.json").read_text()
     assert RunFile.model_validate_json(written) == tiny_run()
 
@@ -256,13 +258,13 @@ def test_an_output_folder_inside_a_dataset_is_rejected(tiny_run, shapes_folder):
     assert not (shapes_folder / "deeper").exists()
 
 
-def test_a_damaged_checkpoint_is_skipped_and_reported(tiny_run, told, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tiny_run, recorder, tmp_path):
     run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2}))
     file = tmp_path / "run/checkpoints/step-000002/weights.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 3}), sinks=[told])
-    assert told.of(RunStarted)[0].start_step == 1
-    assert any("step-000002" in n.text and n.fallback for n in told.of(Notice))
+    run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 3}), sinks=[recorder])
+    assert recorder.of(RunStarted)[0].start_step == 1
+    assert any("step-000002" in n.text and n.fallback for n in recorder.of(Notice))
 
 
 def test_a_folder_in_use_by_another_run_is_rejected(tiny_run, tmp_path):
@@ -292,18 +294,18 @@ def test_a_rejected_resume_does_not_change_the_output_folder(tiny_run, tmp_path,
     assert (tmp_path / "run/run.json").read_text() == before
 
 
-def test_an_internal_error_is_logged(tiny_run, told, tmp_path, monkeypatch):
+def test_an_internal_error_is_logged(tiny_run, recorder, tmp_path, monkeypatch):
     monkeypatch.setattr("gracetune.train.run.train_loop", lambda session, progress: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run_training(tiny_run(), sinks=[told])
-    assert (told.of(RunEnded)[0].status, told.of(RunEnded)[0].message) == (
+        run_training(tiny_run(), sinks=[recorder])
+    assert (recorder.of(RunEnded)[0].status, recorder.of(RunEnded)[0].message) == (
         "failed",
         "division by zero",
     )
     assert not (tmp_path / "run/now/listening.json").exists()
 
 
-def test_resuming_from_an_old_checkpoint_sets_newer_ones_aside(tiny_run, told, tmp_path):
+def test_resuming_from_an_old_checkpoint_sets_newer_ones_aside(tiny_run, recorder, tmp_path):
     train = {"checkpoint_every": 1, "max_train_steps": 3, "keep_checkpoints": 9}
     run_training(tiny_run(train=train))
     folder = tmp_path / "run/checkpoints"
@@ -312,11 +314,13 @@ def test_resuming_from_an_old_checkpoint_sets_newer_ones_aside(tiny_run, told, t
         run_training(tiny_run(train=train | {"batch_size": 2}), resume_from=early)
     assert not (folder / "set-aside").exists()
 
-    run_training(tiny_run(train=train | {"max_train_steps": 2}), resume_from=early, sinks=[told])
-    assert told.of(RunStarted)[0].start_step == 1
+    run_training(
+        tiny_run(train=train | {"max_train_steps": 2}), resume_from=early, sinks=[recorder]
+    )
+    assert recorder.of(RunStarted)[0].start_step == 1
     kept = list((folder / "set-aside").iterdir())
     assert len(kept) == 2
-    assert all(any(str(path) in text for text in told.texts()) for path in kept)
+    assert all(any(str(path) in text for text in recorder.texts()) for path in kept)
     assert [p.name for p in checkpoint.complete_checkpoints(folder)] == [
         "step-000001",
         "step-000002",
@@ -331,7 +335,7 @@ def test_a_file_in_place_of_the_validation_folder_is_named(tiny_run, tmp_path):
         run_training(tiny_run(validation=section))
 
 
-def test_a_full_disk_loses_the_samples_but_no_step(tiny_run, told, tmp_path, monkeypatch):
+def test_a_full_disk_loses_the_samples_but_no_step(tiny_run, recorder, tmp_path, monkeypatch):
     write, calls = validate.write_sample, itertools.count()
 
     def writing(*arguments):
@@ -342,25 +346,25 @@ def test_a_full_disk_loses_the_samples_but_no_step(tiny_run, told, tmp_path, mon
     monkeypatch.setattr(validate, "write_sample", writing)
     train = {"max_train_steps": 6, "checkpoint_every": 0}
     section = {"every": 2, "sample_steps": 1, "prompts": ["one"]}
-    run_training(tiny_run(train=train, validation=section), sinks=[told])
-    (text,) = [text for text in told.texts() if "No space left" in text]
+    run_training(tiny_run(train=train, validation=section), sinks=[recorder])
+    (text,) = [text for text in recorder.texts() if "No space left" in text]
     assert "step-000002.png" in text
     assert text.endswith("Training continues.")
-    assert [event.step for event in told.of(Validated)] == [0, 4, 6]
+    assert [event.step for event in recorder.of(Validated)] == [0, 4, 6]
     assert [p.name for p in checkpoint.complete_checkpoints(tmp_path / "run/checkpoints")] == [
         "step-000006"
     ]
 
 
 def test_accumulation_in_the_environment_does_not_scale_gradients(
-    tiny_run, told, monkeypatch, tmp_path
+    tiny_run, recorder, monkeypatch, tmp_path
 ):
     norms = []
     for accumulation in ("1", "4"):
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", accumulation)
-        run_training(tiny_run(output_dir=str(tmp_path / accumulation)), sinks=[told])
-        norms.append([event.grad_norm for event in told.of(StepDone)])
-        told.events.clear()
+        run_training(tiny_run(output_dir=str(tmp_path / accumulation)), sinks=[recorder])
+        norms.append([event.grad_norm for event in recorder.of(StepDone)])
+        recorder.events.clear()
     assert norms[0] == norms[1]
 
 
@@ -370,10 +374,10 @@ def test_video_samples_of_an_image_model_are_rejected(tiny_run):
         run_training(tiny_run(validation=section))
 
 
-def test_manual_validation_generates_no_samples_by_itself(tiny_run, told):
+def test_manual_validation_generates_no_samples_by_itself(tiny_run, recorder):
     section = {"every": 0, "enable_manual_validation": True, "prompts": ["one"]}
-    run_training(tiny_run(validation=section), sinks=[told])
-    assert told.of(Validated) == []
+    run_training(tiny_run(validation=section), sinks=[recorder])
+    assert recorder.of(Validated) == []
 
 
 def test_resuming_with_another_adapter_rank_is_rejected(tiny_run):
@@ -390,12 +394,12 @@ def test_precision_on_a_cpu(setting, used):
     assert resolve_precision(run) == used
 
 
-def test_use_gh200_trainer_false_disables_the_optimizations(tiny_run, told):
+def test_use_gh200_trainer_false_disables_the_optimizations(tiny_run, recorder):
     ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 8}
     run = tiny_run(use_gh200_trainer=False, gh200_optimizations=ramp)
-    run_training(run, sinks=[told])
-    assert {e.accumulation for e in told.of(StepDone)} == {1}
-    assert any("use_gh200_trainer is false" in text for text in told.texts())
+    run_training(run, sinks=[recorder])
+    assert {e.accumulation for e in recorder.of(StepDone)} == {1}
+    assert any("use_gh200_trainer is false" in text for text in recorder.texts())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

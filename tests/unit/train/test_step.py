@@ -20,12 +20,12 @@ from gracetune.train.step import (
 
 
 @pytest.fixture
-def session(tiny_run, told, tmp_path):
+def session(tiny_run, recorder, tmp_path):
     def make(**sections):
         run = tiny_run(**sections)
         (tmp_path / "run").mkdir(exist_ok=True)
         accelerator = start_accelerator(run)
-        return build_session(run, accelerator, told, RunControl(tmp_path), SignalHandler())
+        return build_session(run, accelerator, recorder, RunControl(tmp_path), SignalHandler())
 
     return make
 
@@ -179,9 +179,9 @@ def test_a_step_draws_from_the_timestep_window_of_the_run_file(session, monkeypa
     assert all(0.5 <= timestep < 0.6 for timestep in seen)
 
 
-def test_min_snr_in_flow_matching_is_reported_once(session, told):
+def test_min_snr_in_flow_matching_is_reported_once(session, recorder):
     session(train={"min_snr_gamma": 5.0})
-    assert sum("min_snr_gamma is 5 but has no effect" in text for text in told.texts()) == 1
+    assert sum("min_snr_gamma is 5 but has no effect" in text for text in recorder.texts()) == 1
 
 
 def test_progress_counts_the_steps_of_each_expert():

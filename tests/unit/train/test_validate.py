@@ -29,12 +29,12 @@ SECTION = {"every": 1, "sample_steps": 2, "holdout": 0.2}
 
 
 @pytest.fixture
-def session(tiny_run, told, tmp_path):
+def session(tiny_run, recorder, tmp_path):
     def make(**validation):
         run = tiny_run(validation=SECTION | validation)
         (tmp_path / "run").mkdir(exist_ok=True)
         return build_session(
-            run, start_accelerator(run), told, RunControl(tmp_path), SignalHandler()
+            run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
         )
 
     return make
@@ -81,10 +81,10 @@ def test_a_grid_is_written_completely_or_not_at_all(session, monkeypatch):
     assert [path.name for path in s.validation.folder.iterdir()] == ["step-000003"]
 
 
-def test_captions_are_the_default_prompts_and_are_reported(session, told):
+def test_captions_are_the_default_prompts_and_are_reported(session, recorder):
     s = session(num_prompts=3)
     assert len(s.validation.prompts) == 3
-    (text,) = [t for t in told.texts() if t.startswith("validation.prompts")]
+    (text,) = [t for t in recorder.texts() if t.startswith("validation.prompts")]
     assert all(repr(prompt) in text for prompt in s.validation.prompts)
 
 

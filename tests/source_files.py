@@ -1,4 +1,4 @@
-"""The same few files as every kind of source, for the contract and for tests of each kind."""
+"""Write the same few files as each kind of data source: folder, tar, parquet, arrow."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_tar(path: Path, files: Mapping[str, bytes], form: int = tarfile.PAX_FO
 def image_table(
     images: Sequence[bytes | None], texts: Sequence[str | None], paths: Sequence[str | None] = ()
 ) -> pa.Table:
-    """As Hugging Face keeps pictures: bytes and the path they came from."""
+    """Return a table in the form of Hugging Face image datasets: bytes and original path."""
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     paths = paths or [None] * len(images)
     rows = [{"bytes": data, "path": path} for data, path in zip(images, paths, strict=True)]
@@ -60,7 +60,7 @@ def write_parquet(path: Path, table: pa.Table, rows_in_a_group: int = 2) -> Path
 
 
 def save_to_disk(folder: Path, table: pa.Table, *, stream: bool = True) -> Path:
-    """What `datasets.Dataset.save_to_disk` leaves, as far as it is read."""
+    """Write the files of `datasets.Dataset.save_to_disk` that the source reads."""
     folder.mkdir(parents=True, exist_ok=True)
     name = "data-00000-of-00001.arrow"
     new = pa.ipc.new_stream if stream else pa.ipc.new_file

@@ -1,4 +1,4 @@
-"""A function in a fork of the test's own process: for what cannot be undone, such as who we are."""
+"""Run a check in a forked child, for changes a process cannot undo, such as its user."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _NOBODY = 65534
 _PR_SET_DUMPABLE = 4
 
 
-def holds_in_a_fork(claim: Callable[[], bool], *, as_nobody: bool = False) -> bool:
-    """Whether the claim is true there; as nobody where we are root, since root may do anything."""
+def is_true_in_fork(claim: Callable[[], bool], *, as_nobody: bool = False) -> bool:
+    """Return whether `claim()` is true in a forked child.
+
+    With `as_nobody`, a child of root first becomes the user nobody, because file permissions do not
+    apply to root.
+    """
     with warnings.catch_warnings():
-        # Newer Pythons warn of forks beside threads; this one ends without touching any lock.
+        # Python 3.12 and newer warn about forking with threads; this child takes no lock.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -38,8 +42,8 @@ def holds_in_a_fork(claim: Callable[[], bool], *, as_nobody: bool = False) -> bo
 
 
 @contextmanager
-def hidden_from_others() -> Iterator[None]:
-    """Nobody can open this process's descriptors meanwhile, not even others of the same user."""
+def undumpable_process() -> Iterator[None]:
+    """Keep other processes, also of the same user, from opening this one's file descriptors."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_DUMPABLE, 0)
     try:
