@@ -132,7 +132,7 @@ def test_a_lokr_that_cannot_be_split_is_added_to_parts_with_a_rank():
     expected = delta(whole)[48:] + 0.5 * delta(part)
     torch.testing.assert_close(delta(made.layers[place]), expected, rtol=1e-3, atol=1e-3)
     assert len(made.layers) == 3
-    with pytest.raises(AdapterError, match="--rank in a merge"):
+    with pytest.raises(AdapterError, match="--rank when merging"):
         combine_adapters(pair, None, generator())
 
 

@@ -1,6 +1,8 @@
-"""List the key formats of adapter files: how each tool writes prefix, expert, module and suffix.
+"""Define the key formats of adapter files: how each training tool names the tensors in a file.
 
-keys.py parses and builds keys from this data. The `tools` texts are repeated in docs/adapters.md.
+A key consists of a prefix, in some formats the name of an expert, a module's name and a suffix.
+keys.py shows examples, and parses and builds keys from the definitions here. The `tools` texts are
+repeated in docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import Naming, Stage
 
 SuffixStyle = Literal["peft", "peft-live", "kohya", "comfyui"]
-"""Convention of the suffixes that name a layer's tensors."""
+"""Naming convention for the ends of keys: LoRA's `down` is `.lora_A.weight` in `peft` and
+`.lora_down.weight` in `kohya`."""
 AlphaRule = Literal["folded", "if-needed", "always"]
-"""Treatment of alpha on writing: multiplied into the weights, written unless it equals the rank, or
-always written."""
+"""Rule for writing a layer's alpha to a file: `folded` multiplies alpha / rank into the weights,
+`if-needed` writes an alpha tensor unless alpha equals the rank, `always` writes one every time."""
 
 LYCORIS_ROLES = (
     "hada_w1_a",
@@ -33,7 +36,8 @@ LYCORIS_ROLES = (
     "lokr_t2",
 )
 ROLES = ("down", "up", "mid", *LYCORIS_ROLES, "diff", "diff_b", "dora", "alpha", "scalar")
-"""Our names for what a tensor is in its layer, whatever a tool calls it."""
+"""Names of the tensors that a layer can have, independent of the tool that wrote the file. For
+example, `down` is the LoRA factor that peft calls `lora_A` and kohya calls `lora_down`."""
 
 PEFT_SUFFIXES = {role: f".{role}" for role in (*LYCORIS_ROLES, "alpha", "scalar")}
 PLAIN_SUFFIXES = PEFT_SUFFIXES | {"diff": ".diff", "diff_b": ".diff_b"}
@@ -63,7 +67,8 @@ SUFFIXES: dict[SuffixStyle, dict[str, str]] = {
     "comfyui": PLAIN_SUFFIXES
     | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
 }
-"""Suffix of each role; a role that is missing cannot be written in that style."""
+"""End of the key for each tensor role, by suffix style. A style without a suffix for a role cannot
+store such a tensor."""
 READ_ONLY_SUFFIXES = {
     ".lora_A": "down",
     ".lora_B": "up",
@@ -73,32 +78,36 @@ READ_ONLY_SUFFIXES = {
     ".w_norm": "diff",
     ".b_norm": "diff_b",
 }
-"""Further suffixes that some files have; they are read, but not written."""
+"""Suffixes that are accepted in files but never written, with the role of the tensor."""
 
 
 @dataclass(frozen=True)
 class KeyFormat:
-    """The keys that a tool writes."""
+    """One way to name the tensors in an adapter file, and the tools that use it."""
 
     name: str
     tools: str
-    """Tools that write or read it."""
+    """Tools that write or read files in this format, as text for the user."""
     prefix: str
+    """Text that every key starts with."""
     naming: Naming
     style: SuffixStyle
     separator: Literal[".", "_", "$$"] = "."
     alpha: AlphaRule = "always"
     stages: tuple[tuple[Stage, str], ...] = ()
-    """Text that names each expert, in formats that hold both experts in one file."""
+    """Name of each expert in the keys, for formats that hold both experts of a model in one file;
+    otherwise empty."""
     caution: str = ""
-    """Reason not to use the format; empty if there is none."""
+    """Reason not to write files in this format, such as "no tool loads it"; empty if there is
+    none."""
 
 
 AI_TOOLKIT_STAGES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer_1"),
     ("low", "transformer_2"),
 )
-"""ai-toolkit numbers the experts from 1, so `transformer_2` is the low one, as in diffusers."""
+"""Names of the two experts in ai-toolkit's keys. They are numbered from 1, so `transformer_2` is
+the low-noise expert, as in diffusers."""
 STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer."),
     ("low", "transformer_2."),
@@ -297,4 +306,4 @@ FORMAT_ALIASES = {
     "simpletuner": "diffusers",
     "simpletuner-lycoris": "lycoris",
 }
-"""Names of tools whose files have one of the formats above."""
+"""Tool names that users may give instead of a format's name, with the format of that tool."""

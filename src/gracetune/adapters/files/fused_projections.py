@@ -1,10 +1,11 @@
-"""Split and join layers along the rows of dW, for models whose projections are fused.
+"""Split the fused projections of an adapter into parts, and join parts into fused projections.
 
-Flux's original checkpoint has one projection for query, key and value; diffusers has three. A file
-in one naming must be rewritten exactly for the other:
+Flux's original checkpoint has one projection for query, key and value; diffusers has three. An
+adapter file with the names of one must be rewritten for the other. The rows of a fused projection's
+weight change dW are the rows of its parts, one part after the other, and the result must be exact:
 
 - Joining LoRAs. If all parts share `down`, their `up` factors are concatenated. Otherwise they form
-  a block diagonal, whose rank is the sum of theirs:
+  a block diagonal, whose rank is the sum of the parts' ranks:
 
       up = [ up_q                ]    down = [ down_q ]
            [        up_k         ]           [ down_k ]
@@ -12,9 +13,10 @@ in one naming must be rewritten exactly for the other:
 
   Splitting recognises such a block diagonal and returns the parts bit for bit.
 - LoHa and full matrices are split and joined by rows.
-- A LoKr can be split only between its blocks of rows.
+- A LoKr, dW = kron(w1, w2), has one block of rows for each row of w1, and can be split only between
+  two blocks.
 
-Anything else is refused with the reason.
+Everything else raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import FusedProjection, KeyTable
 
 Span = tuple[int, int]
-"""First row, and the row after the last one."""
+"""Range of rows: the first row, and the row after the last one."""
 
 
 def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> Adapter:
-    """Split fused projections into the parts that diffusers has; `only` limits it to some."""
+    """Split fused projections into the separate modules that diffusers has.
+
+    With `only`, all other projections stay fused.
+    """
     layers: dict[LayerPath, Layer] = {}
     for path, layer in adapter.layers.items():
         parts = parts_of(path, adapter.table)
@@ -64,7 +69,10 @@ def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> 
 
 
 def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
-    """Return the parts of a fused projection with their shares of the rows; empty for others."""
+    """Return the parts of a fused projection, each with its share of the rows.
+
+    For any other module the result is empty.
+    """
     template, number = template_of(path.module)
     fused = next((fused for fused in table.fused if fused.whole == template), None)
     if fused is None:
@@ -73,7 +81,7 @@ def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
 
 
 def join_fused(adapter: Adapter) -> Adapter:
-    """Join parts into the fused projections that the original has."""
+    """Join the separate projections of diffusers into the original model's fused projections."""
     fused_by_part = {part: fused for fused in adapter.table.fused for part, _ in fused.parts}
     layers: dict[LayerPath, Layer] = {}
     gathered: dict[LayerPath, dict[str, Layer]] = {}
@@ -94,9 +102,10 @@ def join_fused(adapter: Adapter) -> Adapter:
 
 
 def swap_halves(adapter: Adapter) -> Adapter:
-    """Swap the scale and shift rows of modules whose order differs between the namings.
+    """Swap the upper and lower half of the rows of dW in the modules of `table.swapped_halves`.
 
-    Applying it twice restores the adapter.
+    Their output is (scale, shift) in diffusers and (shift, scale) in the original model. Swapping
+    twice restores the adapter.
     """
     layers = dict(adapter.layers)
     for path, layer in adapter.layers.items():
@@ -107,7 +116,7 @@ def swap_halves(adapter: Adapter) -> Adapter:
 
 
 def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
-    """Return the layer for these rows of dW, in the order of the spans."""
+    """Return a layer with only these rows of dW, in the order of the spans."""
     tensors = dict(layer.tensors)
     rows, rows_per_entry = out_features(layer), 1
     if layer.algorithm == "lora":
@@ -134,7 +143,10 @@ def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
 
 
 def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | None]:
-    """Return the parts of a fused layer; None for a part that was not there when it was joined."""
+    """Split a fused layer into one layer for each span of rows.
+
+    None stands for a part that was missing when the layer was joined.
+    """
     blocks = _split_block_diagonal(layer, spans)
     if blocks is not None:
         return blocks
@@ -142,7 +154,7 @@ def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | Non
 
 
 def _split_block_diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
-    """Undo `_block_diagonal`; None if the layer is not a block diagonal."""
+    """Return the LoRAs that `_block_diagonal` joined; None if the layer is not a block diagonal."""
     if set(layer.tensors) != {"down", "up"}:
         return None
     up, down = layer.tensors["up"], layer.tensors["down"]
@@ -162,7 +174,10 @@ def _split_block_diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | N
 
 
 def _trim_padding(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
-    """Return a block without the zeros that padded it to the common rank; None if all are zero."""
+    """Return one LoRA of a block diagonal without the zeros that padded its rank.
+
+    The result is None if the LoRA has only zeros.
+    """
     used = up.flatten(1).any(0) | down.flatten(1).any(1)
     if not used.any():
         return None
@@ -173,9 +188,10 @@ def _trim_padding(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
 
 
 def _lokr_row_axes(module: str, layer: Layer, spans: Sequence[Span]) -> tuple[dict[str, int], int]:
-    """Return the LoKr tensor to select rows from, with its axis, and the rows per entry.
+    """Return the LoKr tensor to cut and its axis, and the rows of dW per entry on that axis.
 
-    Row i of w1 times all rows of w2 is a block of rows of dW, and cuts must fall between blocks.
+    Row i of w1 times all rows of w2 is a block of rows of dW. If all cuts are between blocks, w1 is
+    cut. If w1 has one row, w2 is cut.
     """
     (rows1, rows2), _ = lokr_sizes(layer)
     if all(start % rows2 == 0 and end % rows2 == 0 for start, end in spans):
@@ -209,7 +225,10 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
 
 
 def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
-    """Concatenate layers that differ only in tensors indexed by rows; None if others differ."""
+    """Concatenate layers along the rows of dW.
+
+    The result is None if they differ in a tensor that has no axis for these rows.
+    """
     first = parts[0]
     if any(set(part.tensors) != set(first.tensors) or part.alpha != first.alpha for part in parts):
         return None
@@ -229,7 +248,7 @@ def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
 
 
 def _row_axes(module: str, layer: Layer) -> dict[str, int]:
-    """Return the tensors that are indexed by rows of dW, with the axis."""
+    """Return the roles of tensors that have an axis for the rows of dW, with that axis."""
     axes = {"diff_b": 0} if "diff_b" in layer.tensors else {}
     if layer.is_dora:
         if not is_dora_per_row(layer):
@@ -246,9 +265,9 @@ def _row_axes(module: str, layer: Layer) -> dict[str, int]:
 
 
 def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
-    """Join LoRAs so that block i of the rank changes only the rows of part i.
+    """Join LoRAs into one whose i-th block of ranks changes only the rows of part i.
 
-    Blocks are padded with zeros to the largest rank, and missing parts are blocks of zeros.
+    Zeros pad every block to the largest rank. A missing part is a block of zeros.
     """
     first = next(iter(parts.values()))
     share_of = dict(fused.parts)
@@ -278,7 +297,7 @@ def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer
 
 
 def _spans(rows: int, shares: Sequence[int]) -> list[Span]:
-    """Return the rows of each part of a projection."""
+    """Return the range of rows of each part of a projection; `shares` are the ratio of sizes."""
     unit, remainder = divmod(rows, sum(shares))
     if remainder:
         raise AdapterError(
@@ -300,9 +319,10 @@ def _select_spans(tensor: Tensor, spans: Sequence[Span], axis: int, rows_per_ent
 
 def _not_exact_error(module: str, reason: str) -> AdapterError:
     return AdapterError(
-        f"{module} cannot be rewritten exactly for a naming that splits the projection "
-        f"differently, because {reason}. Keep the file's format (ComfyUI loads both namings of "
-        "Flux), or approximate it by a LoRA with --lora-rank, or with --rank in a merge.",
+        f"{module} cannot be split or joined exactly, as the other format needs it, because "
+        f"{reason}. Keep the file's format (ComfyUI loads Flux adapters with original and with "
+        "diffusers' names), or approximate the adapter by a LoRA: with --lora-rank when "
+        "converting, with --rank when merging.",
         kind="not-exact",
         key=module,
     )

@@ -1,15 +1,17 @@
 """Represent an adapter independently of its file format, and compute the weight change dW.
 
-An `Adapter` is a set of `Layer`s by location. `make_layer` builds a layer from tensors and checks
-it: a layer with a missing or superfluous tensor, or with ranks that do not match, is refused with
-the key that shows the fault.
+An `Adapter` has one `Layer` for each module that it changes. `make_layer` builds a layer from the
+tensors of a file and checks them: if a tensor is missing or superfluous, or if ranks do not match,
+it raises an error that names the key. The algorithms are:
 
     LoRA   dW = up down                               (with a core tensor `mid` in between: Tucker)
     LoHa   dW = (w1_a w1_b) * (w2_a w2_b)             elementwise product
-    LoKr   dW = kron(w1, w2)                          each factor whole, or a product a b
-    full   dW = diff
+    LoKr   dW = kron(w1, w2)                          w1 and w2 are stored whole or as products a b
+    full   dW = diff                                  the whole matrix, without a rank
 
-each times alpha / rank. A DoRA is any of them with a magnitude m: W' = m (W + dW) / |W + dW|.
+Each dW is multiplied by alpha / rank if it has a rank. A DoRA is any of these with a magnitude m:
+W' = m (W + dW) / |W + dW|.
+
 The formulas are checked against the forward passes of peft and lycoris-lora. Their own merge
 functions are not used, because LyCORIS multiplies LoHa and decomposed LoKr by alpha / rank twice.
 """
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 
 Algorithm = Literal["lora", "loha", "lokr", "full"]
-"""LoCon is LoRA on convolutions; DoRA is any of these with a magnitude."""
+"""Formula of a layer's weight change dW. There is no entry for LoCon, which is `lora` on a
+convolution, nor for DoRA, which is any of these with a magnitude."""
 
 TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     "lora": (frozenset({"down", "up"}), frozenset({"down", "up", "mid"})),
@@ -49,9 +52,9 @@ TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     ),
     "full": (frozenset({"diff"}), frozenset({"diff_b"}), frozenset({"diff", "diff_b"})),
 }
-"""Sets of tensors that form a complete layer of each algorithm."""
+"""Tensor roles of a complete layer, by algorithm. A layer must match one of the sets."""
 OPTIONAL_ROLES = frozenset({"diff_b", "dora"})
-"""Tensors that any layer may have in addition: a change of the bias, and DoRA's magnitude."""
+"""Roles of tensors that any layer may have in addition: the bias's change and DoRA's magnitude."""
 ALGORITHM_BY_ROLE: dict[str, Algorithm] = {
     role: algorithm for algorithm, sets in TENSOR_SETS.items() for roles in sets for role in roles
 }
@@ -61,7 +64,8 @@ RANK_AXES: dict[Algorithm, tuple[tuple[str, int], ...]] = {
     "lokr": (("lokr_w2_b", 0), ("lokr_w1_b", 0)),
     "full": (),
 }
-"""Tensors and axes whose size is the rank; the first tensor that exists is used."""
+"""Tensor role and axis whose size is the rank, by algorithm. The first role that a layer has is
+used."""
 EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("mid", False, "up", 1, "down", 0),
     ("mid", True, "up", 1, "mid", 0),
@@ -80,55 +84,60 @@ EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("hada_t1", True, "hada_w1_a", 1, "hada_w2_a", 1),
     ("", False, "hada_w1_b", 1, "hada_w2_b", 1),
 )
-"""Axes that must have the same size: (core tensor, whether it must exist for the rule to apply,
-first tensor, its axis, second tensor, its axis)."""
+"""Pairs of axes that must have the same size: (core tensor, needs_core, first tensor, its axis,
+second tensor, its axis). A rule applies only to layers that have the core tensor if `needs_core` is
+True, and only to layers without it if False."""
 CONV_ROLES = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
-"""Tensors that may have the axes of a convolution kernel; all other factors are matrices."""
+"""Roles of tensors that may have the axes of a convolution kernel. All other factors are matrices,
+except that `up` may be a 1x1 convolution."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The change of one module: its tensors by role, and alpha."""
+    """The change that an adapter makes to one module: the tensors by role, and alpha."""
 
     algorithm: Algorithm
     tensors: Mapping[str, Tensor]
     alpha: float | None = None
-    """None if alpha equals the rank, or if there is no rank."""
+    """Numerator of the scale alpha / rank. None if alpha equals the rank, or if the layer has no
+    rank."""
 
     @property
     def is_dora(self) -> bool:
-        """True if the layer has a magnitude."""
+        """True if the layer is a DoRA, which means that it has a magnitude tensor."""
         return "dora" in self.tensors
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The layers of an adapter, with what its file says about it."""
+    """The layers of an adapter, with the key format and the header of the file that it is from."""
 
     table: KeyTable
     layers: Mapping[LayerPath, Layer]
     format: str | None = None
-    """Name of the key format that it was read from; None if its file mixed several."""
+    """Name of the file's key format; None if its keys mix several formats, or if there is no
+    file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Header of the file."""
+    """Entries of the file's safetensors header."""
     notices: tuple[str, ...] = ()
     """Messages for the user about assumptions and ignored values."""
 
     @property
     def stages(self) -> tuple[Stage | None, ...]:
-        """The experts that it has layers for, high first; (None,) if its keys name none."""
+        """The experts that the adapter has layers for, `high` before `low`; (None,) if no layer
+        names an expert."""
         found = {path.stage for path in self.layers}
         order: tuple[Stage | None, ...] = (None, "high", "low")
         return tuple(stage for stage in order if stage in found)
 
     def select_stage(self, stage: Stage | None) -> Adapter:
-        """Return the adapter with the layers of one expert only."""
+        """Return a copy of the adapter with only the layers of one expert."""
         kept = {path: layer for path, layer in self.layers.items() if path.stage == stage}
         return replace(self, layers=kept)
 
 
 def join_stages(high: Adapter, low: Adapter) -> Adapter:
-    """Join the adapters of the high and the low expert into one."""
+    """Join two adapters, one for the high-noise and one for the low-noise expert, into one."""
     if high.table.family != low.table.family:
         raise AdapterError(
             f"the high expert's file is a {high.table.family} adapter and the low expert's a "
@@ -147,14 +156,14 @@ def join_stages(high: Adapter, low: Adapter) -> Adapter:
 
 
 def with_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
-    """Return the adapter with all of its layers assigned to one expert."""
+    """Return a copy of the adapter with all layers assigned to one expert, or to none."""
     layers = {LayerPath(stage, path.module): layer for path, layer in adapter.layers.items()}
     assert len(layers) == len(adapter.layers), "an adapter with both experts would lose layers"
     return replace(adapter, layers=layers)
 
 
 def rank_of(layer: Layer) -> int | None:
-    """Return the rank; None if nothing is decomposed (full matrices, LoKr of two whole ones)."""
+    """Return a layer's rank; None for a full matrix, or for a LoKr whose w1 and w2 are whole."""
     for role, axis in RANK_AXES[layer.algorithm]:
         if role in layer.tensors:
             return layer.tensors[role].shape[axis]
@@ -162,19 +171,19 @@ def rank_of(layer: Layer) -> int | None:
 
 
 def scale_of(layer: Layer) -> float:
-    """Return alpha / rank; 1 if there is no alpha or no rank."""
+    """Return a layer's scale alpha / rank, which is 1 if it has no alpha or no rank."""
     rank = rank_of(layer)
     return 1.0 if layer.alpha is None or rank is None else layer.alpha / rank
 
 
 def is_dora_per_row(layer: Layer) -> bool:
-    """Return True if the magnitude is per row of W, as in peft, and False if it is per column."""
+    """Return True if a DoRA has a magnitude per row of W, as in peft; False if per column."""
     magnitude = layer.tensors["dora"]
     return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()
 
 
 def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the numbers of rows (of w1, of w2) and of columns (of w1, of w2)."""
+    """Return ((rows of w1, rows of w2), (columns of w1, columns of w2)) of a LoKr layer."""
     t = layer.tensors
     rows1, columns1 = (
         t["lokr_w1"].shape if "lokr_w1" in t else (t["lokr_w1_a"].shape[0], t["lokr_w1_b"].shape[1])
@@ -191,7 +200,10 @@ def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """Build a layer from its tensors by role; `keys` are their keys in the file, for errors."""
+    """Build a layer from its tensors by role, and check them.
+
+    `keys` has the key of each tensor in the file, for error messages.
+    """
     roles = frozenset(tensors) - {"alpha", "scalar"}
     first = keys[min(tensors)]
     algorithms = {ALGORITHM_BY_ROLE[role] for role in roles - OPTIONAL_ROLES} or {"full"}
@@ -252,7 +264,10 @@ def _mismatch(
 
 
 def _has_valid_axes(role: str, shape: tuple[int, ...], roles: frozenset[str]) -> bool:
-    """Return True if a tensor has a possible number of axes, given the layer's other tensors."""
+    """Return True if a tensor of this role can have this number of axes.
+
+    `roles` are the roles of all tensors in its layer.
+    """
     if role in ("diff", "dora"):
         return len(shape) >= 1
     if role == "diff_b":
@@ -265,7 +280,7 @@ def _has_valid_axes(role: str, shape: tuple[int, ...], roles: frozenset[str]) ->
 
 
 def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """Return the layer with alpha from its tensors; without a rank, alpha has no effect."""
+    """Return the layer with the alpha of its file, which is ignored if the layer has no rank."""
     if "alpha" not in tensors or rank_of(layer) is None:
         return layer
     alpha = float(tensors["alpha"].float().item())
@@ -280,7 +295,7 @@ def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, 
 
 
 def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
-    """Multiply LyCORIS's trained scalar into the factor that LyCORIS itself would use."""
+    """Multiply LyCORIS's trained `scalar` into the factor that LyCORIS multiplies on saving."""
     if "scalar" not in tensors:
         return layer
     order = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a")
@@ -292,7 +307,7 @@ def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
 
 
 def _with_magnitude(layer: Layer) -> Layer:
-    """Give a magnitude as many axes as the weight has; peft stores it as a plain vector."""
+    """Reshape a DoRA's magnitude to as many axes as the weight has; peft stores it as a vector."""
     if not layer.is_dora or layer.tensors["dora"].dim() > 1:
         return layer
     order = ("mid", "hada_t1", "lokr_t2", "down", "hada_w1_a", "lokr_w2", "lokr_w2_b", "diff")
@@ -309,9 +324,10 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 
 def delta(layer: Layer, shape: Sequence[int] | None = None) -> Tensor:
-    """Return dW in float32, without DoRA's magnitude.
+    """Return a layer's weight change dW in float32. A DoRA's magnitude is ignored.
 
-    `shape` is the weight's; files may hold convolution kernels flattened.
+    `shape` is the shape of the model's weight. It is needed for convolutions, because some files
+    hold their kernels flattened.
     """
     t = {role: tensor.detach().float() for role, tensor in layer.tensors.items()}
     if layer.algorithm == "lora":
@@ -327,13 +343,17 @@ def delta(layer: Layer, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def delta_bias(layer: Layer) -> Tensor | None:
-    """Return the change of the bias in float32, or None."""
+    """Return a layer's change of the bias in float32, or None if it does not change the bias."""
     bias = layer.tensors.get("diff_b")
     return None if bias is None else bias.detach().float()
 
 
 def delta_shape(layer: Layer) -> tuple[int, ...]:
-    """Return the shape of dW without computing it; a flattened kernel stays flattened."""
+    """Return the shape of a layer's dW without computing it.
+
+    A convolution kernel that is flattened in the file has two axes. A change of the bias alone has
+    the shape (length, 0).
+    """
     t = layer.tensors
     if layer.algorithm == "lora":
         kernel = t["mid"].shape[2:] if "mid" in t else t["down"].shape[2:]
@@ -352,12 +372,15 @@ def delta_shape(layer: Layer) -> tuple[int, ...]:
 
 
 def out_features(layer: Layer) -> int:
-    """Return the number of rows of dW."""
+    """Return the number of rows of a layer's dW, which are the module's output features."""
     return delta_shape(layer)[0]
 
 
 def delta_norm(layer: Layer) -> float:
-    """Return the Frobenius norm |dW|, from the factors where possible, because dW may be large."""
+    """Return the Frobenius norm of a layer's dW.
+
+    For LoRA and LoKr it is computed from the factors, because dW may be large.
+    """
     t = {role: tensor.detach().float() for role, tensor in layer.tensors.items()}
     scale = abs(scale_of(layer))
     if layer.algorithm == "lora" and "mid" not in t:
@@ -373,10 +396,10 @@ def delta_norm(layer: Layer) -> float:
 
 
 def merge_weight(layer: Layer, weight: Tensor, strength: float = 1.0) -> Tensor:
-    """Return the weight with the adapter merged in, computed in float32, in the weight's dtype.
+    """Return a weight with a layer merged into it, in the weight's dtype.
 
-    For a DoRA the norm |W + dW| is taken over the axis that the magnitude does not have. A strength
-    s other than 1 gives W + s (W' - W).
+    The computation is in float32. With W' the merged weight, a strength s gives W + s (W' - W). A
+    DoRA normalizes W + dW by rows or by columns, whichever its magnitudes belong to.
     """
     base = weight.detach().float()
     if layer.algorithm == "full" and "diff" not in layer.tensors:
@@ -418,12 +441,12 @@ def _lokr_w2(t: dict[str, Tensor]) -> Tensor:
 
 
 def _kron(w1: Tensor, w2: Tensor) -> Tensor:
-    """Return the Kronecker product over the first two axes; kernel axes come from w2 alone."""
+    """Return the Kronecker product over the first two axes. Only w2 may have kernel axes."""
     return torch.kron(w1.reshape(*w1.shape, *[1] * (w2.dim() - 2)), w2.contiguous())
 
 
 def _with_norms(weight: Tensor, magnitude: Tensor, per_row: bool) -> Tensor:
-    """Scale the rows, or the columns, of a weight to the given norms."""
+    """Scale each row, or each column, of a weight so that its norm is the given magnitude."""
     ones = [1] * (weight.dim() - 1)
     if per_row:
         norms = weight.flatten(1).norm(dim=1).reshape(-1, *ones)
