@@ -11,4 +11,4 @@ apply.py, validate.py, report.py.
 
 
 class ForkportError(Exception):
-    """Tell the user why a repository or a patch set does not allow the requested step."""
+    """An error for the user: the repository or the patch set does not allow the requested step."""

@@ -1,6 +1,6 @@
 """Apply patches to a fresh branch of upstream, one commit each, and roll back.
 
-A conflict stops the port; `continue_apply` takes it up again after the user has resolved it.
+A conflict stops the port; `continue_apply` resumes it after the user has resolved the conflict.
 Commits are made from git objects. The working tree is touched only to show a conflict and to check
 out the finished branch.
 
@@ -107,7 +107,7 @@ def continue_apply(git: Git) -> ApplyOutcome:
 
 
 def _check_untouched(git: Git, state: PortState) -> None:
-    """Refuse to continue over the user's changes if no patch is waiting for them."""
+    """Refuse to continue if that would overwrite commits or uncommitted changes of the user."""
     worktree.check_branch_contained(git, state.port_branch, state.at)
     if dirty := worktree.uncommitted(git):
         raise ForkportError(
@@ -189,7 +189,7 @@ def _stop_at_conflict(
 def _commit_resolution(
     git: Git, manifest: Manifest, state: PortState, pending: PendingPatch
 ) -> PortState:
-    """Take the user's resolution: the files as they are now, or the commits the user made."""
+    """Commit the files as the user resolved them, or accept the commits that the user made."""
     if current_branch(git) != state.port_branch:
         raise ForkportError(
             f"HEAD is not on {state.port_branch}, where patch {pending.patch} waits. Run "

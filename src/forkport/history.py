@@ -36,10 +36,10 @@ class TouchedRegion:
 
     patch: str
     label: str
-    """Its place in the base, for the user."""
+    """The function or line range in the base, as shown to the user."""
     path: str
     name: str
-    """The function or class; empty for lines outside of one, which `start` and `end` give."""
+    """Qualified name of the function or class; empty for the line range `start` to `end`."""
     start: int = 0
     end: int = 0
 

@@ -41,7 +41,7 @@ class FileResult:
     """The merged file, with markers where there are conflicts; None deletes the file."""
     conflicts: tuple[Conflict, ...] = ()
     reason: str = ""
-    """The reason for a conflict that no lines can show, such as deleted here, changed there."""
+    """Reason for a conflict without markers, such as a file deleted upstream but changed here."""
     stages: Stages = (None, None, None)
     notes: tuple[str, ...] = ()
     """Remarks for the user's review."""
@@ -50,13 +50,13 @@ class FileResult:
 
     @property
     def is_conflict(self) -> bool:
-        """True if the user must decide."""
+        """True if the user must resolve this file."""
         return bool(self.conflicts or self.reason)
 
 
 @dataclass(frozen=True)
 class MergeContext:
-    """The data that every patch's merge needs, read once."""
+    """Data that is read once and used to merge every patch."""
 
     reader: SourceReader
     upstream: UpstreamChanges

@@ -29,18 +29,18 @@ threshold that git uses for renamed files."""
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A definition that upstream moved: in the base, in the fork, and where upstream has it."""
+    """A function or class that upstream moved: the base's, the fork's and upstream's version."""
 
     name: str
     base: Definition
     theirs: Definition
     """The fork's version, in the same file as the base's."""
     path: str
-    """The file where upstream has it now."""
+    """The file in which upstream has the definition now."""
     ours: Definition
 
     def describe(self, home: str) -> str:
-        """Return a note for the user; `home` is the file that it was in."""
+        """Return a note for the user; `home` is the file that had the definition in the base."""
         where = "within the file" if self.path == home else f"from {home}"
         name = "" if self.ours.name == self.name else f" as {self.ours.name}"
         return f"{self.name} was moved {where}{name}: check the names that it uses"
@@ -101,7 +101,7 @@ class _MoveFinder:
         return moves
 
     def _find_elsewhere(self, definition: Definition) -> tuple[str, Definition] | None:
-        """Return the most similar new definition of that name, or None if two are equally so."""
+        """Return the most similar new definition of the same name, or None if two tie."""
         text = definition_lines(definition, self.base_text)
         candidates = []
         for path, candidate in definitions_named(
@@ -119,7 +119,7 @@ class _MoveFinder:
         return candidates[0][1:]
 
     def _base_names(self, path: str) -> set[str]:
-        """Return what a file defined in the base: such a definition was not moved there."""
+        """Return the names that a file defined in the base; upstream did not move those there."""
         base_path = self.upstream.base_path(path)
         entry = self.upstream.base.get(base_path)
         return set() if entry is None else set(flatten(self.reader.definitions(base_path, entry)))

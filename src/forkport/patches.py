@@ -69,11 +69,11 @@ class ValidationCommands(_ManifestPart):
     """The commands that validate a port. Each is split into words; no shell expands it."""
 
     upstream: tuple[str, ...] = ()
-    """Run in a clean checkout of upstream, without the fork."""
+    """Commands for a clean checkout of upstream, without the fork."""
     ours: tuple[str, ...] = ()
-    """Run on the result, for what the fork adds."""
+    """Commands for the result of the port that test what the fork adds."""
     combined: tuple[str, ...] = ()
-    """Run on the result, for upstream and fork together."""
+    """Commands for the result of the port that test upstream and fork together."""
 
     def commands(self, group: ValidationGroup) -> tuple[str, ...]:
         """Return the commands of one group."""

@@ -57,7 +57,7 @@ def make_plan(git: Git, manifest: Manifest, folder: Path, upstream: str) -> list
 
 
 def patch_verdict(files: Sequence[FileResult]) -> Verdict:
-    """Sum up the merge results of a patch."""
+    """Return the verdict on a patch: applies, moved, conflicts, or already upstream."""
     if any(file.is_conflict for file in files):
         return "conflicts"
     if not files:

@@ -216,9 +216,9 @@ def innermost_definition(definitions: Sequence[Definition], line: int) -> Defini
 
 
 def is_touched(definition: Definition, start: int, end: int) -> bool:
-    """Return True if a change of these lines, or an insertion, hits a definition itself.
+    """Return True if changing lines `start` to `end`, or inserting there, changes a definition.
 
-    A change inside one of its children counts for the child alone.
+    A change inside a method counts for the method, not for its class.
     """
     children = definition.children
     if start == end:
@@ -263,7 +263,7 @@ def definition_lines(definition: Definition, content: bytes) -> list[bytes]:
 
 
 def reindent(lines: Sequence[bytes], model: Sequence[bytes]) -> list[bytes]:
-    """Indent a definition like another one, as when a method became a function."""
+    """Indent `lines` like `model`, for example because a method became a function."""
     old, new = _indentation(lines), _indentation(model)
     if old == new:
         return list(lines)

@@ -60,9 +60,9 @@ class CommandRun(_StatePart):
     exit_code: int
     seconds: float
     at: str
-    """The time it ended, in ISO format."""
+    """Time at which the command ended, in ISO format."""
     log: str
-    """The path of its output."""
+    """Path of the file with the command's output."""
 
 
 class PortState(_StatePart):

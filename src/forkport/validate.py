@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forkport.patches import Manifest, ValidationGroup
 
 WITH_CHANGES = " with uncommitted changes"
-"""Appended to the tested commit in state.json."""
+"""Appended to the tested commit in state.json if the working tree had uncommitted changes."""
 _NOT_FOUND = 127
 """The exit code that shells use for a command that cannot be started."""
 

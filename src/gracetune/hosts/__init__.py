@@ -1,4 +1,4 @@
-"""Run gracetune inside other trainers: SimpleTuner and ai-toolkit, both unmodified.
+"""Run gracetune inside other trainers ("hosts"): SimpleTuner and ai-toolkit, both unmodified.
 
 probe.py checks that an installed host still has the functions that are hooked. Each host's package
 holds its hooks, its plug-in and its part of the host's configuration; staged_files.py and
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_block(run: Mapping[str, object], name: str, environment: Mapping[str, str]) -> LoadedRun:
-    """Validate keys of a host's configuration as those of a run file.
+    """Validate settings from a host's configuration with the rules for run files.
 
     Errors begin with `name` and leave out line numbers, which would not be those of the host's
     file.

@@ -1,4 +1,4 @@
-"""Check from its source code that an installed host still has everything that is hooked.
+"""Check in the source code of an installed host (trainer) that our hooks still fit it.
 
 Nothing of the host is imported or run: that would be slow, and must work even if the host is broken
 in some other way. A hook relies on a name that exists, on its parameters, and on the host using it

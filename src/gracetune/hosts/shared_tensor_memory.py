@@ -333,7 +333,7 @@ class SegmentOpened:
     inode: int
 
     def open(self, proc: Path) -> int:
-        """Return a descriptor for reading. Raises OSError if it is gone or access is denied."""
+        """Open the segment for reading. Raises OSError if it is gone or access is denied."""
         return open_process_file(self.pid, self.fd, (self.device, self.inode), proc)
 
 

@@ -1,7 +1,8 @@
 """Serve the files of a data set from memory, under their absolute paths.
 
-`stage_dataset` reads a data set into memory once. `BackendFiles` is what a host's storage backend
-asks first: a file that the host writes or deletes is read from disk from then on.
+`stage_dataset` reads a data set into memory once. The storage backend of a host (SimpleTuner,
+ai-toolkit) then asks `BackendFiles` before it reads from disk. A file that the host writes or
+deletes is read from disk from then on.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 STAGE_OF_TRANSFORMER: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
-"""The expert that a part of a module's name stands for."""
+"""Expert ("stage") of each transformer, by the part of a module's name that identifies it."""
 FILE_SUFFIXES: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
 """ai-toolkit's suffix for the adapter file of one expert."""
 UNCHECKABLE = ("unknown-key", "ambiguous", "mixed-stages")
@@ -80,7 +80,7 @@ def process_class(plugin: AIToolkitPlugin, original: type) -> type:
 
 
 def group_by_stage(process: Any, params: list[Any]) -> list[Any]:
-    """Group parameters by stage for our optimizer. ai-toolkit's gets them unchanged."""
+    """Group parameters by expert for our optimizer; ai-toolkit's own gets them unchanged."""
     section = process.gracetune_blocks.optimizer
     if section is None:
         return params
@@ -90,7 +90,7 @@ def group_by_stage(process: Any, params: list[Any]) -> list[Any]:
 
 
 def trained_stage(model: Any) -> Stage | None:
-    """Return the stage if only one of two experts is trained: names do not have it then."""
+    """Return the expert that is trained if it is only one: parameter names do not show it then."""
     if not model.is_multistage:
         return None
     trained: list[int] = model.trainable_multistage_boundaries
@@ -101,7 +101,7 @@ def trained_stage(model: Any) -> Stage | None:
 def names_by_stage(
     params: Iterable[Any], network: Any, only_stage: Stage | None
 ) -> dict[str, Parameter]:
-    """Name every parameter, with its stage as the first part if it has one."""
+    """Return the parameters by name; names of an expert's parameters begin with `high` or `low`."""
     names = {id(p): name for name, p in network.named_parameters()} if network is not None else {}
     found: dict[str, Parameter] = {}
     for group in params:
@@ -115,7 +115,7 @@ def names_by_stage(
 
 
 def batch_tensors(batch: Any, processed: Sequence[object]) -> dict[str, object]:
-    """Return the tensors of a batch by the names of the placement table."""
+    """Return the tensors of a batch by name, for `AIToolkitPlugin.place_batch`."""
     found = {name: value for name, value in vars(batch).items() if name != "file_items"}
     embeds = found.get("prompt_embeds")
     if embeds is not None:

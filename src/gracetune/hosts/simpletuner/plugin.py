@@ -1,7 +1,7 @@
 """The state that the hooks share while SimpleTuner runs.
 
 The plug-in holds gracetune's settings, data sets and cached tensors in memory, the placement of
-batches, and the batch ramp on SimpleTuner's own training loop.
+batches, and the batch ramp (a growing effective batch size) in SimpleTuner's own training loop.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ ENTRY = "gracetune.hosts.simpletuner"
 EXTRA_ARGS = "accelerate_extra_args"
 FIELD_PREFIX = "gracetune_"
 UNSET = "unset"
-"""The choice that sets nothing: the WebUI does not store an empty one."""
+"""Menu choice that leaves an option unset, because the WebUI does not store an empty value."""
 CACHE, GH200, SWITCH = "cache_config", "gh200_optimizations", "use_gh200_trainer"
 _BOOLS = {"true": True, "false": False}
 
@@ -313,7 +313,7 @@ def _hook_submit_job(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def with_entry_point(config: Config) -> dict[str, object]:
-    """Return a job that accelerate starts through our entry point, with our settings as JSON."""
+    """Return a job's configuration with which accelerate starts it through our entry point."""
     rest, ours = _split_job_config(config)
     given = next((rest.pop(key) for key in (EXTRA_ARGS, f"--{EXTRA_ARGS}") if rest.get(key)), "")
     words = shlex.split(str(given))
@@ -326,7 +326,7 @@ def with_entry_point(config: Config) -> dict[str, object]:
 
 
 def _split_job_config(config: Config) -> tuple[dict[str, object], dict[str, object]]:
-    """Split off our keys, with the batch size that the rules for the batch ramp need."""
+    """Split a job into SimpleTuner's keys and ours; ours get the batch size, for the batch ramp."""
     rest, ours = split_our_keys(config)
     batch_size = config.get("train_batch_size", config.get("--train_batch_size"))
     if ours and isinstance(batch_size, int):
