@@ -8,8 +8,8 @@ for bit those of a step that keeps everything on the device. The copies and thei
 
 With activation checkpointing only a block's input is saved, and so only the input is sent. A block
 that contains its own checkpoint is passed in `checkpointed_blocks`; if the checkpoint is outside
-the block, call the block through `ActivationOffload.checkpoint`. Blocks that run inside backward
-are being recomputed, and nothing of them is sent.
+the block, call the block through `ActivationOffload.checkpoint`. A block that runs during backward
+is being recomputed by a checkpoint; the tensors it saves then stay on the device.
 
 All hooks are on modules; model code does not change. Only one thread may run the model, and a
 block's kernels must be on the stream that is current when the block is called.
@@ -55,11 +55,13 @@ if TYPE_CHECKING:
 
 
 MAX_OUTGOING_CALLS = 2
-"""Block calls whose device memory may wait for its copy out at once, including the running one."""
+"""Maximum number of block calls, including the running one, whose activations may be on their way
+to the host. Before the next block starts, compute waits for the copies of older calls and frees
+their device memory."""
 SLAB_NBYTES = 256 * MIB
-"""Host memory is allocated in slabs of this size."""
+"""Bytes of host memory to allocate at once for activations. Buffers are cut from these slabs."""
 NO_BACKWARD = -1
-"""Graph task id of torch while no backward is running."""
+"""Value of `torch._C._current_graph_task_id()` while no backward is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,14 @@ class OffloadSettings:
     """Prefetch distance and memory limits of the activation offload."""
 
     prefetch_blocks: int = 1
-    """Number of blocks that are fetched before backward reaches them."""
+    """Prefetch distance: backward fetches the activations of this many blocks in advance."""
     prefetch_nbytes: int | None = None
-    """Device memory in which that number may grow while backward stalls; None: it is fixed."""
+    """Device memory for prefetched activations, in bytes. While backward stalls, the prefetch
+    distance is raised within this limit; None: the distance is fixed."""
     host_nbytes: int | None = None
-    """Host memory limit; None: what the host has available."""
+    """Limit of host memory for activations, in bytes; None: all that the host has available."""
     poison: bool = False
-    """Fill memory with NaN when it is given up, to expose reads that come too late."""
+    """For debugging: overwrite memory with NaN when it is released, so that a later read shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +89,23 @@ class OffloadCounters:
     fetched_nbytes: int
     """Bytes copied back to the device."""
     on_demand: int
-    """Storages that were fetched only when backward asked for them."""
+    """Storages that were not prefetched: their copy started only when backward read them."""
     late: int
-    """Copies in either direction that were started early and still had to be waited for."""
+    """Copies in either direction that were started in advance but had not finished in time."""
     stalled_s: float
-    """Seconds that computing waited for copies."""
+    """Seconds that compute waited for copies."""
     too_small: int
-    """Tensors kept on the device because they are small."""
+    """Tensors kept on the device because they are smaller than `min_nbytes`."""
     shared: int
     """Tensors kept on the device because they are weights or inputs shared with other blocks."""
     unsupported: int
-    """Tensors kept on the device because they are not dense, have a special class, are not on the
-    device, or are not an input of a checkpointed block."""
+    """Tensors kept where they are because they cannot be offloaded: sparse tensors, tensor
+    subclasses, tensors that are not on the device, small parts of a larger storage, and tensors of
+    a checkpointed block that are not its inputs."""
     prefetch_blocks: int
     """Current prefetch distance, in blocks."""
     host_nbytes: int
-    """Host memory in use."""
+    """Host memory allocated for activations, in bytes."""
 
 
 def offload_activations(
@@ -203,7 +207,7 @@ class ActivationOffload:
             ]
 
     def __deepcopy__(self, memo: object) -> ActivationOffload:
-        """Refuse: the hooks of the copied model would offload through this object."""
+        """Raise an error: the hooks of a copied model would still use this object."""
         raise OffloadError(
             "a model cannot be copied while its activations are offloaded. Copy it before "
             "offload_activations(), or close() the offload first."
@@ -255,7 +259,7 @@ class ActivationOffload:
     def _begin_block(
         self, block: nn.Module, args: Any, kwargs: dict[str, Any], recompute: bool = False
     ) -> None:
-        """Handle the start of a block's forward: install the saved-tensor hooks if it offloads."""
+        """Handle the start of a block's forward: install saved-tensor hooks if it is offloaded."""
         while self._running and not any(
             block is module for module in self._running[-1][0].modules()
         ):
@@ -293,7 +297,10 @@ class ActivationOffload:
             saving.enter_context(saved_tensors_hooks(self._policy.pack, self._unpack))
 
     def _end_block(self, block: nn.Module, _: Any, result: Any) -> None:
-        """Handle the end of a block's forward: have its output's gradient announce backward."""
+        """Handle the end of a block's forward: register a gradient hook on the block's output.
+
+        The hook runs when backward reaches the block.
+        """
         if not self._running or self._running[-1][0] is not block:  # its start hook failed
             return
         self._running.pop()[1].close()
@@ -313,7 +320,7 @@ class ActivationOffload:
         self._shared_inputs.begin_pass()
         change = self._distance.training_pass(self._policy.block_nbytes)
         if change:
-            self._emit(Notice(f"blocks whose activations are prefetched: {change}."))
+            self._emit(Notice(f"activation prefetch distance {change}."))
 
     def _unpack(self, packed: Tensor | WeightReference | SavedView) -> Tensor:
         """Return the tensor that backward asks for, fetching it if it was not prefetched."""
@@ -339,7 +346,7 @@ class ActivationOffload:
         return packed.view(storage.read())
 
     def _backward_reaches(self, call: BlockCall, *_: object) -> None:
-        """Fetch the activations of a block that backward has reached and of the next blocks."""
+        """Fetch the activations of the block that backward has reached, and prefetch the next."""
         if call is self._backward_at or self._closed:
             return
         self._backward_at = call
@@ -365,7 +372,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _last_calls(call: BlockCall | None, count: int) -> list[BlockCall]:
-    """Return a call and those before it in the pass, `count` at most, latest first."""
+    """Return at most `count` calls, latest first: this call and the calls before it in the pass."""
     calls: list[BlockCall] = []
     while call is not None and len(calls) < count:
         calls.append(call)
@@ -398,7 +405,7 @@ class OffloadPolicy:
         self._call: BlockCall | None = None
 
     def begin_call(self, call: BlockCall | None) -> None:
-        """Attribute saved tensors to this call from now on; None drops an interrupted call."""
+        """Attribute tensors that autograd saves from now on to this call; None: to no call."""
         self._call = call
 
     def end_call(self) -> BlockCall | None:

@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 
 
 RING_WINDOW_PASSES = 4
-"""Passes per window of the ring."""
+"""Length of a stall window of the weight ring, in training passes."""
 MIN_STALL_SHARE = 0.005
-"""Slots are added while the ring stalls for more than this share of the window."""
+"""Slots are added while compute waits for weights for more than this share of a stall window."""
 RING_REQUIRED_RATIO = 0.97
-"""Added slots must reduce the stalls to this ratio or less of what they were."""
+"""Added slots are kept if they reduce the stall time to at most this fraction of what it was."""
 DISTANCE_WINDOW_PASSES = 3
-"""Passes per window of the activation prefetch."""
+"""Length of a stall window of the activation prefetch, in training passes."""
 DISTANCE_REQUIRED_RATIO = 0.9
-"""A longer prefetch distance must reduce the stalls to this ratio or less."""
+"""A longer prefetch distance is kept if it reduces the stall time to at most this fraction."""
 
 
 class GrowthController:
-    """Increase a size while there are stalls, and undo the last increase if it does not help.
+    """Increase a buffer's size while steps stall, and undo the last increase if it does not help.
 
-    One decision per window, for stalls `w` in this window and `w0` before the last increase:
+    It decides once per stall window, from the stall time `w` in this window and the stall time `w0`
+    in the window before the last increase:
 
-        w > required_ratio * w0     go back to the size before the increase, and stop for good
-        no stalls worth an increase keep the size, and keep watching
-        otherwise                   increase the size, up to `max_size`
+        w > required_ratio * w0       go back to the size before the increase, and stop for good
+        too few stalls, or max_size   keep the size, and keep watching
+        otherwise                     increase the size
     """
 
     def __init__(self, size: int, windows: StallWindows, required_ratio: float) -> None:
@@ -61,7 +62,7 @@ class GrowthController:
         self._last_increase: _Increase | None = None
 
     def settle(self, size: int) -> None:
-        """Use this size from now on."""
+        """Set the final size."""
         self.size, self.settled = size, True
 
     def discard_window(self) -> None:
@@ -71,10 +72,11 @@ class GrowthController:
     def start_pass(
         self, max_size: int, is_stalled: Callable[[StallWindow], bool], extrapolate: bool
     ) -> StallWindow | None:
-        """Count a pass that starts now. Return the window if the size changed because of it.
+        """Count a training pass that starts now, and decide if it completes a stall window.
 
-        The first increase is by one. With `extrapolate`, later ones add as many as would end the
-        stalls if each helped as much as the last increase did.
+        Returns the window if its stalls changed the size, else None. The first increase is by one.
+        With `extrapolate`, a later increase is as large as is needed to end the stalls, assuming
+        that each unit saves as much time as the units of the last increase did.
         """
         window = None if self.settled else self._windows.start_pass()
         if window is None:
@@ -104,7 +106,8 @@ class _Increase(NamedTuple):
 class RingAutosizer:
     """Add slots to a weight ring within a device memory limit.
 
-    Each slot starts the fetch of the next block one block earlier and saves two fetches per pass.
+    With one more slot, fetches start one block earlier. It also saves two fetches per pass: one
+    more block is still on the device when forward turns to backward, and when the next pass starts.
     The ring never gets fewer slots than it was created with.
     """
 
@@ -128,7 +131,7 @@ class RingAutosizer:
         self._controller.settled = self._max_slots <= self._min_slots
 
     def sampling_pass(self) -> None:
-        """Handle the start of a pass without backward, whose stalls say nothing about training."""
+        """Discard the current window: stalls of a sampling pass say nothing about training."""
         self._controller.discard_window()
 
     def training_pass(self) -> None:
@@ -155,7 +158,10 @@ class RingAutosizer:
         )
 
     def release_extra_slots(self) -> bool:
-        """Free the added slots for good, as memory is short. Return False if there are none."""
+        """Free the added slots and add no more, because device memory ran out.
+
+        Returns False if no slots were added.
+        """
         if self._slots.count == self._min_slots:
             return False
         self._settle(self._min_slots, "device memory is short, so the added slots were removed")
@@ -172,12 +178,16 @@ def _ring_stalled(window: StallWindow) -> bool:
 
 
 class PrefetchDistance:
-    """Number of blocks whose activations are fetched before backward reaches them."""
+    """Tune the activation prefetch distance: how many blocks backward fetches in advance."""
 
     def __init__(
         self, blocks: int, limit_nbytes: int | None, begin: Callable[[], StallWindow]
     ) -> None:
-        """`limit_nbytes` limits the memory of prefetched blocks; None: the number is fixed."""
+        """Start with a distance of `blocks`.
+
+        `limit_nbytes` is the device memory for prefetched activations; None: the distance is fixed.
+        `begin` starts a stall window and ends the one before it.
+        """
         self._limit_nbytes = limit_nbytes
         windows = StallWindows(begin, DISTANCE_WINDOW_PASSES)
         self._controller = GrowthController(blocks, windows, DISTANCE_REQUIRED_RATIO)
@@ -185,14 +195,14 @@ class PrefetchDistance:
 
     @property
     def blocks(self) -> int:
-        """Current number of blocks."""
+        """Current prefetch distance, in blocks."""
         return self._controller.size
 
     def training_pass(self, block_nbytes: int) -> str:
-        """Handle the start of a pass. Return a description of the change, or an empty string.
+        """Handle the start of a training pass: raise the distance by one if a prefetch was late.
 
-        `block_nbytes` is the size of the largest block's activations. The number grows by one at a
-        time while any prefetched copy is late.
+        `block_nbytes` is the size of the largest block's activations. Returns a description of the
+        change for a notice, or an empty string.
         """
         max_blocks = (self._limit_nbytes or 0) // max(1, block_nbytes)
         window = self._controller.start_pass(
@@ -201,6 +211,6 @@ class PrefetchDistance:
         if window is None:
             return ""
         if self._controller.settled:
-            return f"{self.blocks} again: prefetching more did not help, the link is saturated"
+            return f"lowered to {self.blocks} blocks: more did not help, the link is saturated"
         per_pass_ms = window.stalled_s / DISTANCE_WINDOW_PASSES * 1e3
-        return f"{self.blocks}: backward waited {per_pass_ms:.1f} ms per pass"
+        return f"raised to {self.blocks} blocks: backward waited {per_pass_ms:.1f} ms per pass"

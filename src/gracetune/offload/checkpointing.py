@@ -53,11 +53,13 @@ MATMUL_OPS = {
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",
 }
-"""Operators whose outputs the `lean` mode saves."""
+"""Operators, besides attention, whose outputs the `lean` mode saves."""
 REASON_LINES = 2
-"""Lines of a compiler error to show: the first may only say that an exception was raised."""
+"""Number of lines of a compiler error to show. The first alone may only say that an exception was
+raised."""
 DEFAULT_MAX_GRAPHS = 64
-"""Compilations per kind of block: one for each bucket, mode, and place of the weights."""
+"""Maximum number of compilations per kind of block. Each bucket, checkpoint mode and weight
+placement (resident or streamed) needs its own."""
 
 
 def wrap_blocks(
@@ -66,7 +68,10 @@ def wrap_blocks(
     compiler: BlockCompiler | None,
     ring: WeightRing | None = None,
 ) -> WrappedBlocks:
-    """Make each block save what its mode says. Without a compiler the blocks run eagerly."""
+    """Replace the forward of each block by one that saves what the block's mode says.
+
+    Without a compiler the blocks run eagerly.
+    """
     for block, mode in zip(blocks, modes, strict=True):
         if "forward" in block.__dict__:
             raise GracetuneError(
@@ -97,9 +102,9 @@ def checkpoint_block(
 ) -> Any:
     """Call a function with activation checkpointing, keeping only its inputs.
 
-    `torch.utils.checkpoint` holds keyword arguments and the function's closure by strong
-    references, out of reach of saved-tensor hooks. So all inputs are passed by position, where
-    hooks may offload them, and the closure knows only the names.
+    `torch.utils.checkpoint` keeps keyword arguments, and tensors in the function's closure, where
+    saved-tensor hooks cannot reach them. So all inputs are passed by position, where hooks may
+    offload them, and the closure holds only the names of the keyword arguments.
     """
     num_positional, names = len(args), tuple(kwargs)
 
@@ -137,7 +142,7 @@ class BlockCompiler:
         callback_handler.register_end_callback(self._compilation_ends)
 
     def close(self) -> None:
-        """Restore torch's settings."""
+        """Restore torch's compiler settings and stop counting compilations."""
         with suppress(ValueError):  # torch._dynamo.reset() has removed the callbacks already
             callback_handler.remove_start_callback(self._compilation_starts)
             callback_handler.remove_end_callback(self._compilation_ends)
@@ -203,10 +208,10 @@ def _eager_forward(
         return forward
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of forward and of its recomputation.
+        """Return the context managers of forward and of its recomputation, for torch's checkpoint.
 
-        The recomputation calls `forward` without the block's hooks, so the weights of a streamed
-        block are bound here.
+        The recomputation calls `forward` without the block's hooks, so its context also binds the
+        weights of a streamed block.
         """
         first, recompute = _checkpoint_contexts(mode)()
         if ring is None or not ring.streams(block):
@@ -256,7 +261,10 @@ def _nested(
 
 @functools.cache
 def _checkpoint_contexts(mode: CheckpointMode) -> Callable[[], Any]:
-    """Return one shared object per mode, so that the compiler sees equal blocks as equal."""
+    """Return the `context_fn` of a mode for torch's checkpoint.
+
+    It is one shared object per mode, so that equal blocks share one compilation.
+    """
     policy = _save_matmuls if mode == "lean" else _save_attention
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -271,8 +279,9 @@ def _save_attention(_: object, op: Any, *__: object, **___: object) -> Checkpoin
 
 @functools.cache
 def _op_policy(op: Any, save_matmuls: bool) -> CheckpointPolicy:
-    """Decide whether an operator's output is saved. Cached, because every call of it asks."""
+    """Decide whether an operator's output is saved. Cached: torch asks at every operator call."""
     name = op.name().split(".")[0]
-    # Attention operators, of torch and of other packages, all have it in their name.
+    # Attention operators, of torch and of other packages, all have "attention" or "attn" in their
+    # name.
     save = "attention" in name or "attn" in name or (save_matmuls and name in MATMUL_OPS)
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,13 +1,14 @@
 """Copy bytes between host and device: CUDA copy streams, or a plain copy on the CPU.
 
 The weight ring, the activation offload and the optimizer state use only the `CopyEngine` protocol
-and are the same code on every machine. Ordering, for compute stream C and copy stream H:
+and are the same code on every machine. Ordering on compute stream C and copy stream H, where
+`ready` and `done` are CUDA events and time runs to the right:
 
-    C:  ... kernels queued so far | ready                | wait(done) | kernels that use the copy
-    H:                              wait(ready) | copy | done
+    C:  kernels queued so far | record ready | other kernels ------------ | wait done | next kernels
+    H:                                         wait ready | copy | record done
 
 - A copy starts after every kernel that was queued when it was requested. Those kernels have then
-  read what the copy overwrites and written what it reads.
+  read what the copy overwrites, and written what the copy reads.
 - `PendingCopy.wait` makes the compute stream, not the host, wait for the copy.
 - Copies of one stream run in the order of their requests. Streams are independent of each other.
 """
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from gracetune.offload.stall_timer import StallWindow
 
 POISON = 0xFF
-"""Byte for debugging fills: a float of any type made of these bytes is NaN."""
+"""Byte with which memory is filled for debugging: floats of any dtype made of it are NaN."""
 ALIGNMENT = 256
-"""Alignment in bytes of tensors packed into one buffer, as kernels expect of fresh memory."""
+"""Alignment, in bytes, of tensors that are packed into one buffer. Kernels may expect the alignment
+that memory from an allocator has."""
 
 
 def aligned(nbytes: int) -> int:
@@ -65,16 +67,16 @@ class PendingCopy(Protocol):
     """A copy that was requested and may not have finished."""
 
     def wait(self, prefetched: bool) -> None:
-        """Make work queued from now on see the copy.
+        """Make kernels that are queued from now on run after the copy.
 
-        `prefetched` tells whether the copy was requested before it was needed: only then does a
-        stall count as late.
+        `prefetched` is True if the copy was requested before it was needed. If compute has to wait
+        for such a copy, the copy counts as late.
         """
         ...
 
 
 class CopyEngine(Protocol):
-    """Allocate memory on both sides and copy between them."""
+    """Allocate host and device memory, and copy between them."""
 
     @property
     def device(self) -> torch.device:
@@ -104,9 +106,10 @@ class CopyEngine(Protocol):
         ...
 
     def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
-        """Return the stalls of a stream so far. Blocks until the device has reached the last one.
+        """Return how long compute has waited for copies of a stream so far.
 
-        Only this method and those that free host memory block the host.
+        Blocks the host until the device has passed the last wait. No other method blocks, except
+        those that free host memory.
         """
         ...
 
@@ -120,15 +123,15 @@ class CopyEngine(Protocol):
 
 
 def open_copy_engine(device: torch.device, link: Link) -> CopyEngine:
-    """Return the copy engine for this machine. Its users never ask about the hardware."""
+    """Return the copy engine for this machine: CUDA streams for a GPU, plain copies for a CPU."""
     if device.type == "cpu":
         return SynchronousCopyEngine()
-    # Over C2C, or with one memory for both, the copy engine reads any page: pinning buys nothing.
+    # Over NVLink-C2C, or if host and device share one memory, the GPU reads unpinned pages as fast.
     return CudaCopyEngine(device, pin=link not in (Link.COHERENT, Link.INTEGRATED))
 
 
 class SynchronousCopyEngine:
-    """Copy immediately on the CPU. All copy time counts as stalled."""
+    """Copy synchronously on the CPU. Compute waits for every copy, so all copy time is a stall."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -162,7 +165,7 @@ class SynchronousCopyEngine:
         return _FinishedCopy()
 
     def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
-        """Return the time spent on copies. None of them is ever late."""
+        """Return the time spent on copies. No copy counts as late, because each ends at once."""
         return StallTotals(0, self._stalled_s[stream])
 
     def begin_stall_window(self, stream: CopyStream) -> StallWindow:
@@ -186,7 +189,7 @@ class CudaCopyEngine:
     """Copy on one CUDA stream per `CopyStream`, ordered against the compute stream by events."""
 
     def __init__(self, device: torch.device, pin: bool) -> None:
-        """`pin` tells whether memory that the device only reads must be pinned."""
+        """`pin`: whether `allocate_host` pins its memory (`allocate_pinned` always does)."""
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._pin = pin
@@ -202,11 +205,14 @@ class CudaCopyEngine:
         self._compute = torch.cuda.current_stream(self.device)
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Return memory that is pinned in place: torch's own pinned memory has power-of-2 sizes."""
+        """Return host memory in whole pages, pinned if this machine needs it.
+
+        torch's own allocator of pinned memory would round the size up to a power of 2.
+        """
         return self._allocate_host(nbytes, self._pin)
 
     def allocate_pinned(self, nbytes: int) -> Tensor:
-        """Return memory pinned on every machine: copying to pageable memory may block the host."""
+        """Return pinned host memory on every machine: copies to unpinned memory may block."""
         return self._allocate_host(nbytes, pin=True)
 
     def free_host(self, memory: Tensor) -> None:
@@ -216,7 +222,7 @@ class CudaCopyEngine:
             free()
 
     def allocate_device(self, nbytes: int) -> Tensor:
-        """Return memory that torch does not reuse while the weight stream still writes to it."""
+        """Return device memory that torch does not reuse while a weight copy still writes to it."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         memory.record_stream(self._streams[CopyStream.WEIGHTS])
         return memory
@@ -248,7 +254,7 @@ class CudaCopyEngine:
         timer.record(asked, resumed, prefetched)
 
     def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
-        """Return the stalls so far, after blocking until the device has reached the last one."""
+        """Block until the device has passed the last recorded wait, and return the totals."""
         self._timers[stream].synchronize()
         return self._timers[stream].collect()
 
@@ -262,10 +268,10 @@ class CudaCopyEngine:
             self._free_functions.popitem()[1]()
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        """Return the current stream of this thread.
+        """Return the current CUDA stream of this thread.
 
-        If it differs from the last one, it first waits for that one, which may still read memory
-        that the next copy overwrites.
+        If the model has changed streams, the new stream first waits for the old one, whose kernels
+        may still read memory that the next copy overwrites.
         """
         stream = torch.cuda.current_stream(self.device)
         if stream != self._compute:
@@ -276,12 +282,12 @@ class CudaCopyEngine:
     def _allocate_host(self, nbytes: int, pin: bool) -> Tensor:
         pages_nbytes = -(-nbytes // PAGESIZE) * PAGESIZE
         unaligned = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
-        start = -unaligned.data_ptr() % PAGESIZE  # own whole pages: none can be pinned twice
+        start = -unaligned.data_ptr() % PAGESIZE  # whole pages, so that no page is pinned twice
         pages = unaligned[start : start + pages_nbytes]
         if pin:
             self._register(pages)
         free = weakref.finalize(self, _free_host, tuple(self._streams.values()), pages, pin)
-        free.atexit = False  # the driver unpins at exit, and may be gone before us
+        free.atexit = False  # the driver unpins all memory when the process exits
         self._free_functions[pages.data_ptr()] = free
         return pages[:nbytes]
 

@@ -29,7 +29,7 @@ SMALL_WEIGHT_DIVISOR = 1000
 any memory, and binding it costs the host as much time as binding a large weight."""
 
 Binding = tuple[dict[str, Tensor], str]
-"""A module's parameter dictionary and the name under which it finds the weight."""
+"""The parameter dictionary of a module, and the weight's name in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,21 @@ class HostWeight:
     """One streamed parameter of a block, and its place in the block's memory."""
 
     name: str
-    """Name in the model, for messages."""
+    """The weight's full name in the model, for error messages."""
     parameter: nn.Parameter
     bindings: tuple[Binding, ...]
-    """Every place where modules of the block look the weight up; several if it is shared."""
+    """Every parameter dictionary of the block that has the weight; several if modules share it."""
     offset: int
-    """Start in the block's memory, in elements of its dtype."""
+    """Start of the weight in the block's memory, in elements of the weight's dtype."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the weight as a view of memory that holds the block, already cast to its dtype."""
+        """Return the weight as a view of the block's memory.
+
+        `memory` must already be viewed as the weight's dtype.
+        """
         return memory.as_strided(self.shape, self.stride, memory.storage_offset() + self.offset)
 
 
@@ -58,7 +61,7 @@ class BlockWeights:
 
     weights: tuple[HostWeight, ...]
     nbytes: int
-    """Size of the block's memory, including alignment."""
+    """Size of the block's memory in bytes, including alignment."""
 
 
 def select_streamed_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[BlockWeights]:
@@ -128,7 +131,7 @@ def load_resident_weights(
 
 
 def parameter_state(parameter: Tensor) -> tuple[int, int]:
-    """Return the address and version counter of a parameter, to notice that it was changed."""
+    """Return a parameter's address and version counter, which change if it is moved or modified."""
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
@@ -161,7 +164,10 @@ def _modules_outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.M
 
 
 def _small_weights(blocks: Sequence[nn.Module], shared: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the weights that are small in every block that has them."""
+    """Return the weights that stay on the device because they are tiny compared with their block.
+
+    A weight that several blocks share must be tiny in all of them.
+    """
     small: set[nn.Parameter] = set()
     large: set[nn.Parameter] = set()
     for block in blocks:
@@ -231,8 +237,8 @@ def _check_streamable(name: str, module: nn.Module, parameter: nn.Parameter) -> 
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides without gaps, in its own dimension order.
+    """Return the strides of a copy of the parameter without gaps, with the same dimension order.
 
-    Kernels are chosen by the order of dimensions, so it must not change.
+    torch chooses kernels by the order of dimensions in memory, so it must not change.
     """
     return torch.empty_like(parameter, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Hold activations that autograd saved in host memory: storages, copies and host buffers.
+"""Keep autograd's saved activations in host memory: storages, copies and host buffers.
 
 The unit of a copy is a whole storage (`OffloadedStorage`). Autograd often saves several views of
 one storage; they are copied together, and each view is recreated from the storage when backward
@@ -6,7 +6,7 @@ asks for it. Autograd owns the storages through the views it saved (`SavedView`)
 last view, `OffloadedStorage.__del__` only puts the host buffer on a list, because it may run at any
 moment; `OffloadCopies.reclaim_host_buffers` returns the buffers later.
 
-Ordering. Everything is ordered by the compute stream; the host never waits:
+Ordering. All memory is reused in the order of the compute stream; the host never waits:
 
 - Device memory that is copied out is kept alive until the compute stream has waited for the copy.
   Only then may torch's allocator reuse it.
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 MIN_SAVED_SHARE = 7 / 8
-"""Share of a storage that autograd must have saved before the storage is worth a copy."""
+"""A storage is offloaded only if autograd has saved views of at least this share of its bytes."""
 HOST_RESERVE = 2 * GIB
-"""Host memory left to other programs if no limit is set."""
+"""Bytes of host memory left to other programs if no limit is set."""
 
 
 class SavedView(NamedTuple):
@@ -55,7 +55,7 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """Recreate the tensor from device memory that holds the storage."""
+        """Recreate the saved tensor as a view of device memory that holds its storage."""
         start = torch.empty(0, dtype=self.dtype, device=memory.device)
         return start.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -65,16 +65,19 @@ class ReleasedStorage(NamedTuple):
 
     host: Tensor
     device: Tensor | None
-    """Device memory that a copy may still be writing to."""
+    """Device memory that the copy back may still be writing to."""
     pending_copy: PendingCopy | None
-    """The copy to the device, if nothing has waited for it yet."""
+    """The copy back to the device, if compute has not waited for it yet."""
 
 
 class OffloadedStorage:
     """A storage that autograd saved: on the device, in host memory, or both."""
 
     def __init__(self, call: BlockCall, tensor: Tensor, released: list[ReleasedStorage]) -> None:
-        """`released` receives the memory when autograd drops the last view."""
+        """Describe the storage of `tensor`, which a block call has saved.
+
+        When autograd drops the last view, the storage's memory is appended to `released`.
+        """
         self.call = call
         self.nbytes = tensor.untyped_storage().nbytes()
         self.version = tensor._version
@@ -82,11 +85,11 @@ class OffloadedStorage:
         """The saved tensor; None once its device memory was released. It shares the version counter
         of the saved tensor, so in-place changes are noticed."""
         self.host: Tensor | None = None
-        """Host buffer; None: not sent."""
+        """Host buffer with the storage's bytes; None: they were not sent."""
         self.device: Tensor | None = None
-        """Device memory it was copied back to, or is being copied back to."""
+        """Device memory to which the storage is or was copied back."""
         self.pending_copy: PendingCopy | None = None
-        """The copy back; None once the compute stream has waited for it."""
+        """The copy back to the device; None once the compute stream has waited for it."""
         self.prefetched = False
         """True if the copy back was started before backward asked for it."""
         self.modified = False
@@ -97,13 +100,16 @@ class OffloadedStorage:
         self._released = released
 
     def __del__(self) -> None:
-        """Leave memory that copies may still use to `OffloadCopies.reclaim_host_buffers`."""
+        """List the memory in `released`, because copies may still use it.
+
+        `OffloadCopies.reclaim_host_buffers` frees it later.
+        """
         if self.host is not None:
             device = None if self.pending_copy is None else self.device
             self._released.append(ReleasedStorage(self.host, device, self.pending_copy))
 
     def add_view(self, tensor: Tensor) -> SavedView:
-        """Register a tensor that autograd saves, and return its stand-in."""
+        """Register a tensor that autograd saves, and return the object that autograd keeps."""
         saved = SavedView(
             self, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )
@@ -115,7 +121,7 @@ class OffloadedStorage:
         return saved
 
     def is_worth_sending(self) -> bool:
-        """Return True if nearly all of the storage was saved and it was not sent before."""
+        """Return True if autograd saved nearly all of the storage and it was not sent before."""
         return self.host is None and self._covered_nbytes >= MIN_SAVED_SHARE * self.nbytes
 
     def was_modified(self) -> bool:
@@ -135,8 +141,8 @@ class OffloadedStorage:
     def read(self) -> Tensor:
         """Return device memory that holds the storage, ready for the compute stream.
 
-        The last view to be read drops the reference to it, so that a graph kept for a second
-        backward does not keep the device memory as well.
+        Once all saved views have been read, the reference to fetched device memory is dropped, so
+        that a graph kept for a second backward does not keep that memory.
         """
         if self.original is not None:
             return self.original
@@ -160,17 +166,17 @@ class BlockCall:
     kept_storages: frozenset[int]
     """Storages that stay on the device: weights, and inputs shared with other blocks."""
     only_storages: frozenset[int] | None
-    """The only storages that may be sent (a checkpointed block's inputs); None: no restriction."""
+    """The only storages that may be sent: the inputs of a checkpointed block; None: all may."""
     sent: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
-    """Storages that were sent, in order."""
+    """Storages that were sent to the host, in order."""
     outgoing: list[tuple[weakref.ref[OffloadedStorage], Tensor]] = field(default_factory=list)
-    """Device memory that copies to the host may still be reading."""
+    """Storages that are being sent, with the device memory that their copies may still read."""
     last_copy: PendingCopy | None = None
-    """The last of these copies. Copies run in order, so waiting for it waits for all."""
+    """The last copy to the host. Copies run in order, so waiting for it waits for all of them."""
     nbytes: int = 0
-    """Bytes sent."""
+    """Bytes sent to the host."""
     by_storage: dict[tuple[int, int], OffloadedStorage] = field(default_factory=dict)
-    """While the block runs: (storage, version) -> its offloaded storage."""
+    """Storages saved so far, by (address, version); empty once the block has run."""
 
     def add_sent(self, storage: OffloadedStorage, pending_copy: PendingCopy) -> None:
         """Record a copy to the host that has just been queued."""
@@ -189,7 +195,10 @@ class BlockCall:
                 yield storage
 
     def release_outgoing(self) -> list[Tensor]:
-        """Wait (on the compute stream) for the copies out, and give up their device memory."""
+        """Make compute wait for the copies to the host, and return the device memory they read.
+
+        Dropping the returned tensors frees that memory.
+        """
         if self.last_copy is not None:
             self.last_copy.wait(prefetched=True)
             self.last_copy = None
@@ -206,7 +215,7 @@ class OffloadCopies:
     """Copy storages to the host and back, and release memory when the copies allow it."""
 
     def __init__(self, copy_engine: CopyEngine, pool: HostBufferPool, poison: bool) -> None:
-        """`poison` fills memory with NaN when it is given up, to expose reads after that."""
+        """`poison`, for debugging: overwrite memory with NaN when it is released."""
         self.sent = self.sent_nbytes = 0
         self.fetched_nbytes = self.on_demand = 0
         self.released: list[ReleasedStorage] = []
@@ -218,7 +227,7 @@ class OffloadCopies:
         """Calls with device memory still being copied out, oldest first."""
 
     def send(self, storage: OffloadedStorage) -> bool:
-        """Start the copy to the host. Return False if there is no host memory left."""
+        """Start a storage's copy to the host. Return False if there is no host memory left."""
         assert storage.original is not None, "a storage was sent that is not on the device"
         host = self._pool.take(storage.nbytes)
         if host is None:
@@ -233,7 +242,10 @@ class OffloadCopies:
         return True
 
     def fetch(self, storage: OffloadedStorage, prefetched: bool) -> None:
-        """Start the copy back to the device; `prefetched`: before backward asked for it."""
+        """Start a storage's copy back to the device.
+
+        `prefetched` is True if backward has not asked for the storage yet.
+        """
         assert storage.host is not None, "a storage is not on the device but was never sent"
         device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._engine.device)
         pending_copy = self._engine.copy(
@@ -244,12 +256,12 @@ class OffloadCopies:
         self.fetched_nbytes += storage.nbytes
 
     def track_outgoing(self, call: BlockCall) -> None:
-        """Remember a finished call whose device memory is being copied out."""
+        """Remember a finished block call whose activations are being copied to the host."""
         if call.outgoing:
             self._outgoing_calls.append(call)
 
     def release_outgoing(self, keep: Collection[BlockCall] = ()) -> None:
-        """Give up device memory that was copied out, except for the calls in `keep`."""
+        """Free the device memory of activations copied to the host, except for calls in `keep`."""
         for call in [call for call in self._outgoing_calls if call not in keep]:
             self._outgoing_calls.remove(call)
             memory = call.release_outgoing()
@@ -257,7 +269,7 @@ class OffloadCopies:
                 self._poison_released(memory.pop())
 
     def reclaim_host_buffers(self) -> None:
-        """Return the host buffers of storages that autograd has dropped to the pool."""
+        """Put the host buffers of storages that autograd has dropped back into the pool."""
         while self.released:
             host, device, pending_copy = self.released.pop()
             if pending_copy is not None:
@@ -274,14 +286,17 @@ class OffloadCopies:
             self._pool.put_back(host)
 
     def stalls(self) -> tuple[StallTotals, StallTotals]:
-        """Return the stalls of copies out and copies back. Blocks until the device reaches them."""
+        """Return how long compute has waited for copies to the host, and for copies back.
+
+        Blocks until the device has passed the last wait.
+        """
         return (
             self._engine.stalls(CopyStream.ACTIVATIONS_OUT),
             self._engine.stalls(CopyStream.ACTIVATIONS_IN),
         )
 
     def begin_stall_window(self) -> StallWindow:
-        """Start the next stall window of the copies back."""
+        """Start the next stall window of the copies back to the device."""
         return self._engine.begin_stall_window(CopyStream.ACTIVATIONS_IN)
 
     def close(self) -> None:
@@ -291,7 +306,7 @@ class OffloadCopies:
         self._pool.close()
 
     def _poison_released(self, memory: Tensor) -> None:
-        """Fill device memory that is given up, unless another tensor still uses it."""
+        """With `poison`, overwrite released device memory with NaN, unless it is still in use."""
         if self._poison and is_sole_owner(memory):
             storage_bytes(memory).fill_(POISON)
 
@@ -316,9 +331,9 @@ class HostBufferPool:
         self._available = available
         self._slabs: list[Tensor] = []
         self._used_nbytes: list[int] = []
-        """For each slab, how much of it was cut into buffers."""
+        """Bytes of each slab that were cut into buffers."""
         self._free: dict[int, list[Tensor]] = {}
-        """Aligned size -> returned buffers of that size."""
+        """Returned buffers, by aligned size."""
         self._num_taken = 0
 
     def take(self, nbytes: int) -> Tensor | None:
@@ -349,7 +364,7 @@ class HostBufferPool:
         self.nbytes = 0
 
     def available_nbytes(self) -> int:
-        """Return how much more the slabs may grow, in bytes."""
+        """Return how many bytes the pool may still allocate."""
         return self._available(self.nbytes)
 
     def _cut(self, nbytes: int) -> Tensor | None:
@@ -369,7 +384,11 @@ class HostBufferPool:
 
 
 def available_host_nbytes(limit_nbytes: int | None, used_nbytes: int) -> int:
-    """Return what is left of the limit, or without one, of the host's (or container's) memory."""
+    """Return how many more bytes of host memory may be used for activations.
+
+    That is the rest of the limit. Without a limit, it is the host's (or container's) available
+    memory minus `HOST_RESERVE`.
+    """
     if limit_nbytes is not None:
         return limit_nbytes - used_nbytes
     return read_this_host().usable_bytes() - HOST_RESERVE
@@ -402,7 +421,7 @@ def is_sole_owner(tensor: Tensor) -> bool:
 
 
 def large_weight_storages(block: nn.Module, min_nbytes: int) -> frozenset[int]:
-    """Return the storages of a block's parameters and buffers of at least `min_nbytes`."""
+    """Return the storage numbers (`cdata`) of a block's weights and buffers, without small ones."""
     return frozenset(
         tensor.untyped_storage()._cdata
         for module in block.modules()
@@ -438,9 +457,9 @@ def storages_in(value: Any) -> list[StorageWeakRef]:
 class SharedInputs:
     """Find inputs that a block shares with the block before it: rotary tables, text, timestep.
 
-    Sending such an input once per block would be useless work. The first block of a pass has no
-    block before it; which of its inputs the second block shares is known from the previous pass, by
-    their positions among the arguments.
+    Such inputs stay on the device: each block would send the same bytes again. The first block of a
+    pass has no block before it. The inputs that it shares with the second block are known from the
+    previous pass, by their positions among the arguments.
     """
 
     def __init__(self) -> None:
@@ -452,7 +471,7 @@ class SharedInputs:
         self._previous = None
 
     def find(self, block: nn.Module, inputs: list[StorageWeakRef]) -> frozenset[int]:
-        """Return the storage numbers of the inputs that another block has too."""
+        """Return the storage numbers (`cdata`) of the inputs that another block has too."""
         if self._previous is None:
             positions = self._shared_with_next.get(block, frozenset())
         else:

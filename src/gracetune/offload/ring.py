@@ -6,19 +6,20 @@ the blocks that come next are fetched into free slots. Where autograd saves a st
 backward, saved-tensor hooks keep a `WeightReference` instead, and backward fetches the block again,
 in reverse order.
 
-A fetch into slot s, for compute stream C and weight copy stream H:
+Example: block 3 is fetched into the slot of block 0, while block 1 computes. C is the compute
+stream, H the weight copy stream, `ready` and `done` are CUDA events, and time runs to the right:
 
-    C:  kernels that read the old s | ready                     | wait(done) | kernels that read it
-    H:                                wait(ready) | copy | done
+    C:  block 0 | record ready | block 1 ---------- | block 2 ---------- | wait done | block 3
+    H:                           wait ready | copy block 3 | record done
 
 Two rules keep a slot from being overwritten while it is read:
 
 1. A slot is refilled only when no live tensor aliases it (`Slot.held`). By then every kernel that
-   reads the old weights is queued on C.
-2. The copy waits for everything queued on C, and kernels that read the new weights wait for the
-   copy (`offload/copies.py`).
+   reads the old weights (block 0) is queued on C, before `ready`.
+2. The copy waits for `ready`, and the kernels that read the new weights (block 3) wait for `done`
+   (`offload/copies.py`).
 
-If every slot is held, the ring adds a slot instead of waiting, and counts it in
+If live tensors hold every slot, the ring adds a slot instead of waiting, and counts it in
 `RingCounters.extra_slots`.
 
 The hooks are on modules; model code does not change. Only one thread may run the model, and a
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 
 MIN_SLOTS = 2
 DEFAULT_SLOTS = 3
-"""One for the block in use, one for the block after it, and one that is being filled."""
+"""Three slots: for the block in use, for the block after it, and for the one being fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,21 @@ class RingCounters:
     on_time: int
     """Uses of a block whose weights were on the device before the compute stream needed them."""
     late: int
-    """Uses of a block that was prefetched but had not arrived in time."""
+    """Uses of a block whose prefetch had started but not finished when its weights were needed."""
     on_demand: int
-    """Uses of a block that was not prefetched."""
+    """Uses of a block that was not prefetched, so that its fetch started only then."""
     order_mismatches: int
-    """Uses of a block other than the one that earlier passes used at this point."""
+    """Times that the model used another block than earlier passes did at the same point."""
     stalled_s: float
-    """Seconds that computing waited for weights."""
+    """Seconds that compute waited for weights."""
     slots: int
     """Slots that exist now."""
     extra_slots: int
-    """Number of times a slot was added because all others were held."""
+    """Times that a slot was added because live tensors held all others."""
     slot_nbytes: int
-    """Size of one slot."""
+    """Size of one slot, in bytes."""
     host_nbytes: int
-    """Host memory of all streamed weights."""
+    """Host memory of all streamed weights, in bytes."""
 
 
 def stream_weights(
@@ -106,12 +107,13 @@ def stream_weights(
     Args:
         model: The model that contains the blocks.
         blocks: Blocks to stream, in the order forward uses them.
-        copy_engine: Makes the copies. The ring closes it.
+        copy_engine: Makes the copies. Closing the ring closes it too.
         emit: Receives notices.
         slots: Number of device slots.
-        poison: Fill a slot with NaN before each fetch, to expose reads that come too late.
-        submodels: Modules whose call is one pass, in the order of their blocks, such as the two
-            experts of Wan 2.2. None: the model itself.
+        poison: For debugging: fill a slot with NaN before each fetch, so that a kernel that still
+            reads the old weights computes NaN.
+        submodels: Modules whose forward is one pass over their own blocks, such as the two experts
+            of Wan 2.2, in the order of `blocks`. None: the model itself.
     """
     if slots < MIN_SLOTS:
         raise OffloadError(
@@ -141,7 +143,7 @@ def _first_blocks(submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]) -
 
 
 class WeightReference(NamedTuple):
-    """The object autograd keeps instead of a streamed weight: its block and place in the slot."""
+    """The object autograd keeps instead of a streamed weight: a block and a place in its slot."""
 
     block: int
     dtype: torch.dtype
@@ -175,7 +177,8 @@ class WeightRing:
             for block in self._block_weights
             for weight in block.weights
         }
-        """State of each parameter now. A later change would be lost, so it is an error."""
+        """Address and version of each streamed parameter when the ring was created. A later change
+        would be lost, so it is an error."""
         load_resident_weights(model, self._block_weights, copy_engine.device)
         slot_nbytes = max(block.nbytes for block in self._block_weights)
         self._slots = SlotPool(copy_engine, slot_nbytes, slots)
@@ -184,7 +187,7 @@ class WeightRing:
         self._in_use: int | None = None
         """The block that was used last; None between passes."""
         self._lease: SlotLease | None = None
-        """Lease of that block's slot, shared by all weights that are taken from it one by one."""
+        """Lease of the slot of the block in use; backward takes its weights from it one by one."""
         self._call_depths = [0] * len(blocks)
         """Nesting depth of each block's forward: a block may call itself."""
         self._passes: list[ExitStack] = []
@@ -197,14 +200,14 @@ class WeightRing:
         self._hooks = self._register_hooks(submodels, blocks)
 
     def __deepcopy__(self, memo: object) -> WeightRing:
-        """Refuse: the hooks of the copied model would bind weights in the original."""
+        """Raise an error: the hooks of a copied model would bind weights in the original."""
         raise OffloadError(
             "a model cannot be copied while its weights are streamed. Copy it before "
             "stream_weights(), or close() the ring first."
         )
 
     def counters(self) -> RingCounters:
-        """Return the totals so far. Blocks until the device has reached the last use."""
+        """Return the totals so far. Blocks until the device has reached the last use of a block."""
         stalls = self._engine.stalls()
         return RingCounters(
             fetches=self._fetches,
@@ -245,7 +248,10 @@ class WeightRing:
         return WeightReference(slot.block, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def unpack(self, saved: Tensor | WeightReference) -> Tensor:
-        """Return the weight of a reference, fetching its block if needed. Inverse of `pack`."""
+        """Return the weight that a reference stands for, fetching its block if needed.
+
+        This is the unpack function of the saved-tensor hooks.
+        """
         if not isinstance(saved, WeightReference):
             return saved
         if self._closed:
@@ -366,11 +372,14 @@ class WeightRing:
                 )
 
     def _release_block(self) -> None:
-        """Drop the lease of the last block, because a pass has ended or is about to start."""
+        """Drop the lease of the block in use, so that its slot can be refilled."""
         self._in_use = self._lease = None
 
     def _use(self, index: int) -> SlotLease:
-        """Return a lease of the block's weights, ready for the work that is queued next."""
+        """Fetch a block's weights if needed, start the next prefetches, and return a lease.
+
+        Kernels that are queued after this call may read the weights.
+        """
         if index == self._in_use:
             assert self._lease is not None, f"block {index} is in use without a lease"
             return self._lease
@@ -401,7 +410,7 @@ class WeightRing:
         self._fetched_nbytes += len(source)
 
     def _ranks(self) -> dict[int, int]:
-        """Return the streamed blocks still to come, each with its rank: 0 is needed next."""
+        """Return the rank of each streamed block in the order of next use; 0 is used next."""
         upcoming = (
             block for block in self._schedule.upcoming() if self._block_weights[block].weights
         )
@@ -442,7 +451,7 @@ class WeightRing:
 
 
 MAX_LEASES = 32
-"""Number of remembered leases at which expired ones are removed."""
+"""Number of leases in a slot's list at which expired ones are removed from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -457,7 +466,7 @@ class Slot:
     _leases: list[StorageWeakRef] = field(default_factory=list)
 
     def lease(self) -> Tensor:
-        """Return the memory under a new storage, whose lifetime `held` tracks."""
+        """Return an alias of the slot's memory with a new storage, whose lifetime `held` tracks."""
         if len(self._leases) >= MAX_LEASES:
             self.held()
         alias = dlpack.from_dlpack(dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
@@ -475,7 +484,7 @@ class Slot:
 
 
 class SlotLease(dict["torch.dtype", "Tensor"]):
-    """Views of a leased slot by dtype, created on first access. The slot is held while it lives.
+    """Views of a leased slot by dtype, created on first access. The slot is held while they live.
 
     The views are ordinary tensors even if sampling creates them in inference mode, because backward
     may use the same lease next.
@@ -493,11 +502,11 @@ class SlotLease(dict["torch.dtype", "Tensor"]):
 
 
 class SlotPool:
-    """The slots of a ring. There are more than `count` only while all of those are held."""
+    """The slots of a ring: `count` of them, and temporarily more if live tensors hold them all."""
 
     def __init__(self, copy_engine: CopyEngine, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
-        """Size of one slot."""
+        """Size of one slot, in bytes."""
         self.count = count
         """Requested number of slots."""
         self._engine = copy_engine
@@ -518,7 +527,7 @@ class SlotPool:
         return self._by_block.get(block)
 
     def find_address(self, address: int) -> Slot | None:
-        """Return the slot whose memory starts here. All its leases start at the same address."""
+        """Return the slot whose memory starts at this address; its leases start there too."""
         return self._by_address.get(address)
 
     def blocks(self) -> list[int]:
@@ -547,7 +556,10 @@ class SlotPool:
         return slot
 
     def resize(self, count: int) -> None:
-        """Change the requested number, between passes. Held slots are freed by a later `trim`."""
+        """Change the number of slots. Surplus slots that are held are freed by a later `trim`.
+
+        Call it between passes.
+        """
         while len(self._slots) < count:
             self.add()
         self.count = count
@@ -562,17 +574,21 @@ class SlotPool:
                 self._slots.remove(slot)
 
     def clear(self) -> None:
-        """Drop all slots. Leased memory lives until its last tensor dies."""
+        """Drop all slots. Memory of a leased slot is freed with the last tensor that aliases it."""
         self._slots.clear()
         self._by_address.clear()
         self._by_block.clear()
 
 
-# Fetch policy: which block goes into which slot, decided over block numbers alone. The planner's
-# simulator (plan/simulate.py) calls the same two functions, so its fetches are the ring's.
+# Fetch policy: which block goes into which slot. It needs block numbers only, no tensors, so the
+# planner's simulator (plan/simulate.py) calls the same functions and predicts the same fetches.
 #
-# `ranks` maps each upcoming block to its position in the order of use (0 is needed next), soonest
-# first. A block without a rank is not needed any more.
+# `ranks` maps each upcoming block to its position in the order of next use: 0 is used next. A block
+# without a rank is not needed any more. Blocks are fetched in the order of their ranks, and the
+# block with the highest rank is evicted first. For example, if block 4 of 0..9 runs in forward:
+#
+#     slots: 3, 4, 5      ranks: 5 -> 0, 6 -> 1, ..., 9 -> 4, 4 -> 5, 3 -> 6, ...
+#     action: fetch block 6 into the slot of block 3
 
 
 class SlotState(Protocol):
@@ -594,9 +610,9 @@ def slot_to_refill(
 ) -> SlotT | None:
     """Return the slot that a block of this rank may overwrite, or None.
 
-    An empty slot comes first, then the free slot whose block is needed last. A block that is needed
-    sooner than `rank` is never evicted, nor is the block in use: it may be between two of its
-    kernels, with no live tensor that aliases its slot.
+    An empty slot comes first, then the slot whose block is needed last, unless a tensor holds it. A
+    block that is needed sooner than `rank` is never evicted. Nor is the block in use, because its
+    slot may have no live tensor for a moment, between two of its kernels.
     """
     best, best_rank = None, rank
     for slot in slots:
@@ -632,15 +648,15 @@ def prefetches(
 
 
 LONGEST_PASS = 64
-"""Uses per block that are remembered of one pass. A longer sequence of uses is several passes that
-the ring was not told about, and nothing is learnt from it."""
+"""Longest pass from which the order of blocks is learnt, in uses per block on average. A longer
+sequence must be several passes whose start the ring did not see."""
 
 
 class PassKind(Enum):
-    """Kinds of pass, by what follows the forward."""
+    """Kinds of pass: with or without backward."""
 
     TRAIN = "train"
-    """Forward and backward. With recomputation, backward still visits each block once."""
+    """Forward and backward. Even with recomputation, backward visits each block once."""
     SAMPLE = "sample"
     """Forward only."""
 
@@ -655,9 +671,9 @@ class FetchSchedule:
     """
 
     def __init__(self, num_blocks: int, first_blocks: Sequence[int] = (0,)) -> None:
-        """`first_blocks` has the first block of each submodel."""
+        """`first_blocks` has the number of each submodel's first block."""
         self.mismatches = 0
-        """Uses of a block that a learnt order did not have next."""
+        """Times that a block was used where the learnt order has another one."""
         self._orders: dict[tuple[PassKind, int], list[int]] = {}
         for submodel, (start, end) in enumerate(pairwise([*first_blocks, num_blocks])):
             forward = list(range(start, end))
@@ -670,7 +686,7 @@ class FetchSchedule:
         self._position = 0
 
     def begin_pass(self, kind: PassKind, submodel: int = 0) -> None:
-        """Learn from the pass that has ended, and start one at its first block."""
+        """Learn the order of the pass that has ended, and start a new pass."""
         self._learn()
         self._current = (kind, submodel)
         self._used = []
@@ -682,7 +698,7 @@ class FetchSchedule:
         return order[self._position] if self._position < len(order) else None
 
     def record_use(self, block: int) -> bool:
-        """Record that a block is used. Return False if a learnt order expected another one."""
+        """Record that a block is used. Return False if the learnt order has another one here."""
         if len(self._used) < self._max_uses:
             self._used.append(block)
         as_expected = block == self.expected()
@@ -701,10 +717,13 @@ class FetchSchedule:
         return list(dict.fromkeys(order[self._position :] + order))
 
     def _resynchronize(self, block: int) -> None:
-        """Continue after the nearest position of this block: blocks were skipped or repeated."""
+        """Move to just after this block's nearest position in the order.
+
+        The pass has skipped or repeated blocks.
+        """
         order = self._orders[self._current]
         positions = [position for position, other in enumerate(order) if other == block]
-        if positions:  # of two equally near, the later: passes skip blocks more often than repeat
+        if positions:  # of two equally near, the later: skipping is more common than repeating
             self._position = 1 + min(
                 positions, key=lambda position: (abs(position - self._position), -position)
             )
@@ -713,6 +732,6 @@ class FetchSchedule:
         if not self._used or len(self._used) == self._max_uses:
             return
         order = self._orders[self._current]
-        if self._used != order[: len(self._used)]:  # a pass without its backward teaches nothing
+        if self._used != order[: len(self._used)]:  # a pass that ended early keeps the known order
             self._orders[self._current] = self._used
         self._learnt.add(self._current)

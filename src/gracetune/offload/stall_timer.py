@@ -1,11 +1,11 @@
-"""Measure how long computing stalls on copies, in total and per window of passes.
+"""Measure how long compute waits for copies (stalls), in total and per window of passes.
 
 On CUDA the host queues work far ahead of the device, so a stall is recorded as a pair of events and
 read only after the device has passed them. Nothing here blocks the host except
 `StallTimer.synchronize`.
 
-A window collects the stalls recorded between two calls of the host, no matter when the device
-reaches them. `StallWindows` cuts training into windows of a few passes; the controllers in
+A window collects the stalls that the host recorded while the window was open, no matter when the
+device reaches them. `StallWindows` cuts training into windows of a few passes; the controllers in
 `offload/autosize.py` decide from one window at a time.
 """
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 MIN_STALL_S = 20e-6
-"""Shorter waits count as none: two consecutive events are a few microseconds apart anyway."""
+"""Waits shorter than this many seconds count as none: two consecutive CUDA events are a few
+microseconds apart anyway."""
 COLLECT_EVERY = 512
-"""Number of recorded waits after which completed ones are read, so that the queue stays short."""
+"""After this many recorded waits the completed ones are read, so that the queue stays short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class StallTotals:
     late: int
     """Prefetched copies that had not finished when they were needed."""
     stalled_s: float
-    """Seconds that computing waited for copies."""
+    """Seconds that compute waited for copies."""
 
 
 class StallWindow(Protocol):
-    """Stalls of one copy stream between two points of the host's program."""
+    """Stalls of one copy stream in a few consecutive passes."""
 
     @property
     def late(self) -> int:
@@ -46,7 +47,7 @@ class StallWindow(Protocol):
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that computing waited for copies."""
+        """Seconds that compute waited for copies."""
         ...
 
     @property
@@ -83,7 +84,7 @@ class StallWindows:
         self._window, self._passes = None, 0
 
     def start_pass(self) -> StallWindow | None:
-        """Count a pass that starts now. Return the last window if it is complete."""
+        """Count a pass that starts now. Return the last window if it is complete, else None."""
         if self._window is None:
             self._window = self._begin()
             return None
@@ -97,27 +98,27 @@ class StallWindows:
 
 
 class HostStallWindow:
-    """A window for copies that the host makes itself: it is complete as soon as it ends."""
+    """A stall window for copies that the host makes itself: it is complete as soon as it ends."""
 
     late = 0
 
     def __init__(self, now: float, stalled_s: float) -> None:
-        """`stalled_s` is the total of the copy stream at the time `now`."""
+        """`stalled_s` is the copy stream's total stall time at the time `now`."""
         self._began, self._stalled_before = now, stalled_s
         self._measured: tuple[float, float] | None = None
 
     def end(self, now: float, stalled_s: float) -> None:
-        """End the window at the time `now`, with the stream's total at that time."""
+        """End the window at the time `now`; `stalled_s` is the total stall time by then."""
         self._measured = now - self._began, stalled_s - self._stalled_before
 
     @property
     def stalled_s(self) -> float:
-        """Seconds spent on copies, all of which computing waits for."""
+        """Seconds spent on copies, all of which compute waits for."""
         return 0.0 if self._measured is None else self._measured[1]
 
     @property
     def span_s(self) -> float:
-        """Seconds from start to end."""
+        """Seconds from the start of the window to its end."""
         return 0.0 if self._measured is None else self._measured[0]
 
     def is_complete(self) -> bool:
@@ -135,14 +136,14 @@ class StallTimer:
         self._stalled_s = 0.0
 
     def begin_window(self) -> DeviceStallWindow:
-        """End the current window and start one with the next recorded wait."""
+        """End the current window, and start another one with the next recorded wait."""
         if self._window is not None:
             self._window.ended = True
         self._window = DeviceStallWindow(self)
         return self._window
 
     def record(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, prefetched: bool) -> None:
-        """Record a wait by the events before and after it on the compute stream."""
+        """Record a wait of the compute stream: the CUDA events just before and after it."""
         self._waits.append(_Wait(asked, resumed, prefetched, self._window))
         if self._window is not None:
             self._window.unread += 1
@@ -167,7 +168,7 @@ class StallTimer:
 
 
 class DeviceStallWindow:
-    """A window of a `StallTimer`, which fills it as the device passes its waits."""
+    """A stall window measured with CUDA events: its `StallTimer` adds each completed wait."""
 
     def __init__(self, timer: StallTimer) -> None:
         self.late = 0
@@ -180,7 +181,7 @@ class DeviceStallWindow:
         self._first: torch.cuda.Event | None = None
 
     def add(self, wait: _Wait, stalled_s: float) -> None:
-        """Add a wait that the device has passed."""
+        """Add a wait that the device has passed, with its length."""
         if self._first is None:
             self._first = wait.asked
         self.unread -= 1
@@ -189,7 +190,7 @@ class DeviceStallWindow:
         self.span_s = _elapsed_s(self._first, wait.resumed)
 
     def is_complete(self) -> bool:
-        """Read what can be read; return True once the window has ended and is read completely."""
+        """Read completed waits; return True once the window has ended and no wait is unread."""
         self._timer.collect()
         return self.ended and self.unread == 0
 
