@@ -299,8 +299,7 @@ source = FolderSource(sys.argv[1])
 before = private()
 events = []
 staged = StagedSource.stage(source, source.keys(), InMemorySection(compression="none"),
-                             events.append,
-                            meet_in=Path(sys.argv[2]))
+                            events.append, meet_in=Path(sys.argv[2]))
 total = sum(map(sum, (staged.view(key)[::4096] for key in staged.keys())))
 texts = [event.text for event in events if type(event).__name__ == "Notice"]
 print(private() - before, total, staged.resident_nbytes, "|".join(texts), sep="\\t", flush=True)
