@@ -1,8 +1,8 @@
-"""Turn a run file into a `Session`: load the model, prepare the data, place everything in memory.
+"""Build the `Session` of a run: load the model, prepare the data, place both in memory.
 
-Every choice that depends on the machine, on installed packages or on the run file is made here,
-once, and reported as a `Notice`. `run.py` calls `build_session`, then hands the session to
-`loop.py`.
+`run.py` calls `build_session` and passes the session to the training loop in `loop.py`. Every
+choice that depends on the machine, on installed packages or on the run file is made here, once, and
+logged as a `Notice`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ ADAPTER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that is ready to train: the model and the data are loaded and placed."""
+    """Everything the training loop needs: the loaded model, the data and the run's services."""
 
     state: TrainState
     pipeline: DataPipeline
@@ -103,7 +103,7 @@ class Session:
     validation: ValidationSetup | None
     """None: the run never validates."""
     checkpoints: Path
-    """The folder of the checkpoints."""
+    """Folder that contains all checkpoints of the run."""
     identity: Mapping[str, object]
     """The settings and content digests that a checkpoint must match to be resumed."""
     batch_transfer: BatchTransfer
@@ -111,16 +111,19 @@ class Session:
     signals: SignalHandler
     emit: Emit
     gc_freeze: GcFreeze
-    """Keeps start-up objects out of Python's garbage collections."""
+    """Excludes objects that live as long as the run from Python's garbage collection."""
     base_weights: str
     """The digest of the model's weights before training."""
     adapted_modules: AdaptedModules
-    """The modules with an adapter, by expert; empty when all weights are trained."""
+    """Modules that have an adapter, by expert; empty if all weights are trained."""
     plan_controller: PlanController | None = None
     """Applies and corrects the memory plan. None: the whole transformer is on the device."""
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
-        """Load a snapshot into the model, optimizer and RNGs; without one, start at step 0."""
+        """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
+
+        Without one, the run starts at step 0.
+        """
         if snapshot is None:
             return TrainProgress()
         check_same_run(snapshot.identity, self.identity)
@@ -167,8 +170,8 @@ def build_session(
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
 
-    Checks that need only the run file and the model come first: a mistake in the run file must
-    not surface after an hour of encoding.
+    Checks that need only the run file and the model come first, so that a mistake in the run file
+    is reported before the data are encoded, which can take an hour.
     """
     folder, device = Path(run.output_dir), _with_index(accelerator.device)
     ramp = build_ramp(run, accelerator.num_processes)
@@ -281,7 +284,7 @@ def build_session(
 
 
 def start_accelerator(run: RunFile) -> Accelerator:
-    """Join the other ranks, if any, and choose the precision."""
+    """Create the Accelerator: connect to the other ranks, if any, and set the precision."""
     engine = sharding_engine(process_environment())
     if engine:  # checked first: Accelerate's own error for a missing engine helps nobody
         raise _unsupported_engine(engine)
@@ -312,7 +315,10 @@ def _unsupported_engine(name: str) -> ConfigError:
 
 
 def resolve_precision(run: RunFile) -> str:
-    """Return Accelerate's name of the precision: `auto` is bf16 on a GPU that supports it."""
+    """Return the precision for Accelerate: `bf16`, or `no` for fp32.
+
+    `auto` is bf16 on a GPU that supports it, else fp32. `fp16` is replaced by bf16.
+    """
     precision = run.train.mixed_precision
     if precision == "auto":
         return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
@@ -320,7 +326,7 @@ def resolve_precision(run: RunFile) -> str:
 
 
 def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
-    """Let all ranks agree on a folder for their reports that no earlier run has used."""
+    """Return this process's rank and a new folder in which all ranks report their encoding."""
     (token,) = broadcast_object_list([uuid4().hex])
     return Ranks(
         accelerator.process_index,
@@ -343,7 +349,10 @@ def _with_index(device: torch.device) -> torch.device:
 def _make_trainable(
     run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
 ) -> AdaptedModules:
-    """Add the adapter, or unfreeze all weights of the trained experts; return adapted modules."""
+    """Add the adapter, or unfreeze all weights of the trained experts.
+
+    Returns the modules that have an adapter.
+    """
     transformers = transformers_of(family.transformer)
     trained = {
         expert: transformer
@@ -384,7 +393,7 @@ def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit:
     for parameter in narrow:
         parameter.data = parameter.data.float()
     text = f"{len(narrow)} trained tensors are converted to fp32, because bf16 would round updates "
-    emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay needs half of it"))
+    emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
 
 
 def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
@@ -413,7 +422,7 @@ def _enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -
 
 
 def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
-    """Return why the run has no memory plan; an empty string if it has one."""
+    """Return the reason why the run has no memory plan; an empty string if it has one."""
     if run.plan == "off":
         return "plan is off"
     if run.model.quantize != "none":
@@ -421,7 +430,7 @@ def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
     if num_ranks > 1:
         return f"there are {num_ranks} ranks, and each keeps its model on its device"
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
-        return "there is no GPU, and plan.device_memory does not set a size to rehearse"
+        return "there is no GPU, and plan.device_memory is not set"
     return ""
 
 
@@ -435,14 +444,14 @@ BF16_ARGUMENTS = (
     "pooled_projections",
     "global_hidden_states",
 )
-"""The arguments of a transformer's forward that enter its matmuls, cast to bf16 by a hook.
-Timesteps and positions are left alone: each transformer rounds those itself."""
+"""Arguments of a transformer's forward that a hook casts to bf16, because matmuls use them.
+Timesteps and positions are not cast: each transformer rounds those itself."""
 
 
 def prepare_transformer(
     accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool
 ) -> nn.Module:
-    """Wrap the transformer for its ranks and for the run's precision."""
+    """Wrap the transformer with Accelerate, for data-parallel ranks and mixed precision."""
     autocast = accelerator.autocast_handler
     in_bf16 = accelerator.mixed_precision == "bf16" and runs_in_dtype(transformer, torch.bfloat16)
     if is_planned and in_bf16:
@@ -454,7 +463,7 @@ def prepare_transformer(
 
 
 def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cast a forward's inputs to bf16; the caller, a sampler for example, keeps its fp32 copy."""
+    """Forward pre-hook: cast inputs to bf16. The caller, such as a sampler, keeps its fp32."""
     return tuple(map(_to_bf16, args[:1])) + args[1:], {
         name: _to_bf16(value) if name in BF16_ARGUMENTS else value for name, value in kwargs.items()
     }
@@ -469,7 +478,7 @@ def _to_bf16(value: Any) -> Any:
 
 
 def batches_ahead(run: RunFile) -> int:
-    """Return how many prefetched batches the plan must count on the device."""
+    """Return the number of prefetched batches that the plan must reserve device memory for."""
     depth = run.cache_config.prefetch_depth
     return INITIAL_DEPTH if depth == "auto" else depth
 
@@ -477,9 +486,9 @@ def batches_ahead(run: RunFile) -> int:
 def one_batch_per_bucket(
     run: RunFile, pipeline: DataPipeline, held_out: Iterable[Batch] = ()
 ) -> list[Callable[[], Batch]]:
-    """Return a loader of one full batch for each bucket, the largest bucket first.
+    """Return, for each bucket, a function that loads one full batch; the largest bucket first.
 
-    A bucket may consist of held-out samples only, so a held-out batch of each shape follows.
+    Some buckets have only held-out samples, so a held-out batch of each shape is appended.
     """
     count = run.train.batch_size
     by_size = [partial(pipeline.load, (d,) * count) for d in pipeline.order.one_draw_per_size()]
@@ -488,7 +497,10 @@ def one_batch_per_bucket(
 
 
 def attention_shapes(run: RunFile, family: Family, pipeline: DataPipeline, precision: str) -> str:
-    """Describe everything that decides the run's attention calls; stored with the choice."""
+    """Describe model, precision, batch size and buckets, on which attention shapes depend.
+
+    The text is stored with the chosen backend; another text means that it is chosen again.
+    """
     sizes = [draw.size for draw in pipeline.order.one_draw_per_size()]
     return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
 
@@ -503,7 +515,10 @@ def _identity(batch: Batch) -> Batch:
 def _build_stepper(
     run: RunFile, optimizer: Optimizer, copy_engine: CopyEngine, unplanned: str, emit: Emit
 ) -> OptimizerStepper:
-    """Build the stepper; without a plan, `optimizer.state` decides where the state lives."""
+    """Build the object that runs the optimizer's step.
+
+    Without a memory plan, `optimizer.state` decides where the optimizer state is kept.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     nbytes = 0.0 if unplanned else state_nbytes_per_element_of(run.optimizer, parameters)
     stepper = OptimizerStepper(optimizer, copy_engine, nbytes)
@@ -516,9 +531,9 @@ def _build_stepper(
 def register_memory_roles(
     state: TrainState, transfer: BatchTransfer, controller: PlanController | None
 ) -> None:
-    """Tell the memory statistics what each part of the model occupies, and where.
+    """Register functions that report the bytes of weights, EMA and optimizer state.
 
-    Streamed weights live in host memory and also pass through the ring's slots on the device.
+    Streamed weights count twice: in host memory, and in the device slots they are copied to.
     """
     frozen = [p for p in state.family.transformer.parameters() if not p.requires_grad]
     averages = list(state.ema.averages.values()) if state.ema is not None else []

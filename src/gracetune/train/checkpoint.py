@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKPOINT_FOLDER = "checkpoints"
-"""The folder of all checkpoints, inside the output folder."""
+"""Name of the folder with all checkpoints, inside the output folder."""
 FORMAT = 1
 MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 SPARE_BYTES = 1 << 20
-"""Disk space for the headers and the manifest, in addition to the tensors."""
+"""Disk space for file headers and the manifest, in addition to the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that was just written."""
+    """The path, size and writing time of a new checkpoint."""
 
     path: Path
     nbytes: int
@@ -65,7 +65,7 @@ class SavedCheckpoint:
 
 
 def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
-    """Write a checkpoint, then delete all but the newest `keep`."""
+    """Write a checkpoint, then delete older ones so that `keep` are left."""
     started_at = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
     nbytes = sum(t.nbytes for kind in snapshot.tensors.values() for t in kind.values())
@@ -88,7 +88,7 @@ def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoin
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints with a manifest, oldest first.
+    """Return the folders of all complete checkpoints, oldest first.
 
     Folders that are not named `step-<number>` are the user's own copies and are left out.
     """
@@ -121,7 +121,7 @@ def load_snapshot(path: Path) -> Snapshot:
 
 
 def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
-    """Load the snapshot that `--resume auto|PATH|none` asks for; None to start over.
+    """Load the checkpoint that `--resume auto|PATH|none` selects; None to start a new run.
 
     `auto` skips damaged checkpoints with a warning and loads the newest intact one. If all are
     damaged it raises instead of starting over, because a new run would replace the result.
@@ -145,7 +145,7 @@ def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Sna
 
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
-    """Move checkpoints after `step` to `set-aside/`, because the run now continues from `step`."""
+    """Move checkpoints of later steps to `set-aside/`, because the run resumes from `step`."""
     moved = []
     for path in complete_checkpoints(folder):
         if _step_of(path) > step:

@@ -41,7 +41,7 @@ SINGLE_SIZE: TokenCounts = {1: 1}
 
 @dataclass(frozen=True, slots=True)
 class ExpertTurn:
-    """The expert that one step trains, and the timesteps it is trained on."""
+    """The expert that one step trains, and the range of timesteps it is trained on."""
 
     expert: Expert | None = None
     """None: the model has a single transformer."""
@@ -54,16 +54,16 @@ SINGLE_TRANSFORMER = ExpertTurn()
 
 @dataclass(frozen=True, slots=True)
 class ExpertSchedule:
-    """The turns of a run that trains one or both of two experts."""
+    """Decides which expert each step trains, in a run that trains one or both of two experts."""
 
     steps_per_turn: int
     high_share: float
     """The share of turns that train the high-noise expert."""
     windows: Mapping[Expert, TimestepWindow]
-    """The timesteps of each trained expert."""
+    """The range of timesteps of each trained expert."""
 
     def turn_at(self, step: int) -> ExpertTurn:
-        """Return the turn of the step that runs after `step` completed steps.
+        """Return the expert and timesteps for the step that follows `step` completed steps.
 
         High-noise turns are spread evenly (as in Bresenham's line): a turn is high noise if the
         rounded running sum of `high_share` grows in it.
@@ -89,7 +89,8 @@ def build_expert_schedule(
 ) -> ExpertSchedule | None:
     """Return the schedule of a model with two experts, None for a model with one transformer.
 
-    Larger samples may be shifted towards noise, so probabilities are means over `token_counts`.
+    The distribution of timesteps may depend on the sequence length, so probabilities are averaged
+    over `token_counts`.
     """
     if boundary is None:
         if section.experts != "both":
@@ -125,9 +126,10 @@ def mean_window_probability(
 
 
 def expected_token_counts(run: RunFile, family: Family) -> TokenCounts:
-    """Return the sequence lengths the run file allows: squares, and clips of every length.
+    """Return the sequence lengths that the run file implies, each counted once.
 
-    Used to reject impossible settings before the data are read.
+    Assumes square images of each resolution, and clips of every allowed number of frames. Used to
+    reject impossible settings before the data are read.
     """
     shapes: list[Shape] = []
     for data in run.datasets:
@@ -138,7 +140,7 @@ def expected_token_counts(run: RunFile, family: Family) -> TokenCounts:
 
 
 def drawn_token_counts(order: BatchOrder, family: Family) -> TokenCounts:
-    """Return the sequence lengths that the run draws, from the buckets of its data."""
+    """Return the sequence lengths of the run's buckets, and how many samples have each."""
     return _count_tokens(family, order.draws_by_size())
 
 

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from gracetune.train.step import TrainState
 
     AdaptedModules = Mapping[str, Mapping[str, ModuleSettings]]
-    """Expert (or an empty string) -> module name -> the adapter's settings there."""
+    """Expert (empty without experts) -> module name -> settings of the adapter on that module."""
 
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
 def result_folder(run: RunFile) -> Path:
-    """Return the folder of the result: `model` for full training, else `adapter`."""
+    """Return the folder that the result is written to: `model` or `adapter` in `output_dir`."""
     return Path(run.output_dir) / ("model" if run.adapter is None else "adapter")
 
 
 def check_exportable(
     transformers: Mapping[str, nn.Module], modules: AdaptedModules, family: str
 ) -> None:
-    """Raise before training if the adapter cannot be written in the exchange format."""
+    """Raise before training if the adapter cannot be saved in the format of exported files."""
     # imported here, because peft takes seconds to import
     from gracetune.adapters.files.convert import find_unsupported
     from gracetune.adapters.files.io import default_format
@@ -116,13 +116,13 @@ def _export_adapter(
 
 
 def _model_name(state: TrainState) -> str:
-    """Return the model's name without the folders of this machine."""
+    """Return the last part of `model.path`, or the family's name if there is no path."""
     path = state.run.model.path
     return state.family.name if path is None else PurePath(path).name
 
 
 def run_digest(state: TrainState) -> str:
-    """Hash the settings that shape the weights; independent of the run's folder."""
+    """Hash the settings that affect the trained weights; paths are not among them."""
     settings = identity_settings(state.run, state.accelerator.mixed_precision)
     text = json.dumps(settings, sort_keys=True, default=str)
     return blake3(text.encode()).hexdigest(length=16)

@@ -1,4 +1,4 @@
-"""Convert the frozen layers to fp8, calibrated with the run's own samples.
+"""Convert the frozen linear layers to fp8, calibrated with the run's own samples.
 
 The model runs once over a few training samples, at timesteps that it is trained on, while each
 frozen layer records its inputs. From these `adapters/compute/outlier_subspace.py` finds the
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Emit = Callable[[Event], None]
 
 MAX_SAMPLES, MAX_TOKENS = 64, 16384
-"""Limits of the calibration batch; it always has at least one sample."""
+"""Largest number of samples and of tokens in the calibration batch, which is never empty."""
 
 
 def convert_frozen_layers(
     run: RunFile, family: Family, pipeline: DataPipeline, device: torch.device, emit: Emit
 ) -> None:
-    """Convert every frozen layer that an fp8 kernel supports; call it before LoRA is fused."""
+    """Convert every frozen layer that an fp8 kernel supports. Call this before fusing LoRA."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
     streamed = select_streamed_weights(family.transformer, blocks)
@@ -49,7 +49,7 @@ def convert_frozen_layers(
     tried: list[int] = []
 
     def run_model() -> None:
-        """Run every expert once, with one sample if the device has no room for more."""
+        """Run every expert once on the calibration batch; if memory is short, on one sample."""
         for count in (calibration_batch_size(family, pipeline), 1):
             batch = pipeline.load(first_draws(pipeline.order, count))
             tried.append(len(batch))
@@ -82,14 +82,14 @@ def convert_frozen_layers(
 
 
 def calibration_batch_size(family: Family, pipeline: DataPipeline) -> int:
-    """Return how many of the run's first samples calibrate the layers."""
+    """Return the size of the calibration batch, within `MAX_SAMPLES` and `MAX_TOKENS`."""
     one = pipeline.load(first_draws(pipeline.order, 1))
     x0, _ = family.split_encoded(one.latents)
     return max(1, min(MAX_SAMPLES, MAX_TOKENS // family.num_tokens(x0.shape[1:])))
 
 
 def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
-    """Return the first draws of the run that share the first one's size.
+    """Return the first `count` draws (samples with caption) of the run that have the same size.
 
     Captions are never dropped. The draws have no epoch, so that loading them does not start an
     augmentation epoch.
@@ -107,7 +107,7 @@ def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
 def forward_once(
     run: RunFile, family: Family, batch: Batch, expert: Expert | None, device: torch.device
 ) -> None:
-    """Run one forward pass as in training, at timesteps of this expert's window."""
+    """Run one forward pass as in training, at timesteps that this expert is trained on."""
     x0, given = family.split_encoded(batch.latents)
     generator = PositionalRng(run.seed, device).at("rounding", expert or "alone")
     window = FULL_WINDOW

@@ -1,8 +1,9 @@
-"""Compare a run with the checkpoint it resumes from.
+"""Check that a run and the checkpoint it resumes from have the same settings and data.
 
-The identity of a run is every setting and every content that shapes its weights. A checkpoint
-stores it. Resuming with another identity would silently mix two runs, so it is an error that names
-each setting that differs. Paths are not compared: digests of the contents are.
+The identity of a run is every setting that affects the trained weights, with digests of the base
+weights and of the training data. A checkpoint stores it. Resuming with another identity would
+silently mix two runs, so it is an error, which names each difference. Paths are not compared, only
+the digests of the files' contents.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ CHANGEABLE_SETTINGS = {
     "optimizer.state",
     "gh200_optimizations.enable_uvm_hints",
 }
-"""Settings that may change when a run is resumed: they do not shape the weights, or something
-better is compared instead (digests for paths, the resolved precision for `mixed_precision`)."""
+"""Settings that may change when a run is resumed: they do not affect the trained weights, or
+another value is compared instead (digests for paths, the resolved precision for
+`mixed_precision`)."""
 CHANGEABLE_DATASET_SETTINGS = {
     "type",
     "instance_data_dir",
@@ -48,15 +50,15 @@ CHANGEABLE_DATASET_SETTINGS = {
     "max_corruption_rate",
     "timeout_s",
 }
-"""Settings of a data set that may change when a run is resumed."""
+"""Settings of a dataset that may change when a run is resumed."""
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
-"""Settings of a data set that are compared only if it has masks."""
+"""Settings of a dataset that are compared only if the dataset has masks."""
 
 
 def run_identity(
     run: RunFile, samples: Iterable[Sample], weights: str, precision: str
 ) -> dict[str, object]:
-    """Return the settings and the digests of the contents that shape a run's weights.
+    """Return the identity of a run: its settings, and digests of base weights and samples.
 
     The keys are stored in checkpoints; do not reword them.
     """
@@ -68,7 +70,7 @@ def run_identity(
 
 
 def identity_settings(run: RunFile, precision: str) -> dict[str, object]:
-    """Return every setting that shapes the weights, by its dotted name in the run file."""
+    """Return every setting that affects the trained weights, by its dotted run-file name."""
     settings = run.model_dump(mode="json", include=set(SECTIONS))
     for dataset in settings["datasets"]:
         has_masks = dataset["mask_data_dir"] is not None
@@ -95,7 +97,10 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 def check_same_run(
     saved: Mapping[str, object], current: Mapping[str, object], *, contents: bool = True
 ) -> None:
-    """Raise if a checkpoint belongs to another run; `contents=False` compares settings only."""
+    """Raise if the identities of a checkpoint and of the run differ.
+
+    With `contents=False`, only settings are compared, not digests.
+    """
     names = {**saved, **current} if contents else current
     changes = [
         f"{name} was {saved.get(name)!r} and is now {current.get(name)!r}"

@@ -1,7 +1,8 @@
-"""The training loop: optimizer steps, and what happens between them.
+"""The training loop: run optimizer steps, and do the work that is due between them.
 
-Between two steps the loop logs metrics, saves checkpoints, validates, answers `gracetune now` and
-signals, and compares the memory plan with measured steps. The step itself is in `step.py`.
+`train_loop` is the entry point and `_run_steps` is the loop. Between two steps it logs metrics,
+saves checkpoints, validates, obeys requests (from `gracetune now`, Ctrl-C or SIGTERM) and compares
+the speed that the memory plan predicts with measured steps. The step itself is in `step.py`.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ if TYPE_CHECKING:
 
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
-"""Steps before a plan is timed, and steps over which it is timed."""
+"""To time a memory plan, skip the first number of steps and measure the second."""
 GC_FREEZE_STEPS = 20
-"""Steps after which caches and pools are filled, so that long-lived objects can be frozen."""
+"""Steps after which caches and pools are filled. The objects that exist then live until the end of
+the run, so they are excluded from garbage collection (`gc.freeze`)."""
 CHECKPOINT_REASONS = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
-"""Requests that save a checkpoint, and the reason that the log gives for it."""
+"""Request that saves a checkpoint -> the reason that is logged with the checkpoint."""
 
 
 def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
@@ -66,6 +68,7 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
 
 
 def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:
+    """Repeat: run a step, log it, then save a checkpoint, validate or stop if that is due."""
     run = session.state.run
     total = run.train.max_train_steps
     metrics = MetricsBuffer(
@@ -120,7 +123,11 @@ def _step(
     progress: TrainProgress,
     timing: PlanTiming,
 ) -> StepResult:
-    """Run one step. If a planned run is out of device memory, repeat it with a smaller plan."""
+    """Run one optimizer step.
+
+    If the device is out of memory and the run has a memory plan, change to a plan that needs less
+    memory and repeat the step with the same batches and random numbers.
+    """
     state, controller = session.state, session.plan_controller
     if controller is None:
         return train_step(state, stream.take(accumulation), accumulation, progress)
@@ -148,7 +155,10 @@ def _step(
 
 
 def _accumulation(session: Session, progress: TrainProgress, before: int | None = None) -> int:
-    """Return the micro-batches of the next step; emit a change from the step `before`."""
+    """Return the number of micro-batches in the next step.
+
+    `before` is the number in the step before; if a ramp has changed it, that is logged.
+    """
     if session.ramp is None:
         return session.state.run.train.gradient_accumulation_steps
     accumulation = session.ramp.accumulation(progress.micro_batches)
@@ -158,9 +168,11 @@ def _accumulation(session: Session, progress: TrainProgress, before: int | None 
 
 
 def _take_requests(session: Session, step: int, saved_at: float) -> set[str]:
-    """Return what `gracetune now`, a signal or the clock asks for after this step.
+    """Return the pending requests: `validate`, `save`, `stop`, or `clock` for a timed checkpoint.
 
-    Several ranks must agree, which costs a synchronisation, so they ask only when they log.
+    They come from `gracetune now`, from a signal, or from `train.checkpoint_minutes`. Several ranks
+    must act on the same requests. Agreeing on them costs a synchronisation, so several ranks look
+    for requests only at the steps that they log.
     """
     run, accelerator = session.state.run, session.state.accelerator
     if accelerator.num_processes > 1 and step % run.logging.every:
@@ -182,7 +194,7 @@ def _is_due(step: int, every: int, total: int) -> bool:
 
 
 class BatchStream:
-    """The batches of one rank, in order, with the position after the last one taken."""
+    """Yields the batches of one rank in order; `state` is the position after the last one."""
 
     def __init__(self, pipeline: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
@@ -197,7 +209,7 @@ class BatchStream:
             yield batch
 
     def rewind(self, state: LoaderState) -> None:
-        """Return to an earlier position; the batches after it repeat exactly."""
+        """Go back to an earlier position, so that the batches after it come again, unchanged."""
         self._batches.close()
         counts = self._batches.counts
         self.state = state
@@ -205,7 +217,7 @@ class BatchStream:
         self._batches.counts = counts
 
     def statistics(self, step: int) -> BatchesFed:
-        """Return how the batches so far were read and how long steps waited for them."""
+        """Return statistics of loading: where batches came from, how long steps waited for them."""
         return self._pipeline.batches_fed(step, self._batches)
 
     def close(self) -> None:
@@ -221,7 +233,7 @@ class BatchStream:
 
 
 def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
-    """Save a checkpoint, after `flush` has found every loss so far to be finite."""
+    """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
     metrics.flush()
     snapshot = _take_snapshot(session, progress)
     accelerator = session.state.accelerator
@@ -237,7 +249,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
 
 
 def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
-    """Collect everything a resumed run needs; the RNG states come from all ranks."""
+    """Collect the state to resume from: weights, optimizer, EMA, and the RNGs of all ranks."""
     state = session.state
     state.stepper.synchronize()
     tensors: dict[str, Mapping[str, Tensor]] = {
@@ -259,7 +271,7 @@ def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:
 
 
 def _validation_is_missing(session: Session, step: int) -> bool:
-    """Return True if this step should already have samples.
+    """Return True if validation samples of the current step are due but do not exist.
 
     That is the case before the first step, and when an earlier process was killed between saving
     its checkpoint and writing the samples.
@@ -273,7 +285,10 @@ def _validation_is_missing(session: Session, step: int) -> bool:
 
 
 def _validate(session: Session, metrics: MetricsBuffer, step: int) -> None:
-    """Validate; if memory does not suffice, warn and go on training without these samples."""
+    """Validate; if the device is out of memory, warn and continue without these samples.
+
+    A run with a memory plan first frees the slots that its weight ring has added, and tries again.
+    """
     if session.validation is None:
         return
     metrics.flush()
@@ -306,7 +321,7 @@ def _try_to_validate(session: Session, validation: ValidationSetup, step: int) -
 
 
 def _emit_transfer_statistics(session: Session, stream: BatchStream, step: int) -> None:
-    """Emit what loading batches and streaming weights has cost since the start."""
+    """Log statistics of loading batches and of streaming weights, counted since the start."""
     session.emit(stream.statistics(step))
     controller = session.plan_controller
     streamed = None if controller is None else controller.streaming_stats(step)
@@ -318,15 +333,15 @@ def _emit_transfer_statistics(session: Session, stream: BatchStream, step: int) 
 
 
 class PlanTiming:
-    """Times a few undisturbed steps and hands the result to the plan controller.
+    """Times a few training steps, so that the plan controller can compare them with its plan.
 
-    Timing starts after the warm-up steps. Anything between steps (a checkpoint, a validation, a
-    compilation) sets `disturbed`, and timing starts over.
+    Timing starts after the warm-up steps. If other work (a checkpoint, a validation, a compilation)
+    falls between the timed steps, `disturbed` is set and timing starts over.
     """
 
     def __init__(self, session: Session, first_step: int) -> None:
         self.disturbed = True
-        """True if something other than training steps has taken time since the clock started."""
+        """True if work other than training steps has taken time since the clock started."""
         self._controller = session.plan_controller
         self._total = session.state.run.train.max_train_steps
         self._first_step = first_step
@@ -334,7 +349,7 @@ class PlanTiming:
         self._steps = self._micro_batches = 0
 
     def after_step(self, step: int, accumulation: int, metrics: MetricsBuffer) -> None:
-        """Count a step; after `TIMED_STEPS` of them, let the controller check its plan."""
+        """Count a step; after `TIMED_STEPS` steps, let the controller check its memory plan."""
         if self._controller is None or step - self._first_step < WARMUP_STEPS:
             return
         if self.disturbed:
@@ -358,14 +373,14 @@ class PlanTiming:
                 self._controller = None
 
     def restart(self, step: int) -> None:
-        """Time again from this step, because the plan has changed."""
+        """Start over with warm-up and timing at this step, because the plan has changed."""
         self._first_step, self.disturbed = step, True
 
 
 class MetricsBuffer:
-    """Collects step results on the device and reads a whole window of them at once.
+    """Collects the results of steps, and logs them together every `logging.every` steps.
 
-    Reading a tensor waits for the device, so it is done only every `logging.every` steps.
+    Results are tensors on the device. Reading them makes the CPU wait, so it is done rarely.
     """
 
     def __init__(
@@ -379,13 +394,13 @@ class MetricsBuffer:
         self._started_at = time.monotonic()
 
     def add(self, step: int, epoch: int, result: StepResult) -> None:
-        """Keep a step's result, and flush if the window is full."""
+        """Keep the result of a step; every `logging.every` steps, log all kept results."""
         self._pending.append((step, epoch, result))
         if step % self._every == 0:
             self.flush()
 
     def flush(self) -> None:
-        """Emit the pending results; raise at the first loss or gradient norm that is not finite."""
+        """Log all kept results; raise at the first loss or gradient norm that is not finite."""
         if not self._pending:
             return
         numbers = torch.stack(
@@ -422,17 +437,20 @@ class MetricsBuffer:
         self._started_at = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Measure the time of steps from now on, leaving out what came between them."""
+        """Restart the step timer, so that work between two steps is not counted as step time."""
         self._started_at = time.monotonic()
 
 
 RATE_DECADES = (-9, 0)
-"""The range of the histograms, as powers of ten."""
+"""Range of the learning-rate histograms: exponents of ten, lowest and highest."""
 BINS_PER_DECADE = 4
 
 
 def learning_rate_histograms(optimizer: Optimizer, step: int) -> list[RatesSpread]:
-    """Return a histogram for each expert if every element has its own rate (Automagic)."""
+    """Return a histogram of the learning rates for each expert.
+
+    Only Automagic has a learning rate for each element; the list is empty for other optimizers.
+    """
     if not isinstance(optimizer, Automagic):
         return []
     low, high = RATE_DECADES

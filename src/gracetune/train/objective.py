@@ -1,7 +1,7 @@
-"""The training objective: noised latents, the model's target and the loss of each sample.
+"""The training objective: add noise to latents, compute the model's target and the loss.
 
-Pure functions; the caller draws the noise and the timesteps. A timestep t lies in [0, 1], from the
-clean latent x_0 to pure noise, and selects a point on the path between the two:
+All functions are pure; the caller draws the noise and the timesteps. A timestep t is a point on the
+path from the clean latents x_0 (t = 0) to pure noise (t = 1):
 
     x_t = alpha_t x_0 + sigma_t noise
 
@@ -10,8 +10,8 @@ clean latent x_0 to pure noise, and selects a point on the path between the two:
     epsilon     cos(pi t / 2)  sin(pi t / 2)  noise                        Ho 2020
     v           cos(pi t / 2)  sin(pi t / 2)  alpha_t noise - sigma_t x_0  Salimans 2022
 
-The loss is the mean squared error between prediction and target. With flow matching t = sigma_t. A
-family with a discrete noise schedule finds its step through t = 2 / pi atan(sigma_t / alpha_t).
+The loss is the mean squared error between prediction and target. With flow matching t = sigma_t. In
+a discrete noise schedule, the step with t = 2 / pi atan(sigma_t / alpha_t) corresponds to t.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def alpha_sigma(timesteps: Tensor, prediction: PredictionType) -> tuple[Tensor, Tensor]:
-    """Return alpha_t and sigma_t: how much of the latent and how much noise x_t contains."""
+    """Return alpha_t and sigma_t, the factors of the clean latents and of the noise in x_t."""
     if prediction == "flow":
         return 1 - timesteps, timesteps
     angle = timesteps * (math.pi / 2)
@@ -45,7 +45,7 @@ def add_noise(
 
 
 def target(x0: Tensor, noise: Tensor, timesteps: Tensor, prediction: PredictionType) -> Tensor:
-    """Return the value that the model should predict at x_t."""
+    """Return the tensor that the model should predict from the noisy latents x_t."""
     if prediction == "flow":
         return velocity(x0, noise)
     if prediction == "epsilon":
@@ -64,7 +64,10 @@ def sample_losses(
     target: Tensor,
     mask_BHW: Tensor | None = None,  # noqa: N803
 ) -> Tensor:
-    """Return the mean squared error of each sample in fp32; the mask weighs each latent cell."""
+    """Return the mean squared error of each sample, in fp32.
+
+    `mask_BHW` has a weight for the error of each latent cell.
+    """
     squared = (predicted.float() - target.float()).square()
     if mask_BHW is not None:
         batch_size, *cells = mask_BHW.shape
@@ -75,10 +78,10 @@ def sample_losses(
 def loss_weights(
     timesteps: Tensor, section: TrainSection, prediction: PredictionType
 ) -> Tensor | None:
-    """Return the min-SNR weight of each sample (Hang et al. 2023), or None to weigh all alike.
+    """Return the min-SNR weight of each sample (Hang et al. 2023), or None for equal weights.
 
-    Min-SNR weighs the error of x_0 by min(SNR, gamma), with SNR = (alpha_t / sigma_t)^2. The error
-    of a prediction already contains a weight, which is divided out:
+    Min-SNR weights the squared error of x_0 by min(SNR, gamma), with SNR = (alpha_t / sigma_t)^2.
+    For the squared error of the quantity that the model predicts, this weight becomes:
 
         epsilon   min(SNR, gamma) / SNR          = min(1, gamma sigma^2 / alpha^2)
         v         min(SNR, gamma) / (SNR + 1)    = min(alpha^2, gamma sigma^2)

@@ -1,8 +1,8 @@
-"""The gradient-accumulation ramp: grow the effective batch from a small to a large one.
+"""The gradient-accumulation ramp: increase the effective batch size during a run.
 
-The accumulation is a pure function of the micro-batches done so far, so a checkpoint needs to store
-one number only. The training loop asks between optimizer steps only: changing the accumulation in
-the middle of a step would give its samples the wrong weights.
+The number of micro-batches in a step depends only on the micro-batches done so far, so a checkpoint
+stores nothing but that count. It changes between optimizer steps only: in the middle of a step, a
+change would give samples the wrong weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AccumulationRamp:
-    """The number of micro-batches in an optimizer step, as a function of the run's progress."""
+    """Computes the number of micro-batches in an optimizer step from the run's progress."""
 
     initial: int
     """Effective batch size at the start: samples in an optimizer step, over all ranks."""
     target: int
     """Effective batch size after `length` micro-batches."""
     length: int
-    """Micro-batches (of each rank) until the target is reached."""
+    """Micro-batches that each rank does until the target is reached."""
     shape: Literal["quadratic", "linear"]
     samples_per_micro_batch: int
     """Samples in one micro-batch, over all ranks."""
 
     def accumulation(self, micro_batches: int) -> int:
-        """Return the micro-batches of the optimizer step that starts after `micro_batches`."""
+        """Return the number of micro-batches in the next step, when `micro_batches` are done."""
         done = min(1.0, micro_batches / self.length)
         share = done if self.shape == "linear" else done * done
         effective = self.initial + (self.target - self.initial) * share
@@ -40,12 +40,12 @@ class AccumulationRamp:
 
     @property
     def is_constant(self) -> bool:
-        """True if the ramp starts and ends with the same accumulation."""
+        """True if steps have the same number of micro-batches at the start and the end."""
         return self.accumulation(0) == self.accumulation(self.length)
 
 
 def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
-    """Return the ramp that the run file configures; None without one."""
+    """Return the ramp that the run file configures; None if it configures none."""
     section, batch = run.gh200_optimizations, run.train.batch_size
     if not section.enable_batch_size_rampup:
         return None
@@ -71,10 +71,10 @@ def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
 
 
 def ramp_notes(ramp: AccumulationRamp) -> list[str]:
-    """Describe the ramp for the user, including any rounding to whole micro-batches."""
+    """Return messages about the ramp for the log, including rounding to whole micro-batches."""
     size = ramp.samples_per_micro_batch
     first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
-    # "GH200 ... enabled" are the fork's words; users search their logs for them.
+    # "GH200 ... enabled" is what the GH200 forks print; users search their logs for it.
     notes = [
         f"ramp: GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "
         f"over {ramp.length} micro-batches, {ramp.shape}"

@@ -1,4 +1,4 @@
-"""One training run, from a checked run file to its result.
+"""Run one training run, from a checked run file to the exported result.
 
 `run_training` checks the output folder, finds the checkpoint to resume from, opens the log and the
 other event sinks, builds the session (`build.py`), trains (`loop.py`) and exports the result.
@@ -60,11 +60,12 @@ PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 def run_training(
     run: RunFile, resume_from: str = "auto", sinks: Iterable[Sink] = (), notices: Iterable[str] = ()
 ) -> RunEnded:
-    """Train as the run file says and return the last event, which lists the output files.
+    """Train as the run file says, export the result and return the `RunEnded` event.
 
     `resume_from` is `auto` (the newest checkpoint, if any), `none`, or the path of a checkpoint.
     Events go to `sinks`, to the log in the output folder and to the configured trackers. `notices`
-    are remarks on the run file, to be logged with the run.
+    are remarks from reading the run file; they are written to the log. The returned event lists
+    the output files.
     """
     started_at = time.monotonic()
     if not run.use_gh200_trainer:
@@ -112,7 +113,7 @@ def run_training(
 
 
 def check_output_outside_datasets(run: RunFile) -> None:
-    """Refuse an output folder inside a data set: the run would train on its own samples."""
+    """Raise if the output folder is inside a dataset: the run would train on its own samples."""
     folder = Path(run.output_dir).resolve()
     for index, dataset in enumerate(run.datasets):
         if dataset.instance_data_dir is None:
@@ -126,7 +127,7 @@ def check_output_outside_datasets(run: RunFile) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Create the output folder and write to it now, not when the first checkpoint is due."""
+    """Create the output folder and check that files can be written there, before training."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -141,7 +142,10 @@ def check_writable(folder: Path) -> None:
 def find_resume_point(
     folder: Path, resume_from: str, warn: Callable[[str], None]
 ) -> Snapshot | None:
-    """Load the snapshot to resume from; refuse to start over in a folder with checkpoints."""
+    """Load the checkpoint to resume from; None for a new run.
+
+    Raises if a new run would overwrite the checkpoints of another one.
+    """
     checkpoints = folder / CHECKPOINT_FOLDER
     existing = checkpoint.complete_checkpoints(checkpoints)
     if resume_from == "none" and existing:
@@ -153,7 +157,7 @@ def find_resume_point(
 
 
 def check_result_absent(result: Path) -> None:
-    """Refuse to start a new run whose result would replace that of another run."""
+    """Raise if the result folder exists: a new run would replace the result of another one."""
     if result.exists():
         raise ConfigError(
             f"{result} already exists, but there is no checkpoint to resume from: this run would "
@@ -162,7 +166,10 @@ def check_result_absent(result: Path) -> None:
 
 
 def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
-    """Compare the settings with the snapshot now, not after an hour of encoding."""
+    """Raise if the settings do not allow the run to continue from this checkpoint.
+
+    Called before the data are encoded, which can take hours. Their contents are compared later.
+    """
     check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
     done, total = snapshot.progress.step, run.train.max_train_steps
     if done > total:
@@ -178,10 +185,10 @@ def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
 def _claim_folder(
     run: RunFile, folder: Path, progress: TrainProgress, events: EventDispatcher
 ) -> None:
-    """Write `run.json` and move newer checkpoints aside.
+    """Write `run.json`, and move checkpoints that are newer than the resumed step aside.
 
-    Called by one rank when nothing can stop the run any more: until then the folder of an earlier
-    run stays as it is.
+    The main rank calls this once set-up has succeeded: if set-up fails, the files of an earlier run
+    stay as they are.
     """
     path = folder / "run.json"
     if path.exists() and not _is_run_record(path):
@@ -194,7 +201,7 @@ def _claim_folder(
 
 
 def _is_run_record(path: Path) -> bool:
-    """Return True if a run wrote this file: resolving its content then gives the same text."""
+    """Return True if a run wrote this `run.json`: resolving its settings gives the same text."""
     try:
         text = path.read_text(encoding="utf-8")
         return resolved_json(RunFile.model_validate_json(text)) == text
@@ -228,14 +235,14 @@ def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
 
 
 class LatestOutputs:
-    """An event sink that remembers the last step and the newest output files."""
+    """An event sink that remembers the last step and the paths of the newest output files."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.step = step
         self.outputs = {"log": str(folder / LOG_FILE)}
 
     def handle(self, event: Event) -> None:
-        """Keep the newest step, sample grid and checkpoint."""
+        """Remember the newest step, grid of validation samples and checkpoint."""
         if isinstance(event, StepDone):
             self.step = event.step
         elif isinstance(event, Validated) and event.grid is not None:
@@ -280,16 +287,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalHandler:
-    """Turns Ctrl-C and SIGTERM into an orderly stop while training.
+    """Lets a run save a checkpoint and stop when it receives Ctrl-C or SIGTERM.
 
-    Inside `deferred`, the first signal is only noted: the loop finishes its step, saves a
+    Inside `deferred`, the first signal only sets `received`: the loop finishes its step, saves a
     checkpoint and stops. A second signal ends the process at once. Outside `deferred` there is
     nothing to save, and a signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
-        """The name of the signal that asked the loop to stop."""
+        """Name of the signal that asks the loop to stop; None until there is one."""
         self._is_deferring = False
         self._previous: dict[signal.Signals, Handler] = {}
 
@@ -309,7 +316,7 @@ class SignalHandler:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Note signals while the block runs, instead of raising KeyboardInterrupt."""
+        """While the `with` block runs, store a signal in `received` instead of raising."""
         self._is_deferring = True
         try:
             yield

@@ -1,8 +1,8 @@
 """Turn weights, optimizer state and RNG states into named tensors for a checkpoint, and back.
 
-A resumed run continues bit for bit. Optimizer state is stored under the name of its parameter, not
-under an index as in torch's `state_dict`, so that a different parameter order in a later version
-cannot swap the state of two parameters.
+A resumed run gives the same weights as an uninterrupted one, bit for bit. Optimizer state is stored
+under the name of its parameter, not under an index as in torch's `state_dict`, so that a different
+parameter order in a later version cannot swap the state of two parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "|"
-"""Stands between the name of a parameter and the key of its state."""
+"""Separates the name of a parameter from the key of its optimizer state."""
 GROUP_PREFIX = "group "
-"""Marks an entry that belongs to a param_group, followed by the group's index."""
+"""Prefix of names that belong to a param_group; the index of the group follows."""
 NUMBER_TYPES: dict[str, type[bool] | type[int] | type[float]] = {
     "bool": bool,
     "int": int,
     "float": float,
 }
-"""The types of optimizer state that are not tensors."""
+"""Python types of optimizer state that is not a tensor, by name."""
 
 
 def detached_weights(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def restore_optimizer(
     saved: Mapping[str, Tensor],
     load: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Load what `flatten_optimizer_state` returned.
+    """Load optimizer state from the tensors that `flatten_optimizer_state` returned.
 
     `load` receives a torch `state_dict` and decides which device each tensor goes to; without it,
     `optimizer.load_state_dict` moves each one to the device of its parameter.
@@ -142,7 +142,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def torch_rng_state() -> dict[str, Tensor]:
-    """Return the states of torch's generators only, the ones a step draws from.
+    """Return the states of torch's global generators, the only ones that a training step uses.
 
     Reading them does not wait for the device.
     """
@@ -153,7 +153,7 @@ def torch_rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(saved: Mapping[str, Tensor]) -> None:
-    """Restore the states from `rng_state`; a GPU's state is ignored on a machine without one."""
+    """Restore the generators from `rng_state`; without a GPU, the state of a GPU is ignored."""
     restore_torch_rng(saved)
     gauss = saved["python_gauss"].tolist()
     random.setstate((3, tuple(saved["python"].tolist()), gauss[0] if gauss else None))
@@ -163,7 +163,7 @@ def restore_rng(saved: Mapping[str, Tensor]) -> None:
 
 
 def restore_torch_rng(saved: Mapping[str, Tensor]) -> None:
-    """Restore the states from `torch_rng_state`."""
+    """Restore torch's generators from `torch_rng_state`."""
     torch.set_rng_state(saved["torch"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

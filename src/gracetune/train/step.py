@@ -1,7 +1,8 @@
-"""One optimizer step: forward and backward over its micro-batches, clip, update, average.
+"""One optimizer step: forward and backward of each micro-batch, clipping, update, EMA.
 
-`train_step` is what a training run repeats. The loss itself is in `objective.py`, the distribution
-of timesteps in `timesteps.py`, and the model behind `Family.predict` in `models/<family>.py`.
+The training loop calls `train_step` until the run is complete. The loss is computed in
+`objective.py`, timesteps are drawn in `timesteps.py`, and the model runs in `Family.predict` of
+`models/<family>.py`.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ class TrainState:
     """None: the model has a single transformer."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Let the model hold averaged weights, of the EMA or the optimizer, if there are any."""
+        """Return a context manager that swaps in averaged weights, of the EMA or the optimizer.
+
+        Without averages, the weights stay as they are.
+        """
         return self.ema.swapped_in() if self.ema is not None else averaged_weights(self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainProgress:
-    """The counters of a run; a checkpoint stores them under these names."""
+    """The counters of a run. Field names are keys in checkpoints: do not rename them."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -88,16 +92,17 @@ class TrainProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The measurements of a step. Tensors stay on the device until they are logged."""
+    """The measurements of one optimizer step. Tensors stay on the device until they are logged."""
 
     loss: Tensor
-    """The mean over every sample of the step, on all ranks."""
+    """Mean loss over all samples of the step, on all ranks."""
     grad_norm: Tensor
-    """The norm of the averaged gradient before clipping."""
+    """Norm of the mean gradient, before clipping."""
     lr: float | Tensor
     samples: Tensor
-    """The number of samples, on all ranks."""
+    """Number of samples in the step, on all ranks."""
     micro_batches: int
+    """Number of micro-batches that each rank accumulated."""
     expert: Expert | None = None
     """The expert that was trained; None for a model with a single transformer."""
 
@@ -146,7 +151,7 @@ def train_step(
 def batch_losses(
     state: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER
 ) -> Tensor:
-    """Draw timesteps and noise for a micro-batch; return the weighted loss of each sample."""
+    """Draw a timestep and noise for each sample; return each sample's loss, with its weight."""
     family, train = state.family, state.run.train
     generator = state.rng.at("train", micro_batch, state.accelerator.process_index)
     x0, _ = family.split_encoded(batch.latents)
@@ -165,9 +170,9 @@ def losses_given_noise(
     noise: Tensor,
     expert: Expert | None = None,
 ) -> Tensor:
-    """Return the loss of each sample, unweighted, for given timesteps and noise.
+    """Noise the latents, run the model and return the loss of each sample, without weights.
 
-    All timesteps must lie in the window of `expert`.
+    All timesteps must lie in the range that `expert` is trained on.
     """
     family, prediction = state.family, state.family.prediction
     x0, conditioning = family.split_encoded(batch.latents)
@@ -181,9 +186,10 @@ def losses_given_noise(
 
 
 def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
-    """Multiply all gradients by `scale` and clip them to `max_norm`; return the scaled norm.
+    """Multiply all gradients by `scale`, then clip their total norm to `max_norm`.
 
-    One pass over the gradients does both. `max_norm` 0 switches clipping off.
+    Returns the norm after scaling and before clipping. One pass over the gradients does both.
+    `max_norm` 0 turns clipping off.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = get_total_norm(gradients) * scale
@@ -194,16 +200,16 @@ def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_nor
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Hash the parts to a 63-bit seed."""
+    """Return a 63-bit seed that is a hash of all arguments."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") >> 1
 
 
 class PositionalRng:
-    """Random generators seeded by their position in the run, not by what was drawn before.
+    """Random numbers that depend on the position in the run, not on earlier random numbers.
 
-    Each micro-batch of each rank has a seed of its own. A resumed run therefore draws the numbers
-    that an uninterrupted run would have drawn, and no generator state has to be saved.
+    Each micro-batch of each rank has its own seed. A resumed run therefore draws the same numbers
+    as an uninterrupted run, and no generator state has to be saved.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -211,12 +217,12 @@ class PositionalRng:
         self._generator = torch.Generator(device)
 
     def at(self, purpose: str, *position: int | str) -> torch.Generator:
-        """Return the generator of a position; the next call reseeds the same object."""
+        """Return a generator that is seeded for a position; the next call seeds it anew."""
         return self._generator.manual_seed(derive_seed(self._seed, purpose, *position))
 
 
 class Ema:
-    """An exponential moving average of the trained weights, which often samples better."""
+    """Exponential moving average of the trained weights; its samples are often better."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         self._decay = decay
@@ -224,7 +230,7 @@ class Ema:
         self.averages = {name: p.detach().clone() for name, p in parameters.items()}
 
     def update(self, step: int) -> None:
-        """Move the averages towards the weights.
+        """Update the averages with the weights after optimizer step `step`, counted from 0.
 
         The decay is lower in the first steps, so that the initial weights are soon forgotten.
         """
@@ -233,7 +239,7 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model hold the averages while the block runs."""
+        """Replace the model's weights by the averages while the `with` block runs."""
         trained = [p.clone() for p in self._weights]
         torch._foreach_copy_(self._weights, list(self.averages.values()))
         try:

@@ -38,8 +38,8 @@ class TimestepWindow(NamedTuple):
 
 FULL_WINDOW = TimestepWindow(0.0, 1.0)
 MIN_PROBABILITY = 1e-9
-"""The least probability that a window may have. Below it, float64 quantiles of the distribution's
-tail can no longer be told apart."""
+"""Smallest probability that a window may have. Below it, float64 is too coarse to invert the tail
+of the distribution."""
 
 
 def expert_windows(boundary: float) -> dict[str, TimestepWindow]:
@@ -78,7 +78,7 @@ def window_probability(section: TrainSection, window: TimestepWindow, num_tokens
 
 
 def intersect(window: TimestepWindow, allowed: TimestepWindow) -> TimestepWindow:
-    """Return the part of an expert's window that `train.timestep_window` allows; raise if empty."""
+    """Return the overlap of an expert's window with `train.timestep_window`; raise if empty."""
     both = TimestepWindow(max(window.low, allowed.low), min(window.high, allowed.high))
     if both.low >= both.high:
         raise ConfigError(
@@ -92,7 +92,7 @@ def intersect(window: TimestepWindow, allowed: TimestepWindow) -> TimestepWindow
 def cdf_at_edges(
     section: TrainSection, window: TimestepWindow, shift: float
 ) -> tuple[float, float]:
-    """Return the CDF of the shifted timesteps at both edges of a window."""
+    """Return the CDF of the timesteps, after the shift, at both edges of a window."""
     distribution = DISTRIBUTIONS[section.timestep_sampling]
 
     def cdf(timestep: float) -> float:
@@ -115,7 +115,7 @@ def fp32_bounds(window: TimestepWindow) -> tuple[float, float]:
     """Return the smallest and the largest fp32 timestep inside a window.
 
     Rounding must not move a timestep to the other expert. Each bound is therefore inside the window
-    both when compared in fp32, where 0.9 is slightly less than 0.9, and as a Python float.
+    both in fp32 and as a Python float: 0.9 in fp32, for example, is less than the float 0.9.
     """
     low, high = np.float32(window.low), np.float32(window.high)
     smallest = low if float(low) >= window.low else np.nextafter(low, np.float32(1))
@@ -126,7 +126,7 @@ def fp32_bounds(window: TimestepWindow) -> tuple[float, float]:
 
 
 def apply_shift(timestep: FloatOrTensor, shift: float) -> FloatOrTensor:
-    """Move timesteps towards noise, t -> shift t / (1 + (shift - 1) t); 1 / shift undoes it."""
+    """Shift timesteps towards noise: shift t / (1 + (shift - 1) t). To undo it, pass 1 / shift."""
     return shift * timestep / (1 + (shift - 1) * timestep)
 
 
@@ -139,7 +139,7 @@ base_image_seq_len and max_shift at max_image_seq_len."""
 
 
 def shift_for(section: TrainSection, num_tokens: int) -> float:
-    """Return the shift for samples of this size.
+    """Return the timestep shift for samples with this many tokens.
 
     Larger images need more noise before their content is lost, so their shift is larger.
     `flux`, `qwen_image`: exp(mu), with mu linear in the number of tokens. `sd3`: proportional to
@@ -160,15 +160,15 @@ MODE_SCALE = 1.29
 
 
 class Distribution(NamedTuple):
-    """A distribution of timesteps: how to sample it, and its CDF in both directions."""
+    """A distribution of timesteps: functions to sample it, its quantile function and its CDF."""
 
     sample: Callable[[int, Generator, TrainSection], Tensor]
-    """Draws from the whole distribution. Kept apart from `quantile`, so that runs without a window
-    reproduce the random numbers of earlier versions."""
+    """Draws timesteps from the whole distribution. Does not use `quantile`, so that runs without a
+    window reproduce the random numbers of earlier versions."""
     quantile: Callable[[Tensor, TrainSection], Tensor]
-    """The inverse of the CDF."""
+    """The inverse of the CDF: probabilities to timesteps."""
     cdf: Callable[[float, TrainSection], float]
-    """The probability of a smaller timestep, for timesteps strictly between 0 and 1."""
+    """The probability that a drawn timestep is smaller than the given one, which is in (0, 1)."""
 
 
 def _uniform(count: int, generator: Generator, _: TrainSection) -> Tensor:
@@ -202,7 +202,7 @@ def _mode_quantile(u: Tensor, _: TrainSection) -> Tensor:
 
 
 def _mode_cdf(timestep: float, _: TrainSection) -> float:
-    """Invert the quantile function by bisection; it has no closed inverse."""
+    """Invert the quantile function by bisection, because its inverse has no closed form."""
     low, high = 0.0, 1.0
     for _step in range(60):  # until float64 has no more digits
         u = (low + high) / 2

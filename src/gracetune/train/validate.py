@@ -51,7 +51,7 @@ FRAME_STEP = 4
 
 
 class ValidationWriteError(CheckpointError):
-    """The generated samples cannot be written."""
+    """Generated validation samples cannot be written to disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
 
 
 def generate_samples(state: TrainState, validation: ValidationSetup) -> list[GeneratedSample]:
-    """Generate one sample for each prompt, through the family's own pipeline."""
+    """Generate one sample for each prompt with the pipeline of the model family."""
     with state.accelerator.autocast():
         return state.family.sample(validation.request)
 
 
 def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
-    """Return the mean loss on held-out samples, for each expert if there are two.
+    """Return the mean loss on held-out samples, by name; for each expert if there are two.
 
     Timesteps are spread evenly over the samples and the noise has a fixed seed, so that the values
     of different steps can be compared.
@@ -126,7 +126,7 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
 
 
 def _write(validation: ValidationSetup, samples: Sequence[GeneratedSample], step: int) -> Path:
-    """Write every sample, the prompts, and a grid with an image of each; return the grid's path."""
+    """Write every sample, the prompts, and an image grid of all samples; return the grid's path."""
     path = validation.grid_path(step)
     try:
         with atomic_folder(path.with_suffix("")) as folder:
@@ -154,7 +154,7 @@ def validation_enabled(run: RunFile) -> bool:
 
 
 def plan_sample_shape(run: RunFile, family: Family) -> Shape:
-    """Return the shape of the samples to generate; reject what the family cannot generate."""
+    """Return the shape of validation samples; raise if the family cannot generate it."""
     kind, shape = _sample_shape(run)
     if not validation_enabled(run):
         return shape
@@ -212,7 +212,7 @@ def build_validation(
 def _encode_prompts(
     family: Family, prompts: Sequence[str], images: Sequence[Tensor]
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Encode the prompts and the empty prompt, which guidance needs.
+    """Encode the prompts and the empty prompt, which classifier-free guidance needs.
 
     If the family encodes prompts together with control images, there is one empty prompt for each
     image, otherwise a single one.
@@ -230,7 +230,7 @@ def _to_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sample_shape(run: RunFile) -> tuple[MediaKind, Shape]:
-    """Return the kind and shape from the validation section, else from the first data set."""
+    """Return kind and shape of validation samples: from `validation`, else the first dataset."""
     section, data = run.validation, run.datasets[0]
     if data.dataset_type == "audio":
         length = max(audio_lengths(data))
@@ -286,7 +286,7 @@ def _read_image(path: str, size: tuple[int, int]) -> Tensor:
 
 
 def require_packages(kind: MediaKind) -> None:
-    """Raise now, not at the first validation, if the package that writes videos is missing."""
+    """Raise at start-up, not at the first validation, if the package to write videos is missing."""
     if kind == "video":
         load_av("video")
 
@@ -296,9 +296,9 @@ def require_packages(kind: MediaKind) -> None:
 CONTACT_SHEET_FRAMES = 8
 CONTACT_SHEET_COLUMNS = 4
 SPECTROGRAM_WINDOW = 1024
-"""Audio samples in one column of a spectrogram."""
+"""Audio samples in one window of the Fourier transform."""
 FLOOR_DB = -90.0
-"""Loudness that is drawn as silence."""
+"""Loudness in decibels that is drawn as silence."""
 SPECTROGRAM_SIZE = (512, 256)
 COLORMAP = np.array(
     [(0, 0, 4), (87, 16, 110), (188, 55, 84), (249, 142, 9), (252, 255, 164)], float
@@ -307,7 +307,10 @@ COLORMAP = np.array(
 
 
 def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Image:
-    """Write one sample, with a still image of a video or sound; return the image."""
+    """Write one sample, and an image that shows it: itself, a contact sheet or a spectrogram.
+
+    Returns the image.
+    """
     match sample.kind:
         case "image":
             image = _to_image(sample.data)
@@ -322,7 +325,7 @@ def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Imag
 
 
 def contact_sheet(clip_CFHW: Tensor) -> Image.Image:  # noqa: N803
-    """Draw evenly spaced frames of a clip on one image, from the first to the last."""
+    """Draw evenly spaced frames of a video on one image, from the first to the last."""
     frames = clip_CFHW.shape[1]
     count = min(CONTACT_SHEET_FRAMES, frames)
     indices = np.linspace(0, frames - 1, count).round().astype(int)
@@ -336,7 +339,7 @@ def contact_sheet(clip_CFHW: Tensor) -> Image.Image:  # noqa: N803
 
 
 def spectrogram(waves_CN: Tensor) -> Image.Image:  # noqa: N803
-    """Draw audio, all channels mixed: time to the right, frequency upwards, loudness as colour."""
+    """Draw the spectrogram of audio, all channels mixed: time to the right, frequency upwards."""
     padding = SPECTROGRAM_WINDOW // 2
     mono = torch.nn.functional.pad(waves_CN.float().mean(0), (padding, padding))
     window = torch.hann_window(SPECTROGRAM_WINDOW)
@@ -369,7 +372,7 @@ def _to_image(data_CHW: Tensor) -> Image.Image:  # noqa: N803
 
 
 def _write_mp4(sample: GeneratedSample, path: Path) -> None:
-    """Write H.264 with 4:2:0 colours, which every player supports."""
+    """Write a video as H.264 in the pixel format yuv420p, which every player supports."""
     av = load_av("video")
     pixels = _to_pixels(sample.data)
     with av.open(str(path), "w") as container:
@@ -385,7 +388,7 @@ def _write_mp4(sample: GeneratedSample, path: Path) -> None:
 
 
 def _write_wav(sample: GeneratedSample, path: Path) -> None:
-    """Write 16-bit PCM."""
+    """Write audio as 16-bit PCM."""
     samples = sample.data.float().clamp(-1, 1).mul(32767).round().to(torch.int16)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(samples.shape[0])
@@ -397,14 +400,14 @@ def _write_wav(sample: GeneratedSample, path: Path) -> None:
 # The grid
 
 MIN_TILE = 128
-"""Smaller images are enlarged by a whole factor, so that every pixel stays visible."""
+"""Shortest edge of an image in the grid, in pixels; smaller ones are enlarged by a whole factor."""
 MARGIN = 6
 FONT_SIZE = 12
 TEXT_COLOUR, BACKGROUND = (40, 40, 40), (250, 250, 250)
 
 
 def image_grid(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
-    """Draw images with their captions on one sheet, about twice as wide as high."""
+    """Draw images with their captions on one sheet that is about twice as wide as high."""
     factor = max(1, -(-MIN_TILE // min(images[0].size)))
     width, height = (edge * factor for edge in images[0].size)
     columns = min(len(images), max(1, round((len(images) * 2 * height / width) ** 0.5)))
