@@ -1,4 +1,4 @@
-"""Configure torch's allocator as `gracetune train` does; import this before torch."""
+"""Turn on torch's expandable segments as `gracetune train` does. Import this before torch."""
 
 from gracetune.config.environment import prefer_expandable_segments
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 ADAMW_RATES = (1e-3, 3e-3, 1e-2)
-"""The demo's learning rate, and about three times less and more."""
+"""The demo's learning rate (3e-3), and about a third and three times of it."""
 MAX_STEP_RATIO = 1.25
 EVALUATE_EVERY = 25
 EVALUATIONS_PER_SAMPLE = 4

@@ -62,7 +62,7 @@ def bare_loop(model, batches, steps: int) -> float:
 
 
 class StepTimes:
-    """A sink that keeps the time of each step."""
+    """An event sink that collects the seconds of each step."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []

@@ -1,4 +1,4 @@
-"""Measure what feeding a training step from the cache costs.
+"""Measure how much slower a training step is when its batches come from the cache.
 
     PYTHONPATH=src:benchmarks python benchmarks/batch_transfer.py [--out FOLDER] [--commit ID]
 
@@ -10,9 +10,9 @@ fed        entries in host memory, copied as in a run: gathered into pinned stag
 faulting   entries in managed memory that kernels reach by page faults, without prefetching; before
            each round all pages are on the host
 
-Before the timing, fed batches are compared with the stored ones. Exits with 1 if the target is
-missed; the result file is written either way. `--rehearse` runs small shapes on the CPU and
-measures nothing.
+Before the timing, the batches of `fed` and `faulting` are compared with the stored entries. The
+results go to results/feed.json. The exit code is 1 if the target is missed. `--rehearse` runs small
+shapes on the CPU and measures nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Scale:
 
     @property
     def epoch(self) -> int:
-        """Number of batches that show every entry once."""
+        """Number of batches in which every entry occurs once."""
         return self.entries // self.batch
 
     def wait(self) -> None:
@@ -136,7 +136,7 @@ def main() -> int:
 
 
 def measure(scale: Scale) -> dict[str, float]:
-    """Run all variants in turn, for several rounds; return the figures."""
+    """Time all variants in turn, for several rounds; return the figures."""
     assert scale.steps <= scale.epoch, "a faulting round would read an entry twice"
     torch.manual_seed(0)
     transfer = build_batch_transfer(Gh200Section(), scale.device, print)
@@ -211,7 +211,7 @@ class StoredEntries:
 
 
 def compare(scale: Scale, stored: StoredEntries, variants: dict[str, Variant]) -> None:
-    """Check that the variants return what was stored."""
+    """Check that the batches of the variants equal the stored entries."""
     for name in ("fed", "faulting"):
         batches = variants[name]()
         for index in range(4):
@@ -273,7 +273,7 @@ class Step:
 
 
 def time_round(scale: Scale, step: Step, variant: Variant) -> float:
-    """Return the seconds per step of one round; the clock starts with the first batch ready."""
+    """Return the seconds per step of one round, measured from when the first batch is ready."""
     batches = variant()
     first = next(batches)
     scale.wait()
@@ -291,7 +291,7 @@ def time_round(scale: Scale, step: Step, variant: Variant) -> float:
 
 
 def resident(scale: Scale, stored: StoredEntries) -> Variant:
-    """Return an iterator factory over batches that are in device memory."""
+    """Return a function whose iterator repeats four batches that are in device memory."""
     ready = [
         make_batch(*(part.to(scale.device) for part in stored.stacked(scale.keys(index))))
         for index in range(4)
@@ -307,26 +307,26 @@ def resident(scale: Scale, stored: StoredEntries) -> Variant:
 
 
 def make_batch(latents: Tensor, text: Tensor) -> Batch:
-    """Return a batch with placeholders for its samples, which no step reads."""
+    """Build a batch; its samples are placeholders, because the step does not read them."""
     return Batch(latents, {"tokens": text}, ("",) * len(latents))  # type: ignore[arg-type]
 
 
 class HostStream:
-    """A transfer stream for rehearsals, on which batches arrive at once."""
+    """A stand-in for the transfer stream on a CPU: batches need no copy."""
 
     def active(self) -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
     def record_arrival(self) -> None:
-        """Return nothing: batches arrive at once."""
+        """Do nothing: there is no copy to wait for."""
 
     def wait_for(self, batch: Batch, arrival: None) -> None:
-        """Return at once."""
+        """Do nothing: the batch is ready."""
 
 
 class Fed:
-    """Feeds batches as a run does: memory tier, batch transfer, prefetch thread and stream."""
+    """The variant `fed`: a prefetch thread copies batches from the cache, as in a run."""
 
     def __init__(self, scale: Scale, stored: StoredEntries, transfer: BatchTransfer) -> None:
         self._scale = scale
@@ -337,10 +337,10 @@ class Fed:
         self.waits = 0
         self.batches = 0
         self.hidden_s = 0.0
-        self._rounds = -1  # the first round only compares
+        self._rounds = -1  # the first round is the comparison
 
     def __call__(self) -> Iterator[Batch]:
-        """Iterate over one round; closing the iterator ends the thread."""
+        """Iterate over the batches of a round; closing the iterator ends the prefetch thread."""
         stream = self._transfer.new_stream() if self._transfer.needs_copy else HostStream()
         ahead = PrefetchedBatches(self._load(), stream, self.depth)  # type: ignore[misc, arg-type]
         try:
@@ -365,7 +365,7 @@ class Fed:
 
 
 class Faulting:
-    """Keeps entries in managed memory; kernels gather a batch and fault for its pages."""
+    """The variant `faulting`: kernels gather a batch from managed memory, with page faults."""
 
     def __init__(self, scale: Scale, stored: StoredEntries) -> None:
         self._scale = scale
@@ -385,7 +385,7 @@ class Faulting:
         self._next = 0
 
     def __call__(self) -> Iterator[Batch]:
-        """Iterate over one round; first the host writes every entry, which moves the pages."""
+        """Move all pages to the host by writing every entry, then iterate over the batches."""
         self._scale.wait()
         for number in range(self._scale.entries):
             start = self._pointer + number * self._stored.sample_nbytes

@@ -1,9 +1,10 @@
-"""Measure the cache: reading compared with one file per item, text without padding, opening.
+"""Measure gracetune's cache: reading latents, the size of text embeddings, opening the index.
 
     PYTHONPATH=src:benchmarks python benchmarks/cache.py --write
 
-Takes about 12 GB of disk and some minutes. `cache_read.py` explains how reading is measured. Text
-is measured on captions of natural length; opening on an index of a million entries that was dropped
+Takes about 12 GB of disk and some minutes. Reading is compared with one file per item, as
+`cache_read.py` explains. Text embeddings are stored without padding, so their size is measured on
+captions of natural length. Opening is measured on an index of a million entries that was dropped
 from the page cache.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import results
 import torch
-from cache_read import Reading, forget, key
+from cache_read import ReadBenchmark, drop_from_page_cache, key
 
 from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, TensorSlice
 from gracetune.cache.keys import text_key
@@ -49,7 +50,7 @@ def main() -> None:
         for shape, items in SHAPES.items():
             (folder / shape).mkdir()
             size = tuple(map(int, shape.split("x")))
-            read[shape] = Reading(folder / shape, size, min(items, args.items)).measured()
+            read[shape] = ReadBenchmark(folder / shape, size, min(items, args.items)).measure()
             shutil.rmtree(folder / shape)
         figures = {
             "read": read,
@@ -65,7 +66,10 @@ def main() -> None:
 
 
 def measure_text(folder: Path) -> dict[str, object]:
-    """Return the size of captions of natural length (6 to 60 words, about 1.3 tokens per word)."""
+    """Return the stored bytes of caption embeddings, compared with padding all to 512 tokens.
+
+    Captions have 7 to 61 words, with about 1.3 tokens per word.
+    """
     draw, captions = random.Random(0), 200
     with ShardStore(folder) as store:
         for number in range(captions):
@@ -88,7 +92,7 @@ def measure_text(folder: Path) -> dict[str, object]:
 
 
 def measure_index(folder: Path) -> dict[str, object]:
-    """Return the time to open a cache of a million entries, and to answer the first lookup."""
+    """Return the seconds to open a cache of a million entries, and to finish the first lookup."""
     ShardStore(folder).close()
     index = CacheIndex(folder / INDEX)
     index.add_shard(ShardRow("shard", 4096, 4096))
@@ -101,7 +105,7 @@ def measure_index(folder: Path) -> dict[str, object]:
         ]
         index.add(rows, "shard", 4096)
     index.close()
-    forget(folder / INDEX)
+    drop_from_page_cache(folder / INDEX)
     began = time.perf_counter()
     with ShardStore(folder) as store:
         opened = time.perf_counter() - began

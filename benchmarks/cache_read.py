@@ -1,27 +1,25 @@
 """Measure reading cached latents in shuffled batches, compared with one file per item.
 
-Batches of 8 are read until each is one tensor in reused memory, which is what a loader needs before
-it can copy a batch to the device. Two variants are ours: `memory`, the default cache type (entries
-in slabs of host memory), and `disk` (entries in shards). The others keep one file per item, each
-with its own reader, and stack the tensors into the same memory. The variants take turns of a few
-batches; the median over the turns counts.
+A batch of 8 counts as read when it is one tensor in reused memory, because a loader needs that
+before it can copy the batch to the device. Two variants are ours: `memory`, the default cache type
+(entries in slabs of host memory), and `disk` (entries in shards). The others keep one file per item
+(safetensors, torch.save, gzip) and stack the tensors into the same memory. The variants take turns
+of a few batches; a result is the median over the turns.
 
-`warm`: every variant has read everything once, and nothing waits for a disk. Every variant has one
-thread, and CPU time is measured, which leaves out the time of other processes. `copy` is torch
-copying the same bytes from memory in huge pages, and nothing else. At 16x128x128 copying is most of
-the work, so nothing can be much faster; `in_hand` is the time without it: from keys to tensors,
-wherever they are.
+Results:
 
-`warm_cores`: the same with all cores, by wall-clock time. Ours need no setting, since torch copies
-with all cores; the others read the items one after the other (`alone`) and with one thread per core
-(`threads`).
-
-`cold`: before each turn the kernel drops a variant's files from the page cache (posix_fadvise
-DONTNEED), and wall-clock time is measured. Names and sizes stay cached, which favours one file per
-item. Ours requests the items of a batch at once; the others read one after the other, and with one
-thread per item of a batch. Only ours compares every entry with its checksum. `disk` is ours here;
-`memory` is filled by the same reads. `raw` is the lower bound: as many bytes from the same files by
-the same kind of reads, and nothing else.
+    warm        CPU time with one thread, when every variant has read everything once. `copy` is a
+                lower bound: torch copies the same bytes within host memory. At 16x128x128 copying
+                is most of the work, so no variant can be much faster.
+    in_hand     the same without copying: the time from keys to tensors, wherever these are
+    warm_cores  wall-clock time with all cores. Ours copy with all cores; the others read the items
+                one after the other (`alone`) and with one thread per core (`threads`).
+    cold        wall-clock time after a variant's files were dropped from the page cache
+                (posix_fadvise DONTNEED). File names and sizes stay cached, which favours one file
+                per item. Ours (`disk`) requests the items of a batch at once and verifies
+                checksums, which the others do not; they read one after the other and with one
+                thread per item. `memory` is missing, because the same reads fill it. `raw` is a
+                lower bound: direct reads of as many bytes from the same files.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
     Read = Callable[[Sequence[int]], object]
 
 OTHERS = {"safetensors": 10_000, "torch.save": 1_000, "gzip": 16}
-"""Maximum number of items of each other variant; slow ones are measured on fewer."""
+"""File formats with one file per item, and the maximum number of items; slow ones read fewer."""
 OURS = ("memory", "disk")
 BATCH = 8
 TURNS = 11
@@ -65,8 +63,8 @@ TURN_BATCHES = 25
 COLD_TURNS = 7
 
 
-class Reading:
-    """The same latents in every variant, and the readers of each."""
+class ReadBenchmark:
+    """The same latents stored in every variant, with a reader for each variant."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...], items: int) -> None:
         self._folder = folder
@@ -77,7 +75,7 @@ class Reading:
         self._nbytes = some[0].nbytes
         self._slab = allocate_page_aligned(BATCH * self._nbytes)
         self._batch = self._slab.view(torch.bfloat16).view(BATCH, *shape)
-        self._write()
+        self._write_items()
         self._disk = ShardStore(folder / "disk")
         self._memory = MemoryTier(
             "latents",
@@ -89,24 +87,29 @@ class Reading:
         )
         self._plain = torch.empty(0)
 
-    def measured(self) -> dict[str, object]:
-        """Return microseconds per item, and how many times faster ours is than the best other."""
+    def measure(self) -> dict[str, object]:
+        """Return microseconds per item, and how many times faster ours are than the best other."""
         self._memory.warm([key(n) for n in range(self._counts["memory"])])
-        copy: dict[str, Read] = {"copy": self._copied}
+        copy: dict[str, Read] = {"copy": self._copy_batch}
         cores = os.cpu_count() or 1
-        alone = {**self._readers(), **self._stacked()}
-        warm = self._turns({**alone, **copy}, time.process_time)
-        in_hand = self._turns(self._hands(), time.process_time)
+        alone = {**self._our_readers(), **self._sequential_readers()}
+        warm = self._time_in_turns({**alone, **copy}, time.process_time)
+        in_hand = self._time_in_turns(self._tensor_readers(), time.process_time)
         torch.set_num_threads(cores)
-        together = {**self._readers(), **self._stacked(), **self._by_threads(cores), **copy}
-        warm_cores = self._turns(together, time.perf_counter)
+        together = {
+            **self._our_readers(),
+            **self._sequential_readers(),
+            **self._threaded_readers(cores),
+            **copy,
+        }
+        warm_cores = self._time_in_turns(together, time.perf_counter)
         torch.set_num_threads(1)
         self._plain = torch.empty(0)
         self._disk.close()
-        raw = Raw(self._folder / "disk", self._nbytes, self._slab)
-        ours: dict[str, Read] = {"disk": self._readers()["disk"], "raw": raw}
-        ways = {**ours, **self._stacked(), **self._by_threads(BATCH)}
-        cold = self._turns(ways, time.perf_counter, COLD_TURNS)
+        raw = RawReads(self._folder / "disk", self._nbytes, self._slab)
+        ours: dict[str, Read] = {"disk": self._our_readers()["disk"], "raw": raw}
+        ways = {**ours, **self._sequential_readers(), **self._threaded_readers(BATCH)}
+        cold = self._time_in_turns(ways, time.perf_counter, COLD_TURNS)
         raw.close()
         measured = {"warm": warm, "in_hand": in_hand, "warm_cores": warm_cores, "cold": cold}
         return {
@@ -117,31 +120,31 @@ class Reading:
                 what: {name: round(seconds * 1e6, 1) for name, seconds in ways.items()}
                 for what, ways in measured.items()
             },
-            "times_the_best_other": {what: ratios(ways) for what, ways in measured.items()},
+            "times_the_best_other": {what: speedups(ways) for what, ways in measured.items()},
         }
 
-    def _turns(
+    def _time_in_turns(
         self, ways: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
     ) -> dict[str, float]:
-        """Return each variant's median seconds per item, over turns that they take one by one."""
+        """Return the median seconds per item of each variant; the variants alternate."""
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         if not cold_turns:
             for name, read in ways.items():
-                for numbers in batches(shuffled(self._counts[files_of(name)], 0)):
+                for numbers in batches(shuffled(self._counts[folder_of(name)], 0)):
                     read(numbers)
         for turn in range(1, 1 + (cold_turns or TURNS)):
             for name, read in ways.items():
-                order = shuffled(self._counts[files_of(name)], turn)[: TURN_BATCHES * BATCH]
+                order = shuffled(self._counts[folder_of(name)], turn)[: TURN_BATCHES * BATCH]
                 if cold_turns:
-                    self._forget(files_of(name))
+                    self._drop_files_from_page_cache(folder_of(name))
                 began = clock()
                 for numbers in batches(order):
                     read(numbers)
                 seconds[name].append((clock() - began) / len(order))
         return {name: median(taken) for name, taken in seconds.items()}
 
-    def _readers(self) -> dict[str, Read]:
-        """Return our readers, which write a batch into the slab."""
+    def _our_readers(self) -> dict[str, Read]:
+        """Return the readers of our two variants, which gather a batch in reused memory."""
 
         def ours(store: MemoryTier | ShardStore) -> Read:
             def read(numbers: Sequence[int]) -> None:
@@ -152,8 +155,8 @@ class Reading:
 
         return {"memory": ours(self._memory), "disk": ours(self._disk)}
 
-    def _stacked(self) -> dict[str, Read]:
-        """Return the other readers, one item after the other."""
+    def _sequential_readers(self) -> dict[str, Read]:
+        """Return the readers of the other variants, which load one item after the other."""
 
         def stacked(load: Callable[[int], Tensor]) -> Read:
             return lambda numbers: torch.stack(
@@ -162,8 +165,8 @@ class Reading:
 
         return {f"{name}.alone": stacked(load) for name, load in self._loaders().items()}
 
-    def _by_threads(self, count: int) -> dict[str, Read]:
-        """Return the other readers, with a thread per item that also copies it to its place."""
+    def _threaded_readers(self, count: int) -> dict[str, Read]:
+        """Return the readers of the other variants, with threads that load and copy one item each."""
         pool = ThreadPoolExecutor(count)
 
         def threaded(load: Callable[[int], Tensor]) -> Read:
@@ -174,8 +177,8 @@ class Reading:
 
         return {f"{name}.threads": threaded(load) for name, load in self._loaders().items()}
 
-    def _hands(self) -> dict[str, Read]:
-        """Return readers that return the tensors of a batch, wherever they are."""
+    def _tensor_readers(self) -> dict[str, Read]:
+        """Return readers that only find or load the tensors of a batch, without stacking them."""
 
         def ours(store: MemoryTier | ShardStore) -> Read:
             return lambda numbers: [
@@ -208,22 +211,22 @@ class Reading:
             "gzip": unzipped,
         }
 
-    def _copied(self, numbers: Sequence[int]) -> None:
-        """Copy a batch from one place in memory to another."""
+    def _copy_batch(self, numbers: Sequence[int]) -> None:
+        """Copy a batch within host memory: the lower bound `copy`."""
         if not len(self._plain):
             plain = allocate_page_aligned(self._counts["copy"] * self._nbytes).fill_(1)
             self._plain = plain.view(torch.bfloat16).view(-1, *self._batch.shape[1:])
         torch.index_select(self._plain, 0, torch.tensor(numbers), out=self._batch[: len(numbers)])
 
-    def _forget(self, name: str) -> None:
-        """Drop a variant's files from the page cache; they were written back before."""
+    def _drop_files_from_page_cache(self, name: str) -> None:
+        """Drop a variant's files from the page cache. Their data must have been written to disk."""
         self._disk.close()  # so that entries are read and checked again
         for path in (self._folder / name).rglob("*"):
             if path.is_file():
-                forget(path)
+                drop_from_page_cache(path)
 
-    def _write(self) -> None:
-        """Write the items of all variants; every item differs, so none compresses too well."""
+    def _write_items(self) -> None:
+        """Write the items of all variants."""
         for name in OTHERS:
             (self._folder / name).mkdir()
         with ShardStore(self._folder / "disk") as store:
@@ -247,8 +250,8 @@ class Reading:
         return made
 
 
-class Raw:
-    """Direct reads of the size of an item, all over the shards, a batch at a time."""
+class RawReads:
+    """Direct reads (O_DIRECT) of item-sized blocks from the shards: the lower bound `raw`."""
 
     def __init__(self, folder: Path, nbytes: int, slab: Tensor) -> None:
         paths = sorted((folder / "shards").iterdir())
@@ -262,7 +265,7 @@ class Raw:
         self._queue = AioQueue()
 
     def __call__(self, numbers: Sequence[int]) -> None:
-        """Read one batch; the numbers choose the positions."""
+        """Read one batch of blocks; `numbers` select their positions in the shards."""
         places = [self._places[number % len(self._places)] for number in numbers]
         wanted = [
             ReadRequest(file, place * self._nbytes, room)
@@ -273,19 +276,19 @@ class Raw:
         assert all(self._queue.wait(ticket) == self._nbytes for ticket in tickets)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the shards."""
         self._queue.close()
         for file in self._files:
             os.close(file)
 
 
-def ratios(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return how many times faster each of ours is than the fastest other variant."""
-    best = min(value for name, value in seconds.items() if files_of(name) in OTHERS)
+def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return how many times faster each of our variants is than the fastest other one."""
+    best = min(value for name, value in seconds.items() if folder_of(name) in OTHERS)
     return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
 
 
-def files_of(way: str) -> str:
+def folder_of(way: str) -> str:
     """Return the folder that a variant reads from."""
     return way.removesuffix(".alone").removesuffix(".threads")
 
@@ -303,11 +306,11 @@ def shuffled(count: int, seed: int) -> list[int]:
 
 
 def batches(order: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Cut an order into batches."""
+    """Split a list of item numbers into batches."""
     return (order[start : start + BATCH] for start in range(0, len(order), BATCH))
 
 
-def forget(path: Path) -> None:
+def drop_from_page_cache(path: Path) -> None:
     """Drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -16,7 +16,7 @@ SIZE = (1000, 640)
 LEFT, TOP, RIGHT, BOTTOM = 90, 50, 30, 70
 COLOURS = ("#4e79a7", "#76b7b2", "#59a14f", "#f28e2b", "#e15759", "#b07aa1")
 SCALE = 2
-"""Factor of supersampling, for smooth lines."""
+"""Supersampling factor, for smooth lines."""
 
 
 def draw_curves(
@@ -71,7 +71,7 @@ def draw_curves(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about six round numbers in a range."""
+    """Return about six round numbers between `low` and `high`, for the labels of an axis."""
     rough = (high - low) / 6
     unit = 10 ** math.floor(math.log10(rough))
     step = min((m * unit for m in (1, 2, 5, 10)), key=lambda m: abs(m - rough))

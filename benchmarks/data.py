@@ -1,10 +1,9 @@
-"""How fast data sets are staged and read from memory, and what that costs in bytes.
+"""Measure how fast datasets are staged in host memory and read from it, and the memory they need.
 
-One function a claim. What is compared takes turns within one run, each of them first in as many
-turns as the others. A figure is the median of its turns, and a ratio the median of the ratios
-within turns: what else runs on the machine disturbs neighbours in time alike. Decoding has a script
-of its own, data_decode.py. Both make their pictures: 5,000 JPEG files with the statistics of
-photographs.
+Each `measure_*` function measures one claim. The compared variants run in turns, and each variant
+goes first equally often. A figure is the median over the turns; a ratio is the median of the ratios
+within a turn, because other programs on the machine then disturb both sides alike. The data are
+5,000 synthetic JPEG files. data_decode.py measures decoding.
 
     python benchmarks/data.py [--pictures 5000] [--turns 20] [--workers 2]
 """
@@ -35,35 +34,35 @@ if TYPE_CHECKING:
 
     from gracetune.data.source import Source
 
-MANY = (10_000, 100_000, 1_000_000)
-NEVER = InMemorySection(compression="none")
+FILE_COUNTS = (10_000, 100_000, 1_000_000)
+UNCOMPRESSED = InMemorySection(compression="none")
 
 
 def main() -> None:
-    """Measure every claim and write results/data.json."""
+    """Measure everything and write results/data.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=5000)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--workers", type=int, default=default_workers())
-    parser.add_argument("--part", help="for the script itself: a measurement in a fresh process")
+    parser.add_argument("--part", help="internal: the measurement to run in this new process")
     args = parser.parse_args()
     if args.part:
         print(json.dumps(PARTS[args.part](*json.loads(sys.stdin.read()))))
         return
-    # Only here: what they import would be counted as a fresh process's own memory.
+    # Imported here only: in a new process, these modules would count as its own memory.
     import results
-    from synthetic_data import make_pictures
+    from synthetic_data import make_images
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pictures"
-        make_pictures(folder, args.pictures)
+        make_images(folder, args.pictures)
         figures = {
-            "staging": staging(folder, args.turns, args.workers),
-            "random reads": random_reads(folder, args.turns),
-            "memory": in_a_fresh_process("memory", str(folder)),
-            "sharing": sharing(folder, Path(name) / "meet"),
-            "codec": codec(folder),
-            "many files": {f"{n:,}": in_a_fresh_process("many files", n) for n in MANY},
+            "staging": measure_staging(folder, args.turns, args.workers),
+            "random reads": measure_random_reads(folder, args.turns),
+            "memory": run_in_new_process("memory", str(folder)),
+            "sharing": measure_sharing(folder, Path(name) / "meet"),
+            "codec": measure_compression(folder),
+            "many files": {f"{n:,}": run_in_new_process("many files", n) for n in FILE_COUNTS},
             "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):
@@ -71,12 +70,12 @@ def main() -> None:
     print(results.write("data", figures))
 
 
-def staging(folder: Path, turns: int, workers: int) -> dict[str, object]:
-    """Staging against `cat files > /dev/null` by as many processes, warm."""
+def measure_staging(folder: Path, turns: int, workers: int) -> dict[str, object]:
+    """Compare staging with `cat files > /dev/null` in as many processes, with a warm page cache."""
     source = FolderSource(folder)
     paths = [str(folder / key) for key in source.keys()]  # noqa: SIM118
     share = -(-len(paths) // workers)
-    section = NEVER.model_copy(update={"num_workers": workers})
+    section = UNCOMPRESSED.model_copy(update={"num_workers": workers})
 
     def cat() -> None:
         command = ["xargs", "-0", "-P", str(workers), "-n", str(share), "cat"]
@@ -84,10 +83,10 @@ def staging(folder: Path, turns: int, workers: int) -> dict[str, object]:
         subprocess.run(command, input=names, stdout=subprocess.DEVNULL, check=True)
 
     def stage() -> StagedSource:
-        return StagedSource.stage(source, source.keys(), section, quiet)
+        return StagedSource.stage(source, source.keys(), section, ignore_event)
 
     nbytes = sum(map(os.path.getsize, paths))
-    spent = take_turns({"cat": cat, "staging": stage}, turns, seconds_and_processor)
+    spent = take_turns({"cat": cat, "staging": stage}, turns, wall_and_cpu_seconds)
     wall = {name: [seconds for seconds, _ in each] for name, each in spent.items()}
     processor = {name: [seconds for _, seconds in each] for name, each in spent.items()}
     return {
@@ -97,20 +96,20 @@ def staging(folder: Path, turns: int, workers: int) -> dict[str, object]:
         "GB a second.cat": round(nbytes / median(wall["cat"]) / 1e9, 3),
         "GB a second.staging": round(nbytes / median(wall["staging"]) / 1e9, 3),
         "files a second": round(len(paths) / median(wall["staging"])),
-        "share of cat's speed": round(ratio(wall["cat"], wall["staging"]), 3),
+        "share of cat's speed": round(median_ratio(wall["cat"], wall["staging"]), 3),
         "share of cat's speed, by processor time": round(
-            ratio(processor["cat"], processor["staging"]), 3
+            median_ratio(processor["cat"], processor["staging"]), 3
         ),
     }
 
 
-def random_reads(folder: Path, turns: int) -> dict[str, object]:
-    """Files a second in random order: opened and read, or found in the arena; one thread.
+def measure_random_reads(folder: Path, turns: int) -> dict[str, object]:
+    """Compare random reads of files on disk with random reads of staged files, in one thread.
 
-    By processor time: nothing waits here, and what else runs on the machine does not count.
+    Measures CPU time, which other programs on the machine hardly affect.
     """
     source = FolderSource(folder)
-    staged = StagedSource.stage(source, source.keys(), NEVER, quiet)
+    staged = StagedSource.stage(source, source.keys(), UNCOMPRESSED, ignore_event)
     keys = list(source.keys())
     random.Random(0).shuffle(keys)
 
@@ -132,16 +131,16 @@ def random_reads(folder: Path, turns: int) -> dict[str, object]:
     return {
         "files a second": {name: round(len(keys) / median(s)) for name, s in seconds.items()},
         "microseconds in place": round(median(seconds["in place"]) / len(keys) * 1e6, 3),
-        "times files, in place": round(ratio(seconds["files"], seconds["in place"]), 1),
-        "times files, copied": round(ratio(seconds["files"], seconds["copied"]), 2),
+        "times files, in place": round(median_ratio(seconds["files"], seconds["in place"]), 1),
+        "times files, copied": round(median_ratio(seconds["files"], seconds["copied"]), 2),
     }
 
 
-def memory(folder: str) -> dict[str, object]:
-    """What this process and the machine hold for a staged data set, over its bytes."""
+def measure_memory(folder: str) -> dict[str, object]:
+    """Return the memory of a staged dataset relative to its stored bytes."""
     source = FolderSource(folder)
     before = private_nbytes()
-    staged = StagedSource.stage(source, source.keys(), NEVER, quiet)
+    staged = StagedSource.stage(source, source.keys(), UNCOMPRESSED, ignore_event)
     held = staged.resident_nbytes + private_nbytes() - before
     return {
         "resident over stored bytes": round(held / staged.stored_nbytes, 4),
@@ -150,22 +149,22 @@ def memory(folder: str) -> dict[str, object]:
     }
 
 
-def sharing(folder: Path, meet_in: Path) -> dict[str, object]:
-    """What each further process of the machine adds, in its own memory, once it has read all."""
+def measure_sharing(folder: Path, meet_in: Path) -> dict[str, object]:
+    """Return the private memory of a second process that maps and reads the staged dataset."""
     source = FolderSource(folder)
-    staged = StagedSource.stage(source, source.keys(), NEVER, quiet, meet_in=meet_in)
-    joined = in_a_fresh_process("join", str(folder), str(meet_in))
+    staged = StagedSource.stage(source, source.keys(), UNCOMPRESSED, ignore_event, meet_in=meet_in)
+    joined = run_in_new_process("join", str(folder), str(meet_in))
     share = joined["private bytes"] / staged.stored_nbytes
     return {"share of the arena a further rank": round(share, 4), **joined}
 
 
-def join(folder: str, meet_in: str) -> dict[str, object]:
-    """The further process: maps what is there, and reads a byte of each page."""
+def join_shared_arena(folder: str, meet_in: str) -> dict[str, object]:
+    """Map the dataset that another process has staged, and read a byte of each page."""
     source = FolderSource(folder)
     before, began = private_nbytes(), time.perf_counter()
     events: list[object] = []
     keys = list(source.keys())
-    staged = StagedSource.stage(source, keys, NEVER, events.append, meet_in=Path(meet_in))
+    staged = StagedSource.stage(source, keys, UNCOMPRESSED, events.append, meet_in=Path(meet_in))
     seconds = time.perf_counter() - began
     assert "sharing" in str(events[-1]), events
     for key in keys:
@@ -173,8 +172,8 @@ def join(folder: str, meet_in: str) -> dict[str, object]:
     return {"private bytes": private_nbytes() - before, "seconds to join": round(seconds, 4)}
 
 
-def codec(folder: Path) -> dict[str, object]:
-    """What `auto` does to pictures and to their captions."""
+def measure_compression(folder: Path) -> dict[str, object]:
+    """Return the shares of bytes that `compression: auto` saves on JPEG files and on captions."""
     with tempfile.TemporaryDirectory() as name:
         captions = Path(name)
         words = [f"word{number}" for number in range(500)]
@@ -182,20 +181,20 @@ def codec(folder: Path) -> dict[str, object]:
         for number in range(1000):
             (captions / f"{number}.txt").write_text(" ".join(choose(words, k=100)))
         return {
-            "saved of JPEG files": saved(FolderSource(folder)),
-            "saved of captions": saved(FolderSource(captions)),
+            "saved of JPEG files": saved_share(FolderSource(folder)),
+            "saved of captions": saved_share(FolderSource(captions)),
         }
 
 
-def saved(source: Source) -> float:
-    """The share of its bytes that `auto` saves."""
-    staged = StagedSource.stage(source, source.keys(), InMemorySection(), quiet)
+def saved_share(source: Source) -> float:
+    """Return the share of a source's bytes that `compression: auto` saves."""
+    staged = StagedSource.stage(source, source.keys(), InMemorySection(), ignore_event)
     whole = sum(staged.nbytes(key) for key in staged.keys())  # noqa: SIM118
     return round(1 - staged.stored_nbytes / whole, 4)
 
 
-class Tiny:
-    """Any number of files of 48 bytes, made when they are read: no file system in between."""
+class TinyFiles:
+    """A source of any number of files of 48 bytes that exist only when they are read."""
 
     def __init__(self, count: int) -> None:
         self._keys = [f"folder/{number:012d}.bin" for number in range(count)]
@@ -213,12 +212,12 @@ class Tiny:
         return f"{len(self._keys)} tiny files"
 
 
-def many_files(count: int) -> dict[str, object]:
-    """Time and memory of so many tiny files: both must be linear."""
-    source = Tiny(count)
-    before, began = private_nbytes(), seconds_and_processor()
-    staged = StagedSource.stage(source, source.keys(), NEVER, quiet)
-    seconds, processor = (b - a for a, b in zip(began, seconds_and_processor(), strict=True))
+def measure_many_files(count: int) -> dict[str, object]:
+    """Return the time and memory of staging `count` tiny files; both must grow linearly."""
+    source = TinyFiles(count)
+    before, began = private_nbytes(), wall_and_cpu_seconds()
+    staged = StagedSource.stage(source, source.keys(), UNCOMPRESSED, ignore_event)
+    seconds, processor = (b - a for a, b in zip(began, wall_and_cpu_seconds(), strict=True))
     last = f"folder/{count - 1:012d}.bin"
     assert staged.read(last) == last.encode() * 2
     return {
@@ -232,20 +231,23 @@ def many_files(count: int) -> dict[str, object]:
 
 
 PARTS: dict[str, Callable[..., dict[str, object]]] = {
-    "memory": memory,
-    "join": join,
-    "many files": many_files,
+    "memory": measure_memory,
+    "join": join_shared_arena,
+    "many files": measure_many_files,
 }
 
 
-def quiet(_event: object) -> None:
-    """Nobody listens while it is measured."""
+def ignore_event(_event: object) -> None:
+    """Drop an event."""
 
 
 def take_turns(
     ways: dict[str, Callable[[], object]], turns: int, clocks: Callable[[], tuple[float, ...]]
 ) -> dict[str, list[tuple[float, ...]]]:
-    """What each took in each turn, by each clock; what a way returns is dropped off the clocks."""
+    """Return, by variant, its time in each turn on each clock.
+
+    The result of a variant is freed after the clocks were read.
+    """
     names = list(ways)
     spent: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for turn in range(turns):
@@ -258,13 +260,13 @@ def take_turns(
     return spent
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast, in the median turn."""
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Return how many times faster ours is: the median over the turns."""
     return median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
-def seconds_and_processor() -> tuple[float, float]:
-    """Of the clock; and of processors, by this process and by those it has waited for."""
+def wall_and_cpu_seconds() -> tuple[float, float]:
+    """Return the wall-clock time, and the CPU time of this process and its finished children."""
     own, theirs = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -272,8 +274,8 @@ def seconds_and_processor() -> tuple[float, float]:
     return time.perf_counter(), used
 
 
-def in_a_fresh_process(part: str, *arguments: object) -> dict[str, float]:
-    """Memory can only be told from a process that has done nothing else."""
+def run_in_new_process(part: str, *arguments: object) -> dict[str, float]:
+    """Run one of PARTS in a new process, because memory of earlier work would be counted too."""
     command = [sys.executable, __file__, "--part", part]
     text = json.dumps(arguments)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
@@ -282,7 +284,7 @@ def in_a_fresh_process(part: str, *arguments: object) -> dict[str, float]:
 
 
 def private_nbytes() -> int:
-    """Resident memory of this process alone: what it shares with others is not in it."""
+    """Return the resident memory of this process in bytes, without memory that it shares."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
     assert found is not None, status

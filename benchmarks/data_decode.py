@@ -1,10 +1,10 @@
-"""How fast samples are decoded: ours against Pillow, torch's DataLoader, and two trainers' ways.
+"""Compare image and video decoding with Pillow, torch's DataLoader, SimpleTuner and ai-toolkit.
 
-The script makes its data: 5,000 JPEG files with the statistics of photographs (amplitude falls as
-1/f), some PNG and WebP files, and a few videos. All ways get the same files, the same bucket and as
-many workers; they take turns within one run, in another order each, so that a noisy machine
-disturbs them alike. A figure is the median over the turns, and a ratio the median of the ratios
-within turns. End to end, every turn reads other files, spread over the whole set.
+The data are synthetic: 5,000 JPEG files with the statistics of photographs (amplitude falls as
+1/f), some PNG and WebP files, and a video. All variants get the same files, the same bucket and the
+same number of workers. They run in turns whose order changes, so that a noisy machine disturbs all
+alike. A figure is the median over the turns; a ratio is the median of the ratios within a turn. The
+end-to-end measurement reads different files in every turn, spread over the whole dataset.
 
     python benchmarks/data_decode.py [--pictures 5000] [--turns 5] [--reads 300] [--workers 2]
 """
@@ -30,7 +30,7 @@ import results
 import simplejpeg
 import torch
 from PIL import Image, ImageOps
-from synthetic_data import make_pictures, make_video, photographs
+from synthetic_data import make_images, make_video, photographs
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 SIZE = (352, 264)
-"""Of the bucket."""
+"""Width and height of the bucket, in pixels."""
 CLIP = (17, 24.0)
-"""Frames and rate."""
+"""Number of frames of a clip, and frames per second."""
 
 
 def to_tensor(pixels: np.ndarray) -> torch.Tensor:
-    """What torchvision's ToTensor and Normalize([0.5], [0.5]) do."""
+    """Convert pixels to a tensor like torchvision's ToTensor and Normalize([0.5], [0.5])."""
     chw = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
     return chw.to(torch.float32).div(255).sub(0.5).div(0.5)
 
 
-def cover(image: Image.Image, how: Image.Resampling) -> torch.Tensor:
-    """Resize to cover, then cut the centre out: two steps, as both trainers do."""
+def resize_and_crop(image: Image.Image, how: Image.Resampling) -> torch.Tensor:
+    """Resize an image until it covers the bucket, then crop the centre, as both trainers do."""
     scale = max(SIZE[0] / image.width, SIZE[1] / image.height)
     image = image.resize((round(image.width * scale), round(image.height * scale)), how)
     left, top = (image.width - SIZE[0]) // 2, (image.height - SIZE[1]) // 2
@@ -66,29 +66,29 @@ def cover(image: Image.Image, how: Image.Resampling) -> torch.Tensor:
     return to_tensor(np.array(image))
 
 
-def pillow_way(path: Path) -> torch.Tensor:
-    """The shortest: open, convert, resize."""
+def load_with_pillow(path: Path) -> torch.Tensor:
+    """Load an image with Pillow alone: open, convert, resize, crop."""
     with Image.open(path) as image:
-        return cover(image.convert("RGB"), Image.Resampling.LANCZOS)
+        return resize_and_crop(image.convert("RGB"), Image.Resampling.LANCZOS)
 
 
-def simpletuner_way(path: Path) -> torch.Tensor:
-    """Read all bytes; OpenCV decodes twice, first to look for an alpha channel."""
+def load_like_simpletuner(path: Path) -> torch.Tensor:
+    """Load an image as SimpleTuner does: OpenCV decodes twice, first to find an alpha channel."""
     data = np.frombuffer(path.read_bytes(), np.uint8)
     looked = cv2.imdecode(data, cv2.IMREAD_UNCHANGED)
     assert looked.shape[2] == 3
     pixels = cv2.cvtColor(cv2.imdecode(data, cv2.IMREAD_COLOR), cv2.COLOR_BGR2RGB)
-    return cover(Image.fromarray(pixels), Image.Resampling.LANCZOS)
+    return resize_and_crop(Image.fromarray(pixels), Image.Resampling.LANCZOS)
 
 
-def ai_toolkit_way(path: Path) -> torch.Tensor:
-    """Pillow with the orientation applied, bicubic; read anew each epoch by DataLoader workers."""
+def load_like_ai_toolkit(path: Path) -> torch.Tensor:
+    """Load an image as ai-toolkit does: Pillow with EXIF orientation and bicubic resizing."""
     image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
-    return cover(image, Image.Resampling.BICUBIC)
+    return resize_and_crop(image, Image.Resampling.BICUBIC)
 
 
-class Files(torch.utils.data.Dataset):
-    """A data set as tutorials write it."""
+class FileDataset(torch.utils.data.Dataset):
+    """A map-style torch dataset over image files, as in PyTorch's tutorials."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[Path], torch.Tensor]) -> None:
         self.paths, self.read = paths, read
@@ -100,22 +100,26 @@ class Files(torch.utils.data.Dataset):
         return self.read(self.paths[index])
 
 
-def by_threads(read: Callable[[Path], torch.Tensor], workers: int, paths: Sequence[Path]) -> int:
-    """A pool over files."""
+def load_in_threads(
+    read: Callable[[Path], torch.Tensor], workers: int, paths: Sequence[Path]
+) -> int:
+    """Load files in a thread pool; return their number."""
     with ThreadPoolExecutor(workers) as pool:
         return sum(1 for _ in pool.map(read, paths))
 
 
-def by_data_loader(
+def load_with_data_loader(
     read: Callable[[Path], torch.Tensor], workers: int, paths: Sequence[Path]
 ) -> int:
-    """Processes over files, in batches."""
-    loader = torch.utils.data.DataLoader(Files(paths, read), batch_size=8, num_workers=workers)
+    """Load files with torch's DataLoader, in worker processes; return their number."""
+    loader = torch.utils.data.DataLoader(
+        FileDataset(paths, read), batch_size=8, num_workers=workers
+    )
     return sum(len(batch) for batch in loader)
 
 
-def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
-    """As the cache is filled: bytes from the source, decoded ahead by threads."""
+def load_with_gracetune(source: object, workers: int, paths: Sequence[Path]) -> int:
+    """Load files as gracetune does to fill a cache, in prefetch threads; return their number."""
     decoders = choose_decoders()
     recipe = SampleTransform(lanczos=decoders.lanczos)
     rendered = prefetched(
@@ -128,21 +132,21 @@ def ours(source: object, workers: int, paths: Sequence[Path]) -> int:
 
 
 class Rates(NamedTuple):
-    """Samples a second of the clock, and of the CPU: other programs disturb only the former."""
+    """Samples per wall-clock second, and per CPU second, which other programs hardly affect."""
 
     wall: float
     cpu: float
 
 
 def cpu_seconds() -> float:
-    """Of this process and of the workers that it has waited for."""
+    """Return the CPU time of this process and of its finished children."""
     return sum(os.times()[:4])
 
 
 def take_turns(
     ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int, reads: int
 ) -> dict[str, list[Rates]]:
-    """The rates of each way in each turn; every turn has other files, and another first."""
+    """Return each variant's rates by turn. Every turn reads other files, in another order."""
     names = list(ways)
     rates: dict[str, list[Rates]] = {name: [] for name in ways}
     for turn in range(turns):
@@ -156,7 +160,7 @@ def take_turns(
 
 
 def summary(rates: dict[str, list[Rates]], kind: str) -> dict[str, object]:
-    """Medians over the turns, and ours over the best of the others in the same turn."""
+    """Return the median rates, and how many times faster ours are than the best other variant."""
     values = {name: [rate._asdict()[kind] for rate in turns] for name, turns in rates.items()}
     ours = [name for name in values if name.startswith("gracetune")]
     best = [max(v) for v in zip(*(v for n, v in values.items() if n not in ours), strict=True)]
@@ -171,9 +175,11 @@ def summary(rates: dict[str, list[Rates]], kind: str) -> dict[str, object]:
     }
 
 
-def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> dict[str, object]:
-    """Decoded samples a second, end to end."""
-    make_pictures(folder, count)
+def measure_end_to_end(
+    folder: Path, count: int, turns: int, reads: int, workers: int
+) -> dict[str, object]:
+    """Measure samples per second, from encoded bytes to images of the bucket's size."""
+    make_images(folder, count)
     section = DatasetSection(
         id="photographs",
         type="in_memory",
@@ -183,16 +189,16 @@ def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> 
     )
 
     def silent(_: object) -> None:
-        """Nobody listens."""
+        """Drop an event."""
 
     staged = open_dataset(section, 0, silent, CorruptionLog(silent))
     ways = {
-        "gracetune, staged": partial(ours, staged.source, workers),
-        "gracetune, files": partial(ours, FolderSource(folder), workers),
-        "Pillow threads": partial(by_threads, pillow_way, workers),
-        "torch DataLoader": partial(by_data_loader, pillow_way, workers),
-        "SimpleTuner's way": partial(by_threads, simpletuner_way, workers),
-        "ai-toolkit's way": partial(by_data_loader, ai_toolkit_way, workers),
+        "gracetune, staged": partial(load_with_gracetune, staged.source, workers),
+        "gracetune, files": partial(load_with_gracetune, FolderSource(folder), workers),
+        "Pillow threads": partial(load_in_threads, load_with_pillow, workers),
+        "torch DataLoader": partial(load_with_data_loader, load_with_pillow, workers),
+        "SimpleTuner's way": partial(load_in_threads, load_like_simpletuner, workers),
+        "ai-toolkit's way": partial(load_with_data_loader, load_like_ai_toolkit, workers),
     }
     rates = take_turns(ways, sorted(folder.iterdir()), turns, reads)
     return {
@@ -201,12 +207,12 @@ def pictures(folder: Path, count: int, turns: int, reads: int, workers: int) -> 
         "workers": workers,
         "a second": summary(rates, "wall"),
         "a CPU second": summary(rates, "cpu"),
-        **loader_figures(staged.samples),
+        **measure_loader(staged.samples),
     }
 
 
-def loader_figures(samples: Sequence[object]) -> dict[str, object]:
-    """What the order and the hand-over cost, where loading itself costs nothing."""
+def measure_loader(samples: Sequence[object]) -> dict[str, object]:
+    """Return the loader's overhead per batch: ordering and queueing, with loading for free."""
     section = DatasetSection(id="photographs", resolution=384)
     plan = buckets.assign(samples, section, 16)
     groups = [BucketGroup(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
@@ -218,10 +224,10 @@ def loader_figures(samples: Sequence[object]) -> dict[str, object]:
     return {"loader: microseconds a batch of 8": round(1e6 * each, 1)}
 
 
-def formats(turns: int) -> dict[str, object]:
-    """Decoding alone, one thread, from memory: each format against every wheel that reads it.
+def measure_formats(turns: int) -> dict[str, object]:
+    """Compare decoding from memory in one thread with every library that reads the format.
 
-    A turn is one file, so that what is compared lies milliseconds apart.
+    A turn decodes one file, so that compared measurements lie milliseconds apart.
     """
     pixels = list(photographs(6, 1024, 768))
 
@@ -257,7 +263,7 @@ def formats(turns: int) -> dict[str, object]:
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for data in files:
-            one = in_turns({way: partial(read, data) for way, read in ways.items()}, turns)
+            one = time_in_turns({way: partial(read, data) for way, read in ways.items()}, turns)
             for way, spent in one.items():
                 seconds[way] += spent
         middle = {way: statistics.median(values) for way, values in seconds.items()}
@@ -268,18 +274,18 @@ def formats(turns: int) -> dict[str, object]:
             "milliseconds": {way: round(1e3 * value, 2) for way, value in middle.items()},
             "fastest wheel": fastest,
             "share of the fastest wheel's speed": round(
-                ratio(seconds[fastest], seconds["gracetune"]), 3
+                median_ratio(seconds[fastest], seconds["gracetune"]), 3
             ),
-            "share of the fastest wheel's speed, quartiles": quartiles(
+            "share of the fastest wheel's speed, quartiles": ratio_quartiles(
                 seconds[fastest], seconds["gracetune"]
             ),
-            "times Pillow": round(ratio(seconds["Pillow"], seconds["gracetune"]), 2),
+            "times Pillow": round(median_ratio(seconds["Pillow"], seconds["gracetune"]), 2),
         }
     return figures
 
 
-def videos(turns: int) -> dict[str, object]:
-    """Clips a second from one file: ours, and every frame by OpenCV as SimpleTuner reads."""
+def measure_videos(turns: int) -> dict[str, object]:
+    """Compare clips per CPU second with OpenCV, used as in SimpleTuner: frame by frame."""
     data, lanczos = make_video(49), choose_decoders().lanczos
 
     def by_cv2(path: str) -> torch.Tensor:
@@ -287,7 +293,7 @@ def videos(turns: int) -> dict[str, object]:
         while len(frames) < CLIP[0]:
             _, frame = capture.read()
             image = Image.fromarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB))
-            frames.append(cover(image, Image.Resampling.LANCZOS))
+            frames.append(resize_and_crop(image, Image.Resampling.LANCZOS))
         capture.release()
         return torch.stack(frames, 1)
 
@@ -300,16 +306,16 @@ def videos(turns: int) -> dict[str, object]:
         }
         for read in ways.values():
             assert tuple(read().shape) == (3, CLIP[0], SIZE[1], SIZE[0])
-        seconds = in_turns(ways, turns)
+        seconds = time_in_turns(ways, turns)
     rates = {way: round(1 / statistics.median(s), 2) for way, s in seconds.items()}
-    share = ratio(seconds["OpenCV"], seconds["gracetune"])
+    share = median_ratio(seconds["OpenCV"], seconds["gracetune"])
     return {"clips a processor second": rates, "times OpenCV": round(share, 3)}
 
 
-def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Processor seconds of each way in each turn, threads of its own included.
+def time_in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Return each variant's CPU seconds by turn, including those of its threads.
 
-    Shuffled in each turn: a way is slower or faster for what ran before it.
+    The order is shuffled in each turn, because the speed of a variant depends on what ran before.
     """
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -323,13 +329,13 @@ def in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, lis
     return seconds
 
 
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as fast, in the median turn."""
+def median_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """Return how many times faster ours is: the median over the turns."""
     return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
-def quartiles(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    """Between which the ratios of half of the turns lie."""
+def ratio_quartiles(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Return the lower and upper quartile of the ratios over the turns."""
     ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
     return f"{low:.3f} to {high:.3f}"
@@ -347,15 +353,15 @@ def main() -> None:
     cv2.setNumThreads(1)
     with tempfile.TemporaryDirectory() as folder:
         figures = {
-            "end to end": pictures(
+            "end to end": measure_end_to_end(
                 Path(folder) / "pictures",
                 arguments.pictures,
                 arguments.turns,
                 arguments.reads,
                 arguments.workers,
             ),
-            "decoding alone": formats(12 * arguments.turns),
-            "video": videos(4 * arguments.turns),
+            "decoding alone": measure_formats(12 * arguments.turns),
+            "video": measure_videos(4 * arguments.turns),
             "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):

@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/demo_curve.py MODEL [--seed 0] [--compute bf16|fp8] [--steps N]
 
-The held-out images are the same for every seed: other copies of the stars that it is trained on.
+The held-out images are the same for every seed: the stars of the training images, drawn with other
+positions and sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "demo-lora.json"
 EVERY = 25
 PIXELS = 24
 COPIES = range(100, 112)
-"""Numbers of the held-out copies, above those that the example trains on."""
+"""Copy numbers of the held-out images; the example trains on lower numbers."""
 
 
 def main() -> None:

@@ -1,18 +1,18 @@
-"""Measure Flux, Qwen-Image and a Wan video against the plain loop, and test the planner.
+"""Compare Flux, Qwen-Image and Wan video steps with a plain loop, and test the planner.
 
 The plain loop is what a user would write: diffusers' transformer, peft's LoRA in fp32 under bf16
 autocast, gradient checkpointing, fused AdamW, SDPA, eager, at the fastest batch of 1, 2 and 4 on
 the whole GPU. Ours runs as planned within 96 GB, enforced by torch's memory fraction; if a plan
 does not fit, the next smaller one is used, as in a run.
 
-Parts named `proof_*` measure other configurations with fewer blocks; parts named `planned_*`
-measure what the planner chooses for the requests in `plan_configurations.PLANNED`. Every
+Parts named `proof_*` measure the configurations of plan_configurations.py, on models with fewer
+blocks; parts named `planned_*` measure what the planner chooses for the requests there. Every
 configuration is predicted before it is measured, with rates from this machine, and written to
 `plan_proof.json`, which `plan_check.py` judges. No constant was fitted to any of them.
 
-A shared host may be half as fast a minute later, and small eager batches are bound by it. So each
-configuration is measured in rounds: a launch probe, a prediction and some steps. The record has the
-means over the rounds. Configurations that do not wait for the CPU get fewer rounds.
+Small eager batches are bound by the CPU, which on a shared host may be half as fast a minute later.
+So each configuration is measured in rounds of a launch probe, a prediction and some steps. The
+record has the means over the rounds. Configurations that do not wait for the CPU get fewer rounds.
 
     PYTHONPATH=src:benchmarks python benchmarks/families_step.py [--out FOLDER] [--commit NAME]
         [--only flux,qwen,clip,proof_eager,proof_compiled,planned_eager,planned_compiled]
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from model_cases import Case
-    from plan_configurations import Way
+    from plan_configurations import StepConfig
     from torch import nn
 
     from gracetune.events.types import Notice
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from gracetune.plan.simulate import PlanCandidate
 
 REQUIRED_RATIO = 1.5
-"""Speed compared with the plain loop."""
+"""Speed that is required, relative to the plain loop."""
 BUDGET_NBYTES = int(96e9)
 HOST_NBYTES = 90 * GIB
 BUDGET_SHARES = (1.0, 0.96, 0.92, 0.86)
@@ -82,7 +82,7 @@ NO_CONSTRAINTS = Constraints()
 PLAIN_STEPS = {"flux": (2, 3), "qwen": (2, 3), "clip": (1, 2)}
 OUR_STEPS = (3, 5)
 PROOF_STEPS = (2, 3)
-"""Steps to warm up, and timed steps of a round."""
+"""Warm-up steps and timed steps of a round, for the parts `proof_*` and `planned_*`."""
 ROUNDS, FEW_ROUNDS = 6, 3
 PROBE_REPEATS = 3
 """Repetitions of the launch probe before a round."""
@@ -90,7 +90,7 @@ PROBE_REPEATS = 3
 
 @dataclass
 class Bench:
-    """The device, its rates, and the results so far."""
+    """The measured device, its rates, and the results so far."""
 
     device: torch.device
     link: Link
@@ -106,11 +106,11 @@ class Bench:
     """Device memory of the probe models, which a run frees before its first step."""
 
     def case(self, case: Case) -> Case:
-        """Return the case itself, or its tiny version in a rehearsal."""
-        return model_cases.rehearsed(case) if self.rehearse else case
+        """Return the case itself, or its miniature in a rehearsal."""
+        return model_cases.miniature_of(case) if self.rehearse else case
 
     def plan_model(self, name: str, case: Case) -> tuple[CostModel, FixedMemory]:
-        """Return the cost model of a case with fresh launch costs; each family is traced once."""
+        """Return a case's cost model with launch costs measured now; each family is traced once."""
         if name not in self.traces:
             start = time.perf_counter()
             self.traces[name] = self.case(model_cases.TRACED[name]).shapes()
@@ -140,14 +140,14 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def limit(self, nbytes: int | None) -> None:
-        """Limit torch's device memory; None: no limit."""
+        """Limit the device memory of torch to `nbytes`; None removes the limit."""
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
             share = 1.0 if nbytes is None else nbytes / total
             torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def time(self, step: Callable[[], torch.Tensor], steps: tuple[int, int]) -> tuple[float, float]:
-        """Return the median step in seconds and the peak in GiB.
+        """Return the median step time in seconds and the peak memory in GiB.
 
         The last warm-up step and the timed ones are queued without a pause, as in a run.
         """
@@ -175,12 +175,12 @@ def main() -> int:
     parser.add_argument(
         "--models",
         default=",".join(model_cases.SHORT),
-        help="models of the parts proof_* and planned_*",
+        help="models to measure in the parts proof_* and planned_*",
     )
     parser.add_argument(
         "--ways",
         default="all",
-        choices=plan_configurations.WAYS,
+        choices=plan_configurations.CONFIGURATIONS,
         help="configurations of the parts proof_*",
     )
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
@@ -193,14 +193,14 @@ def main() -> int:
             if part.startswith(("proof_", "planned_")):
                 kind, how = part.split("_")
                 ways = (
-                    plan_configurations.WAYS[arguments.ways]
+                    plan_configurations.CONFIGURATIONS[arguments.ways]
                     if kind == "proof"
                     else plan_configurations.PLANNED
                 )
                 chosen = {name: ways[name] for name in arguments.models.split(",")}
-                prove(bench, how == "compiled", chosen)
+                measure_configurations(bench, how == "compiled", chosen)
             else:
-                compare(bench, part)
+                compare_with_plain_loop(bench, part)
         finally:
             bench.figures[f"{part}_took_s"] = time.perf_counter() - start
             bench.figures[f"{part}_commit"] = bench.commit
@@ -209,7 +209,7 @@ def main() -> int:
 
 
 def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
-    """Measure the machine as a run does, while its memory is empty."""
+    """Measure the device's rates as a run does, while its memory is empty, and load old results."""
     machine = open_machine()
     found = results.read("families_step", out)
     records = results.read("plan_proof", out).get("configurations", [])
@@ -225,7 +225,7 @@ def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
     return Bench(device, machine.platform.link, rates, rehearse, out, commit, found, records)
 
 
-def compare(bench: Bench, name: str) -> None:
+def compare_with_plain_loop(bench: Bench, name: str) -> None:
     """Measure one family: the plain loop on the whole GPU, then ours within the budget."""
     for key in [key for key in bench.figures if key.startswith(f"{name}_")]:
         del bench.figures[key]  # results of an earlier run
@@ -248,12 +248,14 @@ def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None
     best = 0.0
     for batch in BATCHES:
         try:
-            step = make_training_step(model, *case.call(model, batch, bench.device), autocast=True)
+            step = make_training_step(
+                model, *case.make_forward(model, batch, bench.device), autocast=True
+            )
             found = bench.time(step, PLAIN_STEPS[name])
         except torch.OutOfMemoryError as full:
             print(f"{name}: plain, batch {batch} does not fit: {str(full)[:200]}", flush=True)
             break
-        note(bench, f"{name}_plain_batch_{batch}", batch, found)
+        record_speed(bench, f"{name}_plain_batch_{batch}", batch, found)
         if batch / found[0] < best:
             break
         best = batch / found[0]
@@ -262,7 +264,7 @@ def measure_plain(bench: Bench, name: str, case: Case, model: nn.Module) -> None
 
 
 def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
-    """Measure the planner's candidate; a smaller plan if it does not fit."""
+    """Measure the planned step within 96 GB; if it does not fit, plan again for less memory."""
     planner, fixed = bench.plan_model(name, case)
     for share in BUDGET_SHARES:
         plan = best_plan(planner, fixed, int(BUDGET_NBYTES * share))
@@ -272,7 +274,7 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
         except torch.OutOfMemoryError as full:
             print(f"{title} does not fit: {str(full)[:200]}", flush=True)
             continue
-        note(bench, f"{name}_96", plan.batch, (record["seconds"], record["peak_gib"]))
+        record_speed(bench, f"{name}_96", plan.batch, (record["seconds"], record["peak_gib"]))
         bench.figures[f"{name}_96_plan"] = describe(plan)
         bench.figures[f"{name}_96_tries"] = BUDGET_SHARES.index(share) + 1
         return
@@ -282,7 +284,7 @@ def measure_ours(bench: Bench, name: str, case: Case, model: nn.Module) -> None:
 def best_plan(
     planner: CostModel, fixed: FixedMemory, nbytes: int, constraints: Constraints = NO_CONSTRAINTS
 ) -> Plan:
-    """Return the fastest plan over all batch sizes."""
+    """Return the plan with the most samples per second among all batch sizes."""
     budget = PlanBudget(nbytes, HOST_NBYTES, FITTED_CONSTANTS["fragmentation"].value)
     plans = []
     for batch in BATCHES:
@@ -296,10 +298,10 @@ def best_plan(
     return max(plans, key=lambda plan: plan.samples_per_second)
 
 
-def prove(
-    bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[Way] | Sequence[PlanRequest]]
+def measure_configurations(
+    bench: Bench, compiled: bool, chosen: Mapping[str, Sequence[StepConfig] | Sequence[PlanRequest]]
 ) -> None:
-    """Measure other configurations, or plans for other budgets, with fewer blocks."""
+    """Measure configurations, or plans for memory budgets, on models with fewer blocks."""
     for name, every in chosen.items():
         ways = [way for way in every if way.compiled == compiled]
         if not ways:
@@ -307,7 +309,7 @@ def prove(
         case = bench.case(model_cases.SHORT[name])
         model = case.model(bench.device)
         if case.frozen_compute == "fp8":
-            shown, _ = case.call(model, 1, bench.device)
+            shown, _ = case.make_forward(model, 1, bench.device)
             convert_to_fp8_calibrated(shown, case.blocks(model), bench.device)
         fuse_operations(model)
         for way in ways:
@@ -334,7 +336,7 @@ def run_plan(
     plan: Plan,
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
-    """Measure a plan and describe it in its record, which replaces an earlier one."""
+    """Measure a plan; its record includes a description of the plan."""
     print(f"{title}: {describe(plan)}", flush=True)
     record = run_candidate(bench, name, title, case, model, candidate_of(plan), steps)
     record["plan"] = describe(plan)
@@ -351,16 +353,16 @@ def run_candidate(
     candidate: PlanCandidate,
     steps: tuple[int, int] = PROOF_STEPS,
 ) -> dict[str, Any]:
-    """Predict and measure a configuration in rounds, and write its record."""
+    """Predict and measure a configuration in rounds; write its record, replacing an earlier one."""
     blocks = case.blocks(model)
     layout = PlanLayout(candidate.blocks, candidate.compiled, candidate.slots)
     copy_engine = open_copy_engine(bench.device, bench.link)
     backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
-    applied = apply_plan(model, {model: blocks}, layout, copy_engine, show, backend)
+    applied = apply_plan(model, {model: blocks}, layout, copy_engine, print_notice, backend)
     free_memory()
     bench.limit(BUDGET_NBYTES)
     try:
-        rounds = take_rounds(bench, name, case, model, candidate, steps)
+        rounds = measure_rounds(bench, name, case, model, candidate, steps)
         counters = applied.ring and applied.ring.counters()
     finally:
         applied.close()
@@ -375,14 +377,14 @@ def run_candidate(
         f"predicted, {found['seconds']:.3f} s and {found['peak_gib']:.2f} GiB measured; {counters}",
         flush=True,
     )
-    record = plan_configurations.record(title, case, candidate) | found
+    record = plan_configurations.make_record(title, case, candidate) | found
     record |= {"rounds": rounds, "commit": bench.commit}
     bench.records = [one for one in bench.records if one["name"] != title] + [record]
     bench.save()
     return record
 
 
-def take_rounds(
+def measure_rounds(
     bench: Bench,
     name: str,
     case: Case,
@@ -390,9 +392,9 @@ def take_rounds(
     candidate: PlanCandidate,
     steps: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """Return rounds of a launch probe, a prediction and some timed steps."""
+    """Return the rounds: each has a launch probe, a prediction and some timed steps."""
     step = make_training_step(
-        model, *case.call(model, candidate.batch, bench.device), autocast=False
+        model, *case.make_forward(model, candidate.batch, bench.device), autocast=False
     )
     warm_up, count = steps
     for _ in range(warm_up):
@@ -417,8 +419,8 @@ def take_rounds(
     return rounds
 
 
-def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> None:
-    """Store and print one result."""
+def record_speed(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> None:
+    """Record and print a step time, its samples per second and its peak memory."""
     seconds, peak_gib = found
     bench.figures[f"{name}_step_s"] = seconds
     bench.figures[f"{name}_samples_s"] = batch / seconds
@@ -427,7 +429,7 @@ def note(bench: Bench, name: str, batch: int, found: tuple[float, float]) -> Non
 
 
 def report(figures: dict[str, Any]) -> bool:
-    """Print each measured ratio and whether it meets the requirement."""
+    """Print the speed of each model relative to the plain loop; return True if all suffice."""
     met = True
     for name in ("flux", "qwen", "clip"):
         found = figures.get(f"{name}_ratio")
@@ -437,7 +439,7 @@ def report(figures: dict[str, Any]) -> bool:
     return met
 
 
-def show(notice: Notice) -> None:
+def print_notice(notice: Notice) -> None:
     """Print a notice of the applied plan."""
     print("   ", notice.text, flush=True)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def compare_gradients(
     figures: dict[str, object], name: str, models: Mapping[str, nn.Module], inputs: ModelInputs
 ) -> None:
-    """Record the cosines of fp8 with bf16, and of bf16 with fp32, for each block."""
+    """Record, for each block, the cosines between gradients in fp8 and bf16, and bf16 and fp32."""
     found = {precision: gradients(model, inputs) for precision, model in models.items()}
     for what in ("adapter", "input"):
         pairs = {"fp8_bf16": ("fp8", "bf16"), "bf16_fp32": ("bf16", "fp32")}
@@ -37,7 +37,7 @@ def compare_gradients(
 
 
 def gradients(model: nn.Module, inputs: ModelInputs) -> dict[str, list[Tensor]]:
-    """Return, by block, the gradient of the adapter as one vector and of the block's input."""
+    """Return the gradients of each block: of its adapter, as one vector, and of its input."""
     input_grads: dict[int, Tensor] = {}
 
     def watch(index: int) -> None:

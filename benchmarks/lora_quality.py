@@ -97,13 +97,13 @@ class AdapterTask:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Sizes of the whole experiment."""
+    """Sizes and settings of the whole benchmark."""
 
     shape: Shape
     random: Shape
     """Shape of the blocks with random weights."""
     cells: int
-    """Height and width of the latents for those blocks."""
+    """Height and width of the latents for the blocks with random weights."""
     text_length: int
     pixels: int
     copies: int
@@ -232,10 +232,10 @@ def pretrain(
 
 
 def build_variants(size: Experiment, weights: Mapping[str, Tensor]) -> dict[Precision, nn.Module]:
-    """Build the model for each precision.
+    """Build the model in each precision.
 
-    They are built anew for each setting, because a model cannot be captured twice as a CUDA graph.
-    The calibration images are the same in both settings.
+    The models are built again for each setting, because a model cannot be captured twice as a CUDA
+    graph. The calibration images are the same in both settings.
     """
     device = next(iter(weights.values())).device
     fewest = min(task.copies for task in size.tasks.values())
@@ -258,7 +258,7 @@ def compare_precisions(
     name: str,
     task: AdapterTask,
 ) -> None:
-    """Record the curves of all precisions and seeds, then the cosines of the gradients."""
+    """Record held-out losses of all precisions and seeds, then the gradient cosines."""
     device = next(models_by_precision["bf16"].parameters()).device
     stars = draw_images("star", size.pixels, range(task.copies), device)
     last = range(task.copies, task.copies + size.held_copies)
@@ -295,7 +295,7 @@ def adapt(
     held: ModelInputs,
     settings: TrainSettings,
 ) -> dict[int, dict[str, Tensor]]:
-    """Train an adapter for each seed and return them."""
+    """Train an adapter for each seed, record its held-out losses, and return the adapters."""
     start = time.perf_counter()
     autocast = precision == "plain"
     backward = GradientStep(model, stars, settings.batch, autocast)
@@ -352,7 +352,7 @@ def random_blocks(figures: dict[str, object], size: Experiment, device: torch.de
 
 
 def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Popen[str]]:
-    """Start a process for each run; models this small can share a GPU."""
+    """Start a demo_curve.py process for each precision and seed; such small models share a GPU."""
     command = [sys.executable, Path(__file__).with_name("demo_curve.py"), model]
     return {
         (compute, seed): subprocess.Popen(
@@ -369,7 +369,7 @@ def start_demos(model: Path, steps: int) -> dict[tuple[str, int], subprocess.Pop
 def collect_demos(
     figures: dict[str, object], demos: Mapping[tuple[str, int], subprocess.Popen[str]]
 ) -> None:
-    """Record the curves and the notices about fp8; for a failed process, its last error line."""
+    """Record the demos' held-out losses and fp8 notices, or the last error line of a failure."""
     for (compute, seed), process in demos.items():
         out, err = process.communicate()
         if process.returncode:

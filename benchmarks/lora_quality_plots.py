@@ -22,7 +22,7 @@ PAIRS = {
     "step": ("few.held_out", {"plain": "fp32 LoRA, autocast", "bf16": "ours"}, "few stars"),
     "demo": ("demo_held_out", {"bf16": "bf16", "fp8": "fp8"}, "the demo's LoRA"),
 }
-"""By file name: prefix of the figures, labels of the two precisions, title."""
+"""For each plot: prefix of its figures in the result file, labels of its curves, title."""
 COSINES = {
     "few.cosine.fresh": "fresh LoRA",
     "few.cosine.trained": "trained LoRA",
@@ -31,7 +31,7 @@ COSINES = {
 
 
 def main() -> None:
-    """Draw a plot for everything that the file contains."""
+    """Draw every plot whose figures are in the result file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the file")
     folder = parser.parse_args().results
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def by_seed(figures: Mapping[str, str], prefix: str, label: str) -> dict[str, dict[int, float]]:
-    """Return the curve of each seed."""
+    """Return the held-out losses by step, for each seed."""
     return {
         f"{label}, seed {name.removeprefix(prefix)}": {
             int(step): loss for step, loss in json.loads(text).items()
@@ -61,7 +61,7 @@ def by_seed(figures: Mapping[str, str], prefix: str, label: str) -> dict[str, di
 
 
 def by_block(figures: Mapping[str, str]) -> dict[str, dict[int, float]]:
-    """Return the cosines of adapter and input gradients for each state of the model."""
+    """Return the cosines by block of adapter and input gradients, for each entry of COSINES."""
     return {
         f"{label}, {what}": dict(enumerate(json.loads(figures[f"{key}.{what}.fp8_bf16"])))
         for key, label in COSINES.items()

@@ -1,8 +1,9 @@
-"""Train a Wan-shaped transformer on the demo's shapes, and then adapters on top of it.
+"""Train a small Wan-shaped transformer, and LoRA adapters on top of it, for lora_quality.py.
 
 Rounding errors cannot be judged with random weights, because trained weights and activations are
-spread unevenly. So the model is first trained from scratch on drawn shapes, in fp32 under autocast;
-adapters are then trained on stars. Images and captions are encoded by the demo's family (`tiny`).
+spread unevenly. So the model is first trained from scratch on drawn shapes (circles, squares and so
+on), in fp32 under autocast; adapters are then trained on stars. Images and captions are encoded by
+the demo's family (`tiny`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TRAIN = TrainSection()
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a transformer."""
+    """Size of a transformer, as arguments of WanTransformer3DModel."""
 
     layers: int
     heads: int
@@ -54,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Length, batch size and optimizer of one training."""
+    """Number of steps, batch size and optimizer of one training run."""
 
     steps: int
     batch: int
@@ -77,7 +78,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Noisy images at given sigmas, and the target of the model's prediction."""
+    """Noisy latents with their sigmas and captions, and the target of the prediction."""
 
     noisy: Tensor
     sigmas: Tensor
@@ -124,7 +125,7 @@ def build_variant(
 ) -> nn.Module:
     """Build the model with these weights and a new adapter, for one of the precisions.
 
-    `calibration` is what an fp8 model finds its outlier subspaces with.
+    `calibration` is the batch with which an fp8 model is calibrated (its outlier subspaces).
     """
     device = next(iter(weights.values())).device
     model = make_model(shape, device)
@@ -143,7 +144,7 @@ def build_variant(
 
 
 def to_bf16(model: nn.Module) -> None:
-    """Cast the weights as when they are loaded from files: some modules stay in fp32."""
+    """Cast weights to bf16, except modules that diffusers keeps in fp32 when it loads a model."""
     kept = set(model._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if not kept & set(name.split(".")):
@@ -151,7 +152,7 @@ def to_bf16(model: nn.Module) -> None:
 
 
 def reset_adapter(model: nn.Module, seed: int) -> None:
-    """Initialise the adapter again from a seed."""
+    """Reinitialise the adapter's weights from a seed."""
     torch.manual_seed(seed)
     for layer in model.modules():
         if isinstance(layer, LoraLinear):
@@ -159,13 +160,13 @@ def reset_adapter(model: nn.Module, seed: int) -> None:
 
 
 def copy_adapter(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the trained weights."""
+    """Return a copy of the adapter's weights."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, adapter: Mapping[str, Tensor]) -> None:
-    """Copy trained weights into the model."""
+    """Copy an adapter's weights into the model."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == adapter.keys(), trained.keys() ^ adapter.keys()
     for name, parameter in trained.items():
@@ -183,7 +184,7 @@ def make_inputs(images: Images, sigmas: Tensor, noise: Tensor) -> ModelInputs:
 
 
 def losses(model: nn.Module, inputs: ModelInputs, autocast: bool) -> Tensor:
-    """Return the loss of each sample. Inputs are cast to the type of the model's first layer."""
+    """Return the loss of each sample. Inputs are cast to the dtype of the model's first layer."""
     dtype = model.patch_embedding.weight.dtype
     with torch.autocast(inputs.noisy.device.type, torch.bfloat16, enabled=autocast):
         (prediction,) = model(
@@ -197,7 +198,7 @@ def losses(model: nn.Module, inputs: ModelInputs, autocast: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class StepDraws:
-    """The random choices of a step."""
+    """The random draws of a training step: image indices, noise and sigmas."""
 
     chosen: Tensor
     noise: Tensor
@@ -205,9 +206,9 @@ class StepDraws:
 
 
 class GradientStep:
-    """Runs forward and backward of a step as a CUDA graph.
+    """Runs forward and backward of a training step, on a GPU as a CUDA graph.
 
-    Steps this small are limited by Python, so on a GPU they are captured once and replayed.
+    Steps this small are limited by Python, so they are captured once and replayed.
     Gradients are overwritten in place and must not be set to None.
     """
 
@@ -222,7 +223,7 @@ class GradientStep:
                 print(f"CUDA graph capture failed: {error}", flush=True)
 
     def draw(self, generator: torch.Generator) -> StepDraws:
-        """Draw the images, noise and sigmas of a step."""
+        """Draw the image indices, noise and sigmas of a step."""
         latents, device = self.images.latents, generator.device
         chosen = torch.randint(len(latents), (self.batch,), generator=generator, device=device)
         shape = (self.batch, *latents.shape[1:])
@@ -288,7 +289,7 @@ def train(
 
 
 def held_out_inputs(images: Images, draws: int) -> ModelInputs:
-    """Repeat every image `draws` times, at evenly spread sigmas and with fixed noise."""
+    """Return every held-out image `draws` times, at evenly spread sigmas and with fixed noise."""
     count = draws * len(images.latents)
     every = images.at(torch.arange(count, device=images.latents.device) % (count // draws))
     generator = torch.Generator().manual_seed(0)
@@ -299,5 +300,5 @@ def held_out_inputs(images: Images, draws: int) -> ModelInputs:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, inputs: ModelInputs, autocast: bool) -> float:
-    """Return the mean loss."""
+    """Return the mean loss of the model on the held-out inputs."""
     return float(losses(model, inputs, autocast).mean())

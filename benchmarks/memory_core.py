@@ -51,7 +51,7 @@ PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Target:
-    """A target for one figure, and whether it is met."""
+    """A measured figure, its target, and True in `met` if it meets the target."""
 
     name: str
     value: float
@@ -154,7 +154,7 @@ class Bench:
         return figures
 
     def hint_cost(self) -> dict[str, float]:
-        """Measure the microseconds that the caller spends on one hint for a latent of 128 KiB."""
+        """Measure how many microseconds a memory hint for a latent of 128 KiB blocks its caller."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
         return self.in_pool(settings, self._time_hints)
 
@@ -195,7 +195,7 @@ class Bench:
         }
 
     def _time_hints(self, pool: ManagedPool) -> dict[str, float]:
-        """Time the hints of a whole batch, as a run gives them, and a single one."""
+        """Time memory hints for the latents of a batch, as in a run, and for a single latent."""
         hints = self.hints
         with pool.allocating():
             latents = [
@@ -233,7 +233,7 @@ class Bench:
 
 
 def compare_steps(pool: ManagedPool) -> dict[str, float]:
-    """Time both steps alternately, so that clock rates and heat affect them equally."""
+    """Time steps in ordinary memory and in the pool alternately, so heat affects both alike."""
     steps = {"native_s": make_step(nullcontext), "managed_s": make_step(pool.allocating)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
@@ -250,7 +250,7 @@ def compare_steps(pool: ManagedPool) -> dict[str, float]:
 
 
 def make_step(allocate_in: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Build a training step of an 8-layer, 4096-wide bf16 model, with allocations inside `routed`.
+    """Build a training step of an 8-layer, 4096-wide bf16 model, allocated inside `allocate_in()`.
 
     Backward runs in this thread, because other threads do not allocate from an open pool.
     """
@@ -302,7 +302,10 @@ def median_us(
     prepare: Callable[[torch.Tensor], Hint],
     verb: Callable[[torch.Tensor], Hint],
 ) -> float:
-    """Return the median microseconds that a hint blocks its caller, from the same initial state."""
+    """Return the median microseconds that the hint `verb` blocks its caller.
+
+    `prepare` restores the initial state before each measurement.
+    """
     seconds = []
     for _ in range(20):
         for tensor in tensors:

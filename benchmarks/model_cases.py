@@ -1,8 +1,8 @@
-"""Full-width models of three families with random weights, and their cost models.
+"""Build models of three families with random weights, and their cost models.
 
 FLUX.1-dev (12 B) and Qwen-Image (20 B) at 1024x1024, and one expert of Wan2.2-A14B for a video of
-33 frames at 832x480. All have a LoRA of rank 32 in fp32 on the family's target layers. Benchmarks
-may ask for fewer blocks.
+33 frames at 832x480. All have the published width and an fp32 LoRA of rank 32 on the family's
+target layers. Some benchmarks use fewer blocks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STATE_NBYTES = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A family with a sample size and changes to its published configuration."""
+    """A model to measure: a family, changes to its published configuration, and a sample size."""
 
     family: str
     sample: SampleShape
@@ -55,13 +55,13 @@ class Case:
     """Precision of frozen matmuls; the trace is always in bf16, as in a run."""
 
     def meta_model(self) -> MetaModel:
-        """Return the model on the meta device with its adapter, fused as in a run."""
+        """Return the model on the meta device, with its adapter and fused as in a run."""
         model = build_meta_model(ModelSection(family=self.family), self.sample, self.config)
         prepare_for_training(model, AdapterSection(rank=RANK))
         return model
 
     def shapes(self) -> ModelShapes:
-        """Trace the model; a few blocks of each kind are enough."""
+        """Trace the model on the meta device and return its shapes."""
         target = replace(self.meta_model().trace_target(), compute_dtype=torch.bfloat16)
         return trace_model(target, TRACED_BATCH)
 
@@ -94,7 +94,7 @@ class Case:
                 parameter.data = torch.randn_like(parameter).mul_(0.02)
         return model.train()
 
-    def call(
+    def make_forward(
         self, model: nn.Module, batch: int, device: torch.device
     ) -> tuple[Callable[[], Tensor], Tensor]:
         """Return a function that runs one forward pass on fixed inputs, and a target tensor."""
@@ -141,14 +141,14 @@ def wan(layers: int, sample: SampleShape) -> Case:
 
 TRACED = {"flux": flux(1, 2), "qwen": qwen(2), "wan": wan(2, IMAGE), "clip": wan(2, CLIP)}
 TRACED |= {"fp8": TRACED["wan"]}
-"""The models that are traced."""
+"""Models to trace: one or two blocks of each kind are enough."""
 FULL = {"flux": flux(19, 38), "qwen": qwen(60), "wan": wan(40, IMAGE), "clip": wan(40, CLIP)}
 SHORT = {"flux": flux(6, 12), "qwen": qwen(16), "wan": wan(12, IMAGE), "clip": wan(8, CLIP)}
 SHORT |= {"fp8": replace(wan(12, IMAGE), frozen_compute="fp8")}
 
 
-def rehearsed(case: Case) -> Case:
-    """Return a tiny version that runs anywhere, to rehearse the benchmark."""
+def miniature_of(case: Case) -> Case:
+    """Return a tiny version of a model that runs on a CPU, to test the benchmark."""
     probe_config = planner_shapes(case.family).probe_config
     small = SampleShape(64, 64, min(case.sample.frames, 5))
     return replace(case, sample=small, config={**probe_config, **case.config})

@@ -1,4 +1,4 @@
-"""Measure a full training step with optimizer state in host memory, on the device, and by torchao.
+"""Compare training steps with optimizer state on the device, in host memory, and by torchao.
 
 The model is a transformer of 2.9 B parameters in fp32, computed in bf16 with activation
 checkpointing, two samples of 4096 tokens, AdamW. Every variant trains the same model in the same
@@ -128,7 +128,7 @@ class Bench:
             p.grad = None
 
     def step_seconds(self, step: Callable[[], object], clip: bool = False) -> float:
-        """Return the time of one step, from several in a row."""
+        """Return the seconds of one step, averaged over several in a row."""
         began = 0.0
         for number in range(WARM_UP + STEPS):
             if number == WARM_UP:
@@ -161,7 +161,7 @@ class Bench:
         return torch.cuda.max_memory_allocated() / GIB if self.device.type == "cuda" else 0.0
 
     def measure_ours(self, host_share: float) -> dict[str, float]:
-        """Measure AdamW as a run has it, with a share of its state in host memory."""
+        """Measure gracetune's AdamW with a share of its state in host memory."""
         self.clear()
         optimizer = build_optimizer(self.parameters, SECTION)
         stepper = OptimizerStepper(
@@ -235,7 +235,7 @@ class Bench:
 
 
 def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
-    """Return GB/s in, out, and in each direction while both are busy."""
+    """Return the link's GB/s: to the device, from it, and each way while both ways are busy."""
     engine = bench.open_engine()
     copy_in = engine.allocate_device(nbytes), engine.allocate_pinned(nbytes)
     copy_out = engine.allocate_pinned(nbytes), engine.allocate_device(nbytes)
@@ -319,7 +319,7 @@ def main() -> int:
 
 
 def summary(figures: dict[str, Any], numel: int) -> dict[str, float]:
-    """Return the time of the updates alone, and ratios to the link and to torchao."""
+    """Return the seconds of each optimizer update, and their ratios to the link and to torchao."""
     summarized: dict[str, float] = {}
     bare = figures["without_update"]["step_s"]
     for name in ("device", "ours", "ours_half", "torchao"):

@@ -3,22 +3,22 @@
 A result file has one record per measured step under `figures.configurations`:
 
     name, model (a family), batch, compiled, seconds, peak_gib
-    streamed      numbers of the streamed blocks, or "all", "every_second", "none"
+    streamed      indices of the streamed blocks, or "all", "every_second", "none"
     activations   the activation mode of each block, or one for all
-    checkpointing "plain": recomputed blocks recompute attention too, as torch's own checkpointing
+    checkpointing "plain": recomputed blocks recompute attention too, like torch's checkpointing
     slots, rank, width, height, frames, config (changes to the model)   if not the defaults
-    sends_inputs  for each block: whether the input of a recomputed block is offloaded
+    sends_inputs  for each block: true if its input is offloaded and it is recomputed
     lora          "fused": prepared as in a run; otherwise peft's own LoRA in bf16
     ahead         blocks whose activations were prefetched in backward
     frozen_compute  "fp8" if frozen matmuls were computed in fp8
-    state_nbytes  optimizer state per trained number
-    fitted        true if a constant was fitted to this record; it then proves nothing
-    excused       why a record is not counted
+    state_nbytes  bytes of optimizer state per trained parameter
+    fitted        true if a constant of the planner was fitted to this record; it is not counted
+    excused       reason why the record is not counted
     predicted_seconds, predicted_peak_gib   the prediction made before the measurement, if any
     host          launch costs of the host at that time
-    commit        of the record, if a file has several
+    commit        the measured commit, if the file has records of several commits
     plan          the plan, if the planner chose it
-    rounds        measurements of which the figures are means
+    rounds        single measurements; seconds and peak_gib are their means
 
 Needs no GPU. Stored predictions are used as they are; other records are predicted now, for the
 named machine. `--again` predicts all records now.
@@ -63,7 +63,7 @@ DEFAULTS |= {"checkpointing": "selective", "lora": "peft", "frozen_compute": "bf
 
 @dataclass(frozen=True)
 class Comparison:
-    """A record with its prediction."""
+    """A record with the predicted step time and peak memory."""
 
     record: dict[str, Any]
     seconds: float
@@ -92,8 +92,12 @@ def main() -> int:
     parser.add_argument(
         "files", type=Path, nargs="*", default=[results.FOLDER / "plan_measured.json"]
     )
-    parser.add_argument("--machine", default="h200-pcie", help="the machine that was measured")
-    parser.add_argument("--again", action="store_true", help="ignore stored predictions")
+    parser.add_argument(
+        "--machine", default="h200-pcie", help="machine on which the records were measured"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="predict every record now, ignoring stored predictions"
+    )
     arguments = parser.parse_args()
     comparisons = [
         compare(record, arguments.machine, arguments.again)
@@ -107,11 +111,11 @@ def main() -> int:
 
 
 def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> Comparison:
-    """Predict one record."""
+    """Return a record with its stored prediction; predict now if it has none or `again` is set."""
     if "predicted_seconds" in record and not again:
         return Comparison(record, record["predicted_seconds"], record["predicted_peak_gib"])
     filled = DEFAULTS | record
-    model, trained = model_of(
+    model, trained = cost_model_of(
         filled["model"],
         json.dumps(filled["config"], sort_keys=True),
         filled["rank"],
@@ -132,7 +136,7 @@ def compare(record: dict[str, Any], machine_name: str, again: bool = False) -> C
 
 
 @cache
-def model_of(
+def cost_model_of(
     family: str,
     config: str,
     rank: int,
@@ -142,7 +146,7 @@ def model_of(
     fused: bool,
     frozen_compute: FrozenCompute,
 ) -> tuple[CostModel, int]:
-    """Return the cost model of a record, and how many numbers its LoRA trains."""
+    """Return the cost model for a record, and the number of parameters that its LoRA trains."""
     rates = machine_rates(find_machine(machine_name))
     if fused:
         case = Case(family, SampleShape(*size), json.loads(config), ())
@@ -195,7 +199,7 @@ def judge(comparisons: list[Comparison]) -> bool:
     """Print the largest deviations of the counted records; return True if all are within limits."""
     counted = [one for one in comparisons if one.counts]
     if not counted:
-        print("every record was fitted or excused, so there is nothing to judge")
+        print("nothing to judge: every record is fitted or excused")
         return False
     seconds = max(counted, key=lambda one: abs(one.seconds_off))
     peak = max(counted, key=lambda one: abs(one.peak_off))

@@ -1,19 +1,21 @@
-"""Configurations with which the planner's predictions are tested, and their records.
+"""List the configurations of a training step with which the planner's predictions are tested.
 
-All were chosen before they were measured: three models and a video; resident, half and all
-streamed; every activation mode and mixes of them; eager and compiled; batches of 1, 2 and 4.
+A configuration says which blocks are streamed, the activation mode of each block, the batch size,
+and eager or compiled. Models are three image models and a video model (see model_cases.py). Every
+set was chosen before its configurations were measured:
 
     FIRST   the first set
-    LATER   chosen after eight of FIRST had been seen: mostly eager steps of one sample, which are
-            bound by the CPU, and fp8
-    LAST    chosen after the eager ones of both had been seen (plan_proof.json of 13805ea) and the
+    LATER   chosen after eight results of FIRST were known: fp8, and mostly eager steps of one
+            sample, which are bound by the CPU
+    LAST    chosen after the eager results of both were known (plan_proof.json of 13805ea) and the
             launch probe had been rewritten
-    HOSTS   the eager ones of LAST, and earlier ones whose time was predicted more than 10 % too
-            short, measured in rounds
+    HOSTS   the eager configurations of LAST, and earlier ones whose predicted time was more than
+            10 % too short, measured in rounds
     FRESH   chosen when elementwise kernels began to be timed one by one; none had been run before
 
-`PLANNED` holds requests, not configurations: a memory budget and what may be streamed. The planner
-chooses the configuration. They were written down after all of the above had been seen.
+`PLANNED` holds requests instead of configurations: a memory budget, and whether weights and
+activations may be streamed. The planner chooses the configuration. The requests were chosen after
+all other results were known.
 """
 
 from __future__ import annotations
@@ -35,160 +37,164 @@ SLOTS = 3
 
 
 @dataclass(frozen=True)
-class Way:
-    """One configuration of a step."""
+class StepConfig:
+    """A configuration of a training step: streaming, activation modes, batch size, compilation."""
 
     compiled: bool
     batch: int
     streamed: Streamed
-    first: tuple[ActivationMode, ...]
-    """Activation modes of the first half of the blocks, which alternate."""
-    last: ActivationMode
-    """Activation mode of the other half."""
-    sends_inputs: bool = False
-    """Whether the inputs of recomputed blocks are offloaded."""
+    first_modes: tuple[ActivationMode, ...]
+    """Activation modes of the first half of the blocks, used in turn."""
+    last_mode: ActivationMode
+    """Activation mode of the second half of the blocks."""
+    offload_inputs: bool = False
+    """True if the inputs of recomputed blocks are offloaded to host memory."""
 
     def __str__(self) -> str:
         how = "compiled" if self.compiled else "eager"
-        sent = " from host memory" if self.sends_inputs else ""
-        ways = f"{' and '.join(self.first)}{sent}, then {self.last}"
+        sent = " from host memory" if self.offload_inputs else ""
+        ways = f"{' and '.join(self.first_modes)}{sent}, then {self.last_mode}"
         return f"{how}, batch {self.batch}, {self.streamed} streamed, {ways}"
 
     def candidate(self, case: Case) -> PlanCandidate:
-        """Return the configuration for a model."""
+        """Return the configuration of each block of a model, as the planner takes it."""
         total = sum(case.counts)
         inside = {"none": range(0), "half": range(0, total, 2), "all": range(total)}[self.streamed]
         blocks = []
         for index in range(total):
-            way = self.first[index % len(self.first)] if 2 * index < total else self.last
-            sends = self.sends_inputs and way == "recompute"
+            way = (
+                self.first_modes[index % len(self.first_modes)]
+                if 2 * index < total
+                else self.last_mode
+            )
+            sends = self.offload_inputs and way == "recompute"
             blocks.append(BlockPlan("streamed" if index in inside else "resident", way, sends))
         slots = SLOTS if len(inside) else 0
         return PlanCandidate(tuple(blocks), self.batch, 1, slots, self.compiled)
 
 
-FIRST: dict[str, list[Way]] = {
+FIRST: dict[str, list[StepConfig]] = {
     "flux": [
-        Way(False, 1, "none", ("keep",), "keep"),
-        Way(False, 2, "all", ("recompute",), "recompute"),
-        Way(False, 2, "half", ("lean",), "keep"),
-        Way(False, 4, "all", ("offload",), "lean"),
-        Way(True, 2, "half", ("lean",), "lean"),
-        Way(True, 4, "all", ("recompute",), "lean", sends_inputs=True),
+        StepConfig(False, 1, "none", ("keep",), "keep"),
+        StepConfig(False, 2, "all", ("recompute",), "recompute"),
+        StepConfig(False, 2, "half", ("lean",), "keep"),
+        StepConfig(False, 4, "all", ("offload",), "lean"),
+        StepConfig(True, 2, "half", ("lean",), "lean"),
+        StepConfig(True, 4, "all", ("recompute",), "lean", offload_inputs=True),
     ],
     "qwen": [
-        Way(False, 1, "half", ("recompute",), "keep"),
-        Way(False, 4, "none", ("recompute",), "lean"),
-        Way(False, 2, "all", ("keep",), "keep"),
-        Way(True, 1, "none", ("keep",), "keep"),
-        Way(True, 4, "half", ("offload", "recompute"), "lean"),
+        StepConfig(False, 1, "half", ("recompute",), "keep"),
+        StepConfig(False, 4, "none", ("recompute",), "lean"),
+        StepConfig(False, 2, "all", ("keep",), "keep"),
+        StepConfig(True, 1, "none", ("keep",), "keep"),
+        StepConfig(True, 4, "half", ("offload", "recompute"), "lean"),
     ],
     "wan": [
-        Way(False, 2, "half", ("offload",), "keep"),
-        Way(False, 4, "all", ("lean",), "lean"),
-        Way(True, 2, "all", ("recompute",), "keep"),
-        Way(True, 4, "none", ("lean",), "keep"),
+        StepConfig(False, 2, "half", ("offload",), "keep"),
+        StepConfig(False, 4, "all", ("lean",), "lean"),
+        StepConfig(True, 2, "all", ("recompute",), "keep"),
+        StepConfig(True, 4, "none", ("lean",), "keep"),
     ],
     "clip": [
-        Way(False, 1, "none", ("recompute",), "keep"),
-        Way(True, 1, "half", ("recompute",), "lean"),
+        StepConfig(False, 1, "none", ("recompute",), "keep"),
+        StepConfig(True, 1, "half", ("recompute",), "lean"),
     ],
     "fp8": [],
 }
 
-LATER: dict[str, list[Way]] = {
+LATER: dict[str, list[StepConfig]] = {
     "flux": [
-        Way(False, 1, "half", ("recompute",), "lean"),
-        Way(False, 1, "none", ("lean",), "recompute"),
+        StepConfig(False, 1, "half", ("recompute",), "lean"),
+        StepConfig(False, 1, "none", ("lean",), "recompute"),
     ],
     "qwen": [
-        Way(False, 1, "none", ("keep",), "keep"),
-        Way(False, 1, "none", ("recompute",), "recompute"),
-        Way(False, 1, "all", ("lean",), "keep"),
+        StepConfig(False, 1, "none", ("keep",), "keep"),
+        StepConfig(False, 1, "none", ("recompute",), "recompute"),
+        StepConfig(False, 1, "all", ("lean",), "keep"),
     ],
     "wan": [
-        Way(False, 1, "none", ("recompute",), "recompute"),
-        Way(False, 1, "none", ("offload",), "lean"),
-        Way(False, 2, "half", ("recompute",), "recompute"),
+        StepConfig(False, 1, "none", ("recompute",), "recompute"),
+        StepConfig(False, 1, "none", ("offload",), "lean"),
+        StepConfig(False, 2, "half", ("recompute",), "recompute"),
     ],
     "clip": [
-        Way(False, 1, "all", ("recompute",), "lean"),
+        StepConfig(False, 1, "all", ("recompute",), "lean"),
     ],
     "fp8": [
-        Way(True, 1, "none", ("keep",), "keep"),
-        Way(True, 2, "none", ("recompute",), "recompute"),
-        Way(True, 4, "all", ("recompute",), "lean"),
+        StepConfig(True, 1, "none", ("keep",), "keep"),
+        StepConfig(True, 2, "none", ("recompute",), "recompute"),
+        StepConfig(True, 4, "all", ("recompute",), "lean"),
     ],
 }
-LAST: dict[str, list[Way]] = {
+LAST: dict[str, list[StepConfig]] = {
     "flux": [
-        Way(False, 1, "all", ("keep",), "recompute"),
-        Way(False, 2, "none", ("lean",), "lean"),
-        Way(True, 1, "none", ("keep",), "keep"),
+        StepConfig(False, 1, "all", ("keep",), "recompute"),
+        StepConfig(False, 2, "none", ("lean",), "lean"),
+        StepConfig(True, 1, "none", ("keep",), "keep"),
     ],
     "qwen": [
-        Way(False, 1, "half", ("keep",), "lean"),
-        Way(False, 2, "half", ("recompute",), "lean"),
-        Way(True, 2, "all", ("lean",), "keep"),
+        StepConfig(False, 1, "half", ("keep",), "lean"),
+        StepConfig(False, 2, "half", ("recompute",), "lean"),
+        StepConfig(True, 2, "all", ("lean",), "keep"),
     ],
     "wan": [
-        Way(False, 1, "half", ("lean",), "recompute"),
-        Way(False, 4, "none", ("recompute",), "keep"),
-        Way(True, 1, "all", ("lean",), "lean"),
+        StepConfig(False, 1, "half", ("lean",), "recompute"),
+        StepConfig(False, 4, "none", ("recompute",), "keep"),
+        StepConfig(True, 1, "all", ("lean",), "lean"),
     ],
     "clip": [
-        Way(False, 1, "half", ("offload",), "lean"),
+        StepConfig(False, 1, "half", ("offload",), "lean"),
     ],
     "fp8": [
-        Way(True, 1, "half", ("lean",), "recompute"),
-        Way(True, 2, "all", ("keep",), "lean"),
+        StepConfig(True, 1, "half", ("lean",), "recompute"),
+        StepConfig(True, 2, "all", ("keep",), "lean"),
     ],
 }
-HOSTS: dict[str, list[Way]] = {
+HOSTS: dict[str, list[StepConfig]] = {
     "flux": [
         *(way for way in LAST["flux"] if not way.compiled),
-        Way(False, 2, "all", ("recompute",), "recompute"),
-        Way(False, 2, "half", ("lean",), "keep"),
-        Way(False, 1, "half", ("recompute",), "lean"),
+        StepConfig(False, 2, "all", ("recompute",), "recompute"),
+        StepConfig(False, 2, "half", ("lean",), "keep"),
+        StepConfig(False, 1, "half", ("recompute",), "lean"),
     ],
     "qwen": [
         *(way for way in LAST["qwen"] if not way.compiled),
-        Way(False, 1, "none", ("keep",), "keep"),
-        Way(False, 1, "none", ("recompute",), "recompute"),
+        StepConfig(False, 1, "none", ("keep",), "keep"),
+        StepConfig(False, 1, "none", ("recompute",), "recompute"),
     ],
     "wan": [
         *(way for way in LAST["wan"] if not way.compiled),
-        Way(False, 1, "none", ("recompute",), "recompute"),
+        StepConfig(False, 1, "none", ("recompute",), "recompute"),
     ],
     "clip": LAST["clip"],
     "fp8": [],
 }
-FRESH: dict[str, list[Way]] = {
+FRESH: dict[str, list[StepConfig]] = {
     "flux": [
-        Way(False, 1, "none", ("recompute",), "keep"),
-        Way(False, 2, "all", ("keep",), "lean"),
-        Way(False, 4, "half", ("offload",), "recompute"),
-        Way(True, 2, "none", ("lean",), "recompute"),
+        StepConfig(False, 1, "none", ("recompute",), "keep"),
+        StepConfig(False, 2, "all", ("keep",), "lean"),
+        StepConfig(False, 4, "half", ("offload",), "recompute"),
+        StepConfig(True, 2, "none", ("lean",), "recompute"),
     ],
     "qwen": [
-        Way(False, 1, "all", ("recompute",), "recompute"),
-        Way(False, 2, "none", ("lean",), "keep"),
-        Way(False, 4, "half", ("offload", "lean"), "recompute"),
-        Way(True, 1, "half", ("offload",), "keep"),
+        StepConfig(False, 1, "all", ("recompute",), "recompute"),
+        StepConfig(False, 2, "none", ("lean",), "keep"),
+        StepConfig(False, 4, "half", ("offload", "lean"), "recompute"),
+        StepConfig(True, 1, "half", ("offload",), "keep"),
     ],
     "wan": [
-        Way(False, 1, "none", ("keep",), "lean"),
-        Way(False, 2, "all", ("offload",), "lean"),
-        Way(False, 4, "half", ("recompute",), "lean"),
-        Way(True, 2, "half", ("keep",), "offload"),
+        StepConfig(False, 1, "none", ("keep",), "lean"),
+        StepConfig(False, 2, "all", ("offload",), "lean"),
+        StepConfig(False, 4, "half", ("recompute",), "lean"),
+        StepConfig(True, 2, "half", ("keep",), "offload"),
     ],
     "clip": [
-        Way(False, 1, "half", ("keep",), "recompute"),
-        Way(False, 2, "none", ("lean",), "recompute"),
+        StepConfig(False, 1, "half", ("keep",), "recompute"),
+        StepConfig(False, 2, "none", ("lean",), "recompute"),
     ],
     "fp8": [],
 }
-WAYS = {
+CONFIGURATIONS = {
     "first": FIRST,
     "later": LATER,
     "last": LAST,
@@ -205,7 +211,7 @@ class PlanRequest:
     compiled: bool
     budget_gb: int
     streams: Literal["none", "weights", "both"]
-    """What may use the link: nothing, weights, or activations too."""
+    """Data that may be streamed over the link: none, weights, or weights and activations."""
 
     def __str__(self) -> str:
         how = "compiled" if self.compiled else "eager"
@@ -214,13 +220,13 @@ class PlanRequest:
 
     @property
     def constraints(self) -> Constraints:
-        """Return the request as the planner takes it."""
+        """The request in the form that the planner takes."""
         return Constraints(
             compile=(self.compiled,), stream=self.streams != "none", offload=self.streams == "both"
         )
 
 
-_BUDGETS = [
+_PLAN_REQUESTS = [
     PlanRequest(False, 40, "both"),
     PlanRequest(False, 16, "none"),
     PlanRequest(False, 16, "weights"),
@@ -229,16 +235,16 @@ _BUDGETS = [
     PlanRequest(True, 8, "both"),
 ]
 PLANNED = {
-    "flux": _BUDGETS,
-    "qwen": _BUDGETS,
-    "wan": _BUDGETS,
+    "flux": _PLAN_REQUESTS,
+    "qwen": _PLAN_REQUESTS,
+    "wan": _PLAN_REQUESTS,
     "clip": [PlanRequest(False, 24, "both")],
     "fp8": [],
 }
 
 
-def record(title: str, case: Case, candidate: PlanCandidate) -> dict[str, Any]:
-    """Return a record as `plan_check` reads it."""
+def make_record(title: str, case: Case, candidate: PlanCandidate) -> dict[str, Any]:
+    """Return a configuration as a record of plan_proof.json, in the format of plan_check.py."""
     return {
         "name": title,
         "model": case.family,

@@ -1,4 +1,4 @@
-"""Write and read result files: date, commit, machine and the measured figures."""
+"""Write and read the benchmarks' result files: date, commit, machine and measured figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flatten(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 
 
 def this_commit() -> str:
-    """Return the measured commit, marked `-dirty` if the tree has changes."""
+    """Return the commit of this repository, marked `-dirty` if it has uncommitted changes."""
     command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -1,19 +1,20 @@
-"""Measure what streaming frozen weights costs a LoRA step, compared with resident weights.
+"""Compare a LoRA step that streams its frozen weights with one whose weights are resident.
 
-Twenty blocks of Wan2.2-A14B's shape (of forty) with random weights, one frame of 1024x1024 (4096
-tokens), LoRA of rank 32. A resident and a streamed model are on the device and take turns, because
-a shared host is not equally fast all the time, and a small eager batch is limited by the host.
-Steps are timed by events on the device, and the link is measured in the same run. A streamed step
-cannot be faster than the larger of the resident step and the time of its bytes on the link; `ratio`
-compares it with that bound.
+Streamed weights pass from host memory through a ring of device slots. The model has twenty of the
+forty blocks of Wan2.2-A14B, with random weights and a LoRA of rank 32; a sample is one frame of
+1024x1024 (4096 tokens). A resident and a streamed model are on the device and take turns, because
+small eager batches are limited by the CPU, whose speed varies on a shared host. Steps are timed
+with CUDA events, and the bandwidth of the link is measured in the same run. A streamed step takes
+at least as long as the resident step, and at least as long as its copies; `ratio` is its time
+divided by the larger of these bounds.
 
-Each variant is measured with three slots first. If that stalls, the ring may add slots as in a run,
-within `--spare`, and is measured again: `grown`. A small batch is limited by the link in forward
-and by computing in backward, and three slots cannot carry unused link time from one to the other.
+Each variant is measured with three slots first. If it stalls, the ring may add slots as in a run,
+up to `--spare`, and is measured again as `grown`. A small batch is limited by the link in forward
+and by compute in backward, and three slots are too few to prefetch across that boundary.
 
-Blocks that are still in the slots when forward turns to backward are not fetched again, which is a
-larger part of twenty blocks than of forty; `copied_gib` has the bytes that were copied. `peak_gib`
-does not include the other model.
+Blocks that are still in the slots when backward begins are not copied again. That saves a larger
+share of twenty blocks than of forty; `copied_gib` is what was copied per step. `peak_gib` does not
+include the other model.
 
     PYTHONPATH=src:benchmarks python benchmarks/ring.py [--out FOLDER] [--commit NAME]
         [--spare GIB]
@@ -53,12 +54,12 @@ if TYPE_CHECKING:
 
 LAYERS = 20
 TURNS = {1: 3, 2: 2, 4: 2}
-"""Batch size -> turns of each model. Long steps vary less and need fewer."""
+"""Number of turns of each model, by batch size. Long steps vary less and need fewer turns."""
 STEPS_PER_TURN = 3
-"""The first step of a turn is not timed."""
+"""Steps of a turn, of which the first is not timed."""
 SPARE_GIB = 12
 MAX_WINDOWS = 8
-"""Stall windows within which autosizing must have ended."""
+"""Maximum number of stall windows to wait for the ring to stop growing."""
 LINK_COPY_NBYTES = GIB // 2
 MAX_RATIO = 1.04
 REQUIRED_NBYTES = 120 * GIB
@@ -71,7 +72,7 @@ class Contender:
     model: nn.Module
     applied: AppliedPlan
     nbytes: int
-    """Device memory that it holds between steps."""
+    """Bytes of device memory that the model and its optimizer hold between steps."""
     step: Callable[[], torch.Tensor]
     seconds: list[float]
     peak_nbytes: int = 0
@@ -178,7 +179,7 @@ def measure(
 
 
 def grow_ring(streamed: Contender, spare_nbytes: int) -> None:
-    """Let the ring add slots until a stall window changes nothing."""
+    """Let the ring add slots until a window of passes adds none."""
     streamed.applied.allow_ring_growth(spare_nbytes)
     slots = 0
     for _ in range(MAX_WINDOWS):
@@ -193,7 +194,7 @@ def alternate(
     figures: dict[str, object], resident: Contender, streamed: Contender, turns: int
 ) -> dict[str, float]:
     """Run both models in turns, and return the figures of the streamed one."""
-    for contender in (resident, streamed):  # compiles, and learns the order of blocks
+    for contender in (resident, streamed):  # this step compiles and records the block order
         contender.seconds, contender.peak_nbytes = [], 0
         contender.step()
     before = streamed.applied.ring.counters()
@@ -216,7 +217,7 @@ def alternate(
 
 
 def take_turn(contender: Contender) -> None:
-    """Run some steps, queued one after the other as in a run."""
+    """Run and time some steps of one model, queued without synchronization as in a run."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     contender.step()
@@ -238,7 +239,10 @@ def record(figures: dict[str, object], name: str, found: dict[str, float]) -> No
 
 
 def report(figures: dict[str, object]) -> bool:
-    """Print whether each variant is within `MAX_RATIO`. If a ring was grown, only that counts."""
+    """Print each variant's ratio; return True if all are within `MAX_RATIO`.
+
+    If the ring has grown, only the measurement after that counts.
+    """
     all_met = True
     for name, variant in figures.items():
         if not isinstance(variant, dict) or "ratio" not in variant:

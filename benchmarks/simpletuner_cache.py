@@ -1,7 +1,7 @@
-"""Compare a cache hit through the plug-in with SimpleTuner's own `LocalDataBackend.torch_load`.
+"""Compare loading a cached tensor through our SimpleTuner plug-in with SimpleTuner's own loader.
 
-Measures warm hits with the real classes: with one rank per machine, and as a second rank that maps
-what the first one has loaded. Run it in SimpleTuner's environment:
+Measures repeated loads of a file with `LocalDataBackend.torch_load`: as the only rank of a machine,
+and as a second rank that maps the memory of the first. Run it in SimpleTuner's environment:
 
     PYTHONPATH=src .hosts/simpletuner/bin/python benchmarks/simpletuner_cache.py --write
 """
@@ -31,7 +31,7 @@ ROUNDS = 50
 
 
 def main() -> None:
-    """Time both, and check that they return the same tensors."""
+    """Time SimpleTuner's loader and ours, and check that they return the same tensors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the results to results/")
     args = parser.parse_args()
@@ -66,14 +66,14 @@ def main() -> None:
 
 
 def plugged(environment: dict[str, str], folder: Path) -> SimpleTunerPlugin:
-    """Return the plug-in of one rank, with caches in memory."""
+    """Return the plug-in of one rank, configured to keep cache files in memory."""
     plugin = SimpleTunerPlugin(environment, open_machine, torch.Tensor.contiguous, folder / "meet")
     plugin.split_config({"cache_config": {"vae_cache_type": "memory", "host_budget_gb": 1}})
     return plugin
 
 
 def timed(load: object, path: str) -> float:
-    """Return the median time of a hit, in seconds; the first load is not counted."""
+    """Return the median seconds of loading a file again; the first load is not counted."""
     assert callable(load)
     load(path)
     seconds = []

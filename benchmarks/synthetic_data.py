@@ -1,4 +1,4 @@
-"""Pictures and videos for the benchmarks of data: made, with the statistics of photographs."""
+"""Make JPEG images and a video with the statistics of photographs, for the data benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 512, 384
 
 
 def photographs(count: int, width: int, height: int) -> Iterable[np.ndarray]:
-    """Parts of a few large fields of 1/f noise, each with another tint: no two alike."""
+    """Yield different images: crops of large fields of 1/f noise, each with a random tint."""
     random = np.random.default_rng(0)
     edge = 1536
     distance = np.hypot(np.fft.fftfreq(edge)[:, None], np.fft.rfftfreq(edge)[None])
@@ -38,8 +38,8 @@ def photographs(count: int, width: int, height: int) -> Iterable[np.ndarray]:
         yield (mix + 120).clip(0, 255).astype(np.uint8)
 
 
-def make_pictures(folder: Path, count: int) -> None:
-    """JPEG files of quality 90, 4:2:0: what a web crawl has most of."""
+def make_images(folder: Path, count: int) -> None:
+    """Write JPEG files of 512x384 pixels (quality 90, 4:2:0), as most images from the web are."""
     folder.mkdir()
     for number, pixels in enumerate(photographs(count, WIDTH, HEIGHT)):
         data = simplejpeg.encode_jpeg(pixels, quality=90, colorsubsampling="420")
@@ -47,7 +47,7 @@ def make_pictures(folder: Path, count: int) -> None:
 
 
 def make_video(frames: int) -> bytes:
-    """H.264, a slow pan over a photograph."""
+    """Return an MP4 file (H.264, 640x480) that pans slowly over one synthetic photograph."""
     (wide,) = photographs(1, 960, 540)
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as output:

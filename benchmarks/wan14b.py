@@ -33,7 +33,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Time and memory of one way to run a training step."""
+    """Median time and peak memory of training steps, and the last loss."""
 
     seconds: float
     peak_gib: float
@@ -108,7 +108,7 @@ def make_training_step(
 
 
 def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
-    """Return the median time of some steps, queued without waiting, after a warm-up."""
+    """Return the median time and the peak memory of some steps, after a warm-up."""
     for _ in range(WARM_UP_STEPS):
         step()
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
 def time_each_step(
     step: Callable[[], torch.Tensor], count: int, device: torch.device = DEVICE
 ) -> tuple[list[float], torch.Tensor]:
-    """Return each step's seconds, measured on the device without waiting, and the last loss."""
+    """Return the seconds of each step, by CUDA events or a CPU clock, and the last loss."""
     clock: Callable[[], Any] = time.perf_counter if device.type == "cpu" else _record_event
     moments = [clock()]
     for _ in range(count):
@@ -145,7 +145,7 @@ def _record_event() -> torch.cuda.Event:
 
 
 def free_memory() -> None:
-    """Free cached memory and compiled code before the next measurement."""
+    """Free the allocator's cache and compiled code before the next measurement."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()

@@ -1,10 +1,10 @@
-"""Measure images per second of a Wan2.2-A14B-shaped LoRA step in a given device memory.
+"""Measure images per second of LoRA steps of Wan2.2-A14B's shape, by device memory budget.
 
 The baseline ("plain") is what a user would write: diffusers' transformer, peft's LoRA in fp32 under
 bf16 autocast, gradient checkpointing, fused AdamW, SDPA, eager, at its best batch size of 1, 2 and
-4. The peers are diffusers' group offload and RamTorch on the same work. gracetune runs in a memory
+4. The peers, diffusers' group offload and RamTorch, do the same work. gracetune runs in a memory
 budget that torch's memory fraction enforces. If the first variant of a budget does not fit, the
-next one is tried; `layout` in the results names it.
+next one is tried; `layout` in the results names the variant that was measured.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan14b_step.py [--out FOLDER] [--commit NAME]
         [--only plain,ours,fp8,peers]
@@ -46,18 +46,21 @@ if TYPE_CHECKING:
 
 STEPS = 5
 SUSTAINED_S = 0.3
-"""Seconds that a kernel runs before it is timed alone."""
+"""Seconds for which a matmul or attention is repeated before it is timed."""
 MIN_RATIOS = {"96": 2.1, "48": 1.55, "24": 1.4, "12": 1.2}
 MIN_FP8_RATIOS = {"96": 2.6, "12": 1.4}
 REQUIRED_NBYTES = 130 * GIB
 COPIES = "copies"
-"""The kind of work that copy engines do while kernels run."""
+"""Name of the kind of work that copy engines do while kernels run."""
 TOKENS, WIDTH, HIDDEN, TEXT_TOKENS, HEADS = 4096, 5120, 13824, 512, 40
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout to try: the number of blocks in each mode. All other blocks recompute."""
+    """A layout to try: the number of streamed blocks, and of blocks in each activation mode.
+
+    Blocks without a mode are recomputed.
+    """
 
     name: str
     batch: int
@@ -69,7 +72,7 @@ class Variant:
     """True if the inputs of recomputed blocks are offloaded."""
 
     def layout(self) -> PlanLayout:
-        """Spread each mode evenly over the blocks, so that link and kernels are busy together."""
+        """Return the layout, with each mode spread evenly so that copies overlap with kernels."""
         streamed = spread(self.streamed, range(LAYERS))
         remaining = list(range(LAYERS))
         plans: dict[int, BlockPlan] = {}
@@ -221,9 +224,9 @@ def measure_variant(
 def profile_step(
     figures: dict[str, float | str], name: str, step: Callable[[], torch.Tensor], batch: int
 ) -> None:
-    """Profile a step by kind of kernel, and compare it with its matmuls and attention alone.
+    """Record the time of a step by kind of kernel, and its share of matmuls and attention.
 
-    Time that is neither a kernel nor a stall on weights is idle.
+    Time that is neither spent in kernels nor waiting for weights counts as idle.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
@@ -248,7 +251,7 @@ def profile_step(
 
 
 def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel, judged by its name."""
+    """Classify a kernel by its name."""
     name = kernel.lower()
     for kind, patterns in {
         "attention": ("flash", "fmha", "sdpa", "attention", "cudnn::fusion"),
@@ -262,7 +265,10 @@ def kind_of(kernel: str) -> str:
 
 
 def limit_s(batch: int) -> float:
-    """Return the time of a step's frozen matmuls (with input gradients) and attention."""
+    """Return the seconds that a step's frozen matmuls and attention take, forward and backward.
+
+    This is a lower bound for the time of a step.
+    """
     rows, text_rows = batch * TOKENS, batch * TEXT_TOKENS
     square = matmul_s(rows, WIDTH, WIDTH)
     matmuls = 6 * 2 * square + 2 * (matmul_s(rows, WIDTH, HIDDEN) + matmul_s(rows, HIDDEN, WIDTH))
@@ -271,14 +277,14 @@ def limit_s(batch: int) -> float:
 
 
 def matmul_s(rows: int, inner: int, outer: int) -> float:
-    """Return the time of one matmul alone."""
+    """Return the seconds of one matmul."""
     left = torch.randn(rows, inner, device=DEVICE, dtype=torch.bfloat16)
     right = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16)
     return timed(lambda: left @ right.t())
 
 
 def attention_s(batch: int, keys: int) -> float:
-    """Return the time of attention alone, forward and backward."""
+    """Return the seconds of attention, forward and backward."""
 
     def heads(tokens: int) -> torch.Tensor:
         shape = (batch, HEADS, tokens, WIDTH // HEADS)
@@ -294,7 +300,7 @@ def attention_s(batch: int, keys: int) -> float:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the time of one of many repetitions: a cool GPU is faster at first than in a step."""
+    """Return the seconds of one of many repetitions, because a cool GPU is faster at first."""
     for _ in range(3):
         work()
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -342,7 +348,7 @@ def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> 
 
 
 def with_ramtorch(model: nn.Module) -> nn.Module:
-    """Move every adapted linear layer of the blocks to host memory."""
+    """Replace every adapted linear layer of the blocks by RamTorch's, with weights on the host."""
     from ramtorch.helpers import replace_linear_with_ramtorch
 
     for module in list(model.blocks.modules()):
@@ -369,7 +375,7 @@ def spread(count: int, items: list[int] | range) -> list[int]:
 
 
 def report(figures: dict[str, float | str]) -> bool:
-    """Print each goal, and whether it is met."""
+    """Print each goal with its result; return True if all are met."""
     goals = {f"{budget}_ratio": minimum for budget, minimum in MIN_RATIOS.items()}
     goals |= {f"fp8_{budget}_ratio": minimum for budget, minimum in MIN_FP8_RATIOS.items()}
     goals |= {"12_to_ramtorch": 6.5, "12_to_group_offload": 1.45}

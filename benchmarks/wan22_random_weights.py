@@ -1,8 +1,8 @@
-"""A model family for benchmarks: Wan 2.2 with both experts and random weights.
+"""Provide Wan 2.2 with random weights as a model family, for benchmarks of both experts.
 
-Everything but the weights is the family `wan22`. The weights are drawn on the device, one tensor at
-a time, and copied to host memory, where a run expects a model that was just loaded. They are never
-written to a file.
+Everything but the weights is the family `wan22`. Weights are drawn on the device, one tensor at a
+time, and copied to host memory, where a run expects a loaded model. They are never written to a
+file.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def random_transformer(config: Mapping[str, object], seed: int) -> nn.Module:
 def random_weight(
     path: str, name: str, shape: torch.Size, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return a random weight, scaled so that forty blocks give finite numbers."""
+    """Return a random weight, scaled so that activations stay finite through forty blocks."""
     if name == "bias":
         return torch.zeros(shape, device=generator.device)
     if len(shape) == 1:
-        return torch.ones(shape, device=generator.device)  # of a norm
+        return torch.ones(shape, device=generator.device)  # scale of a norm
     fan_in = shape[-1] if "table" in f"{path}.{name}" else shape[1:].numel()
     drawn = torch.empty(shape, device=generator.device, dtype=torch.bfloat16)
     return drawn.normal_(0, fan_in**-0.5, generator=generator)

@@ -1,14 +1,15 @@
 """Train both experts of a Wan2.2-A14B-shaped model on 260 images of 1024x1024 within 96 GB (LoKr).
 
-A whole run as a user would start it: a run file, data staged in memory, a VAE of the published
-shape, the unified-memory cache, the plan, the loop and the export. Weights are random
-(`wan22_random_weights`) and the text encoder has one layer. torch's memory fraction enforces the
-96 GB. Blocks are compiled, as `plan: auto` would do for a run of normal length.
+This is a whole run as a user would start it: a run file, data staged in memory, a VAE of the
+published shape, the unified-memory cache, the plan, the training loop and the export. Weights are
+random (`wan22_random_weights`) and the text encoder has one layer. torch's memory fraction enforces
+the 96 GB. Blocks are compiled, as `plan: auto` would do for a run of normal length.
 
-Steps count once both experts have had `--warm` turns, so compilation and the plan's correction are
-excluded. A turn is as long as the logging interval, so each line of the log times one expert. An
-image is sampled before the first and after the last step; its device memory is measured separately.
-Caches and encoders that are on the device before planning are not counted.
+The experts are trained in turns of 5 steps. The first `--warm` turns of each are not counted,
+because they include compilation and the plan's calibration. A turn is as long as the logging
+interval, so each line of the log times one expert. An image is sampled before the first and after
+the last step; its device memory is measured separately. Caches and encoders that are on the device
+before planning are not counted.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan_experts.py [--out FOLDER] [--commit NAME]
         [--steps 40] [--batch 2] [--compile always|auto|never] [--rehearse]
@@ -56,10 +57,10 @@ if TYPE_CHECKING:
 
 DEVICE_GB = 96
 TURN = 5
-"""Steps of one expert before the other one is trained."""
+"""Number of steps for which one expert is trained before the other takes over."""
 NUM_IMAGES, EDGE = 260, 1024
 FEW_IMAGES, SMALL_EDGE = 16, 64
-"""The same in a rehearsal."""
+"""Number and edge length of the images in a rehearsal."""
 
 
 def main() -> int:
@@ -112,7 +113,7 @@ def limit_device_memory() -> None:
 
 
 def make_images(folder: Path, count: int, edge: int) -> None:
-    """Write different smooth, grainy images, each with its own caption."""
+    """Write images of smooth colours with grain, all different, each with a caption."""
     folder.mkdir()
     ramp = np.linspace(0, 2 * np.pi, edge, dtype=np.float32)
     grain = np.random.default_rng(count).integers(-12, 13, (edge, edge, 1)).astype(np.float32)
@@ -235,7 +236,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of torch's allocator: allocated now, and peaks since the last reading."""
+    """Bytes of torch's allocator: allocated now, and the peaks since the last reading."""
 
     now: int = 0
     taken: int = 0
@@ -338,24 +339,24 @@ def speed_figures(session: Session, steps: list[StepDone], warm_steps: int) -> d
 
 
 def steps_per_second(steps: Iterable[StepDone]) -> float:
-    """Return steps per second."""
+    """Return the mean speed of some steps, in steps per second."""
     return 1 / mean(step.seconds for step in steps)
 
 
 def host_nbytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_host_nbytes() -> int:
-    """Return the peak of resident memory, including loading."""
+    """Return the peak resident memory of this process in bytes, including loading."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def judge(figures: dict[str, Any]) -> bool:
-    """Print the table and return True if every requirement is met."""
+    """Print planned and measured figures; return True if every requirement is met."""
     device, host = figures["device_gib"], figures["host_gib"]
     print(f"plan: {figures['plan']}")
     print(f"{'GiB':<24}{'planned':>9}{'measured':>10}")
