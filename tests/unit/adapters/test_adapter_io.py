@@ -432,7 +432,7 @@ def test_the_suggested_format_can_hold_the_adapter(path):
 def test_a_name_that_could_not_be_read_back_is_not_written(name, path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     adapter = Adapter(get_table("tiny", TABLES), {LayerPath(None, name): layer})
-    with pytest.raises(AdapterError, match=r"No format has one: leave the module out\.$"):
+    with pytest.raises(AdapterError, match=r"No format has a name for it: leave the module out\.$"):
         write_adapter(path, adapter, "diffusers")
 
 

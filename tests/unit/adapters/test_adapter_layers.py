@@ -140,7 +140,7 @@ def test_alpha_has_no_effect_in_a_lokr_of_whole_matrices(alpha):
     (layer,) = adapter.layers.values()
     assert scale_of(layer) == 1.0
     torch.testing.assert_close(delta(layer), torch.kron(w1, w2))
-    assert "has no effect there" in adapter.notices[0]
+    assert "without a rank, alpha has no effect" in adapter.notices[0]
 
 
 PEFT = [

@@ -1,12 +1,12 @@
 """Load an adapter file with diffusers and with ComfyUI's rules, and report what each accepts.
 
 diffusers ignores keys that it does not know, with a log line at most. So `check_file` builds the
-family's pipeline, lets diffusers load the file for real, counts the modules that carry the adapter,
-and compares what each of them computes with the dW that the file describes. The pipeline's weights
-take no memory: every parameter is a single zero, expanded to its shape.
+model family's pipeline, lets diffusers load the file, counts the modules that have the adapter
+afterwards, and compares the output of each with the weight change dW in the file. The pipeline's
+weights take no memory: every parameter is a single zero, expanded to its shape.
 
-ComfyUI is not installed here. Its loader is simulated: it maps key prefixes to weights of the
-model and tries known suffixes after each prefix (as of January 2026).
+ComfyUI is not a dependency, so its loader is simulated. The loader maps key prefixes to weights of
+the model and tries known suffixes after each prefix (as of January 2026).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "checked"
 TOLERANCE = 2e-2
-"""Allowed relative difference of outputs: diffusers folds alpha into weights of the file's dtype,
-which rounds."""
+"""Largest relative difference between the output of a loaded module and the file's that counts as
+equal. diffusers multiplies alpha into weights of the file's dtype, which rounds them."""
 LOADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 """Exceptions that diffusers' loaders raise for files they do not understand."""
 NOT_TRIED = "no pipeline is known for its family, so the file was read and counted, but not loaded"
@@ -53,19 +53,21 @@ NO_LOADER = {
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The part of a file that one tool loads."""
+    """The result of loading an adapter file with one tool."""
 
     name: str
+    """Name of the tool: `diffusers` or `comfyui`."""
     matched: int
-    """Modules that the tool loads."""
+    """Number of modules that the tool loads."""
     expected: int
-    """Modules in the file."""
+    """Number of modules in the file."""
     reason: str = ""
-    """Why not everything loads, or how it loads if that is unusual."""
+    """Explanation for the user if modules are lost, or if the file loads in an unusual way."""
     first_missing: str | None = None
-    """First key or module that is lost."""
+    """First key or module that the tool does not load."""
     is_wrong: bool = False
-    """True if the file loads but computes something else, which is worse than not loading."""
+    """True if the file loads but the model would compute something else, which is worse than not
+    loading."""
 
     @property
     def loads(self) -> bool:
@@ -75,27 +77,27 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The result of checking a file."""
+    """The result of checking an adapter file with all tools."""
 
     path: Path
     family: str
     format: str | None
-    """Name of the key format; None if the file mixes several."""
+    """Name of the file's key format; None if its keys mix several formats."""
     stage: Stage | None
     algorithms: tuple[str, ...]
     ranks: tuple[int, ...]
     expected: int
-    """Modules that the file must hold."""
+    """Number of modules that the file must have."""
     results: tuple[ToolResult, ...]
-    """One for each tool; empty if the family has no pipeline to try."""
+    """One result for each tool; empty if the model family has no pipeline to load the file into."""
     required_tools: tuple[str, ...]
-    """Tools that must load the whole file. If empty, one tool must load it, and none may load only
-    a part."""
+    """Names of the tools that must load the whole file. If empty, any one tool must load all of it,
+    and no tool may load only a part."""
     notices: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True if the file loads where it must."""
+        """True if tools load the file as `required_tools` demands, and none loads it wrongly."""
         if not self.results:
             return not self.required_tools
         if any(result.is_wrong for result in self.results):
@@ -136,11 +138,12 @@ def check_file(
     modules: Iterable[str] | None = None,
     required_tools: tuple[str, ...] = (),
 ) -> CheckReport:
-    """Load a file with each tool and count the modules that it loads.
+    """Load an adapter file with each tool and count the modules that the tool loads.
 
-    `table` is the family's, if it is known. `config` is the transformer's configuration; by default
-    a transformer is built that fits the file. `modules` are the modules that the file must hold, in
-    diffusers' names. A file that cannot be read, or that holds both experts, raises an error.
+    `table` has the names of the model family, if the family is known. `config` is the transformer's
+    configuration; by default it is derived from the file. `modules` are the modules that the file
+    must have, in diffusers' names. A file that cannot be read, or that holds both experts of a
+    model, raises an error.
     """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
@@ -243,7 +246,10 @@ def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
 def _compare_loaded(
     model: nn.Module, layers: Mapping[str, Layer], by_transformer: bool
 ) -> ToolResult:
-    """Count the modules that carry the adapter, and compare what they compute with the file."""
+    """Count the modules of a model that have the adapter, and compare their outputs with the file.
+
+    `by_transformer` is True if the transformer loaded the file, not the pipeline.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     expected = len(layers)
@@ -271,7 +277,7 @@ def _compare_loaded(
 
 
 def _computes_same(module: Any, layer: Layer, generator: torch.Generator) -> bool:
-    """Return True if a loaded module gives the same result as the file's dW, for a random input."""
+    """Return True if a loaded module and the file's layer give the same output for random input."""
     if layer.algorithm == "lokr":
         loaded = module.get_delta_weight(ADAPTER_NAME).float()
         return _is_close(loaded, delta(layer, loaded.shape))
@@ -294,7 +300,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _quiet_diffusers() -> Iterator[None]:
-    """Silence diffusers' logs and warnings; the check reports the same in its own words."""
+    """Silence diffusers' logs and warnings, because the check reports the same problems itself."""
     from diffusers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -313,7 +319,7 @@ def _quiet_diffusers() -> Iterator[None]:
 class LayerShapes:
     """The shapes of the weights that an adapter changes, by module name without block numbers.
 
-    Families derive the configuration of a matching transformer from it.
+    A model family derives from them the configuration of a transformer that the adapter fits.
     """
 
     HEAD_WIDTH = 128
@@ -329,21 +335,24 @@ class LayerShapes:
         self._blocks = count_blocks(layers)
 
     def size(self, axis: int, default: int, *names: str) -> int:
-        """Return the size of an axis of the first of these modules that the adapter has."""
+        """Return the size of a weight's axis, in the first of these modules that the adapter has.
+
+        If it has none of them, the result is `default`.
+        """
         return next((self._shapes[name][axis] for name in names if name in self._shapes), default)
 
     def num_blocks(self, kind: str) -> int:
-        """Return the number of blocks of a kind that the model needs, at least 1."""
+        """Return how many blocks of a kind (`single_transformer_blocks`) the transformer needs."""
         return self._blocks.get(kind, 1)
 
     def heads(self, width: int) -> dict[str, object]:
-        """Return the attention settings for a model of this width."""
+        """Return the number and the width of attention heads for a hidden size of `width`."""
         head = self.HEAD_WIDTH if width % self.HEAD_WIDTH == 0 else width
         return {"num_attention_heads": width // head, "attention_head_dim": head}
 
 
 def count_blocks(modules: Iterable[str]) -> dict[str, int]:
-    """Return how many blocks of each kind a model needs to have all of these modules."""
+    """Return, by kind of block, how many blocks a model needs to have all of these modules."""
     counts: dict[str, int] = {}
     for module in modules:
         in_block = BLOCK.match(module)
@@ -356,7 +365,10 @@ def count_blocks(modules: Iterable[str]) -> dict[str, int]:
 def placeholder_pipeline(
     spec: PipelineSpec, layers: Mapping[str, Layer], config: Mapping[str, object] | None
 ) -> Any:
-    """Return a pipeline without weights that fits the layers, or a given configuration."""
+    """Return a pipeline without weights into which these layers can be loaded.
+
+    `config` is the transformer's configuration; by default it is derived from the layers.
+    """
     settings = spec.config(LayerShapes(layers)) if config is None else config
     dtypes = {tensor.dtype for layer in layers.values() for tensor in layer.tensors.values()}
     # With the adapter's own dtype nothing is converted on load.
@@ -394,7 +406,8 @@ LORA_SUFFIXES = (
     (".lora_B", ".lora_A", None),
     (".lora_B.default.weight", ".lora_A.default.weight", None),
 )
-"""Suffixes of up, down and mid; the first row whose `up` exists is used."""
+"""Key suffixes that ComfyUI tries for the LoRA tensors (up, down, mid). It uses the first row whose
+`up` is in the file."""
 LOHA_SUFFIXES = (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b")
 LOKR_SUFFIXES = (
     ".lokr_w1",
@@ -407,25 +420,27 @@ LOKR_SUFFIXES = (
 )
 SINGLE_SUFFIXES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight")
 WAN_FUN_KEY = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
-"""Key by which ComfyUI recognises files of VideoX-Fun."""
+"""Key by which ComfyUI recognises adapter files of VideoX-Fun, which have the prefix `lora_unet__`
+with two underscores."""
 
 
 @dataclass(frozen=True)
 class ComfyUILoad:
-    """The keys of a file that ComfyUI's loader uses, and those it ignores."""
+    """The simulated result of loading an adapter file with ComfyUI."""
 
     modules: frozenset[str]
-    """Modules that it changes, in diffusers' names."""
+    """Modules that ComfyUI changes, in diffusers' names."""
     ignored: tuple[str, ...]
-    """Keys that it ignores; it logs "lora key not loaded" for them."""
+    """Keys of the file that ComfyUI ignores and logs as "lora key not loaded"."""
     missing_key: str | None = None
-    """Key that is missing next to one that exists, which makes the loader fail."""
+    """Key that ComfyUI expects beside another key of the file, and without which it fails. None if
+    there is no such key."""
 
 
 def _load_in_comfyui(
     tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
 ) -> ToolResult:
-    """Simulate ComfyUI; a fused projection counts as all of its parts."""
+    """Simulate loading a file with ComfyUI. A fused projection counts as all of its parts."""
     known = comfyui_key_map(adapter.table, count_blocks(layers))
     load = simulate_comfyui(list(tensors), known)
     expected = len(layers)
@@ -444,7 +459,7 @@ def _load_in_comfyui(
 
 
 def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
-    """Return the key prefixes that ComfyUI looks for, with the module that each one changes."""
+    """Return the key prefixes that ComfyUI looks for, each with the module that it belongs to."""
     index = KeyIndex(table)
     found = {}
     for prefix, separator, naming in table.comfyui_prefixes:
@@ -457,7 +472,10 @@ def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str,
 
 
 def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:
-    """Return what ComfyUI's loader would do; `known` comes from `comfyui_key_map`."""
+    """Return the result that ComfyUI's loader would have for a file with these keys.
+
+    `known` is the result of `comfyui_key_map`.
+    """
     original = {key: key for key in keys}
     if WAN_FUN_KEY in original:
         original = {key.replace("lora_unet__", "lora_unet_", 1): key for key in keys}
@@ -476,7 +494,7 @@ def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILo
 
 
 def _match_suffixes(prefix: str, keys: Mapping[str, str]) -> tuple[set[str], str | None]:
-    """Return the keys that are loaded for a prefix, and the key whose absence is an error."""
+    """Return the keys that ComfyUI loads for a prefix, and the missing key that makes it fail."""
     taken = {prefix + suffix for suffix in (*SINGLE_SUFFIXES, *LOKR_SUFFIXES)} & keys.keys()
     for up, down, mid in LORA_SUFFIXES:
         if prefix + up in keys:

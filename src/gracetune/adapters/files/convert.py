@@ -1,8 +1,8 @@
 """Convert between the tensors of an adapter file, in any tool's format, and an `Adapter`.
 
-`import_tensors` reads them and `export_tensors` writes them. A file with a fault is refused with
-the first key that shows it. An adapter that a format cannot hold exactly is refused with a way out;
-nothing is dropped.
+`import_tensors` makes an adapter from a file's tensors; for a faulty file it raises an error that
+names the first bad key. `export_tensors` makes the tensors for a file; if the format cannot hold
+the adapter exactly, it raises an error that suggests another format. Nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ if TYPE_CHECKING:
 
 FAMILY_KEY = "gracetune.family"
 PEFT_SETTINGS_KEY = "lora_adapter_metadata"
-"""Entry of a file's header where diffusers keeps peft's settings."""
+"""Entry of a file's header in which diffusers stores peft's settings as JSON."""
 SCALAR_ROLES = ("alpha", "scalar")
 UNUSED_ALPHA = 1e9
-"""Alpha from which a notice is given. ai-toolkit writes 9999999999 for a LoKr of whole matrices,
-where alpha has no effect."""
+"""Smallest alpha that causes a notice that alpha is ignored. ai-toolkit writes 9999999999 for a
+LoKr without a rank, where alpha has no effect."""
 MAX_REGEX_STEPS = 1e9
-"""Estimated steps of matching a pattern above which it is refused."""
+"""Largest number of steps that matching a regular expression may take, by the estimate of
+`_could_hang`."""
 _OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 PEFT_STYLES = ("peft", "peft-live")
 FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
-"""Factor that alpha / rank is multiplied into, for formats without alpha."""
+"""Role of the tensor that alpha / rank is multiplied into, for formats that do not store alpha."""
 
 
 # Import
@@ -84,8 +85,8 @@ def import_tensors(
 ) -> Adapter:
     """Return the adapter that the tensors of a file describe.
 
-    `table` is the family's; by default the header or the keys decide which of `tables` it is.
-    `peft_config` is the content of an adapter_config.json next to the file.
+    `table` has the names of the model family; by default the header or the keys decide which of
+    `tables` is used. `peft_config` is the content of an adapter_config.json next to the file.
     """
     if not tensors:
         raise AdapterError("the file has no tensors.", kind="empty")
@@ -134,7 +135,7 @@ def _parse_keys(
 def _other_family_error(
     text: str, texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]
 ) -> AdapterError | None:
-    """Return an error that names the family of the keys, if another one has all of them."""
+    """Return an error that names another model family, if that family has all of the keys."""
     for other in tables.values():
         index = KeyIndex(other)
         if other is not table and all(parse_key(one, index) for one in texts):
@@ -181,7 +182,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], keys: list[ParsedKey]) -> None
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return True if all values are finite; checks the extremes, which NaN propagates to."""
+    """Return True if all values are finite. Minimum and maximum suffice: a NaN makes both NaN."""
     low, high = torch.aminmax(tensor if tensor.element_size() > 1 else tensor.float())
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -193,7 +194,10 @@ def _import_layer(
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Layer:
-    """Build a layer from its keys by role, and undo what is special to the file's tool."""
+    """Build a layer from its keys by role, and convert conventions of the tool that wrote them.
+
+    These are peft's alpha and scaled bias, and the order of scale and shift in original names.
+    """
     layer = make_layer(
         {role: tensors[key.text] for role, key in keys.items()},
         {role: key.text for role, key in keys.items()},
@@ -216,7 +220,7 @@ def _import_layer(
 def _check_magnitude(layer: Layer, key: str) -> None:
     """Raise an error unless a DoRA has one magnitude for each row, or one for each column.
 
-    In a flattened kernel, several columns of dW belong to one column of the weight.
+    If a convolution kernel is flattened, several columns of dW belong to one column of the weight.
     """
     shape, magnitude = delta_shape(layer), layer.tensors["dora"]
     number = magnitude.numel()
@@ -245,15 +249,16 @@ def _notices(
     huge = [key for key in without_effect if not abs(float(tensors[key].float())) < UNUSED_ALPHA]
     if huge:
         notices.append(
-            f"{len(huge)} LoKr modules of whole matrices have an alpha of "
-            f"{float(tensors[huge[0]].float()):.3g}: it has no effect there and is ignored."
+            f"{len(huge)} LoKr modules have no rank, but an alpha of "
+            f"{float(tensors[huge[0]].float()):.3g}: without a rank, alpha has no effect and is "
+            "ignored."
         )
     is_peft = any(
         key.text.startswith("base_model.") for keys in grouped.values() for key in keys.values()
     )
     if is_peft and not settings and not any("alpha" in keys for keys in grouped.values()):
         notices.append(
-            "peft keeps alpha in adapter_config.json, which is not next to the file: alpha is "
+            "peft stores alpha in adapter_config.json, which is missing beside this file: alpha is "
             "assumed to equal the rank."
         )
     return notices
@@ -265,7 +270,10 @@ def _notices(
 def _peft_settings(
     metadata: Mapping[str, str], peft_config: Mapping[str, object] | None
 ) -> Mapping[str, object]:
-    """Return peft's settings from adapter_config.json or the file's header; empty if neither."""
+    """Return peft's settings from adapter_config.json or from the file's header.
+
+    The result is empty if there are none.
+    """
     if peft_config is not None:
         return peft_config
     text = metadata.get(PEFT_SETTINGS_KEY)
@@ -287,7 +295,11 @@ def _peft_settings(
 
 
 def _with_peft_alpha(layer: Layer, module: str, settings: Mapping[str, object]) -> Layer:
-    """Return the layer with alpha as peft applies it: by pattern or for all, over r or sqrt(r)."""
+    """Return the layer with the alpha of peft's settings.
+
+    peft takes alpha from `alpha_pattern` or from the value for all modules, and divides it by the
+    rank, or by its square root if `use_rslora` is set.
+    """
     alpha = _setting_for_module("alpha_pattern", module, settings)
     if alpha is None:
         alpha = settings.get("lora_alpha", settings.get("alpha"))
@@ -308,7 +320,10 @@ def _with_peft_alpha(layer: Layer, module: str, settings: Mapping[str, object]) 
 
 
 def _setting_for_module(name: str, module: str, settings: Mapping[str, object]) -> object | None:
-    """Return the value of the first pattern in a setting that matches the module."""
+    """Return the value of a setting such as `alpha_pattern` for a module, or None.
+
+    The setting maps patterns to values; the first pattern that matches the module's name counts.
+    """
     patterns = settings.get(name)
     if not isinstance(patterns, dict):
         return None
@@ -318,7 +333,7 @@ def _setting_for_module(name: str, module: str, settings: Mapping[str, object]) 
 
 @lru_cache
 def _compile_pattern(name: str, pattern: str) -> re.Pattern[str]:
-    """Compile a pattern as peft's `get_pattern_key` does: it matches the end of a module's name."""
+    """Compile a pattern that matches the end of a module's name, like peft's `get_pattern_key`."""
     if _could_hang(pattern):
         raise _pattern_error(name, pattern, "matching it could take forever")
     try:
@@ -328,9 +343,10 @@ def _compile_pattern(name: str, pattern: str) -> re.Pattern[str]:
 
 
 def _could_hang(pattern: str) -> bool:
-    """Estimate whether matching a name of a hundred characters could take too many steps.
+    """Return True if matching a regular expression to 100 characters may take too many steps.
 
-    A file's header may come from anyone, and a nested quantifier backtracks exponentially.
+    The expression is in the header of a file that may come from anyone, and nested quantifiers
+    backtrack exponentially. The number of steps is an estimate.
     """
     groups = pattern.count("(") + 1
     log_steps = groups * math.log(pattern.count("|") / groups + 1)
@@ -351,18 +367,21 @@ def _pattern_error(name: str, pattern: str, reason: str) -> AdapterError:
 
 
 class UnsupportedModule(NamedTuple):
-    """A module that a format cannot hold."""
+    """A module whose layer cannot be written in a key format, and the reason."""
 
     module: str
     reason: str
     is_nameless: bool = False
-    """True if the format has no name for the module, so that no other algorithm would help."""
+    """True if the format has no name for the module. Then converting it to LoRA does not help."""
 
 
 def export_tensors(
     adapter: Adapter, key_format: KeyFormat, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file in a format, by key; without `dtype` each keeps its own."""
+    """Return the tensors of an adapter by their keys in a format, ready to be saved.
+
+    Without `dtype`, each tensor keeps its own.
+    """
     adapter = _match_naming(_match_stages(adapter, key_format), key_format)
     unsupported = _first_unsupported(adapter, key_format)
     if unsupported is not None:
@@ -378,35 +397,39 @@ def export_tensors(
 
 
 def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
-    """Return the first module that a format cannot hold, or None."""
+    """Return the first module of an adapter that a format cannot hold, or None."""
     return _first_unsupported(_match_naming(adapter, key_format), key_format)
 
 
 def _first_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
-    """Check names and shapes; no weights are read."""
+    """Return the first module that a format cannot hold, by names and shapes, or None.
+
+    The adapter must already have the format's fused or separate projections.
+    """
     index = KeyIndex(adapter.table)
     for path, layer in adapter.layers.items():
         if index.from_diffusers(path.module, key_format.naming, key_format.separator) is None:
-            reason = "it has no name for this module"
+            reason = "the format has no name for this module"
             return UnsupportedModule(path.module, reason, is_nameless=True)
         style = _suffix_style(key_format, layer)
         for role in layer.tensors:
             if role not in SUFFIXES[style]:
                 what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
-                return UnsupportedModule(path.module, f"it cannot hold {what}")
+                return UnsupportedModule(path.module, f"the format cannot hold {what}")
         role = next(iter(layer.tensors))
         if adapter.table.accepts_any_name and not parse_key(
             build_key(key_format, index, path, role, style), index
         ):
-            reason = "its keys do not show where the name of a module begins"
+            reason = "the format's keys do not show where the name of a module begins"
             return UnsupportedModule(path.module, reason, is_nameless=True)
         if layer.is_dora and style in PEFT_STYLES and not is_dora_per_row(layer):
-            return UnsupportedModule(path.module, "its magnitudes (DoRA) are always one per row")
+            reason = "in this format magnitudes (DoRA) are always one per row, not per column"
+            return UnsupportedModule(path.module, reason)
     return None
 
 
 def fold_scale(layer: Layer) -> Layer:
-    """Multiply alpha / rank into a factor, for formats without alpha."""
+    """Return the layer with alpha / rank multiplied into a factor, for formats without alpha."""
     scale = scale_of(layer)
     if scale == 1.0:
         return replace(layer, alpha=None)
@@ -419,7 +442,7 @@ def fold_scale(layer: Layer) -> Layer:
 
 
 def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
-    """Return the adapter with experts as the format needs them: named on all layers, or on none."""
+    """Return the adapter with an expert on every layer, or on none, as the format needs it."""
     if key_format.stages and adapter.table.has_stages:
         if None in adapter.stages:
             raise AdapterError(
@@ -441,20 +464,26 @@ def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
 
 
 def _match_naming(adapter: Adapter, key_format: KeyFormat) -> Adapter:
-    """Split or join projections, and order their rows, as the format's naming has them."""
+    """Return the adapter with projections fused or separate as in the format's naming.
+
+    Original names also need the original order of scale and shift.
+    """
     if key_format.naming == "diffusers":
         return split_fused(adapter)
     return swap_halves(join_fused(adapter))
 
 
 def _suffix_style(key_format: KeyFormat, layer: Layer) -> SuffixStyle:
-    """Return the suffix style; ComfyUI reads a core tensor (`lora_mid`) only in kohya's style."""
+    """Return the suffix style for a layer.
+
+    It is the format's, but ComfyUI reads a core tensor (`lora_mid`) only in kohya's style.
+    """
     is_tucker = key_format.style == "comfyui" and "mid" in layer.tensors
     return "kohya" if is_tucker else key_format.style
 
 
 def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -> dict[str, Tensor]:
-    """Return a layer's tensors by role as the format holds them, with alpha if it has one."""
+    """Return a layer's tensors by role as the format stores them, with alpha if it stores alpha."""
     if key_format.alpha == "folded":
         layer = fold_scale(layer)
     if layer.algorithm == "lokr" and style in PEFT_STYLES:
@@ -472,10 +501,10 @@ def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -
 
 
 def _lokr_for_peft(layer: Layer) -> Layer:
-    """Multiply out factors that peft would not load.
+    """Return a LoKr layer with those factors multiplied out that peft would not load.
 
-    peft builds a whole w2 if the rank is at least half of its larger dimension, and then ignores
-    factors. It decomposes w1 for all modules or for none, so w1 is always written whole.
+    peft creates w2 as a whole matrix if the rank is at least half of its larger dimension, and then
+    ignores its factors. It decomposes w1 in all modules or in none, so w1 is always written whole.
     """
     t = dict(layer.tensors)
     if "lokr_w1_a" in t:
@@ -488,7 +517,7 @@ def _lokr_for_peft(layer: Layer) -> Layer:
 
 
 def _cast_for_file(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a contiguous copy on the CPU in the given dtype; alpha stays float32."""
+    """Return a contiguous copy of a tensor on the CPU, in the given dtype unless it is alpha."""
     stored = tensor.detach().cpu()
     if dtype is not None and role != "alpha":
         stored = stored.to(dtype)
@@ -510,7 +539,7 @@ def _unsupported_error(
     if not unsupported.is_nameless:
         fixes.append("`gracetune adapter convert` with --lora-rank approximates it by a LoRA.")
     elif not fixes:
-        fixes.append("No format has one: leave the module out.")
+        fixes.append("No format has a name for it: leave the module out.")
     return AdapterError(
         f"{unsupported.module} cannot be written in the format {key_format.name}: "
         f"{unsupported.reason}. {' '.join(fixes)}",
@@ -520,7 +549,10 @@ def _unsupported_error(
 
 
 def _fitting_formats(adapter: Adapter) -> list[str]:
-    """Return the formats that can hold all of an adapter; those that tools load come first."""
+    """Return the names of the formats that can hold the whole adapter.
+
+    Formats without a `caution` come first.
+    """
     names = []
     for key_format in sorted(FORMATS, key=lambda one: bool(one.caution)):
         try:

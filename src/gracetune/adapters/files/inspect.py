@@ -1,4 +1,4 @@
-"""Describe an adapter file: format, ranks, targets and how much it changes where."""
+"""Describe an adapter file: its key format, ranks, targets, and the size of its weight changes."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The description of one file. The field names are those of `inspect --json`.
+    """The description of one adapter file. The field names are those of `inspect --json`.
 
-    Mappings to `int` count modules (tensors for `dtypes`) by value.
+    `algorithms`, `ranks`, `alphas` and `targets` count the modules that have each value; `dtypes`
+    counts tensors.
     """
 
     path: str
     nbytes: int
     family: str
     form: str
-    """Name of the key format; for a file that mixes several, each with its number of keys."""
+    """Name of the key format. For a file that mixes formats, each name with its number of keys."""
     tools: str
-    """Tools that write or read the format."""
+    """Tools that write or read files in this format."""
     caution: str
     """Reason not to use the format; empty if there is none."""
     stages: tuple[str, ...]
-    """Experts that it holds; empty if nothing says which."""
+    """Experts that the file has layers for; empty if neither its keys, header nor name tell."""
     stage_by: str
-    """Source of `stages`: its keys, its header or its name."""
+    """Source of `stages`: "its keys", "its header" or "its name"."""
     algorithms: Mapping[str, int]
     ranks: Mapping[str, int]
     alphas: Mapping[str, int]
@@ -52,11 +53,12 @@ class Inspection:
     num_modules: int
     num_parameters: int
     targets: Mapping[str, int]
-    """Modules by their name inside a block."""
+    """Number of modules for each name inside a block, such as `attn1.to_q`."""
     norms: Mapping[str, float]
-    """Norm of dW of each module; with two experts, the name starts with the expert."""
+    """Norm of the weight change dW, by module. If the keys name an expert, module names start with
+    it: "high: blocks.0.attn1.to_q"."""
     by_block: Mapping[str, float]
-    """Norm of dW over all modules of a block."""
+    """Norm of the weight changes of all modules in a block together."""
     metadata: Mapping[str, str]
     notices: tuple[str, ...]
 
@@ -64,7 +66,10 @@ class Inspection:
 def inspect(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Inspection:
-    """Read a file and describe it; `table` is the family's, if it is known."""
+    """Read an adapter file and describe it.
+
+    `table` has the names of the model family, if the family is known.
+    """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
     form, tools, caution = _format_of(adapter, list(tensors))
@@ -103,7 +108,7 @@ def inspect(
 
 
 def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
-    """Return the name, tools and caution of the format, or of the mix of formats."""
+    """Return `form`, `tools` and `caution` of an `Inspection`."""
     if adapter.format is not None:
         key_format = get_format(adapter.format)
         return key_format.name, key_format.tools, key_format.caution

@@ -1,4 +1,7 @@
-"""Read adapter files of any tool, and write them in any format with a descriptive header."""
+"""Read adapter files of any training tool, and write them in any key format.
+
+The header of a written file describes the adapter and the run that trained it.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +35,34 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import KeyTable, Stage
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-"""File that diffusers' `load_lora_weights` looks for in a folder."""
+"""Name of the file that diffusers' `load_lora_weights` looks for in a folder."""
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""Files that `PeftModel.save_pretrained` writes."""
+"""Names of the files that `PeftModel.save_pretrained` writes."""
 STAGE_BY_FILE_NAME: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
-"""Parts of file names that tell the expert, in ai-toolkit's files and in ours."""
+"""Expert that a file is for, by a part of the file's name. ai-toolkit and gracetune use these
+names."""
 STAGES: dict[str, Stage] = {"high": "high", "low": "low"}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class AdapterMetadata:
-    """Facts about an adapter for the header of its file. Empty values are unknown."""
+    """Facts about an adapter that are written to the header of its file.
+
+    Values that are empty or None are unknown and left out.
+    """
 
     base_model: str = ""
     stage: Stage | None = None
     boundary: float | None = None
-    """Sigma below which the low expert takes over from the high one."""
+    """Sigma below which the low-noise expert takes over from the high-noise expert."""
     trigger: str = ""
     """Trigger word, from the run's instance prompt."""
     run_digest: str = ""
-    """Digest of the settings of the run that trained it."""
+    """Digest of the settings of the run that trained the adapter."""
 
     def header(self) -> dict[str, str]:
-        """Return the known values as header entries."""
+        """Return the known values as entries of a safetensors header."""
         entries = {
             "gracetune.base_model": self.base_model,
             "gracetune.stage": self.stage or "",
@@ -72,7 +79,10 @@ class AdapterMetadata:
 def read_adapter(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> Adapter:
-    """Read the adapter in a file or folder; `table` is the family's, if it is known."""
+    """Read the adapter in a file or folder.
+
+    `table` has the names of the model family, if the family is known.
+    """
     adapter, _ = read_adapter_and_tensors(resolve_path(path), tables, table)
     return adapter
 
@@ -80,14 +90,14 @@ def read_adapter(
 def read_adapter_and_tensors(
     path: Path, tables: Mapping[str, KeyTable], table: KeyTable | None = None
 ) -> tuple[Adapter, dict[str, Tensor]]:
-    """Read the adapter in a file; return it and the file's tensors by their original keys."""
+    """Read an adapter file; return the adapter, and the file's tensors by their original keys."""
     tensors, metadata = read_tensors(path)
     adapter = import_tensors(tensors, metadata, tables, table, _read_peft_config(path, tensors))
     return adapter, tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and the header of a safetensors file, on the CPU. Pickles are refused."""
+    """Read the tensors and the header of a safetensors file. Pickle files raise an error."""
     if path.suffix in PICKLE_SUFFIXES:
         raise AdapterError(
             f"{path} looks like a pickle, which can run code when it is read. Give a .safetensors "
@@ -110,7 +120,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def resolve_path(path: Path) -> Path:
-    """Return the file itself, or the adapter file of a folder as diffusers or peft finds it."""
+    """Return the path of the adapter file: the path itself, or the adapter file in a folder.
+
+    In a folder, it is diffusers' or peft's file, or the only .safetensors file.
+    """
     if not path.is_dir():
         return path
     for name in (FILE_NAME, PEFT_FILE):
@@ -126,7 +139,10 @@ def resolve_path(path: Path) -> Path:
 
 
 def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
-    """Return the expert of a file that holds one, and the source: its keys, header or name."""
+    """Return the expert that a file is for, and what tells it: its keys, header or name.
+
+    The result is (None, "") if nothing tells, or if the file holds both experts.
+    """
     in_keys = adapter.stages
     in_header = adapter.metadata.get("gracetune.stage")
     in_name = [stage for part, stage in STAGE_BY_FILE_NAME.items() if part in path.stem]
@@ -144,7 +160,10 @@ def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
 
 
 def _read_peft_config(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, object] | None:
-    """Read adapter_config.json next to a file with peft's keys, which holds alpha."""
+    """Read the adapter_config.json, which has alpha, next to a file with peft's keys.
+
+    The result is None if there is no such file, or if the keys are not peft's.
+    """
     config = path.with_name(PEFT_CONFIG)
     if not any(key.startswith("base_model.") for key in tensors) or not config.is_file():
         return None
@@ -169,8 +188,8 @@ def write_adapter(
 ) -> Path:
     """Write an adapter to one file and return its path.
 
-    The header has the entries that the adapter was read with, and new ones about its content and
-    from `metadata`.
+    The header has the entries of the file that the adapter was read from, a description of its
+    layers, and the entries of `metadata`. Without `dtype`, each tensor keeps its own.
     """
     key_format = get_format(key_format) if isinstance(key_format, str) else key_format
     tensors = export_tensors(adapter, key_format, dtype)
@@ -212,7 +231,11 @@ def write_stages(
 
 
 def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Stage | None, Path]:
-    """Return the file to write for each expert; one file if the format can hold all layers."""
+    """Return the path of the file to write for each expert.
+
+    The result is {None: path} if one file is enough: the format holds both experts, or the adapter
+    has one.
+    """
     if key_format.stages or len(adapter.stages) == 1:
         return {None: path}
     return {
@@ -222,7 +245,7 @@ def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Sta
 
 
 def default_format(adapter: Adapter) -> KeyFormat:
-    """Return the format from which most tools load this adapter."""
+    """Return the key format that most tools can load this adapter from."""
     layers = adapter.layers.values()
     algorithms = {layer.algorithm for layer in layers}
     if any(layer.is_dora for layer in layers) and algorithms == {"lora"}:
@@ -256,7 +279,7 @@ def describe_adapter(adapter: Adapter) -> dict[str, str]:
 def _peft_config(adapter: Adapter) -> dict[str, object]:
     """Return the adapter_config.json that `PeftModel.from_pretrained` needs.
 
-    Alpha equals the rank everywhere, because the scale is already in the weights.
+    Alpha equals the rank, because the weights are already multiplied by the scale.
     """
     kinds = {"lora": "LORA", "loha": "LOHA", "lokr": "LOKR"}
     algorithms = {layer.algorithm for layer in adapter.layers.values()}

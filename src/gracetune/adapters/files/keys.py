@@ -7,10 +7,10 @@ a suffix:
     lora_unet_         blocks_0_self_attn_q        .lora_down.weight   kohya
     transformer.       blocks.0.attn1.to_q         .lora_A.weight      diffusers
 
-`parse_key` reads any of them as (stage, module in diffusers' names, role), and `build_key` writes
-that in any format. The formats of tools are in formats.py. The names of a family's modules are in a
-`KeyTable`, which the family defines (`KEY_TABLE` in models/<family>.py) and callers pass in. No
-tensors are touched here.
+`parse_key` reads a key in any of these formats as (stage, diffusers' name of the module, role), and
+`build_key` writes it in any format. The role is what the tensor is in its layer, such as LoRA's
+`down`. formats.py defines the formats. Each model family defines the names of its modules in a
+`KeyTable` (`KEY_TABLE` in models/<family>.py), which callers pass in. No tensors are touched here.
 """
 
 from __future__ import annotations
@@ -38,65 +38,69 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.check import LayerShapes
 
 Naming = Literal["original", "diffusers", "mixed"]
-"""Origin of a module's name: the model's authors, diffusers, or ai-toolkit's old mix of both."""
+"""Origin of module names: the checkpoint of the model's authors, diffusers, or ai-toolkit's old
+mixture of both."""
 Stage = Literal["high", "low"]
-"""Expert of a model with two: `high` is diffusers' `transformer`, `low` its `transformer_2`."""
+"""Expert of a model with two transformers, such as Wan 2.2, by the noise that it denoises: `high`
+is diffusers' `transformer`, `low` is its `transformer_2`."""
 
 BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
-"""A module inside a numbered block; the number is the first one after `blocks`."""
+"""Matches the name of a module inside a numbered block: (`...blocks.`, number, rest)."""
 BOTH_STAGES_FORMAT = "diffusers-both"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
-"""An expert's name as a fork of ai-toolkit wrote it: `transformer1` for `transformer_1`."""
+"""Matches an expert's name as a fork of ai-toolkit wrote it: `transformer1` for `transformer_1`."""
 _TEXT_ENCODER_PREFIXES = ("lora_te", "text_encoder", "te1", "te2")
-"""Prefixes of keys that belong to text encoders."""
+"""Prefixes of keys that belong to text encoders, whose adapters are not supported."""
 
 
 @dataclass(frozen=True)
 class FusedProjection:
-    """A projection that is one module in the original and several in diffusers.
+    """A projection that is one module in the original model and several modules in diffusers.
 
     The rows of its weight are the rows of the parts, one part after the other.
     """
 
     whole: str
+    """Name of the projection as one module."""
     parts: tuple[tuple[str, int], ...]
-    """Name of each part and its share of the rows."""
+    """Name of each part in diffusers and its share of the rows: 1, 1 and 1 for equal parts."""
 
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """Builds a family's diffusers pipeline, to test whether an adapter loads in it."""
+    """Functions that build a family's diffusers pipeline, to test that an adapter loads in it."""
 
     build: Callable[[Callable[[Any], Any]], Any]
-    """Returns the pipeline. Its argument turns a transformer class into a placeholder model."""
+    """Returns the pipeline. Its argument is a function that makes a model without weights from a
+    transformer class."""
     config: Callable[[LayerShapes], dict[str, object]]
     """Returns the configuration of a transformer that fits the layers of an adapter file."""
 
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The names of a family's modules. `{}` in a name stands for the number of a block."""
+    """The names of a model family's modules. `{}` in a name stands for the number of a block."""
 
     family: str
-    """Name that adapter files carry in `gracetune.family`."""
+    """Name of the family, which adapter files have in the header entry `gracetune.family`."""
     rows: tuple[tuple[str, str], ...]
     """The original name and diffusers' name of each module."""
     unfused: tuple[str, ...] = ()
     """Modules that only diffusers has: the parts of fused projections."""
     mixed_rows: tuple[tuple[str, str], ...] = ()
-    """Names in ai-toolkit's old LoKr files, which mix original and diffusers' words, and diffusers'
-    names."""
+    """Like `rows`, but the first name is the one in ai-toolkit's old LoKr files, which mix original
+    and diffusers' names."""
     fused: tuple[FusedProjection, ...] = ()
     swapped_halves: frozenset[str] = frozenset()
-    """Modules whose output is (scale, shift) in one naming and (shift, scale) in the other."""
+    """Modules whose output is (scale, shift) in diffusers and (shift, scale) in the original."""
     bare_parameters: frozenset[str] = frozenset()
-    """Rows that name a parameter itself, without `.weight` below it."""
+    """Diffusers' names in `rows` that are not modules but parameters, without a `.weight`."""
     block_linears: tuple[str, ...] = ()
     """Linear modules of a block that adapters are usually trained on, in diffusers' names."""
     max_blocks: tuple[tuple[str, int], ...] = ()
-    """Largest number of blocks of each kind in a published model. A file with more is for another
-    family."""
+    """Largest number of blocks of each kind in a published model of the family. A file with more
+    blocks is for another family."""
     has_stages: bool = False
     """True if the family has models with two experts."""
     default_formats: tuple[tuple[str, str], ...] = (
@@ -104,16 +108,17 @@ class KeyTable:
         ("lokr", "diffusers"),
         ("other", "lycoris"),
     )
-    """Format that most tools load, by algorithm."""
+    """Key format that most tools load, by algorithm."""
     aliases: tuple[str, ...] = ()
-    """Other names that users give the family."""
+    """Other names for the family that are accepted."""
     comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
-    """Prefix, separator and naming of the keys that ComfyUI looks for; empty if it does not know
-    the family."""
+    """Prefix, separator and naming of the keys that ComfyUI looks for; empty if ComfyUI does not
+    support the family."""
     pipeline: PipelineSpec | None = None
-    """The family's diffusers pipeline; None if adapters cannot be tested in one."""
+    """Functions that build the family's diffusers pipeline; None if adapters cannot be tested."""
     accepts_any_name: bool = False
-    """True for a family without a table, where every dotted name is taken as a module."""
+    """True for a family whose module names are not known. Every dotted name is then accepted as a
+    module in diffusers' names."""
 
 
 ANY_NAME_FORMATS = (
@@ -122,16 +127,17 @@ ANY_NAME_FORMATS = (
     ("loha", "diffusers"),
     ("other", "simpletuner-comfyui"),
 )
-"""Default formats of families without a table: those that keep diffusers' dotted names."""
+"""Default formats, by algorithm, for families whose module names are not known. They keep
+diffusers' dotted names."""
 
 
 def any_name_table(family: str) -> KeyTable:
-    """Return a table for a family whose names are not known: dotted names are kept as they are."""
+    """Return a table for a family whose module names are not known; it keeps names unchanged."""
     return KeyTable(family, rows=(), accepts_any_name=True, default_formats=ANY_NAME_FORMATS)
 
 
 def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
-    """Return the table of a family by name or alias, or one that accepts any name."""
+    """Return the table of a family by name or alias; for an unknown family, `any_name_table`."""
     for table in tables.values():
         if family == table.family or family in table.aliases:
             return table
@@ -141,7 +147,7 @@ def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
 def detect_table(
     keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
 ) -> KeyTable:
-    """Return the table that reads most of the keys, or the one of `family` if that is given."""
+    """Return the table that has names for most of the keys, or the table of `family` if given."""
     if family is not None:
         return get_table(family, tables)
     counts = {name: _count_parsed(keys, table) for name, table in tables.items()}
@@ -160,7 +166,7 @@ def detect_table(
 
 
 def get_format(name: str) -> KeyFormat:
-    """Return the format that a user names, by its own name or by a tool's."""
+    """Return a key format by its name or by the name of a tool that writes it."""
     resolved = FORMAT_ALIASES.get(name, name)
     for key_format in FORMATS:
         if key_format.name == resolved:
@@ -174,7 +180,10 @@ def get_format(name: str) -> KeyFormat:
 
 
 class LayerPath(NamedTuple):
-    """Location of a layer: the expert, if the key names one, and the module in diffusers' names."""
+    """Location of a layer: the expert, or None if its key names none, and the module.
+
+    Modules have diffusers' names.
+    """
 
     stage: Stage | None
     module: str
@@ -182,20 +191,20 @@ class LayerPath(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedKey:
-    """The meaning of one key."""
+    """The expert, module and role that a key of an adapter file stands for."""
 
     text: str
     path: LayerPath
     role: str
-    """Role of the tensor in its layer, such as `down`; see formats.py."""
+    """Role of the tensor in its layer, such as `down`; see `formats.ROLES`."""
     naming: Naming
     formats: frozenset[str]
-    """Formats that write the key this way; empty for a combination that no tool is known to
-    write."""
+    """Names of the formats that have this key; empty if the prefix and the suffix are known, but
+    not in one format."""
 
 
 class KeyIndex:
-    """Looks up the names of a table in both directions, with any separator."""
+    """Translates a family's module names between diffusers' and other namings, by a `KeyTable`."""
 
     def __init__(self, table: KeyTable) -> None:
         self.table = table
@@ -230,7 +239,7 @@ class KeyIndex:
         return None if template is None else template.format(in_block[2])
 
     def from_diffusers(self, module: str, naming: Naming, separator: str) -> str | None:
-        """Return a module's name in another naming, or None if `to_diffusers` would not find it."""
+        """Return the name that a module of diffusers has in a naming, or None if it has none."""
         if self.table.accepts_any_name:
             return self.to_diffusers(module, naming, separator)
         template, number = template_of(module)
@@ -239,23 +248,23 @@ class KeyIndex:
         return None if name is None else name.format(number).replace(".", separator)
 
     def templates(self, naming: Naming) -> Mapping[str, str]:
-        """Return every name of a naming by diffusers' name, both with `{}` for the block number."""
+        """Return all module names of a naming, by diffusers' names, with `{}` as block number."""
         return self._from_diffusers[naming]
 
 
 def template_of(module: str) -> tuple[str, str]:
-    """Return a module's name with `{}` in place of its block number, and that number."""
+    """Return a module's name with `{}` in place of the block number, and the number as text."""
     in_block = BLOCK.match(module)
     return (f"{in_block[1]}{{}}{in_block[3]}", in_block[2]) if in_block else (module, "")
 
 
 def is_bare_parameter(module: str, table: KeyTable) -> bool:
-    """Return True if the name is that of a parameter, which a LoRA cannot change."""
+    """Return True if the name is not a module's but a parameter's, which a LoRA cannot change."""
     return template_of(module)[0] in table.bare_parameters
 
 
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
-    """Return the meaning of a key in a family, or None if no format writes such a key."""
+    """Parse a key of an adapter file. Return None if no format has such a key for the family."""
     parts = split_suffix(text)
     if parts is None:
         return None
@@ -280,7 +289,10 @@ def build_key(
     role: str,
     style: SuffixStyle | None = None,
 ) -> str:
-    """Return the key of a tensor; the caller has checked that the format can hold it."""
+    """Return a tensor's key in a format. The format must have a name and a suffix for it.
+
+    `style` replaces the format's own suffix style.
+    """
     name = index.from_diffusers(path.module, key_format.naming, key_format.separator)
     suffix = SUFFIXES[style or key_format.style].get(role)
     assert name is not None, f"{key_format.name} has no name for {path.module}"
@@ -289,7 +301,10 @@ def build_key(
 
 
 def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
-    """Split off a key's suffix; return the rest, the suffix's role and the styles that use it."""
+    """Return a key without its suffix, the role that the suffix stands for, and its styles.
+
+    The result is None if the key has no known suffix.
+    """
     for suffix, (role, styles) in _ROLE_OF_SUFFIX.items():
         if text.endswith(suffix):
             return text[: -len(suffix)], role, styles
@@ -299,7 +314,7 @@ def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
 def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
     """Assign `transformer.` keys to the high expert if the file also has `transformer_2.` keys.
 
-    Without such keys, `transformer.` names no expert.
+    In a file without `transformer_2.` keys, `transformer.` names no expert.
     """
     if not any(key.formats == {BOTH_STAGES_FORMAT} for key in keys):
         return list(keys)
@@ -316,7 +331,7 @@ def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
 
 
 def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
-    """Return the format that writes all of the keys, or None for a file that mixes formats."""
+    """Return the format that all of the keys have, or None for a file that mixes formats."""
     common = frozenset.intersection(*(key.formats for key in keys)) if keys else frozenset()
     has_stages = {key.path.stage for key in keys} != {None}
     fitting = [key_format for key_format in FORMATS if key_format.name in common]
@@ -326,13 +341,13 @@ def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
 
 
 def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
-    """Return how many of the keys each format writes, the most common first."""
+    """Return the number of keys that each format fits, the most common format first."""
     counts = Counter(name for key in keys for name in key.formats)
     return dict(counts.most_common())
 
 
 def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
-    """Return the error for a key that no table has, with the most similar key that one has."""
+    """Return the error for a key that no table has a name for; it shows the most similar key."""
     families = " or ".join(table.family for table in tables)
     if text.startswith(_TEXT_ENCODER_PREFIXES):
         reason = "it belongs to a text encoder, and adapters of text encoders are not supported"
@@ -366,7 +381,7 @@ def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
 
 
 def _parse_body(body: str, key_format: KeyFormat, index: KeyIndex) -> LayerPath | None:
-    """Return the layer that a key without its suffix names in one format."""
+    """Return the layer that a key, given without its suffix, stands for in one format, or None."""
     for stage, prefix in _prefixes(key_format, index.table):
         if body.startswith(prefix):
             name = body[len(prefix) :]
@@ -395,7 +410,7 @@ def _prefix(key_format: KeyFormat, stage: Stage | None) -> str:
 
 
 def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
-    """Return how many keys a table reads; 0 if a block number is too large for the family."""
+    """Return how many keys a table has names for; 0 if a block number is beyond `max_blocks`."""
     index = KeyIndex(table)
     max_blocks = dict(table.max_blocks)
     count = 0
@@ -411,7 +426,7 @@ def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
 
 
 def _roles_by_suffix() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
-    """Return the role and styles of every suffix, the longest suffix first.
+    """Return the tensor role and the styles of every key suffix, the longest suffix first.
 
     `.lora_B.default.weight` must be tried before shorter suffixes that it also ends with.
     """

@@ -1,7 +1,8 @@
-"""Combine adapters, convert them to LoRA and extract LoRAs from models, by rank and SVD.
+"""Add adapters, convert them to LoRA, and extract a LoRA from two models, with truncated SVDs.
 
-LoRAs add up exactly: the ranks are concatenated. Everything else is approximated by a truncated
-SVD, and the caller is told what was lost: the norm of the remainder over the norm of the whole.
+The sum of LoRAs is exact: their factors are concatenated along the rank. Everything else is
+approximated by a truncated SVD. The loss that is returned with it is the norm of the error divided
+by the norm of the exact weight change.
 """
 
 from __future__ import annotations
@@ -29,29 +30,35 @@ if TYPE_CHECKING:
 
 
 MAX_FULL_SVD = 1024
-"""Smaller dimension up to which a full SVD is quick; above it, a randomized SVD is used."""
+"""Largest size of a matrix's smaller dimension for which a full SVD is computed. Above it, a
+randomized SVD is used, unless the rank is at least half of that dimension."""
 OVERSAMPLING, POWER_ITERATIONS = 16, 3
-"""Extra columns and iterations of the randomized SVD (Halko, Martinsson and Tropp, 2011)."""
+"""Extra columns and number of power iterations of the randomized SVD (Halko, Martinsson and Tropp,
+2011)."""
 
 
 @dataclass(frozen=True)
 class TruncationLoss:
-    """Share of dW's norm that an approximation lost. The fields are part of the JSON output."""
+    """Error of low-rank approximations, as a share of the norm of the weight changes.
+
+    The fields are part of the JSON output.
+    """
 
     mean: float
-    """Mean over all modules."""
+    """Mean share over all modules."""
     worst: float
+    """Largest share."""
     worst_at: str
-    """Module with the largest loss."""
+    """Module with the largest share."""
 
 
 def combine_adapters(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None, generator: torch.Generator
 ) -> tuple[Adapter, TruncationLoss | None]:
-    """Add adapters, each multiplied by its strength.
+    """Return the sum of adapters, each multiplied by its strength, and the loss.
 
-    Without `rank` the sum is exact, and its rank the sum of theirs. With it, every layer becomes a
-    LoRA of at most that rank.
+    Without `rank` the sum is exact: its rank is the sum of the adapters' ranks. With `rank`, the
+    sum in each module is approximated by a LoRA of at most that rank.
     """
     first = adapters[0][0]
     for other, _ in adapters[1:]:
@@ -78,9 +85,9 @@ def combine_adapters(
 def convert_to_lora(
     adapter: Adapter, rank: int, generator: torch.Generator
 ) -> tuple[Adapter, TruncationLoss]:
-    """Approximate every layer by a LoRA of at most this rank.
+    """Approximate every layer of an adapter by a LoRA of at most this rank.
 
-    LoRAs that are small enough, and changes without a rank (norms, biases), stay as they are.
+    LoRAs whose rank is not larger, and changes of norms and biases, stay as they are.
     """
     layers, losses = {}, {}
     for path, layer in adapter.layers.items():
@@ -94,7 +101,7 @@ def convert_to_lora(
 
 
 def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer, float]:
-    """Return the best LoRA of a rank for a weight change, and the lost share of its norm."""
+    """Approximate a weight change by a LoRA; return it and its error as a share of the norm."""
     flat = matrix.float().flatten(1)
     rank = min(rank, *flat.shape)
     u, s, v = _truncated_svd(flat, rank, generator)
@@ -104,7 +111,7 @@ def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[La
         "down": (root[:, None] * v).reshape(rank, *kernel),
         "up": (u * root).reshape(-1, rank, *[1] * (matrix.dim() - 2)),
     }
-    # The remainder is computed, because a difference of the norms would be lost in rounding.
+    # The error matrix is computed, because a difference of two norms would be lost in rounding.
     return Layer("lora", tensors), _relative_norm(flat - (u * s) @ v, flat)
 
 
@@ -119,7 +126,7 @@ def _is_plain_lora(layer: Layer) -> bool:
 
 
 def _is_matrix(layer: Layer) -> bool:
-    """Return False for the change of a norm or of a bias alone."""
+    """Return True if the layer changes a matrix; False if only a norm's weight or a bias."""
     shape = delta_shape(layer)
     return len(shape) > 1 and shape[1] > 0
 
@@ -127,10 +134,10 @@ def _is_matrix(layer: Layer) -> bool:
 def _split_alike(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None
 ) -> Sequence[tuple[Adapter, float]]:
-    """Split the fused projections that another of the adapters has in parts.
+    """Split fused projections for which another of the adapters has separate parts.
 
-    The other fused projections stay whole: then any algorithm adds up, and one rank serves all
-    parts.
+    A projection that is fused in all adapters stays fused: then no algorithm has to be split, and
+    one LoRA is enough for all parts.
     """
     used = {path for adapter, _ in adapters for path in adapter.layers}
     table = adapters[0][0].table
@@ -142,7 +149,10 @@ def _split_alike(
 
 
 def _expand_lokr(adapter: Adapter, to_split: Set[LayerPath], rank: int | None) -> Adapter:
-    """Replace each LoKr that must be split by its full matrix, if `rank` allows approximations."""
+    """Replace each LoKr that must be split by its full matrix, which can be split at any row.
+
+    Only if `rank` is given, because then the sum is approximated by a small LoRA afterwards.
+    """
     layers = dict(adapter.layers)
     for path in to_split & layers.keys():
         layer = layers[path]
@@ -160,7 +170,10 @@ def _add_layers(
     rank: int | None,
     generator: torch.Generator,
 ) -> tuple[Layer, float]:
-    """Return the weighted sum of layers, and the share of its norm that is lost."""
+    """Return the sum of one module's layers, each times its strength, and the relative error.
+
+    With `rank`, the sum is approximated by a LoRA of at most that rank.
+    """
     loss = 0.0
     if all(_is_plain_lora(layer) for layer, _ in terms):
         total = _concatenate_ranks(terms)
@@ -200,7 +213,10 @@ def _concatenate_ranks(terms: Sequence[tuple[Layer, float]]) -> Layer:
 
 
 def _truncate_lora(layer: Layer, rank: int) -> tuple[Layer, float]:
-    """Truncate a LoRA by an exact SVD, computed from QR decompositions of its narrow factors."""
+    """Reduce the rank of a LoRA by SVD; return the result and its relative error.
+
+    The SVD is exact, and cheap because it is computed from QR decompositions of the factors.
+    """
     up, down = layer.tensors["up"], layer.tensors["down"]
     q_up, r_up = torch.linalg.qr(up.float().flatten(1) * scale_of(layer))
     q_down, r_down = torch.linalg.qr(down.float().flatten(1).T)
@@ -217,7 +233,7 @@ def _truncate_lora(layer: Layer, rank: int) -> tuple[Layer, float]:
 def _truncated_svd(
     flat: Tensor, rank: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the leading singular vectors and values of a matrix."""
+    """Return the `rank` largest singular values of a matrix and their vectors, as (U, S, V^T)."""
     if min(flat.shape) <= max(MAX_FULL_SVD, 2 * rank):
         u, s, v = torch.linalg.svd(flat, full_matrices=False)
         return u[:, :rank], s[:rank], v[:rank]
@@ -262,12 +278,13 @@ def _refuse_dora(path: LayerPath, layer: Layer) -> None:
 
 @dataclass(frozen=True)
 class Extraction:
-    """An adapter extracted from two models."""
+    """A LoRA extracted from the difference of two models."""
 
     adapter: Adapter
     loss: TruncationLoss
     left_out: tuple[str, ...]
-    """Keys of weights that differ too, but are not in the adapter: norms, biases, parameters."""
+    """Keys of weights that differ between the models but are not in the adapter: norms, biases and
+    bare parameters, which a LoRA cannot change."""
 
 
 def extract(
@@ -278,9 +295,10 @@ def extract(
     generator: torch.Generator,
     keep_rest: bool,
 ) -> Extraction:
-    """Return the LoRA of a rank that is closest to the difference of two models.
+    """Approximate the difference of two models by a LoRA of a rank.
 
-    With `keep_rest`, differences that have no rank are kept as full tensors.
+    With `keep_rest`, changed norms, biases and bare parameters, which a LoRA cannot change, are
+    stored in the adapter as full tensors.
     """
     before, after = open_model(base, table), open_model(tuned, table)
     if before.naming != after.naming:
@@ -313,7 +331,7 @@ def extract(
 
 
 def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
-    """Raise an error if a model lacks weights of the other, as a single shard would."""
+    """Raise an error if one model lacks weights of the other, as a single shard of it would."""
     unpaired = sorted(before.keys.keys() ^ after.keys.keys())
     if unpaired:
         first = {**before.keys, **after.keys}[unpaired[0]][1]
@@ -326,7 +344,7 @@ def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
 
 
 def _add_full_tensor(layer: Layer | None, bias: bool, change: Tensor) -> Layer:
-    """Add a change without a rank to the module's LoRA, or make a layer of it alone."""
+    """Add the change of a norm's weight or of a bias to the module's layer, or to a new layer."""
     role = "diff_b" if bias else "diff"
     if layer is None:
         return Layer("full", {role: change})

@@ -1,7 +1,8 @@
 """Merge adapters into the weights of a model on disk.
 
-A model is a safetensors file, a folder of them, or the folder of a pipeline, in original or in
-diffusers' names. Weights are read and written one file at a time.
+A model is a safetensors file, a folder of safetensors files, or the folder of a diffusers pipeline.
+Its keys may be the original checkpoint's or diffusers'. Weights are read and written one file at a
+time.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ SUBFOLDERS: dict[Stage | None, str] = {
     "high": "transformer",
     "low": "transformer_2",
 }
-"""Folder of each expert's transformer in a pipeline."""
+"""Subfolder of a diffusers pipeline that holds each expert's transformer; None stands for a model
+with a single transformer."""
 MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
-"""Prefixes that a file may have before the model's own names."""
+"""Prefixes that the keys of a model file may have before the weight's name."""
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The result of a merge. The fields are part of the JSON output."""
+    """The result of merging adapters into a model. The fields are part of the JSON output."""
 
     changed: int
     """Number of modules that were changed."""
     files: tuple[str, ...]
-    """Names of the files that hold weights."""
+    """Names of the model's files that hold weights."""
 
 
 def merge_into(
     path: Path, out: Path, adapters: Sequence[tuple[Adapter, float]], table: KeyTable
 ) -> MergeReport:
-    """Write a copy of a transformer with adapters, each at its strength, merged into it."""
+    """Write a copy of a transformer with adapters merged into it, each times its strength."""
     model = open_model(path, table)
     updates = _plan_updates(model, adapters)
     changed = len({layer.module for adapter, _ in adapters for layer in adapter.layers})
@@ -76,13 +78,16 @@ def merge_into_pipeline(
     by_stage: Mapping[Stage | None, Sequence[tuple[Adapter, float]]],
     table: KeyTable,
 ) -> dict[str, MergeReport]:
-    """Write a copy of a pipeline's folder with adapters merged into their experts' transformers."""
+    """Write a copy of a pipeline's folder with adapters merged into its transformers.
+
+    `by_stage` has the adapters and strengths for each expert, or for None if there is a single one.
+    """
     targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
     for name in targets:
         if not (path / name).is_dir():
             raise AdapterError(
-                f"{path} has no {name}/, which is the expert that the adapter is for: the model "
-                "has a single transformer. Give --stage high to use it.",
+                f"{path} has no {name}/, which would be the expert that the adapter is for: the "
+                "model has a single transformer. Give --stage high to merge the adapter into it.",
                 kind="other-model",
             )
     reports = {}
@@ -99,25 +104,25 @@ def merge_into_pipeline(
 
 
 def holds_transformers(path: Path) -> bool:
-    """Return True for a folder with transformers in subfolders, such as a pipeline's."""
+    """Return True for a folder with transformers in subfolders, such as a diffusers pipeline."""
     return any((path / name).is_dir() for name in SUBFOLDERS.values())
 
 
 class WeightUpdate(NamedTuple):
-    """The change of one weight, or of some of its rows, by one layer."""
+    """The change that one adapter layer makes to a weight of the model, or to some of its rows."""
 
     layer: Layer
     strength: float
     bias: bool
     rows: tuple[int, int, int] | None
-    """First share of the rows, the share after the last, and the number of shares; None for all
-    rows."""
+    """(start, end, total): the rows from start / total to end / total of the weight are changed.
+    None for all rows."""
 
 
 def _plan_updates(
     model: ModelWeights, adapters: Sequence[tuple[Adapter, float]]
 ) -> dict[Path, dict[str, list[WeightUpdate]]]:
-    """Return the updates of each weight, by file and key."""
+    """Return the updates that the adapters make to each weight of a model, by file and key."""
     updates: dict[Path, dict[str, list[WeightUpdate]]] = {}
     for adapter, strength in adapters:
         is_original = model.naming == "original"
@@ -143,13 +148,16 @@ def _plan_updates(
 
 
 def _changes_bias(layer: Layer) -> list[bool]:
-    """Return False if a layer changes the weight, True if it changes the bias, or both."""
+    """Return a list with False if a layer changes the weight, and True if it changes the bias."""
     kinds = [] if set(layer.tensors) == {"diff_b"} else [False]
     return [*kinds, True] if "diff_b" in layer.tensors else kinds
 
 
 def _rows_in_fused(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """Return, for each part of a fused projection, the projection and `WeightUpdate.rows`."""
+    """Return the fused projection that each part belongs to, and its rows there.
+
+    The rows are in the form of `WeightUpdate.rows`.
+    """
     found = {}
     for fused in table.fused:
         total = sum(share for _, share in fused.parts)
@@ -184,7 +192,7 @@ def _refuse_quantized(key: str, weight: Tensor) -> None:
 
 
 def _update_rows(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
-    """Return a float32 weight with one update applied."""
+    """Return a copy of a float32 weight with one update applied."""
     if update.rows is None:
         return _apply_update(key, weight, update)
     start, end, total = (len(weight) * share // update.rows[2] for share in update.rows)
@@ -216,7 +224,7 @@ def _apply_update(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
 
 
 class Weight(NamedTuple):
-    """A weight, or a bias, of a module in diffusers' names."""
+    """Identifies the weight, or the bias, of a module by diffusers' name of the module."""
 
     module: str
     bias: bool
@@ -224,7 +232,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Locations of the weights of a transformer on disk."""
+    """Locations of a transformer's weights on disk."""
 
     files: tuple[Path, ...]
     naming: Naming
@@ -233,7 +241,10 @@ class ModelWeights:
 
 
 def open_model(path: Path, table: KeyTable) -> ModelWeights:
-    """Locate all weights of a model that the table has names for, without reading them."""
+    """Find the file and key of every weight of a model that the table has a name for.
+
+    No weights are read.
+    """
     files = tuple(sorted(path.glob("*.safetensors"))) if path.is_dir() else (path,)
     if not files:
         raise AdapterError(
@@ -259,7 +270,10 @@ def open_model(path: Path, table: KeyTable) -> ModelWeights:
 
 
 def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
-    """Return the only location of a weight; a second copy of it would stay unchanged."""
+    """Return the only location of a weight; raise an error if there are several.
+
+    A merge would change one copy only.
+    """
     if len(places) > 1:
         (file, key), (other_file, other_key) = places[:2]
         raise AdapterError(
@@ -272,7 +286,8 @@ def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
 
 
 def _parse_weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
-    """Return the weight that a model's key names in one naming."""
+    """Return the weight that a key of a model file stands for, or None if the naming has no such
+    key."""
     for prefix in MODEL_PREFIXES:
         if not key.startswith(prefix):
             continue
