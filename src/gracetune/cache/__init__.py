@@ -1,1 +1,1 @@
-"""Encoded latents and texts, kept so that nothing is encoded twice."""
+"""Cache encoded latents and text embeddings, so that no sample or prompt is encoded twice."""

@@ -2,15 +2,18 @@
 
 An augmentation epoch is one random crop and one set of augmentations for every sample. The random
 numbers depend only on the seed, the sample and the number of the augmentation epoch, so a restarted
-run produces the same ones. `datasets[].augmentations_cache_mode` chooses how they meet the cache:
+run produces the same ones. `datasets[].augmentations_cache_mode` chooses when the augmented samples
+are encoded:
 
-static              `variants` augmentation epochs are encoded once and shown in turn.
+static              `variants` augmentation epochs are encoded before training; training epochs
+                    use them in turn.
 refresh_each_epoch  every training epoch has an augmentation epoch of its own. It is encoded in the
-                    background while the epoch before is trained on, and deleted once no rank
-                    reads it any more.
+                    background during the previous training epoch, and deleted once no rank reads
+                    it any more.
 disable_cache       samples are encoded when a batch needs them; nothing is cached.
 
-Refreshed latents are kept in the run's folder. The names of files there are part of the format:
+The latents of `refresh_each_epoch` are kept in the run's folder, under these names, which are part
+of the format:
 
     generations/generation-N   the cache of augmentation epoch N
     generations/rank-R-reads   the number of the augmentation epoch that rank R reads
@@ -38,31 +41,31 @@ if TYPE_CHECKING:
 AugmentationMode = Literal["static", "refresh_each_epoch", "disable_cache"]
 
 FOLDER = "generations"
-"""Folder of refreshed latents, within the run's folder."""
+"""Subfolder of the run's folder that has the latents of `refresh_each_epoch`."""
 
 
 def augmentation_mode(section: DatasetSection) -> AugmentationMode:
-    """Return the mode of a dataset; without random crops or augmentations it is `static`."""
+    """Return a dataset's `augmentations_cache_mode`; `static` if nothing in it is random."""
     if not is_randomized(section):
         return "static"
     return section.augmentations_cache_mode or "static"
 
 
 def is_randomized(section: DatasetSection) -> bool:
-    """Return whether a sample may look different in two augmentation epochs."""
+    """Return True if a dataset has augmentations, random crops or random clips."""
     random_clip = section.dataset_type != "image" and section.clip == "random"
     return bool(section.augmentations) or section.crop == "random" or random_clip
 
 
 def augmentation_epoch(section: DatasetSection, epoch: int) -> int:
-    """Return the augmentation epoch that a training epoch shows."""
+    """Return the number of the augmentation epoch that a training epoch uses."""
     if epoch == NO_EPOCH:
         return 0
     return epoch % section.variants if augmentation_mode(section) == "static" else epoch
 
 
 def check_variants(section: DatasetSection, index: int) -> None:
-    """Refuse `variants` where it has no effect: outside of `static`, or with nothing random."""
+    """Raise an error if `variants` is set but has no effect: not `static`, or nothing is random."""
     if section.variants == 1:
         return
     setting = f"datasets[{index}].variants is {section.variants}"
@@ -80,33 +83,36 @@ def check_variants(section: DatasetSection, index: int) -> None:
 
 
 class EncodingStopped(Exception):  # noqa: N818  not an error
-    """Raised by `EpochEncoder.encode` when its augmentation epoch is no longer needed."""
+    """Raised by `EpochEncoder.encode` when it was told to stop; not an error."""
 
 
 class EpochEncoder(Protocol):
-    """Creates the caches of augmentation epochs; implemented by the data pipeline."""
+    """Encodes augmentation epochs into caches; implemented by the data pipeline."""
 
     def open_store(self, epoch: int) -> Store:
-        """Open the store of one augmentation epoch."""
+        """Open the cache store of one augmentation epoch."""
         ...
 
     def encode(self, store: Store, epoch: int, stopping: threading.Event) -> None:
-        """Fill the store, in a background thread; raise `EncodingStopped` if the event is set."""
+        """Encode all samples of `epoch` into the store; called in a background thread.
+
+        Raises `EncodingStopped` once the event `stopping` is set.
+        """
         ...
 
     def entered(self, epoch: int) -> None:
-        """Note that this rank reads `epoch` from now on; older epochs may be deleted."""
+        """Record that this rank reads `epoch` from now on, so that older epochs can be deleted."""
         ...
 
 
 class AugmentationEpochs:
-    """Hands out the store of each training epoch and encodes the next one in the background.
+    """Returns the cache store of each training epoch and encodes the next one in the background.
 
-    Used by one thread, epoch after epoch.
+    For datasets with `refresh_each_epoch`. Used by one thread.
     """
 
     def __init__(self, first: Store, encoder: EpochEncoder, emit: Callable[[Notice], None]) -> None:
-        """Start with `first`, the store of augmentation epoch 0, which the caller closes."""
+        """Start with `first`, the store of augmentation epoch 0. The caller closes it."""
         self._first = first
         self._encoder = encoder
         self._emit = emit
@@ -115,7 +121,10 @@ class AugmentationEpochs:
         self._next: _BackgroundEncoding | None = None
 
     def store_for(self, epoch: int) -> Store:
-        """Return the complete store of an epoch; entering an epoch starts encoding the next."""
+        """Return the store of an epoch, completely encoded.
+
+        The first call for an epoch waits for its encoding, then starts encoding the next epoch.
+        """
         if epoch != self._epoch:
             previous, self._current = self._current, self._wait_for(epoch)
             if previous is not self._first:
@@ -126,20 +135,20 @@ class AugmentationEpochs:
         return self._current
 
     def current_store(self, epoch: int) -> Store | None:
-        """Return the store of an epoch if it is the current one, without entering another."""
+        """Return the store of `epoch`; None unless the last `store_for` call was for `epoch`."""
         return self._current if epoch == self._epoch else None
 
     def close(self) -> None:
         """Stop encoding in the background and close the current store.
 
-        `store_for` may be called again; it encodes what is missing.
+        `store_for` still works afterwards; it encodes the samples that are missing.
         """
         self._stop_next()
         if self._current is not self._first:
             self._current.close()
 
     def _wait_for(self, epoch: int) -> Store:
-        """Return the encoded store. After a restart or a step back, encoding starts only now."""
+        """Return the encoded store of an epoch; start encoding now unless a thread is doing it."""
         if self._next is not None and self._next.epoch != epoch:
             self._stop_next()
         if epoch == 0:
@@ -160,7 +169,7 @@ class AugmentationEpochs:
 
 
 class _BackgroundEncoding:
-    """One augmentation epoch that a thread is encoding."""
+    """A background thread that encodes one augmentation epoch."""
 
     def __init__(self, epoch: int, encoder: EpochEncoder) -> None:
         self.epoch = epoch
@@ -175,7 +184,7 @@ class _BackgroundEncoding:
         self._thread.start()
 
     def result(self) -> Store:
-        """Wait for the thread and return the store, or raise what went wrong."""
+        """Wait for the thread and return the encoded store; raise the error if encoding failed."""
         self._thread.join()
         self._reported = True
         if isinstance(self._error, GracetuneError):
@@ -185,7 +194,7 @@ class _BackgroundEncoding:
         return self._store
 
     def stop(self) -> str:
-        """Stop the thread; return an error that `result` has not raised, or an empty string."""
+        """Stop the thread; return its error message if `result` has not raised it, else empty."""
         self._stopping.set()
         self._thread.join()
         self._store.close()
@@ -207,18 +216,18 @@ class _BackgroundEncoding:
 
 
 class AugmentationEpochFolder:
-    """The folder of one run's refreshed latents; deletes what no rank needs any more."""
+    """The folder with a run's caches of augmentation epochs; deletes those no rank needs."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder = folder
         self._ranks = ranks
 
     def path(self, epoch: int) -> Path:
-        """Return the folder of one augmentation epoch."""
+        """Return the cache folder of one augmentation epoch."""
         return self._folder / f"generation-{epoch}"
 
     def entered(self, epoch: int) -> None:
-        """Note that this rank reads `epoch`; rank 0 then deletes what no rank needs any more."""
+        """Record that this rank reads `epoch`; on rank 0, delete the epochs that no rank needs."""
         write_text(self._mark(self._ranks.rank), str(epoch))
         marks = [self._mark(rank) for rank in range(self._ranks.world_size)]
         if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
@@ -230,10 +239,11 @@ class AugmentationEpochFolder:
 
 
 def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
-    """Return the folders of augmentation epochs that no rank reads or encodes next.
+    """Return the cache folders of augmentation epochs that no rank needs any more.
 
-    A rank that reads epoch N encodes N + 1, so all from the lowest mark to the highest mark plus
-    one are in use. Without marks, none is.
+    `marks` are the ranks' files with the number of the epoch that each rank reads. A rank that
+    reads epoch N encodes N + 1, so the epochs from the lowest number to the highest plus one are
+    in use. Without marks, no epoch is.
     """
     reading = [int(mark.read_text()) for mark in marks]
     first, last = min(reading, default=0), max(reading, default=-2) + 1
@@ -245,5 +255,5 @@ def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
 
 
 def read_marks(folder: Path) -> list[Path]:
-    """Return the files in which the ranks of a run note which epoch they read."""
+    """Return the files in which each rank of a run has written which epoch it reads."""
     return sorted(folder.glob("rank-*-reads"))

@@ -1,11 +1,12 @@
 """Read the latents, loss weights and text embeddings of a batch.
 
-A batch may mix datasets with different `augmentations_cache_mode`s: cached latents come from the
-cache, refreshed ones from the store of the current epoch, and live ones are decoded and encoded
-now. All entries were encoded before training started, so a missing one is an error.
+A batch may mix datasets with different `augmentations_cache_mode`s. Latents of `static` datasets
+are read from the cache, those of `refresh_each_epoch` from the store of the current epoch, and
+those of `disable_cache` are decoded and encoded now. Cached entries were encoded before training
+started, so a missing one is an error.
 
-`SampleTransforms` and `PromptNames` derive how a sample is cropped and what its prompt is called in
-the cache; encoding and reading share them, so that reading finds what was encoded.
+`SampleTransforms` determines how a sample is cropped, and `PromptNames` under which name its prompt
+is cached. Encoding and reading share them, so that reading finds the entries that were encoded.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
 MAX_REMEMBERED_KEYS = 2**18
-"""Number of keys that are kept so as not to be hashed every step: at most some 60 MB."""
+"""Maximum number of cache keys kept in memory to avoid hashing them every step; about 60 MB."""
 
 
 class MissingEntriesError(RunFailedError):
-    """Entries that were encoded before training are missing or damaged now."""
+    """Raised if cache entries that were encoded before training are missing or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTransforms:
-    """Returns the crop and augmentations of any sample, as its dataset's settings say."""
+    """Callable that returns a sample's crop and augmentations, from its dataset's settings."""
 
     sections: Mapping[str, DatasetSection]
-    """Settings of each dataset, by its id."""
+    """Dataset settings, by dataset id."""
     seed: int
     decoders: Decoders
 
     def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
-        """Return the transform of a sample in a training epoch."""
+        """Return the crop and augmentations of a sample in a training epoch."""
         section = self.sections[sample.dataset]
         number = augmentation_epoch(section, epoch)
         return sample_transform(section, sample, self.seed, number, self.decoders.lanczos)
@@ -68,7 +69,7 @@ class SampleTransforms:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames:
-    """Returns the name under which a prompt is cached.
+    """Callable that returns the name under which a prompt's embeddings are cached.
 
     Two prompts share a name only if the text encoder sees the same input for both.
     """
@@ -78,7 +79,7 @@ class PromptNames:
     transforms: SampleTransforms
 
     def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
-        """Return the caption, plus what identifies the control image if there is one."""
+        """Return the caption; with a control image, also the image's digest, crop and size."""
         if not self.takes_control:
             return caption
         assert sample.control is not None, f"{sample.key} has no control image"
@@ -90,14 +91,14 @@ class PromptNames:
         return f"{caption} [control {sample.control.digest} {geometry}]"
 
     def epochs(self, sample: Sample) -> range:
-        """Return the epochs whose names differ; later epochs repeat them."""
+        """Return the training epochs with different prompt names; later epochs repeat the names."""
         section = self.transforms.sections[sample.dataset]
         return range(section.variants if self.takes_control else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """A dataset that is decoded and encoded while training."""
+    """A dataset with `disable_cache`: its samples are decoded and encoded during training."""
 
     source: Source
     prefetch: Prefetch
@@ -105,7 +106,7 @@ class LiveSource:
 
 
 class BatchReader:
-    """Reads what a batch consists of into host memory."""
+    """Reads the latents, loss weights and text embeddings of a batch from the cache stores."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class BatchReader:
     ) -> None:
         """Read from `stores` and `augmentation_epochs`.
 
-        `live_sources` has the datasets with `disable_cache` by id, whose samples `encode` encodes.
-        `identity` names the encoders of `latents` and `text` in cache keys.
+        `live_sources` maps the ids of datasets with `disable_cache` to their files; `encode`
+        encodes those. `identity` has the encoder ids of `latents` and `text` for cache keys.
         """
         self._transforms = transforms
         self._stores = stores
@@ -139,7 +140,7 @@ class BatchReader:
         self._text_keys: dict[str, str] = {}
 
     def read_latents(self, draws: Sequence[Draw], allocate: Allocate) -> Tensor:
-        """Return the latents of a batch, stacked; all draws have one size.
+        """Return the stacked latents of a batch, whose samples all have the same size.
 
         Cached latents are copied into memory from `allocate`. Latents that are encoded now stay on
         the encoder's device.
@@ -177,7 +178,7 @@ class BatchReader:
         return weights_BHW
 
     def read_texts(self, names: Sequence[str]) -> list[Entry]:
-        """Return the embeddings of prompts, without padding, by their names."""
+        """Return the cached embeddings of prompts, without padding, given the prompts' names."""
         store = self._stores.text
         keys = [self._text_key(name) for name in names]
         found = [entry for entry in store.get_many(keys) if entry is not None]
@@ -187,7 +188,7 @@ class BatchReader:
         return found
 
     def will_need(self, draws: Sequence[Draw]) -> None:
-        """Announce draws that will be read soon, so that slow disks can start reading."""
+        """Announce which samples the next batches read, so that slow disks can start reading."""
         announced: dict[Store, list[str]] = {}
         for draw in draws:
             mode = self._mode(draw)
@@ -233,7 +234,7 @@ class BatchReader:
         tensor: str,
         allocate: Allocate,
     ) -> Tensor:
-        """Stack one tensor of each entry."""
+        """Read one tensor of each cache entry and stack them; raise an error if one is missing."""
         epochs = self._augmentation_epochs
         store = self._stores.latents if mode == "static" else epochs.store_for(epoch)
         found = store.gather(keys, tensor, allocate)
@@ -243,7 +244,7 @@ class BatchReader:
         return found
 
     def _latent_key(self, draw: Draw) -> str:
-        """Return the key of a draw's latents; hash it only once for static datasets."""
+        """Return the cache key of a sample's latents; keys of `static` datasets are hashed once."""
         sample = draw.sample
         if self._modes[sample.dataset] != "static":
             return self._hash_latent_key(draw)
@@ -291,7 +292,7 @@ class BatchReader:
         draws: Sequence[Draw],
         decode: Callable[[LiveSource, Sequence[EncodeItem]], Iterator[Tensor | str]],
     ) -> Tensor:
-        """Decode each draw with the workers of its dataset, and stack the results."""
+        """Decode samples with the worker threads of their datasets, and stack the results."""
         found: dict[int, Tensor] = {}
         by_dataset: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):
@@ -314,7 +315,7 @@ class BatchReader:
 
 
 def unreadable_now(sample: Sample, reason: str) -> RunFailedError:
-    """Return the error for a sample that could be read when the run started, but not any more."""
+    """Return the error for a sample that was readable at the start of the run and now is not."""
     return RunFailedError(
         f"dataset {sample.dataset!r}: {sample.key} was readable when the run started and is not "
         f"now: {reason}. Restore the file, then run the same command again to resume."

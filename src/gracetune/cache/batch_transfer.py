@@ -7,12 +7,12 @@ staging slot and copied on a CUDA stream of its own (T), while the step runs on 
     T     copy slot s -> device          then record `arrival[k+1]`
     C     step k+1                       waits for `arrival[k+1]`
 
-A batch travels together with the loader state that follows it, so a checkpoint stores the state of
-the last batch that was used, not of the last one that was prefetched.
+Each batch comes with the loader state after it, so a checkpoint stores the state after the last
+batch that was used, not after the last one that was prefetched.
 
-Three modules work ahead of the step, each on another part of the way: `data/prefetch.py` decodes
-files in worker threads or processes, `cache/shard_reader.py` reads entries from disk with Linux
-AIO, and this one moves whole batches from host memory to the device.
+Three modules prefetch: `data/prefetch.py` decodes files in worker threads or processes,
+`cache/shard_reader.py` reads entries from disk with Linux AIO, and this one copies whole batches
+from host memory to the device.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 Arrival = TypeVar("Arrival")
 
 INITIAL_DEPTH = 2
-"""Batches to prefetch at first: one is in use while the next one is copied."""
+"""Number of batches to prefetch at the start of a run: one is ready while another is copied."""
 STAGING_SLOTS = 2
-"""Pinned slots: one is written while the other is copied from."""
+"""Number of pinned staging slots: one is written while the other is copied to the device."""
 DEVICE_ALIGNMENT = 512
 """Granularity of device allocations, in bytes."""
 BATCH_PLACEMENT = {"latents": "staged", "audio": "staged"}
-"""Placement of a batch's tensors: copied to the device before use, not read over the link."""
+"""Default placement by tensor name: copied to the device before use, not read over the link."""
 LATENTS = "latents of the batch"
 """Name of the latents among the staged tensors; no text tensor has this name."""
 
@@ -73,7 +73,7 @@ LATENTS = "latents of the batch"
 class BatchTransfer:
     """Copies batches to the device and reports the memory in use.
 
-    If the run asks for managed memory, the copies go there and get placement hints.
+    If the run enables managed memory, the copies are allocated there and get placement hints.
     """
 
     def __init__(self, session: MemorySession, device: torch.device, table: PlacementTable) -> None:
@@ -100,7 +100,7 @@ class BatchTransfer:
 
     @property
     def device_nbytes(self) -> int:
-        """Size of the device's own memory; 0 if it has none."""
+        """Size of the device's own memory in bytes; 0 if it has none."""
         return self._session.machine.platform.device_bytes if self.needs_copy else 0
 
     @property
@@ -113,7 +113,7 @@ class BatchTransfer:
         return allocate_pinned(nbytes) if self.needs_copy else allocate_page_aligned(nbytes)
 
     def new_stream(self) -> CudaTransferStream:
-        """Return a stream for copies that run in parallel to the step."""
+        """Return a new CUDA stream for copies that run in parallel with the training step."""
         return CudaTransferStream(self.device)
 
     def to_device(
@@ -142,14 +142,14 @@ class BatchTransfer:
         return gathered, {**text, **sent}
 
     def track_memory(self, role: str, nbytes: Callable[[], int], tier: Tier | None = None) -> None:
-        """Include a role in `memory_used`; `nbytes` returns its current size.
+        """Count the memory of `role` in `memory_used`; `nbytes` returns its current size.
 
-        `tier` is where the memory is, by default the device.
+        `tier` is the kind of memory, by default that of the device.
         """
         self._tracked[role] = tier or self._tier, nbytes
 
     def memory_used(self, step: int) -> MemoryUsed:
-        """Return the memory in use. Called between steps, since it may also reclaim memory."""
+        """Return the memory in use; may also reclaim memory, so call it between steps only."""
         self._session.observe(reclaim=True)
         for role, (tier, nbytes) in self._tracked.items():
             self._session.accounting.release(tier, role, self._reserved.get(role, 0))
@@ -159,7 +159,7 @@ class BatchTransfer:
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:
-        """Apply the placement hints of each tensor's role; a failure is reported once."""
+        """Give the CUDA driver the placement hints for a batch, if hints are enabled."""
         if self._hints is not None:
             place_batch({"latents": latents, "text": text}, self._hints, self._table)
 
@@ -176,7 +176,7 @@ def build_batch_transfer(
     emit: Callable[[Event], None],
     gc_freeze: GcFreeze | None = None,
 ) -> BatchTransfer:
-    """Detect how the device reaches host memory, and report what was found and decided."""
+    """Build the `BatchTransfer` of a run; report the memory link and whether hints are on."""
     session = MemorySession(
         lambda: open_machine(device.index or 0),
         lambda: environment_settings(process_environment()),
@@ -199,10 +199,10 @@ def build_batch_transfer(
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's queue of work."""
+    """A point in the device's queue of work, such as a CUDA event."""
 
     def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
+        """Block the calling thread until the device has passed this point."""
         ...
 
 
@@ -221,7 +221,7 @@ class PinnedStaging:
     def __init__(
         self, allocate: Callable[[int], Tensor], record_event: Callable[[], DeviceEvent]
     ) -> None:
-        """`record_event` is called after the copies from a slot were queued."""
+        """`allocate` allocates slots; `record_event` marks the end of the copies from a slot."""
         self._slots = [_StagingSlot(allocate) for _ in range(STAGING_SLOTS)]
         self._record_event = record_event
         self._copied: list[DeviceEvent | None] = [None] * STAGING_SLOTS
@@ -232,10 +232,10 @@ class PinnedStaging:
     def send(
         self, parts: Mapping[str, WriteInto], empty_on_device: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Write the parts into a slot and start copying them to the device; do not wait.
+        """Write tensors into a slot and start copying them to the device without waiting.
 
-        `empty_on_device` allocates the target of a copy. A part that is on the device already is
-        returned as it is.
+        `parts` maps names to functions that write a tensor into the slot. `empty_on_device`
+        allocates the target of a copy. A tensor that is already on the device is not copied.
         """
         sent = {}
         with self._lock:
@@ -261,9 +261,9 @@ class PinnedStaging:
 
 
 class _StagingSlot:
-    """Host memory for one batch, handed out front to back and cleared as a whole.
+    """Host memory for one batch: a bump allocator whose memory is freed all at once.
 
-    The memory tier's `SlabAllocator` is the counterpart for entries that come and go one by one.
+    `SlabAllocator` (memory_tier.py) is the allocator for entries that are freed one by one.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
@@ -273,7 +273,7 @@ class _StagingSlot:
         self._used = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return the next `nbytes`, page-aligned; replace the slot's memory if it is too small."""
+        """Return the next `nbytes` of the slot, page-aligned; enlarge the slot if it is full."""
         if self._used + nbytes > len(self._memory):
             # The device may still copy from what was handed out before.
             self._outgrown.append(self._memory)
@@ -284,7 +284,7 @@ class _StagingSlot:
         return self._memory[start : start + nbytes]
 
     def clear(self) -> None:
-        """Reuse the memory from the front; the device must have copied everything from it."""
+        """Free the whole slot for the next batch; all copies from it must be complete."""
         self._outgrown.clear()
         self._used = 0
 
@@ -298,7 +298,7 @@ def copy_into(tensor: Tensor, allocate: Allocate) -> Tensor:
 
 
 class BatchIterator(Protocol):
-    """An iterator of `(batch, state)` with counters."""
+    """An iterator over `(batch, loader state)` that counts batches and waits."""
 
     counts: PrefetchCounters
     depth: PrefetchDepth
@@ -310,14 +310,14 @@ class BatchIterator(Protocol):
 
 @dataclass(slots=True)
 class PrefetchDepth:
-    """Number of batches to prefetch: fixed, or growing while steps have to wait."""
+    """Number of batches to prefetch: fixed, or raised whenever a step had to wait."""
 
     batches: int
     max_nbytes: int | None
-    """Device memory that prefetched batches may take; None keeps the number fixed."""
+    """Device memory for prefetched batches, in bytes; None keeps the number of batches fixed."""
 
     def grow(self, batch_nbytes: int) -> None:
-        """Prefetch one more batch if the budget allows it."""
+        """Raise the number of batches by one if they fit into `max_nbytes`."""
         if self.max_nbytes is not None and (self.batches + 1) * batch_nbytes <= self.max_nbytes:
             self.batches += 1
 
@@ -327,22 +327,22 @@ class PrefetchCounters:
     """Counts batches and the time that steps waited for them."""
 
     batches: int = 0
-    """Batches handed out."""
+    """Number of batches returned to steps."""
     waits: int = 0
-    """Batches that were not ready when a step asked for them."""
+    """Number of batches that were not ready when a step needed them."""
     waited_s: float = 0.0
-    """Seconds that steps waited."""
+    """Seconds that steps waited for batches."""
     busy_s: float = 0.0
-    """Seconds that the background thread worked on the batches handed out."""
+    """Seconds that the background thread spent on loading these batches."""
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of work that ran while steps did."""
+        """Seconds of loading that overlapped with steps: `busy_s` minus `waited_s`."""
         return max(0.0, self.busy_s - self.waited_s)
 
 
 class InlineBatches:
-    """Loads each batch when it is requested, for devices that use host memory."""
+    """Loads each batch when it is requested; for the CPU, to which nothing must be copied."""
 
     def __init__(self, batches: Iterator[tuple[Batch, LoaderState]]) -> None:
         self.counts = PrefetchCounters()
@@ -354,27 +354,27 @@ class InlineBatches:
         return next(self._batches)
 
     def close(self) -> None:
-        """Do nothing; there is no thread."""
+        """Do nothing: there is no background thread."""
 
 
 class TransferStream(Protocol[Arrival]):
-    """A queue of copies that runs in parallel to the step."""
+    """A queue of copies to the device, which run in parallel with the training step."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Make this stream the current one of the background thread."""
+        """Make this the current stream of the calling thread inside the `with` block."""
         ...
 
     def record_arrival(self) -> Arrival:
-        """Return a marker for the end of all copies queued so far."""
+        """Return an event that marks the end of all copies queued so far."""
         ...
 
     def wait_for(self, batch: Batch, arrival: Arrival) -> None:
-        """Make the step's stream wait for the batch; called by the step's thread."""
+        """Make the current stream, which runs the step, wait until the batch has been copied."""
         ...
 
 
 class CudaTransferStream:
-    """A CUDA stream for copies."""
+    """A `TransferStream` on CUDA: a stream of its own for copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -389,13 +389,16 @@ class CudaTransferStream:
             yield
 
     def record_arrival(self) -> torch.cuda.Event:
-        """Record an event after the copies of a batch."""
+        """Record and return a CUDA event after all copies queued so far."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def wait_for(self, batch: Batch, arrival: torch.cuda.Event) -> None:
-        """Make the step's stream wait, not the host; keep the memory until the step is done."""
+        """Make the current stream wait for the copies, without blocking the calling thread.
+
+        `record_stream` keeps the batch's memory from being reused before the step is done.
+        """
         step = torch.cuda.current_stream(self._device)
         step.wait_event(arrival)
         for tensor in batch.tensors():
@@ -408,11 +411,11 @@ class _ReadyBatch(Generic[Arrival]):
     state: LoaderState
     arrival: Arrival
     seconds: float
-    """Time that loading it took."""
+    """Seconds that loading the batch took."""
 
 
 class PrefetchedBatches(Generic[Arrival]):
-    """Iterates over `(batch, state)` like the iterator it wraps, `depth` batches ahead."""
+    """Iterates over `(batch, loader state)`, loading `depth` batches ahead in a thread."""
 
     def __init__(
         self,
@@ -443,7 +446,7 @@ class PrefetchedBatches(Generic[Arrival]):
         return ready.batch, ready.state
 
     def close(self) -> None:
-        """Stop the thread and drop the batches that were not taken."""
+        """Stop the background thread and drop the prefetched batches that were not used."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -494,14 +497,14 @@ class PrefetchedBatches(Generic[Arrival]):
             self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Wait until fewer than `depth` batches are ready; return False when closed."""
+        """Block until fewer than `depth` batches are ready; return False once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self.depth.batches)
             return not self._closed
 
 
 def batch_nbytes(batch: Batch) -> int:
-    """Return the device memory that a batch takes."""
+    """Return the total size of a batch's tensors, in bytes."""
     return sum(tensor.nbytes for tensor in batch.tensors())
 
 
@@ -509,14 +512,17 @@ def batch_nbytes(batch: Batch) -> int:
 
 
 class DeviceTextCache:
-    """Text embeddings that stay on the device; chosen once, so that a resumed run has the same."""
+    """Text embeddings that stay on the device.
+
+    The set is chosen once, so that a resumed run has the same.
+    """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
         self.hits = 0
 
     def get_all(self, names: Sequence[str]) -> list[Entry] | None:
-        """Return the embeddings of all prompts, or None unless all are on the device."""
+        """Return the embeddings of these prompts; None if any of them is not on the device."""
         if not self._entries or any(name not in self._entries for name in names):
             return None
         self.hits += len(names)
@@ -532,7 +538,7 @@ def cache_texts_on_device(
     device: torch.device,
     budget_nbytes: int,
 ) -> DeviceTextCache:
-    """Copy the first prompts of a list to the device, as many as fit into the budget."""
+    """Copy text embeddings to the device, in the order of `names`, until the budget is full."""
     chosen = {}
     left = budget_nbytes
     for name in names:

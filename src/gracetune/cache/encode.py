@@ -55,7 +55,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 EMPTY_PROMPT = ""
-"""The prompt of dropped captions and of classifier-free guidance."""
+"""The empty prompt, for dropped captions and for classifier-free guidance."""
 ENCODE_BATCH_SIZE = 32
 """Maximum number of samples or prompts that are encoded together."""
 MAX_BATCH_PIXELS = 8 * 1024 * 1024
@@ -66,11 +66,11 @@ A larger batch is not faster, and a VAE needs hundreds of bytes per pixel.
 AUTO_TILE_PIXELS = 2048 * 2048
 """Pixels of an image or a video frame above which `vae_tiling: auto` encodes in tiles."""
 POLL_S = 0.05
-"""Seconds between two looks for another rank's report."""
+"""Seconds between two checks for another rank's report file."""
 
 
 class SampleEncoder(Protocol):
-    """The encoding half of a model family, as far as the cache needs it."""
+    """The methods of a model family that encode samples and prompts for the cache."""
 
     @property
     def name(self) -> str:
@@ -84,48 +84,51 @@ class SampleEncoder(Protocol):
 
     @property
     def pixel_step(self) -> int:
-        """Number that the edges of images must be multiples of."""
+        """Width and height of an image must be multiples of this number of pixels."""
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """Return what the entries of kind `latents` and `text` depend on, for their keys."""
+        """Return the encoder ids for cache keys, by kind of entry: `latents` and `text`.
+
+        An id changes if the encoder would produce other results.
+        """
         ...
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape of the latents of one sample of a bucket's shape."""
+        """Return the shape of one sample's latents, given the shape of its bucket."""
         ...
 
     def set_tiling(self, enabled: bool) -> bool:
-        """Turn tiled encoding on or off; return whether the encoder supports it."""
+        """Turn tiled encoding on or off; return False if the encoder cannot tile."""
         ...
 
     def encode(self, media: Tensor) -> Tensor:
-        """Encode a batch of images, clips or audio."""
+        """Encode a batch of images, clips or audio to latents."""
         ...
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
-        """Encode prompts, each with its control image if there are any."""
+        """Encode prompts; `images` has the control image of each prompt, if there are any."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the ranks that fill a cache together."""
+    """The rank of this process and the number of ranks that fill one cache together."""
 
     rank: int = 0
     world_size: int = 1
     reports: Path = Path()
-    """Folder for the ranks' reports, new for every run; unused with a single rank."""
+    """Folder in which each rank lists its unreadable samples, new for every run."""
     timeout_s: float = 1800.0
-    """Seconds to wait for another rank that makes no progress."""
+    """Seconds without any progress after which waiting for another rank fails."""
 
     def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
         """Return the keys that this rank encodes.
 
-        A key alone decides whose it is. A rank that looks later finds fewer keys missing, and must
-        not divide the rest differently.
+        The share depends on the keys alone, not on their number: a rank that starts later finds
+        fewer keys missing and must still divide them in the same way.
         """
         return [key for key in keys if int(key[:8], 16) % self.world_size == self.rank]
 
@@ -137,9 +140,10 @@ class Ranks:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> dict[str, str]:
-        """Write this rank's unreadable keys, wait for the other ranks, and return all of theirs.
+        """Publish this rank's unreadable keys, wait for all ranks, and return everyone's.
 
-        `num_done` counts the finished entries of all ranks; the timeout restarts when it changes.
+        Keys map to the reason why they are unreadable. `num_done` counts the finished entries of
+        all ranks; the timeout restarts when it changes.
         """
         if self.world_size == 1:
             return unreadable
@@ -174,13 +178,13 @@ class EncodeItem:
 
     sample: Sample
     size: Shape
-    """Shape of the bucket."""
+    """Shape of the sample's bucket, such as width and height."""
     source: Source
-    """The source of the sample's bytes."""
+    """The dataset's source, from which the sample's file is read."""
     transform: SampleTransform = DEFAULT_TRANSFORM
-    """Crop and augmentations."""
+    """Crop and augmentations of the sample."""
     tiled: bool = False
-    """True if the encoder works in tiles."""
+    """True if the sample is encoded in tiles."""
 
 
 def fill_latents(
@@ -193,10 +197,10 @@ def fill_latents(
     prefetch: Prefetch | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> list[tuple[Sample, str]]:
-    """Encode the items that the store lacks; return unreadable samples with the reason.
+    """Encode the samples that the store lacks; return unreadable samples with the reason.
 
-    `encoder` is the encoder's identity, a part of the keys. Files with equal bytes are encoded
-    once. `prefetch` says how many threads decode.
+    `encoder` is the encoder's id, a part of the cache keys. Files with equal bytes are encoded
+    once. `prefetch` sets the number of decoding threads.
     """
     keyed = dict(_with_keys(items, encoder))
     missing = sorted(missing_keys(store, keyed), key=lambda key: (keyed[key].size, key))
@@ -232,7 +236,7 @@ def fill_text(
     emit: Emit,
     ranks: Ranks = SINGLE_RANK,
 ) -> None:
-    """Encode each distinct prompt that the store lacks."""
+    """Encode the prompts that the store lacks, each distinct prompt once."""
     keyed = {text_key(prompt, encoder): prompt for prompt in sorted(set(prompts))}
     missing = missing_keys(store, keyed)
     own = ranks.own_share(missing)
@@ -255,7 +259,7 @@ def fill_text(
 def find_unreadable(
     items: Sequence[EncodeItem], emit: Emit, decoders: Decoders, prefetch: Prefetch
 ) -> list[tuple[Sample, str]]:
-    """Decode every item once to find unreadable samples, for runs that encode while they train."""
+    """Return the unreadable samples, found by decoding all; for runs that encode as they train."""
     progress = EncodingProgress("checking samples", len(items), "samples", emit)
     bad = []
     for item, pixels in zip(items, decode_items(items, decoders, prefetch), strict=True):
@@ -266,7 +270,7 @@ def find_unreadable(
 
 
 def missing_keys(store: Store, keys: Iterable[CacheKey]) -> list[CacheKey]:
-    """Return the keys that a store has no entry for."""
+    """Return the keys for which the store has no entry."""
     keys = list(keys)
     return [key for key, found in zip(keys, store.has(keys), strict=True) if not found]
 
@@ -274,7 +278,7 @@ def missing_keys(store: Store, keys: Iterable[CacheKey]) -> list[CacheKey]:
 def decode_items(
     items: Sequence[EncodeItem], decoders: Decoders, prefetch: Prefetch | None
 ) -> Iterator[Tensor | str]:
-    """Decode items in worker threads; yield, in order, pixels or the reason why there are none."""
+    """Decode samples in worker threads; yield, in order, pixels or why a sample is unreadable."""
     return prefetched(
         items,
         lambda item: decode_item(item, decoders),
@@ -286,7 +290,7 @@ def decode_items(
 def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
     """Return the decoded, cropped and augmented sample, or the reason why it is unreadable.
 
-    A control image follows its image as three more channels.
+    If the sample has a control image, it is appended to the image as three more channels.
     """
     sample, transform, read = item.sample, item.transform, item.source.read
     try:
@@ -309,7 +313,7 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
 
 
 class _HalvingEncoder(Generic[Item, Result]):
-    """Encodes in batches, and halves the batch size for good when memory runs out."""
+    """Encodes in batches; halves the batch size permanently when memory runs out."""
 
     def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, emit: Emit) -> None:
         self._encode = encode
@@ -318,7 +322,7 @@ class _HalvingEncoder(Generic[Item, Result]):
         self._batch_size = ENCODE_BATCH_SIZE
 
     def __call__(self, items: Sequence[Item]) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Yield parts of the items that fit into memory, each with its encoding."""
+        """Split the items into batches that fit into memory; yield each batch with its encoding."""
         start = 0
         while start < len(items):
             part = items[start : start + self._batch_size]
@@ -346,14 +350,14 @@ class _HalvingEncoder(Generic[Item, Result]):
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Recognise out-of-memory errors, also those of libraries that found no workspace."""
+    """Return True for out-of-memory errors of torch, and of cuBLAS and cuDNN for workspaces."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         mark in str(error) for mark in ("ALLOC_FAILED", "unable to find an engine")
     )
 
 
 class EncodingProgress:
-    """Emits the progress of a stage, with the seconds since it began, once per encoding batch."""
+    """Emits progress events of one encoding stage, every `ENCODE_BATCH_SIZE` units."""
 
     def __init__(self, stage: str, total: int, unit: str, emit: Emit) -> None:
         self._stage, self._total, self._unit, self._emit = stage, total, unit, emit
@@ -361,7 +365,7 @@ class EncodingProgress:
         self._started = time.monotonic()
 
     def advance(self, count: int) -> None:
-        """Count `count` more units as done."""
+        """Add `count` units to those done; emit an event when a batch is complete."""
         self._done += count
         passed = self._done // ENCODE_BATCH_SIZE > (self._done - count) // ENCODE_BATCH_SIZE
         if passed or self._done == self._total:
@@ -392,7 +396,7 @@ class _Prompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Every prompt that a run will use, by its name, and how to encode it."""
+    """Collects every prompt that a run will use, and encodes prompts by name."""
 
     def __init__(
         self,
@@ -401,7 +405,7 @@ class PromptEncoder:
         sources: Mapping[str, Source],
         prompt_names: PromptNames,
     ) -> None:
-        """Collect the prompts of all groups; `sources` has the control images, by dataset."""
+        """Collect the prompts of all groups; control images are read from `sources`, by dataset."""
         self._encoder, self._sources = encoder, sources
         self._transforms = prompt_names.transforms
         self._prompts: dict[str, _Prompt] = {}
@@ -414,11 +418,11 @@ class PromptEncoder:
 
     @property
     def names(self) -> list[str]:
-        """The names of all prompts, including the empty one, in no particular order."""
+        """Cache names of all prompts, including the empty one, in no particular order."""
         return list(self._prompts)
 
     def encode(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Return the embeddings of these prompts."""
+        """Return the text embeddings of the prompts with these names."""
         prompts = [self._prompts[name] for name in names]
         captions = [prompt.caption for prompt in prompts]
         if not self._encoder.takes_control:
@@ -426,7 +430,7 @@ class PromptEncoder:
         return self._encoder.encode_text(captions, [self._control(prompt) for prompt in prompts])
 
     def _control(self, prompt: _Prompt) -> Tensor:
-        """Decode the control image, cropped and augmented as its sample is."""
+        """Decode a prompt's control image, cropped and augmented like its sample."""
         sample, size = prompt.sample, (prompt.size[0], prompt.size[1])
         assert sample.control is not None, f"{sample.key} has no control image"
         data = self._sources[sample.dataset].read(sample.control.key)
@@ -434,9 +438,9 @@ class PromptEncoder:
         return render_control(data, transform, size, self._transforms.decoders)
 
 
-# Tiling. Large images and clips need far less memory in tiles, for slightly different latents.
-# Which sizes are tiled is a fixed rule rather than a reaction to running out of memory: keys
-# distinguish tiled latents, and a run must find what another run has encoded.
+# Tiling. Encoding large images and clips in tiles needs far less memory; the latents differ
+# slightly. A fixed rule decides which sizes are tiled, not an out-of-memory error: tiled latents
+# have other keys, and a run must find the latents that another run has encoded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +451,7 @@ class Tiling:
     """Tile images and frames with more pixels than this; None tiles nothing."""
 
     def applies_to(self, size: Shape, kind: Kind) -> bool:
-        """Return whether samples of this size and kind are tiled; audio never is."""
+        """Return True if samples of this size and kind are encoded in tiles; audio never is."""
         if kind == "audio" or self.above_pixels is None:
             return False
         return size[0] * size[1] > self.above_pixels
@@ -457,7 +461,10 @@ NO_TILING = Tiling()
 
 
 def choose_tiling(setting: bool | Literal["auto"], family: str, can_tile: bool) -> Tiling:
-    """Return the rule that `cache_config.vae_tiling` asks for, if the family's VAE can tile."""
+    """Return the tiling rule for a value of `cache_config.vae_tiling`.
+
+    Raises an error for `true` if the family's VAE cannot tile.
+    """
     if setting is True and not can_tile:
         raise ConfigError(
             f"cache_config.vae_tiling is true, but the encoder of {family} cannot work in tiles. "
@@ -469,10 +476,10 @@ def choose_tiling(setting: bool | Literal["auto"], family: str, can_tile: bool) 
 
 
 class ExclusiveEncoder:
-    """An encoder that several threads may call; one runs at a time, tiled if the size asks for it.
+    """A thread-safe encoder: calls run one at a time, tiled if the `tiling` rule says so.
 
-    An augmentation epoch is encoded in the background while training may encode as well. A video
-    VAE keeps frames between the calls of one clip, so two clips at once would silently mix.
+    A background thread encodes the next augmentation epoch while training may encode as well. A
+    video VAE keeps frames between the calls for one clip, so two clips at once would mix silently.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ ai-toolkit writes `_latent_cache/STEM_HASH.safetensors` next to the images, with
 metadata. SimpleTuner writes `STEM.pt`, optionally gzipped: a zip archive with a pickle inside.
 
 A pickle is a program, and unpickling runs it. `_TensorBuilder` therefore interprets only the few
-pickle instructions that build plain tensors and dicts, and rejects the file at the first other one.
+pickle instructions that build plain tensors and dicts, and rejects files with any other.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LATENT_FOLDER = "_latent_cache"
-"""Folder of ai-toolkit's latents."""
+"""Name of the folders in which ai-toolkit caches latents."""
 TEXT_FOLDER = "_t_e_cache"
-"""Folder of ai-toolkit's text embeddings."""
+"""Name of the folders in which ai-toolkit caches text embeddings."""
 MAX_NBYTES = 4 * 1024**3
-"""Larger tensors are rejected."""
+"""Maximum size of a tensor in bytes; files with larger ones are rejected."""
 _HASH_LENGTH = 22
-"""Length of an MD5 digest in URL-safe base64, which may itself contain underscores."""
+"""Characters of the hash in ai-toolkit's file names: an MD5 digest in URL-safe base64."""
 
 _DTYPES = {
     "FloatStorage": torch.float32,
@@ -61,17 +61,17 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class ForeignEntry:
-    """The contents of one cache file of another tool."""
+    """The contents of one cache file of ai-toolkit or SimpleTuner."""
 
     stem: str
     """File name of the sample, without folder and extension."""
     tensors: dict[str, Tensor]
     metadata: dict[str, object]
-    """Facts that the tool recorded, such as crop and caption; may be empty."""
+    """Values that the tool wrote into the file, such as crop and caption; may be empty."""
 
 
 def read_foreign(path: Path) -> ForeignEntry:
-    """Read a cache file of either tool."""
+    """Read a cache file of ai-toolkit (`.safetensors`) or SimpleTuner (`.pt`)."""
     if path.suffix == ".safetensors":
         return _read_ai_toolkit(path)
     if path.suffix == ".pt":
@@ -80,7 +80,7 @@ def read_foreign(path: Path) -> ForeignEntry:
 
 
 def read_pt(path: Path) -> dict[str, Tensor]:
-    """Read the tensors that `torch.save` wrote: a dict of them, or a single one as `latents`."""
+    """Read the tensors of a `torch.save` file; a single tensor gets the name `latents`."""
     data = path.read_bytes()
     try:
         if data[:2] == b"\x1f\x8b":
@@ -133,7 +133,7 @@ class _TensorBuilder:
             self._combine(name, value)
 
     def _combine(self, name: str, value: object) -> None:
-        """Execute an instruction that takes values off the stack."""
+        """Execute a pickle instruction that pops values from the stack."""
         stack = self._stack
         match name:
             case "TUPLE":
@@ -183,7 +183,10 @@ class _TensorBuilder:
 
 
 def _check_global(module: str, attribute: str) -> tuple[str, str]:
-    """Allow only the names that tensors and dicts are built with; they are never imported."""
+    """Return a global name that a pickle refers to; reject all that tensors do not need.
+
+    The name is only compared, never imported.
+    """
     name = (module, attribute)
     if name in (_REBUILD_TENSOR, _ORDERED_DICT) or (module == "torch" and attribute in _DTYPES):
         return name
@@ -191,7 +194,7 @@ def _check_global(module: str, attribute: str) -> tuple[str, str]:
 
 
 def _call(function: object, arguments: object) -> object:
-    """Do what the pickle's call would do."""
+    """Execute a call in a pickle: build a dict or a tensor, and reject any other function."""
     if function == _ORDERED_DICT and arguments == ():
         return {}
     if function != _REBUILD_TENSOR or not isinstance(arguments, tuple):

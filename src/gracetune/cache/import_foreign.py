@@ -1,14 +1,14 @@
-"""Import cache entries of ai-toolkit and SimpleTuner, if they equal what we would have encoded.
+"""Import cache entries of ai-toolkit and SimpleTuner that equal gracetune's own encoding.
 
 The file names of those tools identify neither the image's content nor the encoder. So every entry
-is verified before it is imported:
+is checked before it is imported:
 
 1. Exactly one sample of the run has the entry's file name, and its file is older than the entry.
 2. Shape and crop are those of the run; a text entry identifies its caption.
 3. The first entry of each kind is compared with the output of the run's own encoder.
 
-The comparison in step 3 also shows which tensor of the other tool is which of ours, and how it
-pads text.
+The comparison in step 3 also finds out which of the other tool's tensors corresponds to which of
+ours, and how the tool pads text.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     """Samples of the run by file name without folder and extension."""
 
 MIN_COSINE = 0.98
-"""Lowest cosine similarity of equal encodings; tools differ a little in resizing and precision."""
+"""Minimum cosine similarity at which two encodings count as equal: tools resize differently."""
 NORM_RANGE = (0.9, 1.1)
-"""Range of the ratio of norms of equal encodings."""
+"""Range of the ratio of their norms in which two encodings count as equal."""
 
 _CAPTION_DIGEST = re.compile(r"(?P<digest>[0-9a-f]{32})(-.+)?")
 
 TokenTrim = Literal["masked", "stripped", "whole"]
 TOKEN_TRIMS: Sequence[TokenTrim] = ("masked", "stripped", "whole")
-"""Ways to drop padding: by the attention mask, after the last token that is not 0, not at all."""
+"""Ways to drop padding tokens: by attention mask, all zeros at the end, or not at all."""
 
 
 @dataclass(slots=True)
@@ -65,12 +65,12 @@ class ImportReport:
     imported: list[str] = field(default_factory=list)
     """Keys of the imported entries."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Reason by path of the file."""
+    """Reason why a file was skipped, by its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ImportSample:
-    """A sample of the run, and the path of its file."""
+    """A sample of the run and the path of its file, to match entries with."""
 
     item: EncodeItem
     file: Path
@@ -79,7 +79,10 @@ class _ImportSample:
 def import_foreign(
     run: RunFile, encoder: SampleEncoder, folder: Path, emit: Emit, *, write: bool
 ) -> ImportReport:
-    """Import what a folder has of the run's samples and captions; only report without `write`."""
+    """Import another tool's cache files in `folder` that match the run's samples and captions.
+
+    Without `write`, nothing is imported, and the report lists what would be.
+    """
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
@@ -111,7 +114,7 @@ def import_foreign(
 def _run_samples(
     run: RunFile, encoder: SampleEncoder, transforms: SampleTransforms, emit: Emit
 ) -> Iterator[tuple[str, _ImportSample]]:
-    """Yield the samples of a run by the stem of their file, as the other tools name entries."""
+    """Yield the samples of a run, each with its file name without extension (the stem)."""
     corruption = CorruptionLog(emit, Path(run.output_dir) / "corruption.json")
     can_tile = encoder.set_tiling(enabled=False)
     tiling = choose_tiling(run.cache_config.vae_tiling, encoder.name, can_tile)
@@ -127,7 +130,7 @@ def _run_samples(
 
 
 def _find_sample(stem: str, samples: SamplesByStem) -> _ImportSample:
-    """Return the sample with this file name; entries do not say which folder it was in."""
+    """Return the sample with this file name (stem); raise an error if none or several have it."""
     found = samples.get(stem, [])
     if not found:
         raise CacheError(f"no sample of the run is called {stem!r}")
@@ -140,7 +143,7 @@ def _find_sample(stem: str, samples: SamplesByStem) -> _ImportSample:
 
 
 class _LatentImporter:
-    """Verifies latents; compares the first that fits with the run's own encoding."""
+    """Reads and checks latents; compares the first entry with the run's own encoding."""
 
     def __init__(
         self, encoder: SampleEncoder, transforms: SampleTransforms, samples: SamplesByStem
@@ -152,7 +155,7 @@ class _LatentImporter:
         self._compared = False
 
     def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        """Return the key and the tensors of an entry, or raise why it does not fit."""
+        """Return the cache key and tensors of a file; raise an error if a check fails."""
         entry = read_foreign(path)
         item = self._check_sample(path, entry)
         if not self._compared:
@@ -162,7 +165,7 @@ class _LatentImporter:
         return key, {"latents": entry.tensors["latents"]}
 
     def _check_sample(self, path: Path, entry: ForeignEntry) -> EncodeItem:
-        """Return the entry's sample, if it is older than the entry and has its shape and crop."""
+        """Return the sample of an entry; raise an error if age, shape or crop do not match."""
         sample = _find_sample(entry.stem, self._samples)
         _check_centre_crop(sample.item)
         if not sample.file.is_file() or sample.file.stat().st_mtime > path.stat().st_mtime:
@@ -190,7 +193,7 @@ class _LatentImporter:
 
 
 def _check_centre_crop(item: EncodeItem) -> None:
-    """Refuse samples whose crop or clip is not that of the other tools, a plain centre crop."""
+    """Raise an error unless a sample is a plain centre crop of an image, as in other tools."""
     transform, dataset = item.transform, item.sample.dataset
     if transform.draw.steps:
         raise CacheError("the run augments this sample, and the entry may be augmented otherwise")
@@ -207,7 +210,7 @@ def _check_centre_crop(item: EncodeItem) -> None:
 
 
 def _check_crop_metadata(metadata: dict[str, object], size: Shape) -> None:
-    """Check the crop that ai-toolkit records; SimpleTuner records none."""
+    """Raise an error if ai-toolkit's metadata record a flip or a crop other than the centre."""
     if metadata.get("flip_x") or metadata.get("flip_y"):
         raise CacheError("it is flipped")
     for edge, axis, place in (("width", "x", 0), ("height", "y", 1)):
@@ -223,7 +226,7 @@ def _check_crop_metadata(metadata: dict[str, object], size: Shape) -> None:
 
 
 def _compare_encodings(theirs: Tensor, ours: Tensor) -> tuple[bool, float]:
-    """Return whether two encodings are equal up to rounding, and their cosine similarity."""
+    """Return True if two encodings count as equal (`MIN_COSINE`), and their cosine similarity."""
     theirs, ours = theirs.float().flatten(), ours.float().flatten()
     cosine = torch.cosine_similarity(theirs, ours, dim=0).item()
     ratio = (theirs.norm() / ours.norm()).item()
@@ -234,7 +237,11 @@ def _compare_encodings(theirs: Tensor, ours: Tensor) -> tuple[bool, float]:
 
 
 class _TextImporter:
-    """Verifies text embeddings; the first with a set of tensors shows what each of them is."""
+    """Reads and checks text embeddings.
+
+    The first entry with a given set of tensor names is compared with the run's own encoding, to
+    find out which of its tensors corresponds to which of ours.
+    """
 
     def __init__(self, encoder: SampleEncoder, samples: SamplesByStem) -> None:
         self._encoder = encoder
@@ -246,7 +253,7 @@ class _TextImporter:
         self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
 
     def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        """Return the key and the tensors of an entry, or raise why it does not fit."""
+        """Return the cache key and tensors of a file; raise an error if a check fails."""
         entry = read_foreign(path)
         caption = self._caption(path, entry)
         names = frozenset(entry.tensors)
@@ -256,7 +263,7 @@ class _TextImporter:
         return text_key(caption, self._identity), convert_text(entry.tensors, self._matches[names])
 
     def _caption(self, path: Path, entry: ForeignEntry) -> str:
-        """Find the caption: by the digest in the file name, the metadata, or the text file."""
+        """Find an entry's caption: by file name digest, metadata, or the sample's text file."""
         digest = caption_digest(path.stem)
         if digest is not None:
             if digest not in self._by_digest:
@@ -276,36 +283,36 @@ class _TextImporter:
 
 @dataclass(frozen=True, slots=True)
 class TensorMatch:
-    """The rule for getting one of our tensors from another tool's entry."""
+    """The tensor of another tool's entry that one of ours is made from, and how."""
 
     theirs: str
-    """Name of the other tool's tensor; empty for a mask of ones, which is generated."""
+    """Name of the other tool's tensor; empty for an attention mask of ones, which is generated."""
     trim: TokenTrim
-    """The way to drop its padding."""
+    """How to drop the tensor's padding tokens (see `TOKEN_TRIMS`)."""
     like: Tensor
-    """Our tensor, without tokens: its dtype and shape."""
+    """A tensor with the dtype and shape of ours; an empty one if it has tokens."""
 
 
 def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:
-    """Map the MD5 digests by which SimpleTuner names text files to captions."""
+    """Return captions by their MD5 digest, which SimpleTuner uses as file name."""
     return {hashlib.md5(c.encode(), usedforsecurity=False).hexdigest(): c for c in captions}
 
 
 def caption_digest(stem: str) -> str | None:
-    """Return the digest in a file name of SimpleTuner, or None if it has none."""
+    """Return the caption digest in a SimpleTuner file name (stem); None if it has none."""
     found = _CAPTION_DIGEST.fullmatch(stem)
     return None if found is None else found["digest"]
 
 
 def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, TensorMatch]:
-    """Find each of our tensors among theirs, given both encodings of one caption."""
+    """Find the other tool's tensor for each of ours, given both encodings of one caption."""
     return {name: _match(name, tensor.cpu(), theirs) for name, tensor in ours.items()}
 
 
 def convert_text(
     theirs: Mapping[str, Tensor], matches: Mapping[str, TensorMatch]
 ) -> dict[str, Tensor]:
-    """Convert another tool's entry: our names and dtypes, no padding."""
+    """Convert another tool's text entry to our tensor names and dtypes, without padding."""
     converted, length = {}, 0
     for name, match in matches.items():
         if match.theirs:
@@ -343,7 +350,7 @@ def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> TensorMatch
 
 
 def _trim(theirs: Mapping[str, Tensor], name: str, trim: TokenTrim) -> Tensor:
-    """Return a tensor without its batch dimension of 1 and without padding tokens."""
+    """Return a tensor of an entry without batch dimension and padding tokens."""
     tensor = theirs[name]
     while tensor.ndim > 1 and tensor.shape[0] == 1:
         tensor = tensor[0]

@@ -1,8 +1,8 @@
 """The index of a cache: an SQLite file with the location and checksum of each entry.
 
-A row is committed only after its bytes are durable in a shard, so every row can be trusted. The
-write-ahead log of SQLite lets any number of processes read while one commits. Rows are looked up by
-key and never held, so memory use does not depend on the number of entries.
+An entry's row is committed only after its bytes have been flushed to a shard, so every row belongs
+to a complete entry. SQLite's write-ahead log lets any number of processes read while one commits.
+Rows are read from the file by key, so memory use does not depend on the number of entries.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 2
-"""Version of the tables below and of the shards; other versions are refused."""
+"""Version of the index tables and the shard files; caches with another version are refused."""
 BUSY_TIMEOUT_S = 60.0
-"""Seconds that a process waits for another one's commit."""
+"""Seconds that a process waits while another process commits to the index."""
 MAPPED_NBYTES = 1024**3
-"""Size of SQLite's memory map. Rows are scattered, and the kernel reads ahead in a mapping.
+"""Size of SQLite's memory map of the index, in bytes. The kernel reads ahead in a mapping.
 
-Reading ahead through a descriptor of our own is impossible: closing it releases SQLite's locks."""
+Reading ahead through a file descriptor is no alternative: closing it releases SQLite's locks."""
 _MAX_CACHED_LAYOUTS = 1024
-"""Tensor layouts that are kept parsed; most entries share the layout of many others."""
+"""Maximum number of parsed tensor layouts kept in memory; most entries share one."""
 _KEYS_PER_QUERY = 900
-"""Keys per query; SQLite allows 999 values."""
+"""Number of keys per SQL query; SQLite allows 999 values."""
 _PRIMARY_CODE_MASK = 0xFF
-"""Mask for the primary part of SQLite's error codes."""
+"""Bit mask that reduces SQLite's extended error codes to primary ones."""
 _ENVIRONMENT_ERRORS = (
     sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
@@ -43,7 +43,7 @@ _ENVIRONMENT_ERRORS = (
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_FULL,
 )
-"""Errors caused by the disk or the folder, not by a damaged index."""
+"""SQLite error codes caused by the disk or the folder, not by a damaged index."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
     "room INTEGER NOT NULL, length INTEGER NOT NULL)",
@@ -63,23 +63,23 @@ Result = TypeVar("Result")
 
 
 class DamagedIndexError(CacheError):
-    """The index file is damaged. It can be rebuilt from the shards."""
+    """Raised if the index file is damaged; it can be rebuilt from the shards."""
 
 
 class TensorSlice(NamedTuple):
-    """Location of one tensor within its entry."""
+    """Name, dtype and shape of one tensor, and its location within a cache entry."""
 
     name: str
     dtype: str
-    """Name of the dtype in safetensors files."""
+    """Name of the dtype as in safetensors files, such as `BF16`."""
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the entry."""
+    """Offset of the tensor from the start of the entry, in bytes."""
     nbytes: int
 
 
 class EntryRow(NamedTuple):
-    """Location, checksum and origin of one entry."""
+    """A row of the index: location, checksum and key components of one cache entry."""
 
     row_id: int
     key: str
@@ -89,33 +89,33 @@ class EntryRow(NamedTuple):
     tensors: tuple[TensorSlice, ...]
     checksum: bytes
     about: Mapping[str, str]
-    """Components of the key: sample, encoder, geometry (see cache/keys.py)."""
+    """Components of the key, such as sample, encoder and geometry (see cache/keys.py)."""
 
     @property
     def end(self) -> int:
-        """Offset of the first byte behind the entry."""
+        """Offset of the first byte after the entry, in the shard file."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One shard."""
+    """A row of the index about one shard file."""
 
     name: str
-    """File name without suffix."""
+    """File name of the shard without suffix."""
     data_offset: int
-    """Offset of the first entry; the space before is for the header."""
+    """Offset of the first entry in bytes; the space before it is reserved for the header."""
     length: int
-    """Committed length. Bytes beyond it are left over from a crash.
+    """Committed length of the shard in bytes. Any bytes beyond it were left by a crash.
 
-    Deleting an entry does not reduce it, because other processes may still read the bytes.
+    Deleting an entry does not reduce the length: other processes may still read the bytes.
     """
 
 
 def _translate_errors(
     method: Callable[Concatenate[CacheIndex, Params], Result],
 ) -> Callable[Concatenate[CacheIndex, Params], Result]:
-    """Turn SQLite's errors into cache errors that say what to do."""
+    """Decorate a method to turn SQLite errors into `CacheError`s that tell the user what to do."""
 
     @wraps(method)
     def call(self: CacheIndex, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -130,7 +130,7 @@ def _translate_errors(
 
 
 class CacheIndex:
-    """The tables of entries and shards; one connection, used by one thread at a time."""
+    """A connection to the SQLite index of a cache; used by one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -148,12 +148,12 @@ class CacheIndex:
             raise _cache_error(path, error) from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the connection to the index file."""
         self._db.close()
 
     @_translate_errors
     def find_rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
-        """Return the rows of those keys that exist."""
+        """Return the rows of these keys, by key; keys without an entry are left out."""
         found: dict[str, EntryRow] = {}
         for chunk in _chunks(keys):
             query = f"{_SELECT_ROW} WHERE e.key IN ({_placeholders(chunk)})"
@@ -162,7 +162,7 @@ class CacheIndex:
 
     @_translate_errors
     def existing_keys(self, keys: Sequence[str]) -> set[str]:
-        """Return those of the keys that exist."""
+        """Return the subset of `keys` that have an entry."""
         found: set[str] = set()
         for chunk in _chunks(keys):
             query = f"SELECT key FROM entries WHERE key IN ({_placeholders(chunk)})"
@@ -171,7 +171,7 @@ class CacheIndex:
 
     @_translate_errors
     def entry_ends(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
-        """Return shard and end offset of each key that exists."""
+        """Return the shard name and the end offset of each key's entry, if it exists."""
         found: dict[str, tuple[str, int]] = {}
         for chunk in _chunks(keys):
             query = (
@@ -183,43 +183,43 @@ class CacheIndex:
 
     @_translate_errors
     def page_after(self, after: int) -> list[tuple[int, str]]:
-        """Return ids and keys of the next 10,000 entries after an id."""
+        """Return row ids and keys of the next 10,000 entries whose row id is above `after`."""
         query = "SELECT id, key FROM entries WHERE id > ? ORDER BY id LIMIT 10000"
         return self._db.execute(query, (after,)).fetchall()
 
     @_translate_errors
     def rows_in_shard(self, name: str) -> list[EntryRow]:
-        """Return the rows of a shard, by offset."""
+        """Return the rows of all entries in a shard, ordered by offset."""
         query = f"{_SELECT_ROW} WHERE s.name = ? ORDER BY e.begin"
         return [self._row(row) for row in self._db.execute(query, (name,))]
 
     @_translate_errors
     def rows_made_of(self, part: str, value: str) -> list[EntryRow]:
-        """Return the entries whose key has this value as a component."""
+        """Return the rows whose key component `part` (such as `caption`) has this value."""
         query = f"{_SELECT_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
         return [self._row(row) for row in self._db.execute(query, (f"$.{part}", value))]
 
     @_translate_errors
     def rows_with_prefix(self, prefix: str) -> list[EntryRow]:
-        """Return up to 20 entries whose key starts with a prefix."""
+        """Return up to 20 rows whose key starts with a prefix."""
         query = f"{_SELECT_ROW} WHERE e.key >= ? AND e.key < ? ORDER BY e.key LIMIT 20"
         return [self._row(row) for row in self._db.execute(query, (prefix, prefix + "\U0010ffff"))]
 
     @_translate_errors
     def shards(self) -> list[ShardRow]:
-        """Return all shards."""
+        """Return the rows of all shards."""
         return [ShardRow(*row) for row in self._db.execute("SELECT name, room, length FROM shards")]
 
     @_translate_errors
     def shard(self, name: str) -> ShardRow | None:
-        """Return a shard by name; None if it is unknown."""
+        """Return the row of a shard; None if the index has no shard with this name."""
         query = "SELECT name, room, length FROM shards WHERE name = ?"
         found = self._db.execute(query, (name,)).fetchone()
         return None if found is None else ShardRow(*found)
 
     @_translate_errors
     def totals(self) -> list[tuple[str, str, int, int]]:
-        """Return kind, encoder, number of entries and total bytes, per kind and encoder."""
+        """Return a tuple (kind, encoder, number of entries, bytes) for each kind and encoder."""
         return self._db.execute(
             "SELECT coalesce(json_extract(about, '$.kind'), '?'), "
             "coalesce(json_extract(about, '$.encoder'), '?'), count(*), sum(nbytes) "
@@ -228,7 +228,7 @@ class CacheIndex:
 
     @_translate_errors
     def problems(self) -> list[str]:
-        """Return what SQLite's integrity check finds wrong with the file."""
+        """Return the problems that SQLite's integrity check finds in the index file."""
         try:
             found = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
         except sqlite3.DatabaseError as error:
@@ -239,7 +239,7 @@ class CacheIndex:
 
     @_translate_errors
     def add_shard(self, shard: ShardRow) -> None:
-        """Add an empty shard."""
+        """Add the row of a new shard that has no entries yet."""
         self._db.execute(
             "INSERT INTO shards (name, room, length) VALUES (?, ?, ?)",
             (shard.name, shard.data_offset, shard.length),
@@ -247,9 +247,10 @@ class CacheIndex:
 
     @_translate_errors
     def add(self, rows: Sequence[EntryRow], shard: str, length: int, moved: bool = False) -> None:
-        """Add rows of entries whose bytes are durable, in one transaction.
+        """Add the rows of new entries and set their shard's length, in one transaction.
 
-        An existing row of the same key is kept. With `moved`, existing rows get the new location.
+        The entries' bytes must have been flushed to the shard before. An existing row with the
+        same key is kept. With `moved`, the rows exist already and get their new location.
         """
         statement = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
         if not moved:
@@ -264,7 +265,10 @@ class CacheIndex:
 
     @_translate_errors
     def delete(self, keys: Sequence[str]) -> int:
-        """Delete rows and return how many existed. Their bytes stay until the next compaction."""
+        """Delete rows by key and return how many existed.
+
+        The entries' bytes stay in the shards until these are compacted.
+        """
         with self._transaction():
             return sum(
                 self._db.execute(
@@ -275,12 +279,12 @@ class CacheIndex:
 
     @_translate_errors
     def delete_row(self, row: EntryRow) -> None:
-        """Delete this row, but not a newer row of the same key."""
+        """Delete a row by its id, so that a newer row with the same key is not affected."""
         self._db.execute("DELETE FROM entries WHERE id = ?", (row.row_id,))
 
     @_translate_errors
     def delete_empty_shard(self, name: str) -> bool:
-        """Delete a shard that has no entries; return False if it has some."""
+        """Delete the row of a shard; return False if entries refer to the shard."""
         with self._transaction():
             done = self._db.execute(
                 "DELETE FROM shards WHERE name = ? AND NOT EXISTS "
@@ -298,7 +302,7 @@ class CacheIndex:
         return EntryRow(row_id, key, shard, offset, nbytes, layout, checksum, components)
 
     def _parse_layout(self, tensors: str) -> tuple[TensorSlice, ...]:
-        """Parse a tensor layout; equal layouts give the same object, which compares fast."""
+        """Parse a tensor layout from JSON; equal layouts give the same object, to compare fast."""
         layout = self._layouts.get(tensors)
         if layout is None:
             if len(self._layouts) == _MAX_CACHED_LAYOUTS:
@@ -326,9 +330,9 @@ class CacheIndex:
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
 
     def _enable_wal(self) -> None:
-        """Switch to write-ahead logging; retries, because SQLite does not wait for this lock.
+        """Switch SQLite to write-ahead logging; retry while another process holds the lock.
 
-        Several ranks may create the index at the same time.
+        Several ranks may create the index at once, and SQLite itself does not wait for this lock.
         """
         until = time.monotonic() + BUSY_TIMEOUT_S
         while True:
@@ -343,7 +347,7 @@ class CacheIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Run the block in a transaction; taking the write lock first prevents deadlocks."""
+        """Run the block in a transaction that takes SQLite's write lock first: no deadlocks."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -372,7 +376,7 @@ def unwritable_error(folder: Path, why: object) -> CacheError:
 
 
 def _cache_error(path: Path, error: sqlite3.DatabaseError) -> CacheError:
-    """Turn an SQLite error into a cache error, by whether the file or its folder is at fault."""
+    """Return the `CacheError` for an SQLite error: folder unwritable, locked, or damaged index."""
     # Errors that Python raises for invalid text in a row have no SQLite code.
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY_CODE_MASK
     if kind in _ENVIRONMENT_ERRORS:

@@ -1,4 +1,4 @@
-"""Derive cache keys: digests of everything that an entry depends on.
+"""Compute cache keys: digests of everything that a cache entry depends on.
 
     key = blake3(schema version, kind, part 1, part 2, ...), 20 bytes as 40 hexadecimal digits
 
@@ -7,11 +7,11 @@ and folders are not part of a key; file contents are. If anything that changes t
 pixel, the crop, the weights of the VAE), the key changes too, and the old entry is simply never
 looked up again: a stale entry cannot be read. `gracetune cache gc` deletes such entries.
 
-A key carries the parts that it was made from. Stores write them next to the entry, and
+A `CacheKey` also has the parts that were hashed. Stores write them next to the entry, and
 `gracetune cache inspect` prints them.
 
-The texts that are hashed are part of the cache format. Changing one makes every existing cache
-useless, so they keep their wording.
+The hashed texts are part of the cache format: changing the wording of one invalidates every
+existing cache.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Companion, Sample, Shape
 
 SCHEMA_VERSION = 1
-"""Increase it to invalidate all existing caches."""
+"""Version number that is part of every key; increase it to invalidate all existing caches."""
 
 
 class CacheKey(str):
-    """A key as hexadecimal text, with the parts that it is a digest of."""
+    """A cache key: a hexadecimal digest, with the parts that were hashed."""
 
     __slots__ = ("components",)
     components: Mapping[str, str]
     """The hashed parts by name, such as `caption` and `encoder`."""
 
     def __new__(cls, digest: str, components: Mapping[str, str]) -> CacheKey:
-        """Keys compare as text: two keys are equal if their digests are."""
+        """Create a key; like any `str`, two keys are equal if their digests are."""
         key = super().__new__(cls, digest)
         key.components = components
         return key
 
     def __getnewargs__(self) -> tuple[str, Mapping[str, str]]:  # type: ignore[override]
-        """Return the arguments of `__new__`, for copying and for other processes."""
+        """Return the arguments of `__new__`, so that keys can be copied and pickled."""
         return str(self), self.components
 
 
@@ -59,8 +59,8 @@ def latent_key(
 ) -> CacheKey:
     """Return the key of a sample's latents.
 
-    It depends on the bytes of the sample and its control image, the crop, augmentations and bucket
-    size, the encoder's identity, and on whether the encoder works in tiles.
+    The key depends on the bytes of the sample and its control image, the crop, augmentations and
+    bucket size, the encoder's id, and on whether the sample is encoded in tiles.
     """
     geometry = f"{transform.name} {'x'.join(map(str, size))}"
     if sample.kind == "video":
@@ -78,7 +78,7 @@ def mask_key(
 ) -> CacheKey:
     """Return the key of a mask that is averaged to `grid` (rows, columns).
 
-    It depends on the mask's bytes, on whether it is inverted, and on its geometry.
+    The key depends on the mask's bytes, whether it is inverted, its crop, sizes and augmentations.
     """
     # Marks masks whose transparent pixels are decoded as black.
     geometry = f"{transform.name} {'x'.join(map(str, size))} on black"
@@ -87,12 +87,12 @@ def mask_key(
 
 
 def text_key(prompt: str, encoder: str) -> CacheKey:
-    """Return the key of a prompt's embeddings; equal prompts share one entry."""
+    """Return the key of a prompt's text embeddings; equal prompts share one cache entry."""
     return _digest(kind="text", caption=prompt, encoder=encoder)
 
 
 def key_components(key: str) -> Mapping[str, str]:
-    """Return the parts that a key was made from; empty for a bare digest."""
+    """Return the hashed parts of a `CacheKey` by name; empty for a plain string."""
     return key.components if isinstance(key, CacheKey) else {}
 
 

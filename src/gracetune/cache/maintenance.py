@@ -1,6 +1,6 @@
 """Verify, repair, compact and describe caches (`gracetune cache`).
 
-All functions may run while other processes use the cache.
+Other processes may use the cache meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DamagedEntry:
-    """An entry whose bytes are not what was stored."""
+    """A cache entry whose bytes are missing or do not match their checksum, and why."""
 
     row: EntryRow
     why: str
@@ -44,24 +44,24 @@ class DamagedEntry:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Result of `verify`."""
+    """Result of `verify`: the size of a cache and everything that is damaged."""
 
     num_entries: int
     nbytes: int
     damaged: tuple[DamagedEntry, ...]
     bad_headers: tuple[str, ...]
-    """Sealed shards with an invalid header, which only other tools need."""
+    """Names of sealed shards with an invalid safetensors header, which only other tools read."""
     index_problems: tuple[str, ...]
-    """Problems that SQLite finds in the index; then the other fields may be incomplete."""
+    """Problems that SQLite finds in the index; if any, the other fields may be incomplete."""
 
     @property
     def is_clean(self) -> bool:
-        """True if nothing is wrong."""
+        """True if nothing in the cache is damaged."""
         return not (self.damaged or self.bad_headers or self.index_problems)
 
 
 def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
-    """Compare every entry with its checksum, and the index with the shards; change nothing."""
+    """Check every cache entry against its checksum, and the index and headers; change nothing."""
     with store.index() as index:
         problems = index.problems()
     found = _Findings()
@@ -79,9 +79,10 @@ def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
 
 
 def repair(store: ShardStore, report: VerifyReport) -> None:
-    """Delete damaged entries, so that they are encoded again, and rewrite invalid headers.
+    """Delete the damaged entries of a report and rewrite invalid shard headers.
 
-    A damaged index is rebuilt first, and the cache verified again: its rows may be wrong.
+    The next run encodes deleted entries again. A damaged index is rebuilt first, and the cache
+    verified again, since the report relies on the index.
     """
     if report.index_problems:
         store.rebuild_index()
@@ -101,7 +102,7 @@ def repair(store: ShardStore, report: VerifyReport) -> None:
 
 @dataclass(slots=True)
 class _Findings:
-    """Findings so far; kept apart because the index may fail half-way."""
+    """Results of `verify` so far; they survive if reading the index fails half-way."""
 
     num_entries: int = 0
     nbytes: int = 0
@@ -145,7 +146,7 @@ def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Dam
 
 
 def _header_is_good(store: ShardStore, name: str) -> bool:
-    """Return True if a sealed shard has a valid header; open shards have none yet."""
+    """Return False if a sealed shard has an invalid header; open shards have none yet."""
     path = store.shards / f"{name}{SEALED_SUFFIX}"
     try:
         with safe_open(path, "pt"):
@@ -157,14 +158,14 @@ def _header_is_good(store: ShardStore, name: str) -> bool:
 
 
 MIN_LIVE_SHARE = 0.5
-"""`compact` rewrites a shard if less than this share of its bytes belongs to entries."""
+"""`compact` rewrites a shard if entries take less than this share of its bytes."""
 _CHUNK_SIZE = 256
-"""Entries that are looked up or moved at a time."""
+"""Number of entries that are looked up or moved at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnusedEntries:
-    """Entries that none of the given runs needs."""
+    """Keys, size and kinds of the cache entries that no run needs."""
 
     keys: tuple[str, ...]
     nbytes: int
@@ -173,7 +174,7 @@ class UnusedEntries:
 
 
 def find_unused(store: ShardStore, required: Collection[str]) -> UnusedEntries:
-    """Find the entries whose keys are not in `required`."""
+    """Find the cache entries whose keys are not in `required`."""
     keys = tuple(key for key in store.keys() if key not in required)  # noqa: SIM118  not a mapping
     nbytes, kinds = 0, dict[str, int]()
     for start in range(0, len(keys), _CHUNK_SIZE):
@@ -187,10 +188,10 @@ def find_unused(store: ShardStore, required: Collection[str]) -> UnusedEntries:
 
 
 def compact(store: ShardStore) -> int:
-    """Rewrite shards that are mostly gaps and remove empty ones; return the bytes freed.
+    """Free the space of deleted entries: rewrite shards that are mostly gaps, remove empty ones.
 
-    Shards that another process is writing are skipped. A reader whose shard is gone looks the entry
-    up again and finds its new location.
+    Returns the bytes freed. Shards that another process is writing are skipped. A reader whose
+    shard is gone looks the entry up again and finds its new location.
     """
     store.seal()
     return sum(_compact_file(store, path) for path in sorted(store.shards.iterdir()))
@@ -234,7 +235,7 @@ def _move(store: ShardStore, rows: list[EntryRow]) -> None:
 
 
 def disk_nbytes(path: Path) -> int:
-    """Return the disk space of a file, which is less than its size: the header space is a hole."""
+    """Return the disk space of a shard in bytes: less than its size, as the header is a hole."""
     return path.stat().st_blocks * 512
 
 
@@ -246,11 +247,11 @@ KEY_PARTS = {
     "encoder": "digest of the encoder's weights, dtype and scaling",
     "schema": "version of the key's definition",
 }
-"""Meaning of each component of a key."""
+"""Meaning of each component of a cache key, for `gracetune cache inspect`."""
 
 
 def find_caches(folder: Path) -> list[Path]:
-    """Return the caches of a folder: itself, or those directly below it."""
+    """Return `folder` if it is a cache, otherwise the caches directly below it."""
     found = [folder] if is_cache(folder) else []
     if not found and folder.is_dir():
         found = [path for path in sorted(folder.iterdir()) if is_cache(path)]
@@ -263,7 +264,7 @@ def find_caches(folder: Path) -> list[Path]:
 
 
 def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
-    """Find entries by a prefix of their key, by a sample's file, or by a caption's file."""
+    """Find the entries of a sample file or caption file; if `file` is no file, by key prefix."""
     with store.index() as index:
         if not file.is_file():
             return index.rows_with_prefix(what)
@@ -275,7 +276,7 @@ def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
 
 
 def explain_entry(row: EntryRow) -> dict[str, object]:
-    """Describe an entry, for `gracetune cache inspect`."""
+    """Return the description of a cache entry that `gracetune cache inspect` prints."""
     return {
         "key": row.key,
         "made_of": dict(row.about),
@@ -288,7 +289,7 @@ def explain_entry(row: EntryRow) -> dict[str, object]:
 
 
 def cache_stats(store: ShardStore) -> dict[str, object]:
-    """Return the contents and the disk space of a cache, for `gracetune cache stats`."""
+    """Return the numbers of entries and the sizes of a cache, for `gracetune cache stats`."""
     with store.index() as index:
         kinds = [
             {"kind": kind, "encoder": encoder, "entries": count, "nbytes": nbytes}

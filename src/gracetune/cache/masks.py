@@ -1,9 +1,9 @@
 """Cache masks next to latents, and turn them into loss weights.
 
 A mask image is cropped and augmented like its sample, then averaged over each cell of the sample's
-latents. The average, 0 to 255 per cell, is what the cache keeps, under a key of its own: latents do
-not depend on masks. `mask_background` and `mask_normalize` are applied when a batch is read, so
-changing them renders nothing again.
+latents. The cache stores the average as `level`, 0 to 255 per cell. Masks have their own keys,
+since latents do not depend on them. `mask_background` and `mask_normalize` are applied when a batch
+is read, so changing them does not change the cache.
 
     weight = background + (1 - background) * level / 255
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     """Maps a bucket's shape to the rows and columns of its latents."""
 
 MASK_TENSOR = "mask"
-"""Name of the tensor in an entry."""
+"""Name of the tensor in the cache entry of a mask."""
 WHITE = 255
 
 
@@ -51,7 +51,7 @@ def fill_masks(
     prefetch: Prefetch,
     ranks: Ranks,
 ) -> list[tuple[Sample, str]]:
-    """Render the masks that the store lacks; return samples with an unreadable mask, and why."""
+    """Render the masks that the store lacks; return samples with an unreadable mask and why."""
     masked = [item for item in items if item.sample.mask is not None]
     keyed = {_key(item, latent_grid): item for item in masked}
     missing = missing_keys(store, keyed)
@@ -77,14 +77,14 @@ def fill_masks(
 
 
 def mask_keys(items: Sequence[EncodeItem], latent_grid: LatentGrid) -> list[CacheKey]:
-    """Return the mask keys of those items that have a mask."""
+    """Return the cache keys of the masks of all samples that have one."""
     return [_key(item, latent_grid) for item in items if item.sample.mask is not None]
 
 
 def render_masks(
     prefetch: Prefetch, items: Sequence[EncodeItem], latent_grid: LatentGrid, decoders: Decoders
 ) -> Iterator[Tensor | str]:
-    """Render masks in worker threads; yield, in order, levels per cell or why there are none."""
+    """Render masks in worker threads; yield, in order, levels per cell or why a mask failed."""
     return prefetched(
         items,
         lambda item: _render(item, latent_grid(item.size), decoders),
@@ -94,7 +94,7 @@ def render_masks(
 
 
 def mask_weights(levels_HW: Tensor, background: float, normalize: bool) -> Tensor:  # noqa: N803
-    """Return each cell's loss weight: 1 where the mask is white, `background` where it is black.
+    """Return the loss weight per latent cell: 1 where the mask is white, `background` where black.
 
     With `normalize`, weights are scaled to a mean of 1, except if all of them are 0.
     """

@@ -1,12 +1,12 @@
-"""Keep cache entries in a budget of host memory, in front of another store.
+"""Keep cache entries in host memory up to a budget, in front of a backing store.
 
-Entries are views of large slabs. If the budget is full, the least recently used entries leave and
-are read from the store behind when they are needed again. The memory of an entry is reused only
-when its last reader is gone: any view of it, however it was derived, keeps it alive.
+Entries are views of large slabs. If the budget is full, the least recently used entries are evicted
+and read from the backing store when they are needed again. An entry's memory is reused only when no
+tensor views it any more.
 
-`gather` is the hot path of training: it stacks the latents of a batch. Looking a tensor up touches
-memory that has left the CPU's caches since the last step, and a torch tensor is spread over five
-objects. So `GatherTable` keeps everything that a copy needs in one tuple per tensor.
+`gather` is the hot path of training: it stacks the latents of a batch. Looking up an entry misses
+the CPU's caches, and a torch tensor is spread over five objects. So `GatherTable` keeps everything
+that a copy needs in one tuple per tensor.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ if TYPE_CHECKING:
 
 
 SLAB_NBYTES = 64 * 1024**2
-"""Minimum size of a slab if the budget allows; a power of two, as torch rounds pinned memory up."""
+"""Minimum size of a slab in bytes, if the budget allows.
+
+Slabs are powers of two, because torch rounds pinned memory up to these.
+"""
 MIN_SLAB_NBYTES = 4096
 WARM_CHUNK_SIZE = 64
-"""Entries that `warm` loads per task."""
+"""Number of entries that a worker thread of `warm` loads at a time."""
 MAX_PENDING_USES = 4096
-"""Batches whose use is recorded until the next eviction; older ones count as unused."""
+"""Number of batches whose use is remembered for the next eviction."""
 
 
 class HostMemoryBudget:
-    """A number of bytes shared by several stores."""
+    """A limit on host memory that several stores share."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -59,7 +62,7 @@ class HostMemoryBudget:
         self._lock = threading.RLock()  # a slab may be freed, and release bytes, during `reserve`
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve bytes; return False if fewer are left."""
+        """Reserve bytes of the budget; return False if fewer are left."""
         with self._lock:
             if self.used + nbytes > self.nbytes:
                 return False
@@ -74,16 +77,16 @@ class HostMemoryBudget:
 
 @dataclass(slots=True)
 class HitCounts:
-    """Counts of where entries were found."""
+    """Counts of entries found in memory and of entries read from a store."""
 
     hits: int = 0
-    """Entries found in memory."""
+    """Number of entries found in host memory."""
     reads: int = 0
-    """Entries read from the store behind."""
+    """Number of entries read from the backing store or from files."""
 
 
 class MemoryTier:
-    """A store that keeps entries in host memory, within a budget that is never exceeded."""
+    """A store that keeps entries in host memory, within a fixed budget."""
 
     def __init__(
         self,
@@ -95,10 +98,10 @@ class MemoryTier:
         hit_counts: HitCounts,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> None:
-        """`what` names the entries in messages; `allocate` provides slabs.
+        """Keep entries in slabs from `allocate`; `what` names the entries in messages.
 
-        `backing` is the store behind; without one, all entries must fit. `find` loads the C helper
-        that copies batches.
+        `backing` stores all entries; without it, all must fit into the budget. `find` loads the C
+        helper that copies batches.
         """
         self._what = what
         self._backing = backing
@@ -106,7 +109,7 @@ class MemoryTier:
         self._slabs = SlabAllocator(budget, allocate)
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        """Entries in memory, the least recently used first (see `_apply_uses`)."""
+        """Entries in memory by key, least recently used first (after `_apply_uses`)."""
         self._table = GatherTable(find())
         self._uses: deque[Sequence[str]] = deque(maxlen=MAX_PENDING_USES)
         self._lock = threading.Lock()
@@ -115,15 +118,15 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held, for entries and for later ones."""
+        """Host memory allocated for slabs in bytes, whether used or free."""
         return self._slabs.nbytes
 
     def get(self, key: str) -> Entry | None:
-        """Return an entry from memory, else from the store behind."""
+        """Return an entry from memory, or from the backing store if it is not in memory."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Return entries as views; those not in memory are read together, and kept if they fit."""
+        """Return entries as views of slabs; read those not in memory from the backing store."""
         with self._lock:
             self._uses.append(keys)
             here = [*map(self._entries.get, keys)]
@@ -139,7 +142,7 @@ class MemoryTier:
         return [found.get(key) for key in keys]
 
     def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
-        """Stack one tensor of each entry; with a single copy call if all are in memory."""
+        """Stack one tensor of each entry; in a single C call if all entries are in memory."""
         with self._lock:
             rows = self._table.find(keys, name)
             if rows is not None:
@@ -154,7 +157,7 @@ class MemoryTier:
         return self.get_many(keys)
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """Announce to the store behind those entries that are not in memory."""
+        """Announce to the backing store which entries not in memory will be read soon."""
         if self._backing is not None:
             with self._lock:
                 missing = [key for key in keys if key not in self._entries]
@@ -162,11 +165,14 @@ class MemoryTier:
                 self._backing.will_need(missing)
 
     def put(self, key: str, entry: Entry) -> None:
-        """Store an entry behind and in memory."""
+        """Store an entry in the backing store and in memory."""
         self.put_many({key: entry})
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
-        """Store entries behind and in memory; without a store behind they must fit."""
+        """Store entries in the backing store and in memory.
+
+        Raises an error if there is no backing store and the entries do not fit into the budget.
+        """
         if self._backing is not None:
             self._backing.put_many(entries)
         for key, entry in entries.items():
@@ -179,7 +185,7 @@ class MemoryTier:
                 )
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its entry is in memory or behind."""
+        """Return for each key whether its entry is in memory or in the backing store."""
         with self._lock:
             existing = {key for key in keys if key in self._entries}
         missing = [key for key in keys if key not in existing]
@@ -189,7 +195,10 @@ class MemoryTier:
         return [key in existing for key in keys]
 
     def warm(self, keys: Sequence[str], num_workers: int | None = None) -> list[str]:
-        """Load entries into memory until the budget is spent; return the keys of missing ones."""
+        """Load entries from the backing store into memory until the budget is full.
+
+        Returns the keys of entries that the backing store lacks.
+        """
         if self._backing is None:
             return []
         with self._lock:
@@ -209,12 +218,12 @@ class MemoryTier:
         return [key for chunk in absent for key in chunk]
 
     def close(self) -> None:
-        """Close the store behind; entries stay in memory."""
+        """Close the backing store; entries stay in memory."""
         if self._backing is not None:
             self._backing.close()
 
     def _load(self, backing: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
-        """Read entries from behind into slabs; without space, return them as they come."""
+        """Read entries from `backing` into slabs; if slabs are full, return them unkept."""
         addresses: set[int] = set()
 
         def allocate(nbytes: int) -> Tensor | None:
@@ -241,7 +250,7 @@ class MemoryTier:
             return all(key in self._entries for key in keys)
 
     def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
-        """Copy an entry into a slab; None if there is no space, even after evicting all others."""
+        """Copy an entry into a slab; return None if there is no space, also not by evicting."""
         layout, nbytes = _layout(entry)
         buffer = self._allocate(nbytes, evict=evict and self._backing is not None)
         if buffer is None:
@@ -271,9 +280,9 @@ class MemoryTier:
             return buffer
 
     def _apply_uses(self) -> None:
-        """Order entries by their last use.
+        """Sort `_entries` by last use, from the recorded batches.
 
-        Done only before an eviction: reordering costs more than looking an entry up.
+        Called only before an eviction, because reordering costs more than a lookup.
         """
         for key in chain.from_iterable(self._uses):
             if key in self._entries:
@@ -291,10 +300,10 @@ class MemoryTier:
 
 
 class SlabAllocator:
-    """Allocates memory from a few large slabs, first fit. The caller holds a lock.
+    """First-fit allocator over a few large slabs of host memory; the caller must hold a lock.
 
-    Unlike an arena (memory/shared_arena.py), memory is private to the process, and is freed and
-    reused entry by entry. Slabs themselves are kept.
+    Unlike an arena (memory/shared_arena.py), its memory is private to the process and is freed
+    entry by entry. The slabs themselves are kept as long as the allocator.
     """
 
     def __init__(self, budget: HostMemoryBudget, allocate: Callable[[int], Tensor]) -> None:
@@ -302,13 +311,13 @@ class SlabAllocator:
         self._allocate_slab = allocate
         self._slabs: list[NDArray[np.uint8]] = []
         self._free: list[list[tuple[int, int]]] = []
-        """Free (start, length) spans of each slab, in order."""
+        """Free spans (start, length) of each slab, sorted by start."""
         self._returned: deque[tuple[int, int, int]] = deque()
-        """Freed (slab, start, length) spans that are not yet merged into `_free`."""
+        """Freed spans (slab, start, length) that are not yet merged into `_free`."""
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor | None:
-        """Allocate bytes, which are freed when the last view of them is gone; None if full."""
+        """Allocate bytes, which are freed with their last view; None if all slabs are full."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         alignment = entry_alignment(nbytes)
@@ -340,7 +349,7 @@ class SlabAllocator:
         return None
 
     def _merge_returned(self) -> None:
-        """Merge freed spans with their free neighbours."""
+        """Move freed spans to the free lists and merge them with free neighbours."""
         changed = set()
         while self._returned:
             slab, start, length = self._returned.popleft()
@@ -350,7 +359,7 @@ class SlabAllocator:
             self._free[slab] = list(_merged(sorted(self._free[slab])))
 
     def _grow(self, length: int) -> bool:
-        """Add a slab as large as all others together, so that there are few to search."""
+        """Add a slab about as large as all others together; return False if the budget is full."""
         size = max(
             SLAB_NBYTES, _next_power_of_two(length), _next_power_of_two(self.nbytes + 1) // 2
         )
@@ -367,12 +376,12 @@ class SlabAllocator:
 
 
 def allocate_pageable(nbytes: int) -> Tensor:
-    """Allocate ordinary host memory."""
+    """Allocate ordinary, pageable host memory."""
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def allocate_page_aligned(nbytes: int) -> Tensor:
-    """Allocate page-aligned host memory, as direct reads need it."""
+    """Allocate page-aligned host memory, which direct reads (O_DIRECT) need."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -384,7 +393,7 @@ def allocate_pinned(nbytes: int) -> Tensor:
 
 
 def _layout(entry: Entry) -> tuple[dict[str, tuple[int, Tensor]], int]:
-    """Return the offset of each tensor of an entry, and the total bytes."""
+    """Return each tensor of an entry with its offset in the slab, and the total bytes."""
     layout, end = {}, 0
     for name, tensor in entry.items():
         layout[name] = (end, tensor)
@@ -409,7 +418,7 @@ def _merged(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class TensorSpec(NamedTuple):
-    """Dtype, shape and size of tensors that can be stacked; equal specs are one object."""
+    """Dtype, shape and bytes of a tensor; tensors with equal specs can be stacked."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -417,7 +426,7 @@ class TensorSpec(NamedTuple):
 
 
 class GatherRow(NamedTuple):
-    """Everything needed to copy a tensor. Holding the row keeps the memory alive."""
+    """Everything needed to copy a tensor. The row keeps the tensor's memory alive."""
 
     spec: TensorSpec
     address: int
@@ -425,7 +434,10 @@ class GatherRow(NamedTuple):
 
 
 class GatherTable:
-    """Copy data of all tensors in memory, by name and key. The caller holds a lock."""
+    """The addresses and specs of all tensors in memory, by tensor name and entry key.
+
+    The caller must hold a lock, except for `stack`.
+    """
 
     def __init__(self, gather: Gather | MissingGather) -> None:
         self._gather = None if isinstance(gather, MissingGather) else gather
@@ -433,7 +445,7 @@ class GatherTable:
         self._specs: dict[TensorSpec, TensorSpec] = {}
 
     def add(self, key: str, entry: Entry) -> None:
-        """Add the tensors of an entry, replacing those of the same key."""
+        """Add the tensors of an entry; replaces an entry with the same key."""
         self.remove(key)
         for name, tensor in entry.items():
             assert tensor.is_contiguous(), f"{name} of {key} has strides {tensor.stride()}"
@@ -442,22 +454,22 @@ class GatherTable:
             self._rows.setdefault(name, {})[key] = row
 
     def find(self, keys: Sequence[str], name: str) -> list[GatherRow] | None:
-        """Return the rows of a batch; None if one is missing."""
+        """Return the rows of one tensor of each entry; None if an entry is missing."""
         try:
             return [*map(self._rows[name].__getitem__, keys)]
         except KeyError:
             return None
 
     def remove(self, key: str) -> None:
-        """Remove an entry; its memory is freed once no copy uses it."""
+        """Remove an entry's rows; its memory is freed once nothing else refers to it."""
         for rows in self._rows.values():
             rows.pop(key, None)
 
     def stack(self, rows: Sequence[GatherRow], allocate: Allocate) -> Tensor:
-        """Stack the tensors of rows into newly allocated memory; needs no lock.
+        """Stack the tensors of `rows` into newly allocated memory; needs no lock.
 
-        The C helper is faster than torch in one thread; with several threads torch is faster. torch
-        also gets tensors that do not match, and raises a helpful error.
+        Uses the C helper if torch has one thread, and torch otherwise, as each is faster there.
+        Tensors with different specs also go to torch, which raises a helpful error.
         """
         specs, addresses, tensors = zip(*rows, strict=True)
         spec, count = specs[0], len(rows)

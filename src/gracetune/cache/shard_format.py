@@ -3,27 +3,38 @@
     0             data_offset                                                     length
     | header space | record | tensors of entry 1 | record | tensors of entry 2 | ... |
 
-Each entry follows a record, which repeats what the index knows of it: a lost index can be rebuilt
-from the shards alone. Entries start at multiples of 64 bytes, large ones at multiples of a page.
-The header space stays empty (a hole in the file) until the shard is sealed. Then it gets a
-safetensors header that lists all tensors. safetensors allows no gaps, so records and unused space
-are listed as byte tensors named `gap/OFFSET`.
+A record precedes each entry and repeats the entry's row in the index, so that a lost index can be
+rebuilt from the shards alone. Entries start at multiples of 64 bytes, large ones at multiples of a
+page. The header space stays empty (a hole in the file) until the shard is sealed. Sealing writes a
+safetensors header there, which lists all tensors. safetensors allows no gaps, so records and unused
+space are listed as byte tensors named `gap/OFFSET`.
 
 A growing shard is named `NAME.open`; sealing renames it to `NAME.safetensors`. A process changes a
 shard only while it holds the shard's lock (flock), which the kernel releases if the process dies.
 
-Crash safety: `ShardWriter` in shard_store.py orders the writes of an entry.
+Crash safety. An entry exists only if the index has a row for it, and `ShardWriter` in
+shard_store.py writes the row last. `length` is the length of the shard according to the index:
 
-    1. append record and tensors behind `length`
-    2. fdatasync the shard
-    3. commit the rows and the new `length` to the index, in one SQLite transaction
+    before         | header | entry 1 |
+                                      ^ length
+    1. append      | header | entry 1 | entry 2 ..   the bytes may be incomplete; nobody reads them
+                                      ^ length
+    2. fdatasync   | header | entry 1 | entry 2 |    the bytes are on the disk
+                                      ^ length
+    3. commit      | header | entry 1 | entry 2 |    one SQLite transaction adds the row of entry 2
+                                                ^ length             and sets the new length
 
-    killed before 3: the shard has bytes beyond the `length` in the index. Nobody reads them, and
-                     the next writer that opens the shard truncates it to `length`.
-    killed after 3:  the entry is complete.
-    killed in seal:  the file is still `NAME.open`, and its index rows are valid. The next writer
-                     continues or seals it.
-    killed between creating a shard and adding it to the index: the next writer removes the file.
+If the process is killed
+
+- before 3: the file has bytes beyond `length`, which nobody reads. The next process that locks the
+  shard truncates the file to `length`, and the entry is encoded again.
+- after 3: the entry is complete.
+- while it seals the shard: the file is still named `NAME.open`, and its rows are valid. The next
+  writer appends to it or seals it.
+- after it created a shard, but before the shard is in the index: the next writer deletes the file.
+
+A power failure may also undo SQLite's last commits (`synchronous=NORMAL`). The entries are then
+missing, and are encoded again. Checksums keep damaged bytes from being used.
 """
 
 from __future__ import annotations
@@ -57,24 +68,24 @@ if TYPE_CHECKING:
 
 
 DEFAULT_DATA_OFFSET = MIB
-"""Header space of a new shard, unless its first entry needs more."""
+"""Header space of a new shard in bytes, unless its first entry needs more."""
 MAX_SHARD_NBYTES = 256 * MIB
-"""A shard of this size gets no more entries."""
+"""Size in bytes from which on a shard gets no more entries."""
 OPEN_SUFFIX, SEALED_SUFFIX = ".open", ".safetensors"
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
 LARGE_ENTRY_NBYTES = 64 * 1024
-"""Entries from this size on start and end at page boundaries, as direct reads (O_DIRECT) need."""
+"""Size in bytes from which on entries are page-aligned, as direct reads (O_DIRECT) need."""
 RECORD_MAGIC = b"gtentry1"
-"""First bytes of a record; the length and the checksum of its JSON text follow."""
+"""First bytes of a record. Length, checksum and contents of its JSON text follow."""
 _OPEN_MAGIC = b"gtshard1"
-"""First bytes of a shard without a header; its data offset follows."""
+"""First bytes of an open shard, which has no header yet. Its data offset follows."""
 _FIXED_HEADER_NBYTES = 256
-"""Header bytes for its length, the metadata and the gap before the first entry."""
+"""Bytes of a shard's header besides its entries: its length, metadata and the first gap."""
 _RECORD_HEAD_NBYTES = 24
 _MAX_RECORD_NBYTES = 16 * 1024**2
 _SEARCH_NBYTES = 1024 * TENSOR_ALIGNMENT
-"""Bytes that `find_record` searches at a time."""
+"""Number of bytes that `find_record` searches at a time."""
 DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -93,7 +104,7 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Names of dtypes in safetensors files."""
+"""Name of each torch dtype in safetensors files."""
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -101,24 +112,24 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class ShardFile:
-    """A locked shard: no other process writes, renames or removes it."""
+    """A shard file that this process has locked: no other process may change it."""
 
     def __init__(self, path: Path, descriptor: int, row: ShardRow) -> None:
         self.path = path
         self.row = row
         self.end = row.length
-        """Offset at which the next record may start."""
+        """Offset after the last entry, where the next record is appended."""
         self.header_nbytes = 0
-        """Upper bound of the header that sealing will write."""
+        """Upper bound of the size of the header that sealing will write, in bytes."""
         self._descriptor = descriptor
 
     def fits_entry(self, header_nbytes: int) -> bool:
-        """Return True if one more entry fits, given its share of the header."""
+        """Return True if one more entry fits that takes `header_nbytes` of the header."""
         fits_header = self.header_nbytes + header_nbytes <= self.row.data_offset
         return self.end < MAX_SHARD_NBYTES and fits_header
 
     def append(self, packed: PackedEntry, header_nbytes: int) -> int:
-        """Write an entry behind the end and return its offset. It is not yet durable or indexed."""
+        """Append an entry and return its offset; it still has to be flushed and indexed."""
         record = align_up(self.end)
         offset = align_up(record + len(packed.record), entry_alignment(packed.nbytes))
         padded = packed.record.ljust(offset - record, b"\0")
@@ -130,11 +141,11 @@ class ShardFile:
         return offset
 
     def sync(self) -> None:
-        """Flush appended entries to the disk."""
+        """Flush appended entries to the disk (fdatasync)."""
         os.fdatasync(self._descriptor)
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
-        """Write the header and rename the shard, which makes it a safetensors file; unlock it."""
+        """Write the header, rename the shard to a safetensors file, and release the lock."""
         # The last entry may end in empty tensors, or be empty: set the length that the header has.
         os.ftruncate(self._descriptor, self.end)
         header = build_header(rows, self.row.data_offset, self.end)
@@ -147,19 +158,19 @@ class ShardFile:
         self.release()
 
     def remove(self) -> None:
-        """Delete the shard and release its lock."""
+        """Delete the shard file and release its lock."""
         self.path.unlink()
         self.release()
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock on the shard."""
         os.close(self._descriptor)
 
 
 def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile:
     """Create a shard, lock it and add it to the index.
 
-    Its header space is large enough for at least one entry that needs `header_nbytes` of it.
+    The header space is large enough for one entry that takes `header_nbytes` of it, or more.
     """
     while True:
         path = folder / f"{secrets.token_hex(8)}{OPEN_SUFFIX}"
@@ -180,7 +191,7 @@ def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFi
 
 
 def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile | None:
-    """Lock an existing shard to append to; None if there is none with space."""
+    """Lock an existing shard that has space for another entry; None if there is none."""
     for path in appendable_shards(folder):
         shard = lock_shard(path, index)
         if shard is None:
@@ -202,7 +213,11 @@ def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFil
 
 
 def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
-    """Lock a shard; None if it is gone, unknown to the index or locked by another process."""
+    """Lock a shard and truncate uncommitted bytes of an open one.
+
+    Returns None if another process has locked or removed the shard. A shard that is not in the
+    index is deleted.
+    """
     descriptor = _lock(path)
     if descriptor is None:
         return None
@@ -218,7 +233,7 @@ def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
 
 
 def appendable_shards(folder: Path) -> Iterator[Path]:
-    """Yield shards that a writer may continue: open ones, then sealed ones under half full."""
+    """Yield shards to append to: open ones, then sealed ones that are less than half full."""
     files = sorted(folder.iterdir())
     yield from (path for path in files if path.suffix == OPEN_SUFFIX)
     for path in files:
@@ -227,7 +242,7 @@ def appendable_shards(folder: Path) -> Iterator[Path]:
 
 
 def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
-    """Open a shard for reading, whether it is open or sealed; None if it is gone."""
+    """Return a file descriptor for reading a shard, growing or sealed; None if it is gone."""
     # Two rounds, because another process may rename it between two attempts.
     for suffix in (SEALED_SUFFIX, OPEN_SUFFIX, SEALED_SUFFIX, OPEN_SUFFIX):
         try:
@@ -238,7 +253,7 @@ def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
 
 
 def shard_length(folder: Path, name: str) -> int:
-    """Return the file size of a shard; 0 if it is gone."""
+    """Return the file size of a shard in bytes; 0 if it is gone."""
     descriptor = open_shard(folder, name)
     if descriptor is None:
         return 0
@@ -249,7 +264,7 @@ def shard_length(folder: Path, name: str) -> int:
 
 
 def map_file(descriptor: int) -> Tensor:
-    """Map a file as a uint8 tensor. The mapping is private: writes do not reach the file."""
+    """Memory-map a file as a uint8 tensor. Writes to the tensor do not change the file."""
     nbytes = os.fstat(descriptor).st_size
     # Unlike Python's mmap, torch's mapping keeps no descriptor open.
     return torch.from_file(
@@ -258,7 +273,7 @@ def map_file(descriptor: int) -> Tensor:
 
 
 def read_data_offset(data: Bytes) -> int:
-    """Return the offset of the first entry, from the first bytes of a shard."""
+    """Return the offset at which a shard's entries begin, read from its first bytes."""
     magic, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
     if magic == _OPEN_MAGIC:
         return length
@@ -270,7 +285,7 @@ def read_data_offset(data: Bytes) -> int:
 
 
 def entry_header_nbytes(key: str, tensors: Iterable[TensorSlice]) -> int:
-    """Return an upper bound of an entry's share of the header, with a gap before each tensor."""
+    """Return an upper bound of the header bytes that an entry takes, with gaps."""
     return sum(
         260 + len(json.dumps(f"{key}/{tensor.name}")) + len(json.dumps(tensor.shape))
         for tensor in tensors
@@ -312,7 +327,7 @@ def _add_gap(table: dict[str, object], begin: int, end: int, header_end: int) ->
 
 
 def _lock(path: Path) -> int | None:
-    """Open and lock a file; None if it is gone or locked by another process."""
+    """Open and lock a file; return its descriptor, or None if it is gone or already locked."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -346,19 +361,19 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """An entry as it is written to a shard."""
+    """An entry converted to the bytes that are written to a shard."""
 
     tensors: tuple[TensorSlice, ...]
     data: tuple[Bytes, ...]
-    """Bytes of each tensor, not copied."""
+    """Bytes of each tensor, without a copy where possible."""
     nbytes: int
-    """Bytes from the start of the first to the end of the last tensor."""
+    """Number of bytes from the start of the first to the end of the last tensor."""
     checksum: bytes
     record: bytes
 
 
 class EntryRecord(NamedTuple):
-    """The contents of a record, and the offset of its entry."""
+    """A parsed record: key, offset, layout and checksum of the entry after it."""
 
     key: str
     offset: int
@@ -369,7 +384,7 @@ class EntryRecord(NamedTuple):
 
 
 def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> PackedEntry:
-    """Lay out the tensors of an entry one after the other, each aligned."""
+    """Convert an entry to bytes: lay out its aligned tensors, and build its record."""
     tensors: list[TensorSlice] = []
     parts: list[Bytes] = []
     end = 0
@@ -391,7 +406,7 @@ def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> Pac
 
 
 def unpack(data: Tensor, begin: int, tensors: Iterable[TensorSlice]) -> dict[str, Tensor]:
-    """Return the tensors of the entry at `begin`, as views of `data`."""
+    """Return the tensors of the entry at offset `begin`, as views of the bytes in `data`."""
     return {
         tensor.name: data[begin + tensor.offset : begin + tensor.offset + tensor.nbytes]
         .view(TORCH_DTYPES[tensor.dtype])
@@ -408,10 +423,10 @@ def tensor_bytes(tensor: Tensor) -> Bytes:
 
 
 def checksum(parts: Iterable[Bytes]) -> bytes:
-    """Return the checksum of an entry's bytes, in the order of its tensors.
+    """Return the XXH3 checksum of an entry's bytes, in the order of its tensors.
 
-    XXH3 detects what disks and crashes do to bytes, and is faster than memory. A cryptographic hash
-    would add no security, because whoever can change a shard can change the index as well.
+    XXH3 detects damage by disks and crashes, and is faster than memory. A cryptographic hash would
+    add no security, because whoever can change a shard can also change its checksum in the index.
     """
     hasher = xxh3_128()
     for part in parts:
@@ -420,28 +435,28 @@ def checksum(parts: Iterable[Bytes]) -> bytes:
 
 
 def entry_checksum(data: Bytes, begin: int, tensors: Iterable[TensorSlice]) -> bytes:
-    """Return the checksum of the entry at `begin`."""
+    """Compute the checksum of the entry at offset `begin` of `data`."""
     spans = ((begin + tensor.offset, tensor.nbytes) for tensor in tensors)
     return checksum(data[start : start + nbytes] for start, nbytes in spans)
 
 
 def align_up(offset: int, to: int = TENSOR_ALIGNMENT) -> int:
-    """Round up to a multiple of `to`."""
+    """Round an offset up to a multiple of `to`."""
     return -(-offset // to) * to
 
 
 def entry_alignment(nbytes: int) -> int:
-    """Return the alignment of an entry of this size."""
+    """Return the alignment of an entry of `nbytes` bytes: a page if it is large, else 64."""
     return PAGE if nbytes >= LARGE_ENTRY_NBYTES else TENSOR_ALIGNMENT
 
 
 def padded_nbytes(nbytes: int) -> int:
-    """Return the bytes that an entry of this size takes in a shard and in memory."""
+    """Return the buffer size for reading an entry: whole pages if the entry is large."""
     return align_up(nbytes, PAGE) if nbytes >= LARGE_ENTRY_NBYTES else nbytes
 
 
 def read_record(data: Bytes, offset: int) -> EntryRecord | None:
-    """Parse the record at `offset`; None if there is no complete one."""
+    """Parse the record at `offset`; None if there is no complete, intact record."""
     head = data[offset : offset + _RECORD_HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
     if head[:8] != RECORD_MAGIC or length > _MAX_RECORD_NBYTES:
@@ -459,7 +474,7 @@ def read_record(data: Bytes, offset: int) -> EntryRecord | None:
 
 
 def find_record(data: Bytes, offset: int) -> int | None:
-    """Return the offset of the next record at or behind `offset`. It may be incomplete."""
+    """Return the offset of the first record at or after `offset`, which may be incomplete."""
     while offset + _RECORD_HEAD_NBYTES <= len(data):
         chunk = data[offset : offset + _SEARCH_NBYTES]
         rows = len(chunk) // TENSOR_ALIGNMENT

@@ -1,9 +1,9 @@
-"""Read entries from shards: as views of mapped files, or into memory of the caller.
+"""Read entries from shards: as views of memory-mapped files, or into buffers of the caller.
 
-A mapped view costs nothing until it is touched, and then a page fault per page. Reading into memory
-costs one call per entry and leaves its bytes in the CPU's cache, where computing their checksum is
-almost free. Large entries that are not in the page cache are read past it, by Linux AIO with
-O_DIRECT: the disk writes straight into the destination.
+A mapped view costs nothing until it is touched, and then a page fault per page. Reading into a
+buffer costs one call per entry and leaves the bytes in the CPU's cache, where computing their
+checksum is almost free. Large entries that are not in the kernel's page cache bypass it: Linux AIO
+with O_DIRECT lets the disk write straight into the buffer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 SLOW_S, SLOW_RATE = 0.02, 200e6
-"""A read that takes longer (seconds), at fewer bytes per second, comes from a slow disk.
+"""A disk is slow if a read takes more than SLOW_S seconds at less than SLOW_RATE bytes/s.
 
-Hard disks and network storage are slow in this sense; there, reading ahead pays off."""
+Hard disks and network storage are slow in this sense; reading ahead pays off there."""
 
 
 class FileDescriptor:
-    """A file descriptor that is closed when its last user is gone."""
+    """A file descriptor that is closed when the object is garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,7 +51,7 @@ class FileDescriptor:
 
 
 class ShardReader:
-    """Reads entries into given buffers, and keeps recently used shards open; thread-safe."""
+    """Reads entries of shards into buffers and keeps recently used files open; thread-safe."""
 
     def __init__(
         self, folder: Path, max_open: int, clock: Callable[[], float] = time.perf_counter
@@ -64,9 +64,9 @@ class ShardReader:
         self._queue = AioQueue()
         self._clock = clock
         self.is_slow_disk = False
-        """True if the last entries that came from the disk took long."""
+        """True if the last direct read from the disk was slow (`SLOW_S`, `SLOW_RATE`)."""
         self.direct_read_refusal = ""
-        """Why files cannot be read past the page cache; empty if they can, or were not yet."""
+        """Why direct reads (O_DIRECT) do not work; empty if they work or were not tried yet."""
 
     def read(
         self,
@@ -74,11 +74,12 @@ class ShardReader:
         buffers: Sequence[Bytes],
         is_intact: Callable[[EntryRow, Bytes], bool],
     ) -> list[bool | None]:
-        """Read entries into their buffers; return `is_intact` of each, None if it is unreadable.
+        """Read entries into buffers; return the result of `is_intact` for each.
 
-        Entries that are not in the page cache and consist of whole pages are read directly, all at
-        once. That needs a third of the CPU time of a read through the page cache, which would also
-        keep a copy. `is_intact` runs for the first entries while later ones are still being read.
+        The result is None for an entry that cannot be read. Page-aligned entries that are not in
+        the page cache are read directly (O_DIRECT), all at once. That needs a third of the CPU time
+        of a read through the page cache, which would also keep a copy. `is_intact` checks the first
+        entries while later ones are still being read.
         """
         pairs = [*zip(rows, buffers, strict=True)]
         uncached = [i for i, row in enumerate(rows) if not self._is_cached(row)]
@@ -99,14 +100,14 @@ class ShardReader:
         return found
 
     def in_page_cache(self, rows: Iterable[EntryRow]) -> bool:
-        """Return True if all entries are in the page cache.
+        """Return True if all entries are in the kernel's page cache.
 
-        Then copying them from a mapped file takes half the time of reading them.
+        If so, copying them from a mapped file takes half the time of reading them.
         """
         return all(self._is_cached(row) for row in rows)
 
     def read_ahead(self, rows: Iterable[EntryRow]) -> None:
-        """Start reading entries into the page cache, instead of page by page when touched."""
+        """Ask the kernel to read entries into the page cache in the background."""
         for shard, group in groupby(sorted(rows, key=_position), key=lambda row: row.shard):
             file = self._file(shard)
             if file is not None:
@@ -114,7 +115,7 @@ class ShardReader:
                     os.posix_fadvise(file.number, row.offset, row.nbytes, os.POSIX_FADV_WILLNEED)
 
     def clear(self) -> None:
-        """Close all files, once no thread reads them any more."""
+        """Close all files as soon as no thread reads them any more."""
         with self._lock:
             self._open_files.clear()
         self._queue.close()
@@ -124,7 +125,7 @@ class ShardReader:
         return file is None or self._residency.holds(file.number, row.offset, row.nbytes)
 
     def _read_cached(self, row: EntryRow, buffer: Bytes) -> bool:
-        """Read through the page cache; return False if the shard is gone or too short."""
+        """Read an entry through the page cache; return False if its shard is gone or too short."""
         file, done = self._file(row.shard), 0
         while file is not None and done < row.nbytes:
             count = os.preadv(file.number, [buffer[done : row.nbytes].data], row.offset + done)
@@ -134,7 +135,7 @@ class ShardReader:
         return file is not None
 
     def _submit(self, pairs: Sequence[tuple[EntryRow, Bytes]]) -> list[int]:
-        """Submit direct reads and return a ticket for each; empty if direct reads do not work."""
+        """Start direct reads and return their tickets; empty if direct reads do not work."""
         files = [self._file(row.shard, direct=True) for row, _ in pairs]
         requests = [
             ReadRequest(file.number, row.offset, buffer)
@@ -150,7 +151,7 @@ class ShardReader:
         return tickets or []
 
     def _wait(self, ticket: int, row: EntryRow) -> bool:
-        """Wait for a direct read; return False if there was none (0) or it failed."""
+        """Wait for the direct read `ticket`; return False if it failed, or if `ticket` is 0."""
         try:
             return ticket > 0 and self._queue.wait(ticket) >= row.nbytes
         except OSError as error:
@@ -198,7 +199,7 @@ class MappedShards:
         self._maps: OrderedDict[str, Tensor] = OrderedDict()
 
     def data(self, row: EntryRow) -> Tensor | None:
-        """Return the bytes of the shard that has an entry; None if it is gone or too short."""
+        """Return all bytes of an entry's shard, mapped; None if the shard is gone or too short."""
         data = self._maps.get(row.shard)
         if data is None or len(data) < row.end:
             descriptor = open_shard(self._folder, row.shard)
@@ -215,12 +216,12 @@ class MappedShards:
         return data if len(data) >= row.end else None
 
     def clear(self) -> None:
-        """Drop all maps; those with live views stay mapped until the views are gone."""
+        """Drop all memory maps; each is unmapped once no tensor views it."""
         self._maps.clear()
 
 
 class Bitset:
-    """A set of small integers with one bit each: a million verified entries take 125 kB."""
+    """A set of small integers, one bit each: a million row ids take 125 kB."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -230,7 +231,7 @@ class Bitset:
         return index < len(self._bytes) and bool(self._bytes[index] & 1 << (number & 7))
 
     def add(self, number: int) -> None:
-        """Add a number."""
+        """Add a number to the set."""
         index = number >> 3
         if index >= len(self._bytes):
             self._bytes.extend(bytes(index + 1 - len(self._bytes)))
@@ -238,7 +239,7 @@ class Bitset:
 
 
 def _can_read_directly(row: EntryRow, buffer: Bytes) -> bool:
-    """Return True if offset, size and buffer are whole pages, as O_DIRECT needs."""
+    """Return True if offset, size and buffer are page-aligned, as O_DIRECT needs."""
     if buffer.nbytes < LARGE_ENTRY_NBYTES or buffer.nbytes % PAGE:
         return False
     return row.offset % PAGE == 0 and buffer.ctypes.data % PAGE == 0
@@ -253,9 +254,9 @@ def _position(row: EntryRow) -> tuple[str, int]:
 # wait.
 
 QUEUE_DEPTH = 128
-"""Reads that the kernel handles at once; `submit` waits while there are more."""
+"""Maximum number of direct reads in flight; `submit` waits while there are more."""
 _SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-"""Numbers of io_setup, io_destroy, io_getevents and io_submit."""
+"""System call numbers of io_setup, io_destroy, io_getevents and io_submit, by architecture."""
 _REQUEST = np.dtype(
     [
         ("ticket", "u8"),
@@ -269,13 +270,13 @@ _REQUEST = np.dtype(
         ("flags_and_event", "u8"),
     ]
 )
-"""`struct iocb`; zeros in the other fields request a plain read."""
+"""Layout of the kernel's `struct iocb`, an AIO request; unused fields are 0 for a plain read."""
 _EVENT = np.dtype([("ticket", "u8"), ("request", "u8"), ("result", "i8"), ("more", "i8")])
-"""`struct io_event`."""
+"""Layout of the kernel's `struct io_event`, the result of an AIO request."""
 
 
 class ReadRequest(NamedTuple):
-    """A direct read of an open file into a buffer; offset, size and buffer are whole pages."""
+    """A direct read from a file into a buffer; offset, size and buffer are page-aligned."""
 
     descriptor: int
     offset: int
@@ -283,7 +284,7 @@ class ReadRequest(NamedTuple):
 
 
 class AioQueue:
-    """Direct reads in flight and their results; thread-safe."""
+    """A Linux AIO queue for direct reads; thread-safe."""
 
     def __init__(self, machine: str = os.uname().machine) -> None:
         self._syscall_numbers = _SYSCALLS.get(machine)
@@ -291,15 +292,15 @@ class AioQueue:
         self._context = ctypes.c_ulong(0)
         self._tickets = count(1)
         self._in_flight: dict[int, Bytes] = {}
-        """Buffers by ticket, which must live until the disk has written to them."""
+        """Buffers of unfinished reads by ticket, kept alive until the disk has written to them."""
         self._results: dict[int, int] = {}
-        """Results by ticket: bytes read, or a negative error code."""
+        """Results of finished reads by ticket: bytes read, or a negative error code."""
         self._state_lock, self._reap_lock = threading.Lock(), threading.Lock()
         self.refusal = "" if self._syscall_numbers else f"unknown for {machine}"
-        """Why the kernel gives us no queue; empty if it does, or was not asked yet."""
+        """Why the kernel refused to create an AIO queue; empty if it did not refuse so far."""
 
     def submit(self, requests: Sequence[ReadRequest]) -> list[int] | None:
-        """Start all reads and return a ticket for each; None if the kernel gives us no queue."""
+        """Start reads and return a ticket for each; None if the kernel refuses an AIO queue."""
         blocks = np.zeros(len(requests), _REQUEST)
         blocks["ticket"] = tickets = [next(self._tickets) for _ in requests]
         blocks["descriptor"] = [request.descriptor for request in requests]
@@ -326,7 +327,7 @@ class AioQueue:
         return tickets
 
     def wait(self, ticket: int) -> int:
-        """Wait for a read and return its number of bytes; raise OSError if it failed."""
+        """Wait for a read and return the number of bytes read; raise OSError if it failed."""
         while ticket not in self._results:
             is_known = ticket in self._in_flight or ticket in self._results
             assert is_known, f"there is no read {ticket}"
@@ -337,14 +338,14 @@ class AioQueue:
         return result
 
     def drain(self, tickets: Iterable[int]) -> None:
-        """Wait until these reads have ended, and discard their results."""
+        """Wait until these reads are finished, and discard their results."""
         for ticket in tickets:
             while ticket in self._in_flight:
                 self._reap(ticket)
             self._results.pop(ticket, None)
 
     def close(self) -> None:
-        """Wait for all reads and destroy the kernel's queue; `submit` creates a new one."""
+        """Wait for all reads and destroy the AIO queue; `submit` creates a new one."""
         while self._in_flight:
             self._reap()
         with self._state_lock:
@@ -353,7 +354,7 @@ class AioQueue:
                 self._context = ctypes.c_ulong(0)
 
     def _is_open(self) -> bool:
-        """Return True if there is a queue; the first call creates it."""
+        """Create the AIO queue on the first call; return False if the kernel refuses it."""
         if self._context.value or self._syscall_numbers is None or self.refusal:
             return bool(self._context.value)
         setup, destroy, *_ = self._syscall_numbers
@@ -369,7 +370,7 @@ class AioQueue:
         return True
 
     def _io_submit(self, addresses: NDArray[np.uint64]) -> int:
-        """Submit requests and return how many the kernel took; 0 while its queue is full."""
+        """Submit requests and return how many the kernel accepted; 0 if its queue is full."""
         assert self._syscall_numbers is not None
         submit, pointer = self._syscall_numbers[3], ctypes.c_void_p(addresses.ctypes.data)
         taken: int = self._syscall(submit, self._context, ctypes.c_long(len(addresses)), pointer)
@@ -378,7 +379,7 @@ class AioQueue:
         return max(0, taken)
 
     def _reap(self, ticket: int = 0) -> None:
-        """Wait for at least one result, unless none is in flight or that of `ticket` is there."""
+        """Wait for at least one read to finish; return at once if `ticket` or all reads have."""
         with self._reap_lock:
             if not self._in_flight or ticket in self._results:
                 return
@@ -395,7 +396,7 @@ class AioQueue:
 
 
 def _destroy_queue(syscall: Callable[..., int], number: int, context: int, process: int) -> None:
-    """Destroy the kernel's queue, but not in a fork, where the handle may belong to another one."""
+    """Destroy an AIO queue, except in a forked child: the queue belongs to the parent."""
     if os.getpid() == process:
         syscall(number, ctypes.c_ulong(context))
 
@@ -403,7 +404,7 @@ def _destroy_queue(syscall: Callable[..., int], number: int, context: int, proce
 # Contents of the page cache, through the cachestat system call (Linux 6.5 and newer).
 
 _CACHESTAT = 451
-"""Number of the system call, the same on every architecture."""
+"""Number of the cachestat system call, the same on every architecture."""
 _KERNEL_PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNSUPPORTED = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
 
@@ -413,7 +414,7 @@ class _CachestatRange(ctypes.Structure):
 
 
 class _CachestatCounts(ctypes.Structure):
-    """Numbers of pages."""
+    """Result of the cachestat system call: numbers of pages."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
@@ -422,15 +423,15 @@ class _CachestatCounts(ctypes.Structure):
 
 
 class PageCacheResidency:
-    """Asks the kernel which bytes of a file are in the page cache."""
+    """Asks the kernel whether bytes of a file are in the page cache (cachestat)."""
 
     def __init__(self) -> None:
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self.is_supported = True
-        """False once the kernel has refused the system call, which is then not tried again."""
+        """False once the kernel has refused the cachestat system call."""
 
     def holds(self, descriptor: int, offset: int, nbytes: int) -> bool:
-        """Return True if all of these bytes are in the page cache; False if unknown."""
+        """Return True if these bytes of a file are all in the page cache; False if unknown."""
         if not nbytes:
             return True
         if not self.is_supported:

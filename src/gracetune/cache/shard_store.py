@@ -1,14 +1,17 @@
 """Store encoded entries in the shards of a folder, with an SQLite index.
 
-    FOLDER/gracetune-cache.json   marker: only folders with it are ever changed
-    FOLDER/index.sqlite           where each entry is (cache/index.py)
+    FOLDER/gracetune-cache.json   marker: gracetune deletes nothing in folders without it
+    FOLDER/index.sqlite           the location of each entry (cache/index.py)
     FOLDER/shards/                the entries (cache/shard_format.py)
 
-Any number of processes and threads may read and write. An entry is written to its shard, flushed,
-and then committed to the index, so an entry in the index is complete; shard_format.py shows what a
-crash leaves at each point. Each process compares an entry with its checksum when it first reads
-it. A damaged entry is reported, removed from the index, and encoded again by the caller. A lost or
-damaged index is rebuilt from the shards.
+Any number of processes and threads may read and write. A crash cannot leave an incomplete entry in
+the index, because an entry is written in this order:
+
+    append to the shard  ->  flush the disk  ->  commit the row to the index
+
+shard_format.py shows what a crash leaves at each point. Each process compares an entry with its
+checksum when it first reads it. A damaged entry is reported and removed from the index, and the
+next run encodes it again. A lost or damaged index is rebuilt from the shards.
 """
 
 from __future__ import annotations
@@ -63,22 +66,22 @@ if TYPE_CHECKING:
 MARKER = "gracetune-cache.json"
 INDEX = "index.sqlite"
 _CLOSED = -1
-"""Process ID of a store that is closed."""
+"""Value of `_pid` while a store is closed."""
 _ROWS_PER_COMMIT = 1024
-"""Rows that rebuilding an index commits at a time."""
+"""Number of rows per commit while an index is rebuilt."""
 
 Value = TypeVar("Value")
 
 
 def _ignore(_: Event) -> None:
-    """Ignore an event."""
+    """Ignore an event; the default for `emit`."""
 
 
 class ShardStore:
-    """Entries in the shards of one folder, for any number of processes and threads.
+    """A cache store in the files of one folder, for any number of processes and threads.
 
-    `get` returns views of mapped files; `load` reads into memory of the caller. When `put` returns,
-    the entry is durable. Reading never waits for writing.
+    `get` returns views of mapped files; `load` reads into memory of the caller. Once `put` returns,
+    the entry survives a crash of the process. Reading never waits for writing.
     """
 
     _pid: int
@@ -109,7 +112,7 @@ class ShardStore:
         self._emit = emit
         self._reported_refusal = False
         self._damaged_shards: set[str] = set()
-        """Shards whose damage was reported."""
+        """Names of shards for which a damaged entry was already reported."""
         self._check = check
         self._max_maps = max_maps
         self._max_open = max_open
@@ -128,7 +131,10 @@ class ShardStore:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Return several entries; the disk starts reading all of them before the first is used."""
+        """Return several entries as views of their files, in the order of the keys.
+
+        The disk starts reading all of them before the first one is checked.
+        """
         self._reopen_after_fork()
         with self._lock:
             new = [key for key in keys if key not in self._views]
@@ -139,8 +145,9 @@ class ShardStore:
     def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
         """Stack one tensor of each entry into newly allocated memory.
 
-        If the page cache has all entries, they are copied from the mapped files. Otherwise entries
-        that consist of this tensor alone are read straight into their place in the result.
+        Returns None if an entry is missing. If all entries are in the page cache, they are copied
+        from the mapped files. Otherwise, entries that consist of this tensor alone are read
+        straight into the result.
         """
         self._reopen_after_fork()
         found = self._find_rows(keys)
@@ -158,7 +165,7 @@ class ShardStore:
         return stack_entries(self.get_many(keys), name, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
-        """Read entries into newly allocated memory; without memory, return views of the files."""
+        """Read entries into memory from `allocate`; where it returns None, use views of files."""
         self._reopen_after_fork()
         rows = self._find_rows(keys)
         allocated = {key: allocate(padded_nbytes(row.nbytes)) for key, row in rows.items()}
@@ -175,18 +182,18 @@ class ShardStore:
         return [entries.get(key) for key in keys]
 
     def put(self, key: str, entry: Entry) -> None:
-        """Store one entry. `put_many` flushes the disk once per call, so prefer it."""
+        """Store one entry. Prefer `put_many` for several: each call flushes the disk once."""
         self.put_many({key: entry})
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
-        """Write the entries that are missing, flush the disk, then commit them to the index."""
+        """Write entries that do not exist yet, flush the disk, then commit them to the index."""
         with self._writing() as writer:
             writer.put(entries)
 
     def has(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether its entry exists.
+        """Return for each key whether its entry exists, without reading the entry.
 
-        Compares the index with the lengths of the shards; an entry beyond the end of its shard is
+        An entry that is in the index but beyond the end of its shard file does not exist; it is
         reported as damaged.
         """
         with self.index() as index:
@@ -201,7 +208,7 @@ class ShardStore:
         return [key in found and key not in lost for key in keys]
 
     def keys(self) -> Iterator[str]:
-        """Yield every key; keys that are added or deleted meanwhile may be missing or included."""
+        """Yield every key; keys that are added or deleted meanwhile may or may not appear."""
         last = 0
         while True:
             with self.index() as index:
@@ -219,12 +226,12 @@ class ShardStore:
             return index.delete(keys)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
-        """Write entries to another shard, for a caller that has locked and empties theirs."""
+        """Copy entries to another shard and update their rows; the caller locks the old shard."""
         with self._writing() as writer:
             writer.move(rows, entries)
 
     def seal(self) -> None:
-        """Seal the shard that is being written."""
+        """Seal the shard that is being written, so that it becomes a safetensors file."""
         with self._writing() as writer:
             writer.finish()
 
@@ -237,10 +244,10 @@ class ShardStore:
             rebuild_index(*cache_paths(self.folder), self._emit)
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """Start reading entries into the page cache if that helps; returns at once.
+        """Start reading entries into the page cache in the background, if that helps.
 
-        From a fast disk, large entries are better read when they are needed, straight into their
-        destination: reading them ahead would cost a second copy in the page cache.
+        On a fast disk, large entries are not read ahead: reading them directly when they are needed
+        avoids a second copy in the page cache.
         """
         self._reopen_after_fork()
         rows = self._find_rows(keys).values()
@@ -250,7 +257,7 @@ class ShardStore:
         )
 
     def close(self) -> None:
-        """Seal the shard that is being written and close all files; later calls open them again."""
+        """Seal the shard that is being written and close all files; later calls reopen them."""
         if self._pid != os.getpid():
             return
         with self._write_lock:
@@ -274,7 +281,7 @@ class ShardStore:
 
     @contextmanager
     def index(self) -> Iterator[CacheIndex]:
-        """Lend out the index; other threads of this process wait meanwhile."""
+        """Yield the index, locked against other threads of this process."""
         self._reopen_after_fork()
         with self._lock:
             yield self._index
@@ -291,7 +298,7 @@ class ShardStore:
                 raise unwritable_error(self.folder, error.strerror or error) from error
 
     def _open(self) -> None:
-        """Create the state of this process; a forked child has its own."""
+        """Open the index and create this process's state; a forked child needs its own."""
         self._use_lock = IndexUseLock(self.shards)
         try:
             self._index = CacheIndex(self.folder / INDEX)
@@ -307,7 +314,7 @@ class ShardStore:
         self._pid = os.getpid()
 
     def _reopen_after_fork(self) -> None:
-        """Open the files if this process is a fork of the one that did, or the store was closed."""
+        """Reopen all files if this process is a forked child, or if the store was closed."""
         if os.getpid() == self._pid:
             return
         if self._pid != _CLOSED:
@@ -322,7 +329,7 @@ class ShardStore:
                 self._open()
 
     def _find_rows(self, keys: Sequence[str]) -> dict[str, EntryRow]:
-        """Return the index rows of these keys, from memory if they were read before."""
+        """Return the index rows of these keys by key; rows that were read before are cached."""
         with self._lock:
             rows = {key: self._rows[key] for key in keys if key in self._rows}
             if len(rows) < len(keys):
@@ -350,13 +357,13 @@ class ShardStore:
         return unpack(data, row.offset, row.tensors) if is_intact else None
 
     def _read(self, rows: Sequence[EntryRow], buffers: Sequence[Bytes]) -> list[bool | None]:
-        """Read entries; True: intact, False: damaged, None: could not be read."""
+        """Read entries into buffers; True if intact, False if damaged, None if unreadable."""
         read = self._reader.read(rows, buffers, lambda row, data: self._is_intact(row, data, 0))
         self._report_direct_read_refusal()
         return read
 
     def _is_intact(self, row: EntryRow, data: Bytes, begin: int) -> bool:
-        """Compare an entry with its checksum, once per process."""
+        """Return True if an entry matches its checksum, which is computed once per process."""
         if not self._check or row.row_id in self._verified:
             return True
         if entry_checksum(data, begin, row.tensors) != row.checksum:
@@ -367,7 +374,7 @@ class ShardStore:
         return True
 
     def _find_moved_entry(self, old: EntryRow) -> Entry | None:
-        """Look an entry up again whose shard is gone: it was moved or deleted, or is lost."""
+        """Look up again an entry whose shard is gone; return it if it was moved, else None."""
         self._uncache(old.key)
         with self.index() as index:
             row = index.find_rows([old.key]).get(old.key)
@@ -385,7 +392,7 @@ class ShardStore:
         return self._find_moved_entry(row) is None
 
     def _drop_damaged(self, row: EntryRow, why: str) -> None:
-        """Remove a damaged entry from the index; report the first one of each shard."""
+        """Remove a damaged entry from the index; report only the first one of each shard."""
         self._uncache(row.key)
         with self.index() as index:
             index.delete_row(row)
@@ -397,7 +404,7 @@ class ShardStore:
             self._emit(Notice(text, level="warning", fallback=True))
 
     def _report_direct_read_refusal(self) -> None:
-        """Report once that entries are read through the page cache, which keeps a second copy."""
+        """Emit a warning, once, if direct reads do not work and the page cache is used instead."""
         if self._reader.direct_read_refusal and not self._reported_refusal:
             self._reported_refusal = True
             text = f"{self._reader.direct_read_refusal}: entries are read through the page cache"
@@ -410,32 +417,33 @@ class ShardStore:
 
 
 def _add_bounded(kept: dict[str, Value], new: Mapping[str, Value], max_items: int) -> None:
-    """Add items to a dictionary and drop its oldest ones beyond the limit."""
+    """Add items to a dictionary; beyond `max_items`, drop those added first."""
     kept.update(new)
     while len(kept) > max_items:
         del kept[next(iter(kept))]
 
 
 def cache_paths(folder: Path) -> tuple[Path, Path, Path]:
-    """Return the paths of a cache's index, its shards and its marker."""
+    """Return the paths of a cache's index file, shard folder and marker file."""
     return folder / INDEX, folder / "shards", folder / MARKER
 
 
 def write_marker(folder: Path) -> None:
-    """Mark a folder as a gracetune cache: nothing is ever deleted from an unmarked folder."""
+    """Mark a folder as a gracetune cache with a file; unmarked folders are never cleaned up."""
     if not is_cache(folder):
         write_text(folder / MARKER, json.dumps({"gracetune cache": FORMAT}) + "\n")
 
 
 def is_cache(folder: Path) -> bool:
-    """Return True if a folder is a gracetune cache."""
+    """Return True if a folder has the marker file of a gracetune cache."""
     return (folder / MARKER).is_file()
 
 
 class ShardWriter:
-    """Appends entries to one shard until it is full; used by one thread at a time.
+    """Appends entries to one shard until it is full, then to another; used by one thread.
 
-    The order makes it crash-safe: bytes, fdatasync, index (see shard_format.py).
+    It flushes an entry's bytes to the disk before it commits the entry's row to the index. This
+    order makes writing crash-safe (see shard_format.py).
     """
 
     def __init__(self, shards: Path, index: Path) -> None:
@@ -445,17 +453,17 @@ class ShardWriter:
         self._file: ShardFile | None = None
 
     def put(self, entries: Mapping[str, Entry]) -> None:
-        """Store the entries that do not exist yet."""
+        """Append the entries that do not exist yet, and commit them to the index."""
         existing = self._index.existing_keys([*entries])
         new = [(_new_row(key, entry), entry) for key, entry in entries.items()]
         self._append([(row, entry) for row, entry in new if row.key not in existing], moved=False)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
-        """Write existing entries to another shard and update their rows."""
+        """Append existing entries to the current shard and update their location in the index."""
         self._append([*zip(rows, entries, strict=True)], moved=True)
 
     def finish(self) -> None:
-        """Seal the shard; remove it if it is empty."""
+        """Seal the current shard; remove it if it has no entries."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -466,18 +474,18 @@ class ShardWriter:
             file.remove()
 
     def close(self) -> None:
-        """Seal the shard and close the index."""
+        """Seal the current shard and close the index."""
         self.finish()
         self._index.close()
 
     def release(self) -> None:
-        """Unlock the shard as it is; the next writer truncates uncommitted bytes and continues."""
+        """Unlock the current shard without sealing it; another writer may continue it."""
         if self._file is not None:
             self._file.release()
             self._file = None
 
     def _append(self, entries: Sequence[tuple[EntryRow, Entry]], *, moved: bool) -> None:
-        """Write entries to as many shards as needed; the rows of a shard are committed together."""
+        """Append entries to as many shards as needed; commit the rows of each shard together."""
         rows: list[EntryRow] = []
         try:
             for row, entry in entries:
@@ -513,7 +521,7 @@ class ShardWriter:
 
 
 def _new_row(key: str, entry: Entry) -> EntryRow:
-    """Return a row without a location."""
+    """Return the index row of a new entry, still without a location."""
     assert entry is not None, f"there is no entry for {key}"
     return EntryRow(0, str(key), "", 0, 0, (), b"", key_components(key))
 
@@ -524,7 +532,11 @@ def _new_row(key: str, entry: Entry) -> EntryRow:
 
 
 class IndexUseLock:
-    """A shared lock held while a process has the index open; waits while it is being rebuilt."""
+    """A shared lock that a process holds while it has the index open.
+
+    Rebuilding the index takes the lock exclusively: it fails while another process has the index
+    open, and processes that open the index wait until it is rebuilt.
+    """
 
     def __init__(self, shards: Path) -> None:
         self._descriptor: int | None = _open_folder(shards)
@@ -532,7 +544,7 @@ class IndexUseLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Release the lock. A fork that closes its copy does not release the parent's."""
+        """Release the lock. Closing it in a forked child does not release the parent's."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -541,7 +553,10 @@ class IndexUseLock:
 
 
 def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
-    """Replace a damaged index, unless another process uses it: its new entries would be lost."""
+    """Replace a damaged index by one rebuilt from the shards.
+
+    Raises an error if another process has the index open, since its new entries would be lost.
+    """
     descriptor = _open_folder(shards)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -563,7 +578,8 @@ def rebuild_missing_index(
 ) -> int | None:
     """Rebuild the index if it is missing and there are shards; return its number of entries.
 
-    Processes that do this at the same time wait for the first one, through a lock on the marker.
+    Returns None if nothing had to be rebuilt. A lock on the marker file lets only one process
+    rebuild; others wait for it.
     """
     if path.exists() or not _shard_names(shards):
         return None
@@ -587,7 +603,7 @@ def rebuild_missing_index(
 
 
 def _shard_names(shards: Path) -> list[str]:
-    """Return the names of all shards, open or sealed."""
+    """Return the names of all shard files, growing or sealed."""
     names = {path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)}
     return sorted(names)
 
@@ -611,7 +627,7 @@ def _index_shard(index: CacheIndex, shards: Path, name: str) -> int:
 
 
 def _intact_rows(data: Bytes, name: str, data_offset: int) -> Iterator[EntryRow]:
-    """Yield rows for the intact entries of a shard; a damaged record costs only its own entry."""
+    """Yield index rows for all intact entries in a shard's bytes; skip damaged ones."""
     offset = find_record(data, align_up(data_offset))
     while offset is not None:
         record = read_record(data, offset)

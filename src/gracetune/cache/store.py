@@ -1,6 +1,7 @@
-"""The protocol of stores for encoded entries, and a simple store in memory.
+"""The protocol of cache stores (`Store`), and a simple store in memory.
 
-An entry is a mapping from names to tensors: a sample's latents, or a caption's embeddings.
+A store maps keys to entries. An entry is a mapping from names to tensors: a sample's latents, or
+a caption's embeddings.
 Implementations: `DictStore` here, `MemoryTier` (bounded host memory) and `ShardStore` (files).
 """
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Store(Protocol):
-    """Entries by key. Entries are read-only: some are views of mapped files."""
+    """A cache of encoded entries by key. Entries are read-only: some are views of mapped files."""
 
     def get(self, key: str) -> Entry | None:
-        """Return the entry of a key; None if it is missing or damaged."""
+        """Return the entry of a key; None if the entry is missing or damaged."""
         ...
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Return the entries of several keys in their order; faster than single calls."""
+        """Return the entries of several keys, in the same order; faster than single calls."""
         ...
 
     def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
@@ -42,18 +43,18 @@ class Store(Protocol):
         ...
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:
-        """Like `get_many`, but read entries from files into newly allocated memory.
+        """Return entries like `get_many`, but read from files into memory from `allocate`.
 
-        Entries that are in memory already are returned as they are.
+        Entries that are already in memory are returned without a copy.
         """
         ...
 
     def will_need(self, keys: Sequence[str]) -> None:
-        """Announce that these entries will be read soon; returns at once."""
+        """Announce that these entries will be read soon; does not wait for the disk."""
         ...
 
     def put(self, key: str, entry: Entry) -> None:
-        """Store an entry. A key identifies its content, so an existing entry is kept."""
+        """Store an entry; an existing one is kept, since equal keys mean equal contents."""
         ...
 
     def put_many(self, entries: Mapping[str, Entry]) -> None:
@@ -65,18 +66,18 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Close files. Returned entries stay valid, and later calls open the files again."""
+        """Close all files. Returned entries stay valid, and later calls open the files again."""
         ...
 
 
 class DictStore:
-    """Entries in a dictionary, without a limit."""
+    """A store that keeps all entries in a dictionary, without a memory limit."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
 
     def get(self, key: str) -> Entry | None:
-        """Return the entry of a key."""
+        """Return the entry of a key; None if it is missing."""
         return self._entries.get(key)
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
@@ -84,7 +85,7 @@ class DictStore:
         return [self._entries.get(key) for key in keys]
 
     def gather(self, keys: Sequence[str], name: str, allocate: Allocate) -> Tensor | None:
-        """Stack one tensor of each entry."""
+        """Stack one tensor of each entry into newly allocated memory."""
         return stack_entries(self.get_many(keys), name, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002

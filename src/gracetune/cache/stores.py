@@ -1,4 +1,4 @@
-"""Open the stores of a run as `cache_config` says: in memory, on disk, or in memory over disk.
+"""Open the cache stores of a run, as `cache_config` says: in memory, on disk, or both.
 
 `cache/store.py` defines what a store is; this module decides which ones a run gets, where their
 folders are, and how the host memory budget is divided between latents and text.
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from gracetune.data.gather import Gather
 
 TEXT_SHARE = 4
-"""Text gets one part in this many of the host memory budget, if both kinds are in memory."""
+"""Text gets 1/TEXT_SHARE of the host memory budget, if latents and text are both in memory."""
 
 
 def cache_root(run: RunFile) -> Path:
-    """Return the folder of a run's caches."""
+    """Return the folder with a run's caches of latents and text."""
     cache_dir = run.cache_config.cache_dir
     return Path(cache_dir) if cache_dir else Path(run.output_dir) / "cache"
 
 
 class CacheStores:
-    """The stores of a run: one for latents, one for text, and more for refreshed latents."""
+    """The cache stores of a run: one for latents, one for text; `open_latents` opens more."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CacheStores:
         ranks: Ranks = SINGLE_RANK,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> None:
-        """Open the stores of a run in `folder`.
+        """Open the cache stores of a run whose output folder is `folder`.
 
         `allocate_host` allocates host memory that the device can copy from. `find` looks for the
         compiled helper that gathers batches.
@@ -79,11 +79,11 @@ class CacheStores:
 
     @property
     def latents_on_disk(self) -> bool:
-        """True if latents are written to files, for good or as a second tier."""
+        """True if latents are written to files, with or without a memory tier in front."""
         return self._persistent or self._types["latents"] == "disk"
 
     def open_latents(self, name: str, folder: Path) -> Store:
-        """Open another store of latents within the same memory budget; `name` is for messages."""
+        """Open another store of latents that shares the memory budget; `name` is for messages."""
         return self._open("latents", name, folder)
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class CacheStores:
         self.close()
 
     def close(self) -> None:
-        """Seal the shards that are being written and close files; reading opens them again."""
+        """Seal the shards that are being written and close all files; reading reopens them."""
         self.latents.close()
         self.text.close()
 
@@ -115,7 +115,7 @@ class CacheStores:
         )
 
     def _report_choices(self, cache_dir: str | None) -> None:
-        """Report what a user may want to change."""
+        """Emit notices about cache settings that are ignored or have a cost."""
         if cache_dir and not self._persistent and "disk" not in self._types.values():
             text = f"cache: cache_config.cache_dir {cache_dir} is not used: the cache is in memory"
             hint = "Set cache_config.persistent_cache: true to keep it."
@@ -131,10 +131,10 @@ class CacheStores:
 
 
 def _budgets(section: CacheSection, num_ranks: int) -> dict[str, HostMemoryBudget]:
-    """Return the host memory budget of each kind.
+    """Return the host memory budgets of `latents` and `text`.
 
-    All ranks may be on this machine, so each takes its part of the available memory. A kind on
-    disk needs no memory.
+    All ranks may be on this machine, so each rank takes its part of the available memory. Entries
+    on disk need no memory.
     """
     total = psutil.virtual_memory().available * 3 // 4 // num_ranks
     if section.host_budget_gb is not None:
