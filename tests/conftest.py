@@ -1,6 +1,7 @@
 """Set the environment that torch reads at import, and define the fixtures most tests share."""
 
 import os
+from functools import partial
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,39 +42,47 @@ def shapes_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("shapes") / "data"
 
 
+def build_tiny_run(folder, shapes_folder, **sections) -> RunFile:
+    """Return a small run file: 64 images, batches of 4, no validation; `sections` replace parts."""
+    settings = {
+        "output_dir": str(folder / "run"),
+        "datasets": [
+            {
+                "id": "shapes",
+                "type": "shapes",
+                "instance_data_dir": str(shapes_folder),
+                "shapes": {"copies": 1},
+                "resolution": 24,
+                "max_aspect": 1.0,
+                "caption_dropout": 0.2,
+            }
+        ],
+        "logging": {"tensorboard": False, "every": 1},
+        "validation": {"every": 0},
+    }
+    train = {"max_train_steps": 3, "batch_size": 4, "checkpoint_every": 0, "ema_decay": 0.9}
+    settings["train"] = train | sections.pop("train", {})
+    settings["optimizer"] = {"lr": 1e-3} | sections.pop("optimizer", {})
+    for name, value in sections.items():
+        before = settings.get(name)
+        settings[name] = before | value if isinstance(before, dict) else value
+    return RunFile.model_validate(settings)
+
+
 @pytest.fixture
 def tiny_run(tmp_path, shapes_folder):
-    """Return a function that builds a small run file; keyword arguments replace sections of it.
+    """Return `build_tiny_run` for this test's folder."""
+    return partial(build_tiny_run, tmp_path, shapes_folder)
 
-    64 images, batches of 4, no validation.
-    """
 
-    def make(**sections) -> RunFile:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "datasets": [
-                {
-                    "id": "shapes",
-                    "type": "shapes",
-                    "instance_data_dir": str(shapes_folder),
-                    "shapes": {"copies": 1},
-                    "resolution": 24,
-                    "max_aspect": 1.0,
-                    "caption_dropout": 0.2,
-                }
-            ],
-            "logging": {"tensorboard": False, "every": 1},
-            "validation": {"every": 0},
-        }
-        train = {"max_train_steps": 3, "batch_size": 4, "checkpoint_every": 0, "ema_decay": 0.9}
-        settings["train"] = train | sections.pop("train", {})
-        settings["optimizer"] = {"lr": 1e-3} | sections.pop("optimizer", {})
-        for name, value in sections.items():
-            before = settings.get(name)
-            settings[name] = before | value if isinstance(before, dict) else value
-        return RunFile.model_validate(settings)
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory, shapes_folder):
+    """Return the run file of a finished run of three steps; tests must not change its folder."""
+    from gracetune.train.run import run_training
 
-    return make
+    run = build_tiny_run(tmp_path_factory.mktemp("finished"), shapes_folder)
+    run_training(run)
+    return run
 
 
 @pytest.fixture(scope="session")

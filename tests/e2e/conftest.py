@@ -12,12 +12,21 @@ def run_file(tiny_run, tmp_path):
     """Return a function that writes a run file and returns its path."""
 
     def write(name="run.json", **sections):
-        path = tmp_path / name
-        settings = tiny_run(**sections).model_dump(mode="json", exclude_unset=True)
-        path.write_text(json.dumps(settings, indent=2))
-        return path
+        return write_run_file(tmp_path / name, tiny_run(**sections))
 
     return write
+
+
+@pytest.fixture
+def finished_run_file(finished_run, tmp_path):
+    """Return the path of a run file whose run is done."""
+    return write_run_file(tmp_path / "finished.json", finished_run)
+
+
+def write_run_file(path, run):
+    settings = run.model_dump(mode="json", exclude_unset=True)
+    path.write_text(json.dumps(settings, indent=2))
+    return path
 
 
 @pytest.fixture

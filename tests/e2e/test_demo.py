@@ -43,6 +43,7 @@ def test_the_prompts_are_the_combinations_that_are_not_in_the_data():
     assert len(held_out()) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_demo_generates_new_combinations_and_a_lora_adds_a_shape(tmp_path):
     train("demo.json", tmp_path)

@@ -132,25 +132,23 @@ def test_a_run_takes_requests_of_gracetune_now(run_file, start, gracetune, tmp_p
     assert process.wait(timeout=60) == 130
 
 
-def test_resuming_another_run_names_the_setting(run_file, gracetune, tmp_path):
-    run_training(load_run_file(run_file()).run)
-    refused = gracetune("train", run_file(), "--set", "train.batch_size=2")
+def test_resuming_another_run_names_the_setting(finished_run_file, gracetune):
+    refused = gracetune("train", finished_run_file, "--set", "train.batch_size=2")
     assert refused.returncode == 2
     assert "train.batch_size was 4 and is now 2" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
-def test_resume_none_does_not_overwrite_a_run(run_file, gracetune, tmp_path):
-    run_training(load_run_file(run_file()).run)
-    refused = gracetune("train", run_file(), "--resume", "none")
+def test_resume_none_does_not_overwrite_a_run(finished_run_file, gracetune):
+    refused = gracetune("train", finished_run_file, "--resume", "none")
     assert refused.returncode == 2
     assert "starting over would overwrite" in refused.stderr
 
 
-def test_a_finished_run_does_nothing_when_started_again(run_file, gracetune, tmp_path):
-    run_training(load_run_file(run_file()).run)
-    before = manifest(tmp_path / "run", 3)
-    again = gracetune("train", run_file())
+def test_a_finished_run_does_nothing_when_started_again(finished_run, finished_run_file, gracetune):
+    folder = Path(finished_run.output_dir)
+    before = manifest(folder, 3)
+    again = gracetune("train", finished_run_file)
     assert again.returncode == 0
     assert "resume     from step 3 of" in again.stdout
-    assert manifest(tmp_path / "run", 3) == before
+    assert manifest(folder, 3) == before
