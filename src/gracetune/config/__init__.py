@@ -1,1 +1,1 @@
-"""Run files: schema, loading, other tools' spellings, and checks across sections."""
+"""Run files: the schema of their settings, loading, keys of other tools, and consistency checks."""

@@ -1,8 +1,9 @@
-"""Translate a run file from other tools' spellings into ours, remembering where each value stood.
+"""Translate the keys and values of other tools in a run file into gracetune's own.
 
-The keys of SimpleTuner, ai-toolkit and the forks that gracetune replaces are accepted. The tables
-`ALIASES`, `VALUE_ALIASES` and `REMOVED_KEYS` at the end list all of them. The result is a `Draft`,
-which `load.py` validates.
+Run files may use keys of SimpleTuner, ai-toolkit and the forks of both that gracetune replaces. The
+tables `ALIASES`, `VALUE_ALIASES` and `REMOVED_KEYS` at the end list all of them. The result is a
+`Draft`, which also records the file and line of each value for error messages; `load.py` validates
+it. "Our key" below means the name of a setting in `schema.py`.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ EVERY_DATASET = ("datasets", "*")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The place where a value was written, and the key it was written under."""
+    """The place where the user set a value, for error messages."""
 
     location: str
-    """File and line, or another description such as `override a.b=c`."""
+    """File and line such as `run.json:3`, or another description such as `override a.b=c`."""
     spelling: str
-    """The key as the user wrote it."""
+    """Dotted key as the user wrote it, which may be another tool's."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """A run file in our spelling, not yet validated."""
+    """A run file whose keys are translated to those of the schema, but not yet validated."""
 
     tree: dict[str, object] = field(default_factory=dict)
+    """The values as nested dictionaries and lists, by our keys."""
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
-    """Path -> where its value was written."""
+    """Where each value was set, by its path in `tree`."""
     respelled: dict[str, str] = field(default_factory=dict)
-    """Keys in another spelling -> the key they were read as."""
+    """Our dotted key for each key of another tool that the user wrote."""
     notices: list[str] = field(default_factory=list)
-    """Sentences for the user: values with another meaning here, and settings implied by others."""
+    """Messages for the user about replaced values and about settings implied by other settings."""
 
     def get(self, key: str) -> object:
         """Return the value at a dotted key, or None if it is not set."""
@@ -52,9 +54,13 @@ class Draft:
 
 
 def translate(parsed: ParsedText, name: str) -> Draft:
-    """Translate all keys and values. Raises if two spellings of a key have different values."""
+    """Translate all keys and values of a parsed run file.
+
+    Raises an error if the file sets the same setting to different values under two keys. `name` is
+    the file's name for messages.
+    """
     draft = Draft()
-    # Values for every data set are set last, when the number of data sets is known.
+    # Values for every dataset are set last, when the number of datasets is known.
     for_every_dataset: list[tuple[KeyPath, KeyPath, object]] = []
     for path, value in leaves(parsed.tree) if parsed.tree else ():
         target = canonical_path(path, value)
@@ -73,9 +79,10 @@ def translate(parsed: ParsedText, name: str) -> Draft:
 
 
 def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
-    """Set a value, regardless of what the file says. The path may have any known spelling.
+    """Set a value in the draft, replacing the one from the file.
 
-    An object is merged into the existing one; a list replaces the existing one.
+    `path` may be another tool's key. A dictionary is merged into the existing one; a list replaces
+    the existing one. `where` describes the place of the override for messages.
     """
     if isinstance(value, list):
         for target in _expand_datasets(canonical_path((*path, 0), {})[:-1], draft):
@@ -89,7 +96,7 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
 
 
 def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return the origin of a key; failing that, of something inside it, or of what it is in."""
+    """Return the origin of a key, or else of a key inside it, or else of the nearest section."""
     inner = (other for other in origins if other[: len(path)] == path)
     outer = (path[:length] for length in range(len(path) - 1, 0, -1) if path[:length] in origins)
     nearest = path if path in origins else next(chain(inner, outer), None)
@@ -97,7 +104,9 @@ def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin |
 
 
 def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield every value that is neither an object nor a list of objects, with its path."""
+    """Yield the path and value of each leaf: dictionaries and lists of dictionaries are descended
+    into, and all other values are leaves.
+    """
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from leaves(child, (*path, key))
@@ -109,7 +118,10 @@ def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
-    """Return our path for a path in any spelling. A `*` means every data set."""
+    """Return our path for a path that may be another tool's; `*` in it means every dataset.
+
+    The value matters because some keys are a section in one tool and a plain value in another.
+    """
     while True:
         without_index = len(path) > 1 and path[0] == "datasets" and isinstance(path[1], str)
         if without_index and path[1] != "*":
@@ -121,7 +133,10 @@ def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
 
 
 def apply_implied_settings(draft: Draft) -> None:
-    """Set what other settings imply, as in the tools these come from. Each gives a notice."""
+    """Set values that follow from other settings, and add a notice about each.
+
+    For example, an `in_memory` section implies `type: in_memory`. The user's own values stay.
+    """
     if RAMP_SWITCH_KEY in draft.respelled:
         _set_implied(
             draft,
@@ -150,7 +165,7 @@ def apply_implied_settings(draft: Draft) -> None:
 
 
 def _set_implied(draft: Draft, key: str, value: object, reason: str = "") -> None:
-    """Set a value unless the user did, with a notice if there is a reason to give."""
+    """Set a value unless the user has set it; a `reason` is reported in a notice."""
     path: KeyPath = tuple(int(step) if step.isdecimal() else step for step in key.split("."))
     if _get_at(draft.tree, path) in (_ABSENT, None):
         _set_value(draft, path, value, Origin(reason or "default", key))
@@ -160,7 +175,7 @@ def _set_implied(draft: Draft, key: str, value: object, reason: str = "") -> Non
 
 
 def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
-    """Return the path, or one path per data set if it means all of them."""
+    """Return one path per dataset if the path is `datasets.*...`, else the path alone."""
     if target[:2] != EVERY_DATASET:
         return [target]
     datasets = draft.tree.get("datasets")
@@ -169,7 +184,7 @@ def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
 
 
 def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
-    """Return the value in our spelling. A change of its meaning gives a notice."""
+    """Return our value for another tool's value; add a notice if the meaning changes."""
     pattern = pattern_of(path)
     if pattern == "validation.prompts" and isinstance(value, str):
         return [value]
@@ -183,7 +198,7 @@ def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
 
 
 def _apply_alias(path: KeyPath, value: object) -> KeyPath | None:
-    """Apply the longest alias that matches, or return None if none does."""
+    """Replace the longest part of the path that `ALIASES` has; None if it has none."""
     exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
         return _fill_indices(exact, path, ())
@@ -211,7 +226,7 @@ def pattern_of(path: KeyPath) -> str:
 
 
 def _add_consistent(draft: Draft, path: KeyPath, value: object, origin: Origin) -> None:
-    """Set a value. Raises if another spelling has already set a different one."""
+    """Set a value; raise an error if another key has already set the same setting differently."""
     for length in range(1, len(path)):
         outer = _get_at(draft.tree, path[:length])
         if outer not in (_ABSENT, {}, []) and not isinstance(outer, dict | list):
@@ -280,7 +295,7 @@ def _get_at(node: object, path: KeyPath) -> object:
 # Tables of other tools' spellings
 
 ALIASES: Mapping[str, str] = {
-    # Data sets: one instead of a list, or its keys at the top level.
+    # Datasets: one instead of a list, or its keys at the top level.
     "data_backend": "datasets",
     "data_backend.": "datasets.0.",
     "data_backend.*.": "datasets.*.",
@@ -313,7 +328,7 @@ ALIASES: Mapping[str, str] = {
     "datasets.*.config.max_corruption_rate": "datasets.*.max_corruption_rate",
     "aspect_bucket_alignment": "datasets.*.bucket_step",
     "cache_dir": "cache_config.cache_dir",
-    # The ramp.
+    # The batch-size ramp.
     "initial_effective_batch_size": "gh200_optimizations.initial_effective_batch_size",
     "target_effective_batch_size": "gh200_optimizations.target_effective_batch_size",
     "batch_rampup_steps": "gh200_optimizations.batch_rampup_steps",
@@ -333,7 +348,7 @@ ALIASES: Mapping[str, str] = {
     "network.linear": "adapter.rank",
     "network.linear_alpha": "adapter.alpha",
     "network.dropout": "adapter.dropout",
-    # The loop.
+    # The training loop.
     "training_folder": "output_dir",
     "train_batch_size": "train.batch_size",
     "batch_size": "train.batch_size",
@@ -393,21 +408,21 @@ ALIASES: Mapping[str, str] = {
     "sample.height": "validation.height",
     "logging_steps": "logging.every",
 }
-"""Another tool's key -> our key.
+"""Our dotted key for each key of another tool.
 
-A key with a dot at its end is a whole section. `*` is the index of a data set; if only our key has
-it, the value is set for every data set.
+A key that ends in a dot is a section with all its keys. `*` is the index of a dataset; if only our
+key has a `*`, the value applies to every dataset.
 """
 
 REMOVED_KEYS: Mapping[str, str] = {
     "resume_from_checkpoint": "use the command line: --resume latest, or --resume and a checkpoint",
-    "data_backend_config": "move the data sets into `datasets` of this file",
+    "data_backend_config": "move the datasets into `datasets` of this file",
     "config": "move the keys of the process to the top level of this file",
     "train.snr_gamma": "set train.min_snr_gamma; gamma/SNR without a limit is not supported",
     "job": "move the keys of the process to the top level of this file",
     "datasets.*.augmentation_cache_epoch": "remove it; a run counts its epochs itself",
 }
-"""Keys of other tools that a run file does not have -> what to do instead."""
+"""Keys of other tools that gracetune refuses, with advice on what to do instead."""
 
 VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "adapter": {"lora": {}, "full": None},
@@ -435,13 +450,15 @@ VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "optimizer.schedule": {"constant_with_warmup": "constant"},
     "datasets.*.in_memory.compression": {None: "none"},
 }
-"""Our key -> {other tools' value: our value}. `VALUE_REMARKS` explains those that differ."""
+"""Our value for each value of another tool, by our key."""
 
 VALUE_REMARKS: Mapping[tuple[str, str | bool | None], str] = {
     ("train.mixed_precision", "fp16"): "diffusion transformers overflow in fp16",
     ("train.mixed_precision", "float16"): "diffusion transformers overflow in fp16",
 }
-"""(our key, other value) -> why another value is used."""
+"""Reason for each value in `VALUE_ALIASES` that is replaced by one with a different meaning, by
+(our key, other tool's value). The user gets it in a notice."""
 
 RAMP_SWITCH_KEY = "initial_effective_batch_size"
-"""This key at the top level also turns the ramp on, as in the forks' guide."""
+"""Key that also turns the batch-size ramp on if it is at the top level of a run file, as in the
+guides of the forks that gracetune replaces."""

@@ -1,8 +1,9 @@
 """Check the settings of a run file against each other, across its sections.
 
-Violations are errors; remarks are settings that are allowed but have no effect, or probably not the
-intended one. Each check is a small function of the run. Checks that need hardware, files or the
-number of ranks are made where these are known.
+A violation is a contradiction between settings, and stops the run. A remark is about a setting that
+is allowed but has no effect, or probably not the intended one. `CHECKS` and `REMARKS` list the
+functions that find them. Rules that depend on hardware, on files or on the number of ranks are
+checked elsewhere, when those are known.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ if TYPE_CHECKING:
 
 
 class Violation(NamedTuple):
-    """A setting that contradicts others."""
+    """An error in a run file: a setting that contradicts other settings."""
 
     key: str
-    """The setting, as a dotted key."""
+    """Dotted key of the setting, the subject of the error message."""
     message: str
-    """The rest of the sentence: the value, the rule and the fix."""
+    """Rest of the error message after `key`, such as "is 1; it must be below 1"."""
 
 
 def find_violations(run: RunFile) -> list[Violation]:
-    """Return every rule that this run breaks."""
+    """Return the violations of all `CHECKS`."""
     return [violation for check in CHECKS for violation in check(run)]
 
 
 def check_trainable(run: RunFile) -> None:
-    """Raise if the run breaks a rule or lacks what training needs, such as a data set."""
+    """Raise an error if the run has violations, no dataset, or a dataset without a location."""
     violations = [*find_violations(run), *_check_has_data(run)]
     if violations:
         raise ConfigError("\n".join(f"{key} {message}" for key, message in violations))
 
 
 def find_remarks(run: RunFile) -> list[str]:
-    """Return a sentence for every setting that has no effect or a surprising one."""
+    """Return a sentence for each setting that has no effect, or an unexpected one."""
     return [remark for rule in REMARKS for remark in rule(run)]
 
 
 def trains_in_bf16(run: RunFile) -> bool:
-    """Return True if full fine-tuning keeps bf16 weights, with fp32 master copies."""
+    """Return True if the run trains bf16 weights (without an adapter) with fp32 master copies."""
     return (
         run.adapter is None
         and run.model.dtype == "bfloat16"
@@ -83,7 +84,7 @@ def _check_ramp(run: RunFile) -> Iterator[Violation]:
         yield Violation(
             f"{section}.initial_effective_batch_size",
             f"is {initial}; it must be at most target_effective_batch_size ({target}). "
-            "Lower the first or raise the second.",
+            "Lower the initial size or raise the target.",
         )
 
 
@@ -127,7 +128,7 @@ def _check_optimizer_settings(run: RunFile) -> Iterator[Violation]:
             yield Violation(
                 f"optimizer.{low_key}",
                 f"is {low:g}; it must be at most optimizer.{high_key} ({high:g}). "
-                "Lower the first or raise the second.",
+                f"Lower {low_key} or raise {high_key}.",
             )
 
 
@@ -182,7 +183,7 @@ def _check_datasets(run: RunFile) -> Iterator[Violation]:
         if counts[dataset.id] > 1:
             yield Violation(
                 f"{key}.id",
-                f"is {dataset.id!r}, like that of another data set. Give each its own id.",
+                f"is {dataset.id!r}, like that of another dataset. Give each its own id.",
             )
         if dataset.caption_strategy == "instanceprompt" and dataset.instance_prompt is None:
             yield Violation(
@@ -215,7 +216,7 @@ def _check_validation(run: RunFile) -> Iterator[Violation]:
     if run.validation.prompts == ():
         yield Violation(
             "validation.prompts",
-            "is an empty list. Name prompts, remove it to use captions of the data set, or set "
+            "is an empty list. Name prompts, remove it to use captions of the dataset, or set "
             "validation.every: 0 to turn validation off.",
         )
     if run.validation.holdout == 1:
@@ -227,13 +228,13 @@ def _check_validation(run: RunFile) -> Iterator[Violation]:
 def _check_has_data(run: RunFile) -> Iterator[Violation]:
     if not run.datasets:
         yield Violation(
-            "datasets", "is empty. Add a data set with the path of its folder as instance_data_dir."
+            "datasets", "is empty. Add a dataset with the path of its folder as instance_data_dir."
         )
     for index, dataset in enumerate(run.datasets):
         if dataset.instance_data_dir is None:
             yield Violation(
                 f"datasets.{index}.instance_data_dir",
-                f"is missing. Set it to the folder of the data set {dataset.id!r}.",
+                f"is missing. Set it to the folder of the dataset {dataset.id!r}.",
             )
 
 
@@ -268,7 +269,7 @@ MEDIA_SETTINGS = {
     "seconds": ("audio",),
     "clip": ("video", "audio"),
 }
-"""Settings of a data set that only some values of `dataset_type` use."""
+"""Settings of a dataset that only some media use, with the values of `dataset_type` that do."""
 
 
 def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
@@ -305,18 +306,18 @@ def _unused_cache_settings(run: RunFile) -> Iterator[str]:
         is_random = is_random or "random" in (dataset.crop, dataset.clip)
         if mode is not None and not is_random:
             yield (
-                f"datasets.{index}.augmentations_cache_mode has no effect, because the data set "
+                f"datasets.{index}.augmentations_cache_mode has no effect, because the dataset "
                 "has no augmentations and no random crops or clips."
             )
         if mode == "disable_cache" and is_random and run.cache_config.persistent_cache:
             yield (
                 f"datasets.{index}.augmentations_cache_mode is disable_cache, so the persistent "
-                "cache keeps only the captions of this data set."
+                "cache keeps only the captions of this dataset."
             )
         if dataset.cache_latents_to_disk is False and kept:
             yield (
                 f"datasets.{index}.cache_latents_to_disk is false but has no effect: a run has one "
-                f"cache, and datasets.{kept[0]} keeps it."
+                f"cache, and datasets.{kept[0]}.cache_latents_to_disk keeps it on disk."
             )
 
 
@@ -358,8 +359,8 @@ def _unused_media_settings(run: RunFile) -> Iterator[str]:
         for key in ("width", "height", "frames") if kind == "audio" else ("seconds",):
             if _is_changed(run.validation, key):
                 yield (
-                    f"validation.{key} has no effect: the first data set's dataset_type is {kind}, "
-                    "so validation samples are too."
+                    f"validation.{key} has no effect: the first dataset's dataset_type is {kind}, "
+                    f"so validation generates {kind} samples."
                 )
 
 

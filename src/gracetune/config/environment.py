@@ -1,10 +1,11 @@
-"""Read settings from environment variables. No other module of the package reads them.
+"""Read settings from environment variables. No other module of gracetune reads these variables.
 
-A run file overrides the environment, and the environment overrides defaults.
+The run file takes precedence over the environment, and the environment over defaults.
 
-Users of the patched torch that this project replaces have its allocator settings (`use_uvm`,
-`uvm_*`) in PYTORCH_CUDA_ALLOC_CONF. Stock torch refuses to start with them. So they are moved to
-GRACETUNE_ALLOC_CONF before torch is imported; from there this process and its children read them.
+gracetune replaces a patched torch, whose users have set additional allocator settings (`use_uvm`,
+`uvm_*`) in PYTORCH_CUDA_ALLOC_CONF. Stock torch refuses to start with them. `claim_alloc_conf`
+therefore moves them to GRACETUNE_ALLOC_CONF before torch is imported, where this process and its
+child processes find them. They are called "our" settings below.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ RATIO_VARIABLE = "GH200_UVM_OVERSUBSCRIPTION_RATIO"
 PATTERN_VARIABLE = "GH200_UVM_ACCESS_PATTERN"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Torch's variables for allocator settings; the first, newer one takes precedence."""
+"""Environment variables from which torch reads allocator settings; the first takes precedence."""
 OWN_ALLOC_CONF_VARIABLE = "GRACETUNE_ALLOC_CONF"
-"""Variable that our allocator settings are moved to."""
+"""Environment variable that `use_uvm` and `uvm_*` are moved to."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""Default allocator setting. A plan fills the memory to within a few percent, and fragmentation of
-fixed segments would need more than that."""
+"""Torch allocator setting that gracetune turns on by default: a memory plan fills the GPU to within
+a few percent, and without expandable segments, fragmentation may need more than that."""
 LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
-"""Variable that only `accelerate launch` sets, which tells that it started this process."""
+"""Environment variable whose presence shows that `accelerate launch` started this process."""
 
 ENGINE_VARIABLES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
-"""Variables by which `accelerate launch` requests a sharding engine that we do not use."""
+"""Environment variables by which `accelerate launch` requests a sharding engine, with the engine's
+name. gracetune supports none of them."""
 
 ACCESS_PATTERNS = ("gpu_first", "balanced", "cpu_first")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -67,38 +69,38 @@ TORCH_KEYS = frozenset(
         "throw_on_cudamalloc_oom",
     }
 )
-"""Allocator settings that torch 2.13 knows."""
+"""Names of the allocator settings that torch 2.13 supports."""
 
 _ITEM = re.compile(r"\s*([A-Za-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class AllocConf:
-    """Allocator settings, split into ours and torch's."""
+    """The allocator settings in an environment variable, split into gracetune's and torch's."""
 
     ours: Mapping[str, str]
-    """Our settings as written, after a check of their values."""
+    """Values of `use_uvm` and `uvm_*`, as text; they have been checked."""
     theirs: str
-    """Torch's settings, in the format of its variable."""
+    """All other settings as `key:value,...`, for torch to read."""
     unknown: tuple[str, ...]
-    """Keys in `theirs` that torch 2.13 does not know. A newer torch may."""
+    """Keys in `theirs` that torch 2.13 does not support; a newer torch may."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """Settings from the environment. None means that the environment does not set the value."""
+    """Settings from environment variables; None for a variable that is not set."""
 
     uvm_hints: bool | None = None
     oversubscription_ratio: float | None = None
     access_pattern: str | None = None
     mixed_precision: str | None = None
     alloc_conf: str = ""
-    """The value of torch's variable, which may still contain our settings."""
+    """Value of torch's allocator variable, which may still contain `use_uvm` and `uvm_*`."""
     use_uvm: bool | None = None
     stage1_threshold: float | None = None
     stage1_min_bytes: int | None = None
     notices: tuple[str, ...] = ()
-    """Decisions to tell the user, such as which of two variables takes precedence."""
+    """Messages for the user, such as which of two variables takes precedence."""
 
 
 def sharding_engine(env: Mapping[str, str]) -> str:
@@ -112,17 +114,17 @@ def sharding_engine(env: Mapping[str, str]) -> str:
 
 
 def process_environment() -> Mapping[str, str]:
-    """Return the environment of this process, as the default for callers."""
+    """Return this process's environment variables, for callers that are given no others."""
     return os.environ
 
 
 def claim_process_alloc_conf() -> None:
-    """Call `claim_alloc_conf` on this process's environment, before torch is imported."""
+    """Run `claim_alloc_conf` on this process's environment; call it before importing torch."""
     claim_alloc_conf(os.environ)
 
 
 def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
-    """Move our settings from torch's variables to GRACETUNE_ALLOC_CONF, in place."""
+    """Move `use_uvm` and `uvm_*` from torch's variables to GRACETUNE_ALLOC_CONF, in place."""
     for variable in ALLOC_CONF_VARIABLES:
         conf = split_alloc_conf(environ.get(variable, ""), variable)
         if not conf.ours:
@@ -146,7 +148,10 @@ def prefer_expandable_segments() -> None:
 
 
 def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> AllocConf:
-    """Split `key:value,...` into our settings, which are checked, and torch's, which are not."""
+    """Split `key:value,...` into gracetune's settings, which are checked, and torch's.
+
+    `variable` is the environment variable that the text comes from, for error messages.
+    """
     ours: dict[str, str] = {}
     theirs: list[str] = []
     unknown: list[str] = []
@@ -168,14 +173,14 @@ def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> Allo
 
 
 def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
-    """Read and check all variables."""
+    """Read and check all variables that gracetune supports; raise an error for an invalid value."""
     kept: dict[str, str] = {}
     notices: list[str] = []
     for variable in (ALLOC_CONF_VARIABLES[1], ALLOC_CONF_VARIABLES[0], OWN_ALLOC_CONF_VARIABLE):
         conf = split_alloc_conf(env.get(variable, ""), variable)
         kept.update(conf.ours)
         if conf.unknown:
-            notices.append(f"{variable}: torch 2.13 does not know {', '.join(conf.unknown)}.")
+            notices.append(f"{variable}: torch 2.13 does not support {', '.join(conf.unknown)}.")
     if kept:
         settings = ",".join(f"{key}:{value}" for key, value in kept.items())
         notices.append(
@@ -230,7 +235,10 @@ def _uvm_hints(env: Mapping[str, str]) -> bool | None:
 
 
 def _mixed_precision(env: Mapping[str, str]) -> str | None:
-    """Return the precision, but not a `no` that the launcher sets when the user chose nothing."""
+    """Return the value of ACCELERATE_MIXED_PRECISION; None if the user has not chosen one.
+
+    `accelerate launch` sets it to `no` by default, so that value is ignored if it comes from there.
+    """
     value = env.get(PRECISION_VARIABLE)
     if not value or (value == "no" and LAUNCHER_VARIABLE in env):
         return None
@@ -299,4 +307,4 @@ _CHECKS: Mapping[str, Callable[[str, str], object]] = {
     "uvm_stage1_threshold": _parse_fraction,
     "uvm_stage1_min_bytes": _parse_size,
 }
-"""Our allocator settings -> function that checks the value."""
+"""Functions that check the value of each of gracetune's allocator settings, by its name."""

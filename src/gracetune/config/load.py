@@ -1,8 +1,8 @@
 """Load a run file: parse it, translate keys, apply overrides and the environment, and validate it.
 
-The steps are in `parse.py`, `aliases.py`, `environment.py`, `schema.py` and `checks.py`. Everything
-that was decided on the way comes back as notices. Errors have one line per mistake: place, key,
-value, rule and fix.
+`load_run_file` performs all steps; they are in `parse.py`, `aliases.py`, `environment.py`,
+`schema.py` and `checks.py`. Decisions that the user should know about are returned as notices. An
+error message has one line per mistake, with the file and line, the key, its value and the rule.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class LoadedRun:
 
     run: RunFile
     notices: tuple[str, ...]
-    """Sentences about translated keys, replaced values, the environment and unused settings."""
+    """Messages about translated keys, replaced values, environment variables and settings without
+    effect."""
     path: Path
 
 
@@ -67,7 +68,11 @@ def load_run_file(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LoadedRun:
-    """Load a run file. `environment` defaults to that of the process."""
+    """Load and validate a run file.
+
+    `overrides` are texts such as `train.batch_size=4`, which replace values of the file.
+    `environment` has the environment variables; by default those of this process.
+    """
     file = Path(path)
     text_format = FORMATS_BY_SUFFIX.get(file.suffix.lower())
     if text_format is None:
@@ -83,7 +88,10 @@ def load_run_text(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LoadedRun:
-    """Load the text of a run file. Messages call it `name`."""
+    """Load and validate the text of a run file; see `load_run_file`.
+
+    `format` is `json`, `yaml` or `toml`. `name` stands for the file in messages.
+    """
     draft = translate(parse_text(text, format, name), name)
     for each in overrides:
         _override(draft, each)
@@ -99,7 +107,7 @@ def load_run_text(
 
 
 def parse_override(text: str) -> tuple[KeyPath, object]:
-    """Split `a.b=c` into a path and a value; see `parse_value`."""
+    """Split an override such as `train.batch_size=4` into the path of the key and its value."""
     key, equals, value = text.partition("=")
     steps = key.strip().replace("-", "_").split(".")
     if not equals or not all(steps):
@@ -108,7 +116,7 @@ def parse_override(text: str) -> tuple[KeyPath, object]:
 
 
 def parse_value(text: str) -> object:
-    """Read a value as JSON or as Python's True, False or None; anything else is text."""
+    """Parse the value of an override: JSON, Python's True, False or None, or else plain text."""
     if text in _PYTHON_CONSTANTS:
         return _PYTHON_CONSTANTS[text]
     try:
@@ -142,7 +150,7 @@ def _read(file: Path) -> str:
 
 
 def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]:
-    """Set what the run file leaves open, and return a notice for each decision."""
+    """Apply environment variables to settings that the run file does not set; return notices."""
     notices = list(settings.notices)
     hints = "gh200_optimizations.enable_uvm_hints"
     if settings.uvm_hints is not None and draft.get(hints) is None:
@@ -150,7 +158,9 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
         override(draft, tuple(hints.split(".")), settings.uvm_hints, "the environment")
         notices.append(f"{hints} is {word}, set by the environment.")
     elif settings.uvm_hints is not None and draft.get(hints) is not settings.uvm_hints:
-        notices.append(f"{hints} is set differently by the environment; the run file is used.")
+        notices.append(
+            f"{hints}: the environment sets another value, but the run file takes precedence."
+        )
     precision = "train.mixed_precision"
     if settings.mixed_precision is not None and draft.get(precision) in (None, "auto"):
         override(draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment")
@@ -177,7 +187,7 @@ def _path(key: str) -> KeyPath:
 
 
 def _with_tuples(value: object) -> object:
-    """Turn lists into tuples, which strict validation requires."""
+    """Convert all lists to tuples, which pydantic's strict mode requires."""
     if isinstance(value, dict):
         return {key: _with_tuples(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -217,7 +227,10 @@ _BOUND_RULES = {
 
 
 def explain_errors(error: ValidationError, origins: Mapping[KeyPath, Origin], name: str) -> str:
-    """Return pydantic's errors as text, one line per mistake."""
+    """Format pydantic's errors as a message with one line per mistake.
+
+    `origins` has the place of each value in the file `name`.
+    """
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors():
         found.setdefault(_key_path(detail["loc"]), []).append(detail)
@@ -229,7 +242,10 @@ def explain_errors(error: ValidationError, origins: Mapping[KeyPath, Origin], na
 
 
 def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> str:
-    """Return the place and the name of a key, such as `run.json:3: lr (optimizer.lr)`."""
+    """Return the location and name of a key for messages, such as `run.json:3: optimizer.lr`.
+
+    If the user wrote another tool's key, both names are given: `run.json:3: lr (optimizer.lr)`.
+    """
     ours = dotted(path)
     if path in origins and origins[path].spelling != ours:
         return f"{origins[path].location}: {origins[path].spelling} ({ours})"
@@ -238,7 +254,7 @@ def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> s
 
 
 def suggest_fix(path: KeyPath) -> str:
-    """Return advice for an unknown key: the most similar known key in any section."""
+    """Return advice for an unknown key, such as the most similar key of the schema."""
     wrong = str(path[-1])
     if pattern_of(path) in REMOVED_KEYS:
         return f"{REMOVED_KEYS[pattern_of(path)]}."
@@ -262,7 +278,7 @@ def suggest_fix(path: KeyPath) -> str:
 
 
 def known_keys() -> list[str]:
-    """Return all dotted keys of the schema, sections included. `*` is the index of a data set."""
+    """Return all dotted keys of the schema, including sections; `*` is the index of a dataset."""
     return _section_keys(RunFile, "")
 
 
@@ -277,7 +293,10 @@ def _section_keys(model: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
-    """Return the section inside a field's type, and `.*` if the field is a list of sections."""
+    """Return the section class in a field's type (None if it has none), and how keys continue.
+
+    The second value is `.*` for a list of sections, otherwise empty.
+    """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, ""
     mark = ".*" if get_origin(annotation) is tuple else ""
@@ -289,7 +308,10 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
 
 
 def _key_path(place: Sequence[str | int]) -> KeyPath:
-    """Drop the names of types from a pydantic location, which has one for every union."""
+    """Return the path of the key in a pydantic error location.
+
+    Pydantic inserts the name of the attempted type wherever a field is a union; it is removed.
+    """
     path: list[str | int] = []
     kind: object = RunFile
     for step in place:
@@ -303,7 +325,7 @@ def _key_path(place: Sequence[str | int]) -> KeyPath:
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """Return the members of a union other than None, or the type itself."""
+    """Return the members of a union type except None; for another type, the type alone."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
@@ -319,7 +341,7 @@ def _type_name(kind: object) -> str:
 
 
 def _type_inside(kind: object, step: str | int) -> object:
-    """Return the type of a key or item inside a type, or None if it is not known."""
+    """Return the type of the field or item `step` of a type; None if it is unknown."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         info = kind.model_fields.get(str(step))
         return None if info is None else info.annotation
@@ -330,7 +352,10 @@ def _type_inside(kind: object, step: str | int) -> object:
 
 
 def _is_inside(path: KeyPath, outer: KeyPath) -> bool:
-    """Return True if a path lies inside another. For unions, the inner error says more."""
+    """Return True if `path` is inside `outer`.
+
+    If both have errors (in a union), only the inner one is reported, because it is more precise.
+    """
     return len(path) > len(outer) and path[: len(outer)] == outer
 
 
@@ -347,7 +372,9 @@ def _explain_one(
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:
-    """Return what the value may be; for a union, all alternatives in one list."""
+    """Describe the allowed values, such as "a number or 'auto'"; a union has one error for each
+    alternative.
+    """
     rules = list(dict.fromkeys(map(_rule, details)))
     if len(rules) == 1:
         return rules[0]
@@ -375,12 +402,12 @@ def _rule(detail: ErrorDetails) -> str:
 
 
 def resolved_json(run: RunFile) -> str:
-    """Return all settings of a run as JSON. Loading it gives the same run."""
+    """Return all settings of a run as JSON text, which can be loaded again as a run file."""
     return json.dumps(run.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 
 def json_schema() -> str:
-    """Return the schema of run files as JSON Schema."""
+    """Return the JSON Schema of run files as text, with the description of every setting."""
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **RunFile.model_json_schema(),

@@ -1,9 +1,10 @@
-"""Parse the text of a run file into plain values, with the line of every key for error messages.
+"""Parse the text of a run file into dictionaries and lists, and record the line of every key.
 
-Three formats are read:
+The lines are for error messages. Three formats are supported:
 
-- JSON, with `//` comments. The braces around the whole file may be missing, as in the guides.
-- YAML with safe tags and the scalars of YAML 1.2: `no` is text, `1e-6` is a number.
+- JSON, with `//` comments. The outermost braces may be missing.
+- YAML without tags that create Python objects, and with YAML 1.2's rules for scalars: `no` is text
+  and `1e-6` is a number.
 - TOML.
 """
 
@@ -42,15 +43,16 @@ _TOML_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """The values of a run file before validation."""
+    """The content of a run file before translation and validation."""
 
     tree: dict[str, object]
+    """The values as nested dictionaries and lists."""
     lines: Mapping[KeyPath, int]
-    """Path of a key or list item -> its line, counted from 1."""
+    """Line number of each key and list item, by its path, counted from 1."""
 
 
 def parse_text(text: str, text_format: str, name: str) -> ParsedText:
-    """Parse one of `FORMATS`. Errors name the file, the line and the column."""
+    """Parse text in one of `FORMATS`. Error messages have the file's `name`, line and column."""
     if text_format not in _PARSERS:
         raise ConfigError(f"{name}: format {text_format!r} is not one of {', '.join(FORMATS)}.")
     if not text.strip():
@@ -72,7 +74,7 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
 
 
 def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield every value in a tree with its path, containers before their contents."""
+    """Yield the path and value of every node of a tree of dictionaries and lists, parents first."""
     yield path, value
     if isinstance(value, dict):
         for key, child in value.items():
@@ -83,12 +85,12 @@ def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a path in the notation of messages and overrides, such as `datasets.0.id`."""
+    """Join a path with dots, as in messages and overrides: `datasets.0.id`."""
     return ".".join(str(step) or '""' for step in path)
 
 
 def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
-    """Return `file:line` of a key, or of the nearest key around it, or just the file."""
+    """Return `file:line` of a key, else of the nearest section around it, else only the file."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return f"{name}:{lines[path[:length]]}"
@@ -96,13 +98,13 @@ def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value as JSON, shortened if it is long."""
+    """Return a value as JSON for messages, cut off after 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def describe_type(value: object) -> str:
-    """Return the type of a value in words."""
+    """Return the type of a parsed value in words for messages, such as "a list"."""
     for kind, words in _TYPE_NAMES:
         if isinstance(value, kind):
             return words
@@ -124,13 +126,15 @@ _TYPE_NAMES = (
 
 
 def parse_json(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
-    """Return the value, and the line of every key and list item."""
+    """Parse JSON with `//` comments; return the value, and the line of every key and list item."""
     reader = _JsonReader(text, name)
     return reader.document(), reader.lines
 
 
 class _JsonReader:
-    """A recursive-descent parser that records line numbers. json.JSONDecoder reads the scalars."""
+    """A recursive-descent JSON parser that records line numbers. `json.JSONDecoder` parses the
+    strings, numbers and constants.
+    """
 
     def __init__(self, text: str, name: str) -> None:
         self.text = text
@@ -194,7 +198,7 @@ class _JsonReader:
         return items
 
     def _separator(self, end: str) -> None:
-        """Read a comma that is followed by an item, or stop before the end of the container."""
+        """Read the comma between two items, or nothing before the closing character `end`."""
         self._skip_space()
         if self._peek() == end:
             return
@@ -267,7 +271,7 @@ def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
 
 
 def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
-    """Record the line of each key. Refuses duplicate keys and aliases that expand without end."""
+    """Record the line of each key in `lines`; reject duplicate keys and endless YAML aliases."""
     waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
     visited = 0
     while waiting:
@@ -310,7 +314,10 @@ _YAML_CORE_SCALARS = (
 
 
 def _yaml_core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return pyyaml's table of scalar types by first character, for YAML 1.2."""
+    """Return the table by which pyyaml finds the type of a scalar, with the rules of YAML 1.2.
+
+    Its keys are the first characters of scalars.
+    """
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, first_characters in _YAML_CORE_SCALARS:
         entry = (f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"))
@@ -320,7 +327,7 @@ def _yaml_core_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 class _YamlCoreLoader(yaml.SafeLoader):
-    """A safe loader with the scalars of YAML 1.2, so that `no`, `1:30` and dates stay text."""
+    """A `yaml.SafeLoader` with YAML 1.2's rules for scalars: `no`, `1:30` and dates stay text."""
 
     yaml_implicit_resolvers = _yaml_core_resolvers()
 
@@ -343,10 +350,10 @@ def _parse_toml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
 
 
 def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the lines of headers and keys, which tomllib does not report.
+    """Yield the path and line number of each table header and key, which tomllib does not report.
 
-    A line of a multi-line string may look like a key. Then its path either does not exist in the
-    tree, or the real key follows and overrides the line.
+    A line of a multi-line string that looks like a key is taken for one. At worst, an error message
+    then has the wrong line number.
     """
     table: KeyPath = ()
     counts: dict[str, int] = {}

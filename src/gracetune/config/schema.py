@@ -1,8 +1,9 @@
-"""Define the run file: one frozen pydantic model per section, with every key's meaning and range.
+"""Define the settings of a run file: one frozen pydantic model per section.
 
-The docstring under a key is its documentation; `gracetune schema` prints them all. Reading files is
-in `load.py`, other tools' spellings of keys are in `aliases.py`, and rules between sections are in
-`checks.py`.
+A run file is the JSON, YAML or TOML file that describes a training run. The docstring under a field
+is the documentation of that setting, and `gracetune schema` prints all of them. `load.py` reads run
+files, `aliases.py` translates the keys of other tools, and `checks.py` has the rules that involve
+several settings.
 """
 
 from __future__ import annotations
@@ -24,182 +25,226 @@ Scalar = str | int | float | bool | None
 CacheType = Literal["unified_memory", "memory", "disk"]
 
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
-"""Types of data sets that are read into host memory before training."""
+"""Values of `datasets[].type` whose files are staged: read into host memory before training."""
 
 
 class Section(BaseModel):
-    """A section of a run file. It is frozen, and an unknown key is an error."""
+    """Base class of all sections of a run file. Sections are immutable and reject unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelSection(Section):
-    """The model to train, and how its forward pass is computed."""
+    """The model to train, the storage of its weights, and the kernels of its forward pass."""
 
     family: str = Field(
         default="tiny",
-        description=f"The model family: one of {', '.join(sorted(FAMILIES))}, or one that another "
-        "package provides through an entry point.",
+        description="Architecture of the model, which decides how it is loaded and trained: one of "
+        f"{', '.join(sorted(FAMILIES))}, or a family that another package provides through an "
+        "entry point. `tiny` is a small model for trying things out.",
     )
     path: str | None = None
-    """A folder saved by diffusers, or the name of a model on the Hugging Face hub. `tiny` needs
-    none."""
+    """Folder of a model saved by diffusers, or its name on the Hugging Face hub. Every family but
+    `tiny` needs it."""
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: the newest."""
+    """Branch, tag or commit of a model on the hub. Set it to pin a version. Default: the newest."""
     transformer_file: str | None = None
-    """A safetensors file with the original tensor names, to read instead of the folder's
-    transformer."""
+    """Safetensors file with the transformer's weights under the tensor names of the original
+    release (not diffusers' names). Set it to train these weights instead of those in `path`."""
     transformer_2_file: str | None = None
-    """The same for the second transformer; for `wan22`, the low-noise expert."""
+    """Like `transformer_file`, for the second transformer: the low-noise expert of `wan22`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the weights in memory. `auto`: the type in the files."""
+    """Data type of the model's weights in memory. `auto`: the data type in the model's files. Full
+    fine-tuning converts the weights to fp32, unless this is `bfloat16` and the optimizer can keep
+    fp32 master weights."""
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """Store the frozen weights of linear layers in fewer bits. Needs an adapter, which stays in
-    full precision."""
+    """Format in which the frozen weights of linear layers are stored. Anything but `none` saves
+    memory, costs accuracy, needs an adapter (which is not quantized), and turns planning off, so
+    no weights stream from host memory."""
     frozen_compute: Literal["bf16", "fp8"] = "bf16"
-    """Precision of matmuls with frozen weights. `fp8` scales each row and halves the bytes in
-    memory and on the link; the GPU must support fp8 matmuls."""
+    """Precision of the matmuls with frozen weights. `fp8` stores and streams these weights in half
+    the bytes and is faster. It needs an adapter and a GPU of compute capability 8.9 or higher."""
     task: Literal["auto", "text", "image"] = "auto"
-    """Input of generation, for models that support both: text alone, or an image and text. `auto`:
-    what the model was made for."""
+    """Input that the model generates from, for models that can do both: `text` alone, or an `image`
+    and text. `auto`: the task that the model was released for."""
     init_seed: int = 0
-    """Seed of randomly initialised weights, for families that need no files."""
+    """Seed of the random initial weights of `tiny`, if `path` is not set."""
     attention_mechanism: str = "auto"
-    """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto`: the fastest by
-    measurement on a GPU, otherwise torch's default."""
+    """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto` measures the installed
+    backends when the run starts and uses the fastest; without a GPU it uses torch's default. Set a
+    name to skip the measurement."""
 
 
 class OverrideSection(Section):
-    """Settings that differ for some of the adapted modules. Missing ones are inherited."""
+    """Adapter settings for some modules only. A setting that is not given here keeps the value of
+    the `adapter` section."""
 
     rank: PositiveInt | None = None
-    """Rank of these modules."""
+    """Replaces `adapter.rank` in the modules that match."""
     alpha: PositiveFloat | None = None
-    """Alpha of these modules. Default: their rank if that is set here, otherwise the adapter's
-    alpha."""
+    """Replaces `adapter.alpha` in the modules that match. Default: the rank if `rank` is set here,
+    otherwise `adapter.alpha`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Dropout of these modules."""
+    """Replaces `adapter.dropout` in the modules that match."""
     factor: Annotated[int, Field(ge=-1)] | None = None
-    """Factor of these modules (`lokr`)."""
+    """Replaces `adapter.factor` in the modules that match (`lokr` only)."""
 
 
 class AdapterSection(Section):
-    """A small set of new weights that is trained while the model stays frozen."""
+    """An adapter: a small set of new weights that is trained while the model stays frozen."""
 
     kind: Literal["lora", "dora", "locon", "loha", "lokr", "full"] = "lora"
-    """The algorithm. `full` trains a full difference matrix for each module."""
+    """Adapter algorithm. `lora` is supported by most other tools. `full` trains a matrix of the
+    size of each adapted weight, which is added to that weight."""
     rank: PositiveInt = 16
-    """Inner width of each adapter."""
+    """Rank of the adapter's matrices. A larger rank can learn more, and makes the adapter file
+    larger."""
     alpha: PositiveFloat | None = None
-    """The update is scaled by alpha / rank. Default: equal to `rank`."""
+    """Strength of the adapter: its output is multiplied by alpha / rank. Default: equal to `rank`,
+    which multiplies by 1."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of the adapter's inputs that is dropped in training."""
+    """Fraction of the adapter's inputs that is set to zero in training, against overfitting."""
     factor: Annotated[int, Field(ge=-1)] = -1
-    """`lokr`: size of the smaller matrix. -1: as close as possible to the larger one."""
+    """`lokr` only: upper limit for the dimensions of the smaller matrix of the Kronecker product.
+    -1: no limit, so that both matrices are about equally large. A smaller factor means a larger
+    adapter."""
     full_matrix: bool = False
-    """`lokr`: do not factorise either matrix. Rank and alpha then have no effect."""
+    """`lokr` only: train both matrices of the Kronecker product without a low-rank factorization.
+    `rank` and `alpha` then have no effect."""
     targets: tuple[str, ...] | None = None
     """Modules to adapt: names, name endings, patterns such as `blocks.*.attn1.*`, or `re:` followed
-    by a regular expression. Default: the family's choice."""
+    by a regular expression. Default: the usual modules of the model family."""
     overrides: dict[str, OverrideSection] = Field(default_factory=dict)
-    """Different settings for some modules, by the same kinds of pattern as `targets`. If two
-    patterns match a module, the later one counts."""
+    """Other settings for some modules, as {pattern: settings}. Patterns are written as in
+    `targets`. If several patterns match a module, the last one wins."""
 
 
 class CacheSection(Section):
-    """The cache of encoded latents and captions."""
+    """The cache of encoded samples: latents from the VAE and text embeddings of the captions.
+
+    A run encodes each sample and each caption once, and reads the result from the cache afterwards.
+    """
 
     vae_cache_type: CacheType = "memory"
-    """Storage of latents."""
+    """Where latents are kept while training. `memory`: host memory; `unified_memory`: host memory
+    that the GPU copies from directly; `disk`: files that are read for each batch, for caches that
+    do not fit into memory."""
     text_cache_type: CacheType = "memory"
-    """Storage of text embeddings."""
+    """Where text embeddings are kept while training; values as for `vae_cache_type`."""
     cache_dir: str | None = None
-    """Folder of a persistent cache. Default: `cache` in the run folder."""
+    """Folder of a cache on disk. Runs with the same folder share their entries. Default: `cache` in
+    the output folder."""
     persistent_cache: bool = False
-    """Keep encoded entries on disk for later runs."""
+    """Keep the cache on disk after the run, so that later runs with the same data and model need
+    not encode again."""
     host_budget_gb: PositiveFloat | None = None
-    """Limit in GiB of host memory for entries, per rank. Default: this rank's part of 3/4 of the
-    free memory."""
+    """Limit in GiB of the host memory that cached entries may use, per rank. Default: 3/4 of the
+    free memory, divided by the number of ranks."""
     device_budget_gb: Annotated[float, Field(ge=0)] | None = None
-    """Limit in GiB of device memory for text embeddings that stay on the GPU. Default: 1/64 of the
-    device's memory."""
+    """Limit in GiB of the GPU memory for text embeddings that are used often and stay on the GPU.
+    0: none. Default: 1/64 of the GPU's memory."""
     vae_tiling: Literal["auto"] | bool = "auto"
-    """Encode in tiles, which needs less memory. `auto`: for images and frames larger than 2048x2048
-    pixels."""
+    """Encode images and video frames in tiles, which needs less GPU memory and changes the latents
+    slightly where tiles meet. `auto`: only above 2048x2048 pixels. Set `true` if encoding runs out
+    of memory."""
     prefetch_depth: Literal["auto"] | PositiveInt = "auto"
-    """Number of batches that are copied to the device in advance. `auto`: grows while steps wait
-    for data."""
+    """Number of batches that are copied to the GPU before they are needed. `auto` starts small and
+    increases the number while steps wait for data."""
     prefetch_budget_gb: PositiveFloat = 2.0
-    """Limit in GiB for the batches of `prefetch_depth: auto`."""
+    """Limit in GiB of the GPU memory for prefetched batches with `prefetch_depth: auto`. Raise it
+    if steps wait for data."""
 
 
 class Gh200Section(Section):
-    """Placement hints for unified memory, and the ramp of the effective batch size."""
+    """Memory placement for GH200 and other GPUs with unified memory, and the batch-size ramp.
+
+    The ramp lets the effective batch size (samples per optimizer step, over all ranks) grow in the
+    course of training, by accumulating gradients over more and more micro-batches.
+    """
 
     enable_uvm_hints: bool | None = None
-    """Turn placement hints on or off. Default: the environment decides."""
+    """Give the CUDA driver hints about where the tensors of a batch should live in unified memory.
+    Default: the variable SIMPLETUNER_GH200_ENABLE_UVM_HINTS or AITK_GH200_ENABLE_UVM_HINTS if it is
+    set, otherwise true on a GPU that is cache-coherent with the CPU."""
     placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
-    """Placement of a batch's tensors, by role (`latents`, `audio`, `text`, ...) or by name."""
+    """Placement hints of a batch's tensors, as {role or tensor name: placement}. Roles are
+    `latents`, `audio`, `text` and others. `host`: read in place from host memory; `staged`: kept in
+    host memory and prefetched before use; `device`: moved to the GPU at once; `leave`: no hint."""
     enable_batch_size_rampup: bool = False
-    """Let the effective batch size grow during training."""
+    """Turn the batch-size ramp on."""
     initial_effective_batch_size: PositiveInt | None = None
-    """Samples in the first optimizer steps, over all ranks."""
+    """Effective batch size at the start of the ramp, in samples over all ranks. The ramp needs
+    it."""
     target_effective_batch_size: PositiveInt | None = None
-    """Samples in an optimizer step after the ramp, over all ranks. Default: the effective batch
-    size without a ramp."""
+    """Effective batch size at the end of the ramp, in samples over all ranks. Default:
+    `train.batch_size` times `train.gradient_accumulation_steps` times the number of ranks."""
     batch_rampup_steps: PositiveInt = 1000
-    """Length of the ramp in micro-batches."""
+    """Length of the ramp in micro-batches per rank."""
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
-    """Growth of the effective batch size over micro-batches."""
+    """Shape of the ramp: `linear` grows evenly, `quadratic` grows slowly at first."""
 
 
 class TrainSection(Section):
-    """The training loop: its length, batches, precision, noise and checkpoints."""
+    """The training loop: its length, batches, precision, timesteps and checkpoints.
+
+    Timesteps range from 0 (the clean sample) to 1 (pure noise).
+    """
 
     max_train_steps: PositiveInt = 1000
-    """Number of optimizer steps."""
+    """Length of the run in optimizer steps."""
     batch_size: PositiveInt = 1
-    """Samples in a micro-batch, per rank."""
+    """Micro-batch size: samples in one forward and backward pass, per rank."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Micro-batches in an optimizer step. A batch-size ramp overrides it."""
+    """Number of micro-batches whose gradients are averaged in one optimizer step. Raise it for
+    a larger effective batch without more memory. A batch-size ramp replaces it."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """Precision of forward and backward. `auto`: ACCELERATE_MIXED_PRECISION if set, otherwise bf16
-    on a GPU and fp32 on a CPU."""
+    """Precision of forward and backward passes. `no`: fp32; `fp16` is replaced by bf16. `auto`: the
+    variable ACCELERATE_MIXED_PRECISION if set, otherwise bf16 if the GPU supports it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in backward instead of keeping them."""
+    """Recompute the activations of every block in backward, which saves memory and costs time. A
+    planned run ignores it, because the plan decides for each block."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Gradients are clipped to this norm. 0: no clipping."""
+    """Largest norm of all gradients together; larger gradients are scaled down to it. 0: no
+    clipping."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
-    """Distribution of the noise levels (sigmas) that are drawn."""
+    """Distribution from which the timestep of each sample is drawn (Esser et al. 2024).
+    `logit_normal` prefers the middle of the range."""
     timestep_mean: float = 0.0
-    """`logit_normal`: mean before the sigmoid. Values above 0 draw more noise."""
+    """`logit_normal` only: mean of the normal distribution before the sigmoid. Above 0, timesteps
+    have more noise; below 0, less."""
     timestep_std: PositiveFloat = 1.0
-    """`logit_normal`: standard deviation before the sigmoid."""
+    """`logit_normal` only: standard deviation of the normal distribution before the sigmoid. A
+    larger value spreads timesteps towards 0 and 1."""
     timestep_shift: PositiveFloat | Literal["flux", "qwen_image", "sd3"] = 1.0
-    """Shift of the sigmas: s becomes shift*s / (1 + (shift-1)*s). A name: depends on the image size
-    as in that model."""
+    """Shift of the drawn timesteps towards noise: t becomes shift t / (1 + (shift - 1) t). 1: no
+    shift. A name selects that model's rule, in which larger images have a larger shift."""
     timestep_window: tuple[Fraction, Fraction] = (0.0, 1.0)
-    """Range of sigmas to train on, without its end. The distribution inside stays the same."""
+    """Range of timesteps to train on, as [start, end); the end is excluded. Within the range, the
+    shape of the distribution is unchanged."""
     min_snr_gamma: PositiveFloat | None = None
-    """Gamma of min-SNR loss weights (Hang et al. 2023). Default: no weights. For flow matching see
-    `min_snr_in_flow`."""
+    """Gamma of the min-SNR loss weights (Hang et al. 2023), which limit the weight of samples with
+    little noise; the paper uses 5. Default: no loss weights. It affects flow-matching models only
+    with `min_snr_in_flow: exact`."""
     min_snr_in_flow: Literal["identity", "exact"] = "identity"
-    """Effect of `min_snr_gamma` on flow matching. `identity`: none; `exact`: the exact weights,
-    which almost ignore high noise."""
+    """Meaning of `min_snr_gamma` for flow-matching models. `identity`: all timesteps have the same
+    weight; `exact`: the paper's weights, which are almost 0 for timesteps near 1."""
     experts: Literal["both", "high", "low"] = "both"
-    """Which experts are trained, for models with two."""
+    """Experts to train, for models with a high-noise and a low-noise transformer."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
-    """Division of the steps between two experts: equal, or in proportion to the sigmas of each."""
+    """Distribution of steps over two experts. `alternate`: the same number for both;
+    `proportional`: as often as drawn timesteps fall into each expert's range."""
     switch_every: PositiveInt = 1
-    """Optimizer steps before the other expert can have its turn."""
+    """Length of an expert's turn in optimizer steps, for models with two experts."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of an exponential moving average of the trained weights. 0: no average."""
+    """Decay per optimizer step of an exponential moving average of the trained weights, such as
+    0.999. 0: no average."""
     checkpoint_every: NonNegativeInt = 500
-    """Optimizer steps between checkpoints. 0: only at the end."""
+    """Number of optimizer steps between checkpoints. 0: none by steps; the last step always has
+    one."""
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
-    """Minutes between checkpoints, in addition to `checkpoint_every`. 0: not by time."""
+    """Minutes between checkpoints, in addition to those of `checkpoint_every`. 0: none by time."""
     keep_checkpoints: PositiveInt = 3
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
 
 
 class OptimizerSection(Section):
@@ -207,112 +252,131 @@ class OptimizerSection(Section):
 
     name: str = Field(
         default="adamw",
-        description=f"The optimizer: one of {', '.join(OPTIMIZERS)}, or one that another package "
-        "provides through an entry point.",
+        description=f"Name of the optimizer: one of {', '.join(OPTIMIZERS)}, or one that another "
+        "package provides through an entry point.",
     )
     lr: PositiveFloat | None = None
-    """Peak learning rate. Default: the optimizer's usual one. For `automagic`, where the rates
-    start."""
+    """Peak learning rate, reached after the warm-up. Default: depends on the optimizer; 1e-4 for
+    `adamw`. For `automagic`, the learning rate of the first step (1e-6 by default)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
+    """Decay rates per step of the running averages of the gradient and of its square, as in
+    Adam."""
     eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
+    """Small number that is added to the denominator of the update, against division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay: each step multiplies every trained weight by
+    1 - learning rate * weight_decay. 0: no decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up."""
+    """Shape of the learning rate's decay between the warm-up and the last step. `constant`: no
+    decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps in which the learning rate rises from zero."""
+    """Length in optimizer steps of the warm-up, in which the learning rate rises from near zero to
+    `lr`."""
     final_lr_share: Fraction = 0.0
-    """Final learning rate of `linear` and `cosine`, as a fraction of `lr`."""
+    """Learning rate at the end of a `linear` or `cosine` schedule, as a fraction of `lr`."""
     state: Literal["auto", "device", "host"] = "auto"
-    """Memory for the optimizer's state. `auto`: on the device; in full fine-tuning, a plan that
-    needs the room moves part of it to host memory."""
+    """Where the optimizer state is stored. `device`: in GPU memory; `host`: in host memory, which
+    makes room on the GPU and slows steps down. `auto`: on the GPU, except that the planner may move
+    part of it to host memory in full fine-tuning."""
     lr_bump: PositiveFloat | None = None
-    """Automagic: change of each element's learning rate per step. Default: found automatically."""
+    """`automagic` only: amount by which the learning rate of each element rises or falls per step.
+    Default: one learning rate per parameter group, which adapts by itself."""
     min_lr: PositiveFloat | None = None
-    """Automagic: lowest learning rate."""
+    """`automagic` only: lower bound of the learning rates. Default: 1e-7."""
     max_lr: PositiveFloat | None = None
-    """Automagic: highest learning rate."""
+    """`automagic` only: upper bound of the learning rates. Default: 1e-3 with `lr_bump`, otherwise
+    0.1."""
     high_noise_lr_bump: PositiveFloat | None = None
-    """Automagic: `lr_bump` of the high-noise expert."""
+    """`automagic` only: replaces `lr_bump` for the high-noise expert."""
     high_noise_min_lr: PositiveFloat | None = None
-    """Automagic: `min_lr` of the high-noise expert."""
+    """`automagic` only: replaces `min_lr` for the high-noise expert."""
     high_noise_max_lr: PositiveFloat | None = None
-    """Automagic: `max_lr` of the high-noise expert."""
+    """`automagic` only: replaces `max_lr` for the high-noise expert."""
     low_noise_lr_bump: PositiveFloat | None = None
-    """Automagic: `lr_bump` of the low-noise expert."""
+    """`automagic` only: replaces `lr_bump` for the low-noise expert."""
     low_noise_min_lr: PositiveFloat | None = None
-    """Automagic: `min_lr` of the low-noise expert."""
+    """`automagic` only: replaces `min_lr` for the low-noise expert."""
     low_noise_max_lr: PositiveFloat | None = None
-    """Automagic: `max_lr` of the low-noise expert."""
+    """`automagic` only: replaces `max_lr` for the low-noise expert."""
 
 
 class ValidationSection(Section):
-    """Samples and held-out losses that show the progress of a run."""
+    """Validation: samples generated from prompts, and the loss of held-out samples."""
 
     every: NonNegativeInt = 500
-    """Optimizer steps between validations, in addition to those before the first and after the last
-    step. 0: no validation."""
+    """Number of optimizer steps between validations. A run also validates before the first and
+    after the last step. 0: no scheduled validation."""
     prompts: tuple[str, ...] | None = None
-    """Prompts to sample. Default: some captions of the data set."""
+    """Prompts to generate a sample from in each validation. Default: the first captions of the
+    training samples."""
     num_prompts: PositiveInt = 4
-    """Number of captions to use if `prompts` is not set."""
+    """Number of captions to use as prompts if `prompts` is not set."""
     seed: int = 0
-    """Seed of the first sample's noise; the next samples use the following seeds."""
+    """Seed of the first prompt's initial noise; each further prompt uses the next integer."""
     sample_steps: PositiveInt = 24
-    """Steps of the sampler."""
+    """Number of denoising steps per sample. More steps take longer and look better."""
     guidance: Annotated[float, Field(ge=0)] = 2.0
-    """Scale of classifier-free guidance. 1: no guidance."""
+    """Scale of classifier-free guidance. Higher values follow the prompt more closely; 1 turns
+    guidance off."""
     width: PositiveInt | None = None
-    """Width of samples in pixels. Default: the first data set's resolution."""
+    """Width of generated samples in pixels. Default: `resolution` of the first dataset."""
     height: PositiveInt | None = None
-    """Height of samples in pixels. Default: the first data set's resolution."""
+    """Height of generated samples in pixels. Default: `resolution` of the first dataset."""
     frames: PositiveInt | None = None
-    """Frames of sampled videos. Default: those of the first data set's clips; 1 for images."""
+    """Number of frames of generated videos, of the form 4n+1. 1 generates images. Default: the
+    longest clip length of the first dataset if it has videos, otherwise 1."""
     seconds: PositiveFloat | None = None
-    """Length of sampled audio. Default: that of the first data set's clips."""
+    """Length of generated audio in seconds. Default: the longest clip length of the first
+    dataset."""
     images: tuple[str, ...] | None = None
-    """Image files to start from or to edit, one for each of `prompts`, for models that need one."""
+    """Paths of input images, one for each of `prompts`, for models that animate or edit an
+    image."""
     holdout: Fraction = 0.0
-    """Fraction of the samples that is kept out of training. Their loss is measured with fixed
-    noise."""
+    """Fraction of the samples that is not trained on. Each validation measures the loss on them,
+    always with the same noise; set it, for example to 0.05, to see overfitting."""
     enable_manual_validation: bool = False
-    """Also validate when `gracetune now validate` asks for it."""
+    """Also validate on request, with the command `gracetune now validate`."""
 
 
 class LoggingSection(Section):
-    """Progress output."""
+    """Progress lines on the console, and TensorBoard files."""
 
     every: PositiveInt = 10
-    """Optimizer steps between progress lines. Losses are copied from the GPU only this often."""
+    """Number of optimizer steps between progress lines. Losses are copied from the GPU only then,
+    so a small number slows short steps down."""
     tensorboard: bool = True
-    """Write TensorBoard files into the run folder."""
+    """Write TensorBoard files into the output folder."""
 
 
 class DistributedSection(Section):
-    """Runs with more than one process."""
+    """Training with more than one process (rank)."""
 
     timeout_s: PositiveFloat = 1800
-    """Seconds that a rank waits for another before it gives up."""
+    """Seconds that a rank waits for the other ranks before the run fails. Raise it if one rank
+    needs longer, for example to encode its part of the cache."""
 
 
 class PlanSection(Section):
-    """Limits for the planner, which decides what streams, what is recomputed and the batch size."""
+    """Limits for the planner, which decides for each block of the model whether its weights stream
+    from host memory and whether its activations are kept, recomputed or offloaded.
+    """
 
     device_memory: str | None = None
-    """Limit of device memory, such as `96GB`. Default: what the device has."""
+    """Limit of the GPU memory that a run may use, such as `96GB`. Set it to share a GPU. Default:
+    all that is free."""
     host_memory: str | None = None
-    """Limit of host memory, such as `400GB`. Default: what the machine has free."""
+    """Limit of the host memory that a run may use, such as `400GB`. Default: all that is free."""
     batch: Literal["auto", "fixed"] = "auto"
-    """`auto`: the planner may use smaller micro-batches and accumulate them to the same number of
-    samples."""
+    """Micro-batch sizes that `gracetune plan` considers. `auto`: every size that keeps the number
+    of samples per optimizer step; `fixed`: only `train.batch_size`, which `gracetune train` always
+    uses."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Compile the blocks with torch.compile. `auto`: if that is faster."""
+    """Whether to compile the blocks of the model with torch.compile. `auto`: if the planner expects
+    a faster run."""
     stream: bool = True
-    """Allow frozen weights to stay in host memory and stream to the device."""
+    """Allow the planner to keep frozen weights in host memory and to stream them to the GPU."""
     offload: bool = True
-    """Allow activations to be kept in host memory between forward and backward."""
+    """Allow the planner to keep activations in host memory between forward and backward."""
 
     @field_validator("device_memory", "host_memory")
     @classmethod
@@ -326,56 +390,63 @@ class PlanSection(Section):
 
 
 class InMemorySection(Section):
-    """Staging: reading a data set into host memory before training."""
+    """Staging: reading all files of a dataset into host memory before training."""
 
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
-    """Compression of the staged files. `auto` compresses only if that saves memory. The default for
-    data sets of type `in_memory` is `none`."""
+    """Compression of staged files. `auto` tries some files of each suffix and compresses those that
+    become at least 5 % smaller; useful for text and raw data, not for JPEG or MP4. Datasets of type
+    `in_memory` use `none` unless it is set."""
     num_workers: PositiveInt | None = None
-    """Parallel readers. Default: the number of CPUs, at most 72."""
+    """Number of threads that read files. Default: the number of CPUs, at most 72."""
     chunk_size: PositiveInt | None = None
-    """Largest number of files that a reader takes at once. Default: chosen so that all readers
-    are busy."""
+    """Largest number of files that a thread reads at a time. Default: chosen so that all threads
+    have work."""
     memory_limit_gb: PositiveFloat | None = None
-    """Limit in GiB for the staged data. A larger data set is refused before training starts."""
+    """Limit in GiB of the host memory for staged files. The run stops if the dataset needs more.
+    Default: the free memory, less a reserve."""
 
 
 class ColumnsSection(Section):
-    """Columns of a table: a parquet file or a saved Hugging Face data set."""
+    """Columns to read from a parquet file or a saved Hugging Face dataset."""
 
     image: str | None = None
-    """Column with the bytes of the files, or with `{bytes, path}`. Default: found by its type and
-    by common names."""
+    """Name of the column with the samples: the bytes of each file, or a struct `{bytes, path}`.
+    Default: found by its type and by common names such as `image`."""
     caption: str | None = None
-    """Column with the captions. Default: the first of the common names that exists, if any."""
+    """Name of the column with the captions. Default: found by common names such as `text`."""
 
 
 class RemoteSection(Section):
-    """Access to files at an address such as `s3://...` or `https://...`."""
+    """Requests to remote storage, for datasets at an address such as `s3://...` or `https://...`."""
 
     timeout_s: PositiveFloat = 60.0
-    """Seconds after which a request counts as failed."""
+    """Seconds after which a request counts as failed. Raise it for a slow connection."""
     retries: NonNegativeInt = 5
-    """Number of times a failed request is repeated, with growing pauses."""
+    """Number of times that a failed request is repeated, with growing pauses."""
     options: dict[str, Scalar | dict[str, Scalar]] = Field(default_factory=dict)
-    """Arguments of fsspec's file system, such as `anon` or `endpoint_url` for S3."""
+    """Arguments for fsspec's file system, such as `anon` or `endpoint_url` for S3."""
 
 
 class ShapesSection(Section):
-    """The generated data set of coloured shapes."""
+    """The dataset `type: shapes`: generated images of coloured shapes, for demos and tests."""
 
     copies: PositiveInt = 8
-    """Images of each combination of shape and colour, with varying position and size."""
+    """Number of images of each combination of shape, colour and background. Copies differ in
+    position and size."""
     size: Annotated[int, Field(ge=16, multiple_of=4)] = 24
-    """Edge of an image in pixels."""
+    """Width and height of the images in pixels."""
     seed: int = 0
-    """Seed of positions and sizes."""
+    """Seed of the positions and sizes of the shapes."""
     concept: str | None = None
-    """Generate only this new shape (`star`), in every colour, instead of the usual shapes."""
+    """Generate only images of this shape, which the usual dataset does not have (`star`). Use it to
+    teach an adapter something new."""
 
 
 class AugmentationSection(Section):
-    """A random change of images. Masks and control images are warped in the same way."""
+    """A random change of an image.
+
+    Flips, crops and rotations change the mask and the control image of a sample in the same way.
+    """
 
     name: Literal[
         "flip",
@@ -390,123 +461,145 @@ class AugmentationSection(Section):
         "grayscale",
         "erase",
     ]
-    """The kind of change. Augmentations are applied in the order of the list."""
+    """Kind of change. The augmentations of a dataset are applied in the order of the list."""
     probability: Fraction = 0.5
-    """Fraction of the samples that are changed."""
+    """Probability that a sample is changed."""
     amount: PositiveFloat | None = None
-    """Largest change: degrees for `rotate` and `hue`, otherwise a fraction. Default: a mild
-    change."""
+    """Largest change that is drawn. `rotate` and `hue`: degrees; `crop` and `erase`: fraction of
+    the edges or of the area; `brightness`, `contrast` and `saturation`: relative change; `blur`:
+    fraction of the shorter edge. Flips and `grayscale` have none. Default: a mild change."""
 
 
 class DatasetSection(Section):
-    """A data set: where it is and how it is read, cropped, captioned and repeated."""
+    """A dataset: where its samples are, and how they are read, cropped, captioned and repeated."""
 
     id: str = "default"
-    """Name in messages and reports."""
+    """Name of the dataset in messages and reports. It must be unique in the run file."""
     type: str = "local"
-    """`local`: read during training; `in_memory`: read into host memory first; `shapes`: generated.
+    """How the dataset is read. `local`: each file when it is needed; `in_memory`: all files into
+    host memory before training; `shapes`: generated images for demos.
 
-    `local` and `in_memory` accept a folder, tar shards, parquet files, a saved Hugging Face data
-    set or an address, and detect which it is; `tar`, `parquet`, `hf` and `remote` state it.
+    `local` and `in_memory` detect whether `instance_data_dir` is a folder, tar shards, parquet
+    files, a saved Hugging Face dataset or a remote address. `tar`, `parquet`, `hf` and `remote`
+    select one of these explicitly.
     """
     dataset_type: Literal["image", "video", "audio"] = "image"
-    """Kind of the samples."""
+    """Medium of the samples."""
     instance_data_dir: str | None = None
-    """Folder of the samples, or the shards, tables or address for other types."""
+    """Location of the samples: a folder, a tar or parquet file, a pattern of such files, a saved
+    Hugging Face dataset, or a remote address such as `s3://...`."""
     conditioning_data_dir: str | None = None
-    """Folder of control or reference images: one for each sample, with the same stem."""
+    """Folder of control images, for models that take an input image: one for each sample, with the
+    same file name except for the suffix."""
     mask_data_dir: str | None = None
-    """Folder of masks (white: learn this): one for each sample, with the same stem."""
+    """Folder of masks, to train on a part of each image: one for each sample, with the same file
+    name except for the suffix. White is trained on, black is not."""
     mask_invert: bool = False
-    """Learn the black parts of masks instead."""
+    """Train on the black parts of masks instead of the white ones."""
     mask_background: Fraction = 0.0
-    """Weight of the loss outside the mask; inside it is 1."""
+    """Loss weight of the parts that a mask excludes; the other parts have weight 1."""
     mask_normalize: bool = True
-    """Scale the weights of a sample to an average of 1, so that a small mask counts as much as a
-    whole image.
+    """Divide the loss weights of each sample by their mean, so that a sample with a small mask
+    counts as much as one without a mask.
 
-    `false`: the weight inside a mask is 1, so samples with small masks count less.
+    With `false`, the parts to train on have weight 1, so samples with small masks count less.
     """
     in_memory: InMemorySection = InMemorySection()
-    """Settings of staging."""
+    """Settings of staging, for types `in_memory` and `shapes`."""
     columns: ColumnsSection = ColumnsSection()
-    """Settings of tables."""
+    """Column names, for parquet files and saved Hugging Face datasets."""
     remote: RemoteSection = RemoteSection()
-    """Settings of remote files."""
+    """Settings of requests, for remote addresses."""
     shapes: ShapesSection = ShapesSection()
-    """Settings of the generated data set."""
+    """Settings of the generated images, for type `shapes`."""
     resolution: Annotated[int, Field(ge=8)] = 1024
-    """Size of the buckets in pixels: the edge of a square with the same area, or the shorter edge.
-    See `resolution_type`."""
+    """Size in pixels that images and videos are resized to. Samples of similar aspect ratio share a
+    bucket, a fixed width and height; `resolution_type` says how this number determines them."""
     resolution_type: Literal["area", "edge"] = "area"
-    """What `resolution` sets: the area of buckets, or their shorter edge."""
+    """Meaning of `resolution`. `area`: each bucket has about resolution x resolution pixels;
+    `edge`: the shorter edge of each bucket is `resolution`."""
     crop: Literal["center", "top", "random"] = "center"
-    """Part of an image to keep if its bucket has another aspect ratio. `random` depends on the
-    run's seed."""
+    """Part of an image to keep where its aspect ratio differs from that of its bucket. The position
+    of a `random` crop is derived from the run's seed."""
     decode: Literal["exact", "fast"] = "exact"
-    """`fast` decodes large JPEG files at reduced size; pixel values differ slightly."""
+    """How JPEG files are decoded. `fast` decodes files that are much larger than their bucket at
+    reduced size, which changes pixel values slightly. Use it if decoding is the bottleneck."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
-    """Bucket edges are multiples of this many pixels. Default: the family's step."""
+    """Step in pixels between bucket sizes: all bucket edges are multiples of it. A larger step
+    means fewer buckets and more cropping. Default: the smallest step that the model accepts."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
-    """Images whose long edge is more than this many times the short edge are dropped and
+    """Largest ratio of the long to the short edge. Images and videos above it are dropped and
     reported."""
     min_edge: NonNegativeInt = 0
-    """Images with a shorter edge than this many pixels are dropped and reported. 0: none; small
-    images are enlarged."""
+    """Smallest length in pixels of the shorter edge. Images and videos below it are dropped and
+    reported. 0: none are dropped, and small ones are enlarged."""
     frames: PositiveInt | tuple[PositiveInt, ...] = 81
-    """Video: frames of a clip, 4n+1. From a list, the largest number that the video has."""
+    """Video only: number of frames of a clip, of the form 4n+1. With a list, each video uses the
+    largest number that it is long enough for. Videos that are too short are dropped."""
     fps: PositiveFloat | None = None
-    """Video: frames per second that clips are resampled to. Default: those of the file."""
+    """Video only: frame rate in frames per second that clips are converted to. Default: each file's
+    own frame rate."""
     sample_rate: PositiveInt = 44100
-    """Audio: samples per second that clips are resampled to."""
+    """Audio only: sample rate in Hz that clips are resampled to. It must be the model's."""
     channels: Literal[1, 2] = 2
-    """Audio: 1 for mono, 2 for stereo."""
+    """Audio only: number of channels, 1 for mono or 2 for stereo. It must be the model's."""
     seconds: PositiveFloat | tuple[PositiveFloat, ...] = 10.0
-    """Audio: length of a clip. From a list, the longest that the file has."""
+    """Audio only: length of a clip in seconds. With a list, each file uses the largest length that
+    it is long enough for. Files that are too short are dropped."""
     clip: Literal["start", "center", "random"] = "start"
-    """Part of a longer video or audio file to use. `random` depends on the run's seed."""
+    """Part to use of a video or audio file that is longer than a clip. The position of a `random`
+    clip is derived from the run's seed."""
     caption_strategy: Literal[
         "auto", "textfile", "jsonl", "parquet", "filename", "instanceprompt"
     ] = "auto"
-    """Source of the captions. `auto`: metadata.jsonl if it exists, otherwise a .txt file next to
-    each sample."""
+    """Where captions come from. `textfile`: a .txt file next to each sample; `jsonl` or `parquet`:
+    a table metadata.jsonl or metadata.parquet with columns `file_name` and `text`; `filename`: the
+    words of the file name; `instanceprompt`: `instance_prompt` for all samples. `auto`: `jsonl` if
+    such a table exists, otherwise `textfile`."""
     instance_prompt: str | None = None
-    """The caption of all samples, for `caption_strategy: instanceprompt`."""
+    """Caption of all samples, for `caption_strategy: instanceprompt`."""
     caption_dropout: Fraction = 0.0
-    """Fraction of samples trained with the empty caption, drawn again in each epoch."""
+    """Probability that a sample is trained with an empty caption, drawn again each time. A value
+    such as 0.1 helps classifier-free guidance."""
     repeats: PositiveInt = 1
-    """Number of times each sample is used per epoch."""
+    """Number of times that an epoch uses each sample. Raise it for a small dataset that is mixed
+    with larger ones."""
     weight: PositiveFloat = 1.0
-    """Multiplies `repeats` and can be a fraction: 0.5 uses half of the samples per epoch, in
-    turn."""
+    """Factor of `repeats` that need not be an integer. With 0.5, each epoch uses half of the
+    samples, and the next epoch the other half."""
     max_corruption_rate: Fraction = 0.01
-    """Largest fraction of unreadable samples. Below it they are skipped and listed; above it the
+    """Largest fraction of unreadable samples. Up to it they are skipped and reported; above it the
     run stops."""
     timeout_s: PositiveFloat = 300.0
-    """Seconds after which reading and decoding one sample is given up and the run stops."""
+    """Seconds to wait until a sample is read and decoded, after which the run stops. Raise it for
+    slow storage or long videos."""
     cache_latents_to_disk: bool | None = None
-    """ai-toolkit's name for `cache_config.persistent_cache`."""
+    """The name of `cache_config.persistent_cache` in ai-toolkit. A run has one cache, so it applies
+    to all datasets."""
     augmentations: tuple[AugmentationSection, ...] = ()
-    """Random changes of each image, drawn from the run's seed and the image's content."""
+    """Random changes of each image. They are derived from the run's seed and the image's content,
+    so a repeated run draws the same ones. Images only."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
-    """How the latent cache treats random crops and augmentations. Without them it has no effect.
+    """How random crops, clips and augmentations are combined with the cache of latents.
 
-    `static`, the default: drawn once. `refresh_each_epoch`: drawn again for each epoch and encoded
-    in advance. `disable_cache`: the same draws, encoded when they are used.
+    `static` (the default): drawn and encoded once, or `variants` times. `refresh_each_epoch`: drawn
+    again for each epoch, and encoded in the background during the epoch before. `disable_cache`:
+    drawn again for each epoch, and encoded when a batch needs them.
     """
     variants: PositiveInt = 1
-    """With `static`: number of draws of each sample to encode. Epochs use them in turn."""
+    """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.
+    Epochs use them in turn."""
 
 
 class RunFile(Section):
-    """One training run."""
+    """All settings of one training run."""
 
     output_dir: Annotated[str, Field(min_length=1)] = "runs/run"
-    """The run folder, for the resolved run file, logs, samples, checkpoints and results."""
+    """Output folder of the run, for its settings, logs, samples, checkpoints and results."""
     seed: int = 0
-    """Seed of data order, noise, timesteps and dropout."""
+    """Seed of all random numbers in training: data order, noise, timesteps, crops and dropout."""
     use_gh200_trainer: bool = True
-    """False: ignore `gh200_optimizations`, with a notice."""
+    """Set it to false to ignore the section `gh200_optimizations`."""
     model: ModelSection = ModelSection()
     adapter: AdapterSection | None = None
     """The adapter to train. Default: none, so that every weight of the model is trained."""
@@ -519,5 +612,6 @@ class RunFile(Section):
     logging: LoggingSection = LoggingSection()
     distributed: DistributedSection = DistributedSection()
     plan: Literal["auto", "off"] | PlanSection = "auto"
-    """What the planner may decide. `auto`: everything; `off`: nothing, so that the other sections
-    apply as written."""
+    """Memory planning. `auto`: the planner decides how the model fits into memory; `off`: no
+    planning, so that the whole model must fit on the GPU. A section limits what the planner may
+    decide."""

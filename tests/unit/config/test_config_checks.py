@@ -135,7 +135,7 @@ def test_unused_cache_settings_are_reported():
     flips = {"augmentations": ({"name": "flip"},), "augmentations_cache_mode": "disable_cache"}
     kept = {"cache_config": {"persistent_cache": True}}
     (text,) = find_remarks(run(datasets=(flips,), **kept))
-    assert "keeps only the captions of this data set" in text
+    assert "keeps only the captions of this dataset" in text
     assert find_remarks(run(datasets=(flips,))) == []
     (text,) = find_remarks(run(datasets=({"augmentations_cache_mode": "static"},)))
     assert "augmentations_cache_mode has no effect" in text

@@ -205,7 +205,7 @@ def test_the_run_file_overrides_the_environment():
     assert loaded.run.gh200_optimizations.enable_uvm_hints is True
     assert loaded.run.train.mixed_precision == "no"
     assert not any("set by" in notice for notice in loaded.notices)
-    assert any("is set differently by the environment" in text for text in loaded.notices)
+    assert any("the environment sets another value" in text for text in loaded.notices)
 
 
 def test_the_default_precision_of_accelerate_launch_is_ignored():
