@@ -1,7 +1,7 @@
 """Set the attention backend of a transformer, and find the fastest one by measuring.
 
-`model.attention_mechanism` names a backend of diffusers' attention dispatcher. One that is not
-installed, or that the model would silently ignore, is refused.
+`model.attention_mechanism` names a backend of diffusers' attention dispatcher. It is an error
+if the backend is not installed, or if the model would silently ignore it.
 
 To find the fastest, `AttentionRecorder` records the attention calls of a real pass of the model,
 and `time_attention` runs the heaviest of them forward and backward with every installed backend. A
@@ -56,7 +56,7 @@ BACKENDS = {
 }
 """Name in a run file -> name in diffusers' dispatcher."""
 TORCH_DEFAULT = ("auto", "sdpa")
-"""Names that leave the choice to torch. `auto` is measured later, on a GPU."""
+"""Names that leave the choice to torch. For `auto`, backends are timed later, on a GPU."""
 
 
 def set_attention_backend(transformer: nn.Module, name: str) -> None:
@@ -81,14 +81,14 @@ def set_attention_backend(transformer: nn.Module, name: str) -> None:
 
 
 def find_backend(name: str) -> AttentionBackendName:
-    """Return diffusers' name of a backend. Raises if a package that it needs is missing."""
+    """Return diffusers' name of a backend; raise if a package that the backend needs is missing."""
     backend = AttentionBackendName(BACKENDS[name])
     _check_attention_backend_requirements(backend)
     return backend
 
 
 def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int:
-    """Set the backend of all attention processors that have one, and return their number.
+    """Set the backend of all attention processors that support it, and return their number.
 
     diffusers' own `set_attention_backend` would also change the default of the whole process, and
     with it the encoders and later runs.
@@ -109,7 +109,7 @@ def dispatched_processors(transformer: nn.Module) -> list[Any]:
 # Finding the fastest backend
 
 BASELINE = "sdpa"
-"""Torch's default. Other backends are compared with it, and it stays if none is clearly faster."""
+"""Torch's default backend. It is used unless another one is clearly faster."""
 CANDIDATES = (
     BASELINE,
     "cudnn",
@@ -122,22 +122,23 @@ CANDIDATES = (
 )
 MAX_REPEATS = 4
 TIMING_SECONDS = 2.0
-"""Time for all measurements together. A slow backend is repeated less often."""
+"""Seconds for all measurements together. A slow backend is repeated less often."""
 MAX_QUERY_NUMEL = 1 << 26
-"""Elements of the largest query that is timed. A larger one is timed with fewer heads."""
+"""Most elements that a timed query may have. Larger queries are timed with fewer heads."""
 MAX_TIMED_CALLS = 3
-"""Number of different calls that are timed, heaviest first."""
+"""Number of different attention calls that are timed, those with the most work first."""
 TOLERANCE = 0.02
-"""Largest relative difference of outputs and gradients. bf16 kernels differ by a fifth of it."""
+"""Largest relative difference from the baseline that outputs and gradients may have. Correct bf16
+kernels differ by about a fifth of it."""
 MAX_RELATIVE_TIME = 0.97
 """A backend is clearly faster if it takes less than this share of the baseline's time."""
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
-"""Errors of kernels that do not support a shape, type or device."""
+"""Errors that kernels raise for a shape, dtype or device that they do not support."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """One kind of attention call. Shapes are (batch, tokens, heads, head width)."""
+    """Shapes and options of an attention call. Shapes are (batch, tokens, heads, head width)."""
 
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
@@ -148,7 +149,7 @@ class AttentionCall:
 
     @property
     def work(self) -> int:
-        """Number of multiplications in query times key."""
+        """Number of multiplications in the matmul of query and key."""
         batch, queries, heads, width = self.query
         return batch * heads * queries * self.key[1] * width
 
@@ -160,13 +161,13 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class BackendTiming:
-    """The time of one backend for the attention calls of a pass."""
+    """The time that one backend needs for the attention calls of one pass of the model."""
 
     name: str
     seconds: float
-    """Forward and backward of all calls. Infinite if the backend is left out."""
+    """Seconds for forward and backward of all calls; infinite if the backend is left out."""
     reason: str = ""
-    """The reason why the backend is left out; empty if it is not."""
+    """Why the backend is left out; empty if it is not."""
 
 
 class AttentionRecorder(TorchFunctionMode):
@@ -184,19 +185,19 @@ class AttentionRecorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Record attention calls; run every call unchanged."""
+        """Record the call if it is attention, then run it unchanged."""
         options = dict(kwargs or {})
         if func is scaled_dot_product_attention:
             self._record(*args, **options)
         return func(*args, **options)
 
     def heaviest_calls(self) -> list[tuple[AttentionCall, int]]:
-        """Return the calls with the most work in total, and how often each was made."""
+        """Return the attention calls with the most work in total, and how often each was made."""
         counted = [(call, self.counts[kind]) for kind, call in self.calls.items()]
         return sorted(counted, key=lambda item: -item[0].work * item[1])[:MAX_TIMED_CALLS]
 
     def other_calls(self, calls: Sequence[tuple[AttentionCall, int]]) -> list[AttentionCall]:
-        """Return all recorded calls that are not among `calls`."""
+        """Return all recorded attention calls that are not among `calls`."""
         known = [call for call, _ in calls]
         return [call for call in self.calls.values() if call not in known]
 
@@ -226,7 +227,7 @@ class AttentionRecorder(TorchFunctionMode):
 def time_attention(
     calls: Sequence[tuple[AttentionCall, int]], device: torch.device, stopwatch: Stopwatch
 ) -> list[BackendTiming]:
-    """Time every candidate on the calls, and return the timings, fastest first."""
+    """Time every candidate backend on the given calls; return the timings, fastest first."""
     usable: dict[str, AttentionBackendName] = {}
     timings = []
     for name in CANDIDATES:
@@ -250,9 +251,9 @@ def time_attention(
 
 
 def fastest(timings: Sequence[BackendTiming]) -> str:
-    """Return the fastest backend: the baseline unless another one is clearly faster.
+    """Return the name of the fastest backend: the baseline unless another is clearly faster.
 
-    If the baseline could not be timed, no other backend was compared with it, so it stays.
+    If the baseline could not be timed, the others could not be compared with it, so it stays.
     """
     baseline = next(timing for timing in timings if timing.name == BASELINE)
     best = min(timings, key=lambda timing: timing.seconds)
@@ -266,10 +267,10 @@ def drop_incapable_backends(
     device: torch.device,
     stopwatch: Stopwatch,
 ) -> list[BackendTiming]:
-    """Leave out the fastest backend while it fails on one of the calls that were not timed.
+    """Mark fast backends that fail on attention calls that were not timed as left out.
 
-    `other_calls` runs more passes of the model to find these calls, so it is not called if the
-    baseline is the fastest.
+    The fastest backend is tried on these calls until one passes or only the baseline is left.
+    `other_calls` runs the model to find the calls, so it is not called if the baseline is fastest.
     """
     kept = list(timings)
     while (name := fastest(kept)) != BASELINE:
@@ -282,7 +283,7 @@ def drop_incapable_backends(
 
 
 def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch: Stopwatch) -> str:
-    """Return why a backend cannot replace the baseline for a call; empty if it can."""
+    """Return the reason why a backend cannot run this call in place of the baseline, or ''."""
     trial = BackendTrial(call, device, stopwatch, seconds=0.0)
     _, reason = trial.time_backend(find_backend(BASELINE))
     if not reason:
@@ -291,7 +292,7 @@ def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch
 
 
 class BackendTrial:
-    """Random inputs for one attention call, on which backends are timed and compared.
+    """Times backends on random inputs of one attention call, and compares their results.
 
     The first backend that is timed must be the baseline: its results are the reference.
     """
@@ -323,7 +324,7 @@ class BackendTrial:
         self._reference: list[Tensor] | None = None
 
     def time_backend(self, backend: AttentionBackendName) -> tuple[float, str]:
-        """Return the seconds of one forward and backward pass, or the reason to leave it out."""
+        """Return the seconds of forward and backward, and a reason if the backend is left out."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch explains at length why it skips a kernel
@@ -345,7 +346,7 @@ class BackendTrial:
         return seconds * self._scale, ""
 
     def _run(self, backend: AttentionBackendName) -> list[Tensor]:
-        """Return the output and the gradients of query, key and value."""
+        """Run attention forward and backward; return the output and the gradients of q, k and v."""
         out: Tensor = dispatch_attention_fn(
             *self._qkv,
             attn_mask=self._attention.mask,
@@ -358,7 +359,7 @@ class BackendTrial:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """Return a stopwatch that uses CUDA events on a GPU and the clock elsewhere."""
+    """Return a function that times work: with CUDA events on a GPU, else with the clock."""
 
     def by_events(work: Callable[[], object], repeats: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -379,7 +380,7 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 def _dispatcher_shape(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return a shape in the dispatcher's order; torch puts heads before tokens."""
+    """Return the shape in diffusers' order: torch has heads before tokens, diffusers after."""
     batch, heads, tokens, width = tensor.shape
     return batch, tokens, heads, width
 

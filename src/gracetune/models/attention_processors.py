@@ -64,10 +64,13 @@ def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) 
 
 
 class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
-    """Wan's self-attention, fused. Everything else is left to diffusers' processor."""
+    """Attention processor for Wan with a fused self-attention.
+
+    Cross-attention and other cases are left to diffusers' processor.
+    """
 
     shared_qkv: SharedInputLora | None = None
-    """The fused LoRA of query, key and value, if these layers can be fused."""
+    """The fused LoRA layers of query, key and value; None if they cannot be fused."""
 
     def share_inputs(self, attn: Any) -> None:
         """Fuse the LoRA layers that read the same input, where possible."""
@@ -81,7 +84,7 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return the attention of the tokens to each other."""
+        """Return the attention output, computed with fused operations if it is self-attention."""
         if rotary_emb is None or encoder_hidden_states is not None or attn.fused_projections:
             original: Tensor = super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
@@ -110,7 +113,7 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
 
 
 class _TwoStreamProcessor:
-    """Fused LoRA layers of the image stream and of the text stream."""
+    """Base class that holds the fused LoRA layers of the image stream and the text stream."""
 
     shared_image: SharedInputLora | None = None
     shared_text: SharedInputLora | None = None
@@ -123,7 +126,10 @@ class _TwoStreamProcessor:
 
 
 class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: ignore[misc]
-    """Flux's attention with RoPE, fused. Everything else is left to diffusers' processor."""
+    """Attention processor for Flux with fused RoPE and LoRA.
+
+    Attention without RoPE and other cases are left to diffusers' processor.
+    """
 
     def __call__(
         self,
@@ -133,9 +139,9 @@ class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: i
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the attention output; in a double block that of the image and of the text.
+        """Return the attention output; in a double-stream block, a pair for image and text.
 
-        In a single block `hidden_states` holds text and image tokens, and there is no other input.
+        In a single-stream block, `hidden_states` holds both text and image tokens.
         """
         if image_rotary_emb is None or attn.fused_projections:
             original: Tensor | tuple[Tensor, Tensor] = super().__call__(
@@ -168,7 +174,10 @@ class FusedFluxAttnProcessor(_TwoStreamProcessor, FluxAttnProcessor):  # type: i
 
 
 class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
-    """Qwen-Image's attention with RoPE, fused. Everything else is left to diffusers' processor."""
+    """Attention processor for Qwen-Image with fused RoPE and LoRA.
+
+    Attention without RoPE and other cases are left to diffusers' processor.
+    """
 
     def __call__(
         self,
@@ -179,7 +188,7 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output of the image and of the text."""
+        """Return the attention outputs of the image tokens and of the text tokens."""
         if image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
             original: tuple[Tensor, Tensor] = super().__call__(
                 attn,
@@ -227,13 +236,13 @@ FUSED_PROCESSORS: Mapping[
     FluxAttnProcessor: FusedFluxAttnProcessor,
     QwenDoubleStreamAttnProcessor2_0: FusedQwenAttnProcessor,
 }
-"""diffusers' processor -> its fused version."""
+"""Class of diffusers' attention processor -> class of its fused version."""
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring elements by its angle.
+    """Apply RoPE: rotate each pair of neighbouring elements by its angle.
 
-    The tables hold every angle's cosine and sine twice, once for each element of the pair.
+    `cos` and `sin` hold the cosine and sine of each angle twice, once for each element of a pair.
     """
     neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
@@ -242,7 +251,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _cos_sin(rotations: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn complex numbers of length one into tables for `apply_rotary_emb`."""
+    """Turn rotations given as complex numbers into the tables that `apply_rotary_emb` takes."""
     cos, sin = torch.view_as_real(rotations)[:, None].repeat_interleave(2, dim=-2).unbind(-1)
     return cos, sin
 
@@ -254,7 +263,7 @@ def _fuse_lora(attn: Any, names: tuple[str, ...]) -> SharedInputLora | None:
 def _project(
     attn: Any, names: tuple[str, ...], shared: SharedInputLora | None, x: Tensor, width: int
 ) -> list[Tensor]:
-    """Return query, key and value of one stream, split into heads of `width`."""
+    """Project one stream (image or text) to query, key and value, split into heads of `width`."""
     projected = [attn.get_submodule(name)(x) for name in names] if shared is None else shared(x)
     return [tensor.unflatten(-1, (-1, width)) for tensor in projected]
 
@@ -279,17 +288,17 @@ class ContiguousGrad(Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        """Return a view of the input."""
+        """Return the input, as a view."""
         return x.view_as(x)
 
     @staticmethod
     def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        """Copy the gradient if its rows have gaps between them."""
+        """Return the gradient, copied to contiguous memory if it is not contiguous."""
         return grad.contiguous()
 
 
 def make_attention_grads_contiguous(transformer: nn.Module) -> None:
-    """Apply `contiguous_grad` to Flux's single blocks. Other models do not need it."""
+    """Apply `contiguous_grad` to the single-stream blocks of Flux; other models do not need it."""
     if isinstance(transformer, FluxTransformer2DModel):
         for block in transformer.single_transformer_blocks:
             contiguous_grad(block.attn)

@@ -1,4 +1,4 @@
-"""Share code between the families that are read from a diffusers pipeline folder.
+"""Common code of the families that are loaded from a diffusers pipeline folder.
 
 Such a folder has a `model_index.json` and one subfolder per component: transformer, VAE, scheduler,
 text encoders and tokenizers. Every error names the run-file setting that is wrong.
@@ -40,13 +40,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMFYUI_PREFIX = "model.diffusion_model."
 """Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
 READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""Errors of diffusers and transformers when a folder is incomplete or damaged."""
+"""Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
 
 Component = TypeVar("Component")
 
 
 class DiffusersFamily:
-    """The members of `Family` that are the same for all diffusers pipelines."""
+    """Base class with the methods of `Family` that are the same for all diffusers pipelines."""
 
     folder: Path
     transformer: Any
@@ -58,16 +58,16 @@ class DiffusersFamily:
         return digest_of_weights(self.transformer)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Turn on diffusers' gradient checkpointing, which works block by block."""
+        """Turn on diffusers' gradient checkpointing, which recomputes block by block."""
         self.transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """Move the VAE and the text encoders, unless these were released."""
+        """Move the VAE and the text encoders, unless these were released, to a device."""
         for module in (self.vae, *self.text_encoders):
             module.to(device)
 
     def release_text_encoder(self) -> None:
-        """Drop the text encoders: gigabytes that training does not need."""
+        """Free the text encoders: they take gigabytes, and training does not need them."""
         self.text_encoders.clear()
 
     def set_tiling(self, enabled: bool) -> bool:
@@ -76,10 +76,10 @@ class DiffusersFamily:
         return True
 
     def sampling_vae(self, request: SampleRequest) -> Any:
-        """Return a VAE to sample with: the same weights, but its own tiling and frame cache.
+        """Return a copy of the VAE for sampling, with the same weights but its own state.
 
-        Another thread may encode meanwhile. A video VAE keeps frames between its calls, so with a
-        shared object each thread would continue with the other's frames.
+        Another thread may encode at the same time. A video VAE stores frames between its calls, so
+        with a shared object each thread would use the other's frames.
         """
         vae = copy.copy(self.vae)
         _set_vae_tiling(vae, request.tiled)
@@ -149,14 +149,17 @@ def read_model_index(folder: Path) -> dict[str, Any]:
     try:
         index: dict[str, Any] = json.loads((folder / MODEL_INDEX).read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / MODEL_INDEX} cannot be read: {error}") from error
+        raise ModelError(
+            f"{folder / MODEL_INDEX} cannot be read: {error}. Download the model again, or name "
+            "another model.path."
+        ) from error
     return index
 
 
 def check_pipeline_class(
     folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str
 ) -> None:
-    """Refuse the folder of another model before gigabytes of it are read."""
+    """Raise if a folder holds another kind of pipeline, before gigabytes of it are read."""
     if index.get("_class_name") not in known:
         raise ModelError(
             f"model.path {str(folder)!r} holds a {index.get('_class_name')}, but {family} reads "
@@ -165,32 +168,38 @@ def check_pipeline_class(
 
 
 def read_component(folder: Path, name: str, read: Callable[[Path], Component]) -> Component:
-    """Call `read` on one component's subfolder."""
+    """Load one component by calling `read` with its subfolder; errors become ModelError."""
     component = folder / name
     if not component.is_dir():
-        raise ModelError(f"model.path {str(folder)!r} has no folder {name!r}.")
+        raise ModelError(
+            f"model.path is {str(folder)!r}, which has no folder {name!r}. Download the model "
+            "again, or name the folder of a whole pipeline."
+        )
     try:
         with without_progress_bars():
             return read(component)
     except READ_ERRORS as error:
-        raise ModelError(f"{component} cannot be read: {error}") from error
+        raise ModelError(
+            f"{component} cannot be read: {error}. Download the model again, or name another "
+            "model.path."
+        ) from error
 
 
 def read_pretrained(folder: Path, name: str, cls: Any, **options: Any) -> Any:
-    """Read one component with its class's `from_pretrained`, without network access."""
+    """Load one component with `cls.from_pretrained`, without network access."""
     return read_component(
         folder, name, lambda path: cls.from_pretrained(path, local_files_only=True, **options)
     )
 
 
 def read_vae(folder: Path, cls: Any) -> Any:
-    """Read the VAE, frozen and in fp32: rounding its latents would lose detail for good."""
+    """Load the VAE, frozen and in fp32: less precise latents would lose detail."""
     vae = read_pretrained(folder, "vae", cls, torch_dtype=torch.float32)
     return vae.eval().requires_grad_(False)
 
 
 def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
-    """Read a text encoder, frozen, in the type its file has."""
+    """Load a text encoder, frozen and in the dtype of its file."""
     encoder: nn.Module = read_pretrained(folder, name, cls, dtype="auto")
     return encoder.eval().requires_grad_(False)
 
@@ -198,14 +207,16 @@ def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
 def read_transformer(
     cls: Any, section: ModelSection, folder: Path, name: str, file: str | None
 ) -> Any:
-    """Read a transformer from its subfolder, or its weights from a single file."""
+    """Load a transformer from its subfolder, or with the weights of a single file."""
     if file is None:
         dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
         transformer = read_pretrained(folder, name, cls, torch_dtype=dtype)
         return _check_complete(transformer, folder / name)
     path = Path(file)
     if not path.is_file():
-        raise ModelError(f"model.{name}_file is {file!r}, but there is no such file.")
+        raise ModelError(
+            f"model.{name}_file is {file!r}, but there is no such file. Correct the path."
+        )
     dtype = _weights_dtype(section, lambda: [path])
     try:
         # The file has only weights; the configuration comes from the folder.
@@ -218,7 +229,8 @@ def read_transformer(
         )
     except READ_ERRORS as error:
         raise ModelError(
-            f"model.{name}_file {file!r} does not fit {folder / name}: {error}"
+            f"model.{name}_file is {file!r}, which does not fit {folder / name}: {error}. Name a "
+            "file with the weights of that model."
         ) from error
     return _check_complete(transformer, path)
 
@@ -239,17 +251,18 @@ def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> to
 
 
 def _check_complete(model: nn.Module, source: Path) -> Any:
-    """Refuse a model with missing weights, which diffusers would leave on the meta device."""
+    """Raise if weights are missing, which diffusers leaves on the meta device."""
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise ModelError(
-            f"{source} lacks {len(missing)} of the model's weights, first {missing[0]}."
+            f"{source} lacks {len(missing)} of the model's weights, first {missing[0]}. Download "
+            "it again, or name another model."
         )
     return model
 
 
 def read_scheduler(folder: Path) -> Any:
-    """Read a new instance of the scheduler that the pipeline was published with."""
+    """Return a new instance of the scheduler in the pipeline's folder."""
     import diffusers
 
     name = read_model_index(folder)["scheduler"][1]
@@ -258,7 +271,7 @@ def read_scheduler(folder: Path) -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Silence the progress bars and advice of diffusers and transformers."""
+    """Turn off progress bars and warnings of diffusers and transformers in the `with` block."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
@@ -280,7 +293,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def copy_other_components(source: Path, target: Path, exclude: Iterable[str]) -> None:
-    """Copy a pipeline folder except for some components; hard links on the same disk."""
+    """Copy a pipeline folder without some components, with hard links where possible."""
     skipped = set(exclude)
     for entry in sorted(source.iterdir()):
         if entry.name in skipped or entry.name.startswith("."):
@@ -312,7 +325,7 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def digest_of_weights(module: nn.Module) -> str:
-    """Hash the name, shape, type and bytes of every tensor in a module."""
+    """Hash the name, shape, dtype and bytes of every tensor in a module."""
     hasher = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(module.state_dict().items()):
         hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -326,7 +339,7 @@ def digest_of_weights(module: nn.Module) -> str:
 
 
 def clean_caption(caption: str) -> str:
-    """Repair broken characters, resolve HTML escapes and collapse spaces, as Wan's pipeline."""
+    """Repair broken characters, resolve HTML escapes, collapse spaces, as Wan's pipeline does."""
     text = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
     return re.sub(r"\s+", " ", text).strip()
 
@@ -334,7 +347,7 @@ def clean_caption(caption: str) -> str:
 def tokenize(
     tokenizer: Any, caption: str, length: int, *, pad: bool = False
 ) -> Mapping[str, Tensor]:
-    """Return ids and attention mask of one caption, cut (and padded, if `pad`) to `length`."""
+    """Return token ids and attention mask of one caption, cut to `length`; padded if `pad`."""
     tokens: Mapping[str, Tensor] = tokenizer(
         [caption],
         max_length=length,
@@ -356,7 +369,7 @@ def captions_longer_than(tokenizer: Any, captions: Sequence[str], length: int) -
 
 
 def pad_embeddings(texts: Sequence[Tensor], length: int) -> Tensor:
-    """Stack embeddings of different lengths into a batch, with zeros after each."""
+    """Stack embeddings into a batch, each padded with zeros to `length` tokens."""
     out = texts[0].new_zeros((len(texts), length, *texts[0].shape[1:]))
     for row, text in zip(out, texts, strict=True):
         row[: len(text)] = text
@@ -364,19 +377,19 @@ def pad_embeddings(texts: Sequence[Tensor], length: int) -> Tensor:
 
 
 def padding_mask(texts: Sequence[Tensor], length: int) -> Tensor:
-    """Return a mask (batch, length) that is true at tokens and false at padding."""
+    """Return a mask (batch, length) that is True for tokens and False for padding."""
     counts = torch.tensor([len(text) for text in texts], device=texts[0].device)
     return torch.arange(length, device=texts[0].device) < counts[:, None]
 
 
-# Latents as rows of 2x2 patches, the input of Flux and Qwen-Image
+# Packed latents, one row for each patch of 2x2 cells: the input of Flux and Qwen-Image
 
 PATCH_SIZE = 2
 """Latent cells along the edge of a patch. One patch is one token."""
 
 
 def pack_latents(latents_BCHW: Tensor) -> Tensor:  # noqa: N803
-    """Return one row per patch in reading order; in a row, channel by channel."""
+    """Turn each patch of 2x2 latent cells into one row of values, in reading order."""
     count, channels, height, width = latents_BCHW.shape
     rows, columns = height // PATCH_SIZE, width // PATCH_SIZE
     cells = latents_BCHW.view(count, channels, rows, PATCH_SIZE, columns, PATCH_SIZE)
@@ -384,7 +397,7 @@ def pack_latents(latents_BCHW: Tensor) -> Tensor:  # noqa: N803
 
 
 def unpack_latents(rows_BLC: Tensor, height: int, width: int) -> Tensor:  # noqa: N803
-    """Reverse `pack_latents` for latents of this height and width."""
+    """Undo `pack_latents` for latents of this height and width."""
     count, _, values = rows_BLC.shape
     channels = values // PATCH_SIZE**2
     rows, columns = height // PATCH_SIZE, width // PATCH_SIZE
@@ -393,13 +406,13 @@ def unpack_latents(rows_BLC: Tensor, height: int, width: int) -> Tensor:  # noqa
 
 
 def num_patches(latent_shape: Sequence[int]) -> int:
-    """Return the number of patches in latents of this shape (C, H, W)."""
+    """Return the number of 2x2 patches in latents of this shape (C, H, W)."""
     _, height, width = latent_shape
     return (height // PATCH_SIZE) * (width // PATCH_SIZE)
 
 
 def packed_shape(config: Config, sample: SampleShape, text_length: int) -> EncodedShape:
-    """Return the planner's shapes for a VAE with 8 pixels per cell and packed latents."""
+    """Return a sample's shapes, for packed latents of a VAE with cells of 8x8 pixels."""
     cells = (sample.height // 16) * PATCH_SIZE, (sample.width // 16) * PATCH_SIZE
     latents = (config["in_channels"] // PATCH_SIZE**2, *cells)
     return EncodedShape(latents, (text_length, config["joint_attention_dim"]))

@@ -1,12 +1,13 @@
-"""Define the Family protocol: all that the trainer knows about a model.
+"""Define the `Family` protocol, through which the trainer uses every model.
 
-A family is one module in this package, listed in `models/registry.py`, or a class from another
-package (entry-point group `gracetune.family`). This module also holds what families exchange with
-the trainer: sampling requests, pairs of expert transformers and shapes for the planner.
+A family is a kind of model, such as FLUX.1 or Wan 2.2. It is one module in this package, listed in
+`models/registry.py`, or a class from another package (entry-point group `gracetune.family`). This
+module also defines the objects that families and the trainer exchange: sampling requests, pairs of
+expert transformers, and shapes for the memory planner.
 
 Letters in shapes: B samples, C channels, F frames, H rows, W columns, N audio samples. Rows and
-columns are pixels for images and cells for latents. A sigma is a noise level in [0, 1]; 1 is pure
-noise.
+columns are pixels for images and cells for latents. A sigma is a noise level in [0, 1], from clean
+latents to pure noise: the timestep t of `train/objective.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Family(Protocol):
 
     @property
     def name(self) -> str:
-        """The name in `model.family`."""
+        """The family's name, which a run file gives as `model.family`."""
         ...
 
     @property
@@ -68,12 +69,12 @@ class Family(Protocol):
 
     @property
     def boundary(self) -> float | None:
-        """The sigma from which the high-noise expert takes over. None if there are no experts."""
+        """The sigma from which on the high-noise expert is used. None if there are no experts."""
         ...
 
     @property
     def kinds(self) -> Sequence[MediaKind]:
-        """The kinds of sample that `encode` accepts."""
+        """The kinds of sample that the family can encode and train on."""
         ...
 
     @property
@@ -83,7 +84,7 @@ class Family(Protocol):
 
     @property
     def starts_from(self) -> Literal["text", "image"]:
-        """`image` if a sample is generated from an image and a caption, else `text`."""
+        """`image` if samples are generated from an image and a caption, else `text`."""
         ...
 
     @property
@@ -112,9 +113,9 @@ class Family(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """Return a name of the image encoder (`latents`) and of the text encoder (`text`).
+        """Return a string for the VAE (`latents`) and one for the text encoder (`text`).
 
-        Caches are keyed by them, so they must change when the encoders' output does.
+        They are part of every cache key, so they must change when an encoder's output changes.
         """
         ...
 
@@ -123,7 +124,7 @@ class Family(Protocol):
         ...
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the repeated blocks in forward order; those of the high-noise expert first."""
+        """Return the repeated blocks in forward order; those of the high-noise expert are first."""
         ...
 
     def enable_gradient_checkpointing(self) -> None:
@@ -131,7 +132,7 @@ class Family(Protocol):
         ...
 
     def to(self, device: torch.device) -> None:
-        """Move the encoders. The trainer itself places the transformer."""
+        """Move the VAE and the text encoders to a device. The trainer moves the transformer."""
         ...
 
     def release_text_encoder(self) -> None:
@@ -139,7 +140,7 @@ class Family(Protocol):
         ...
 
     def set_tiling(self, enabled: bool) -> bool:
-        """Let `encode` work in tiles, or not. Return False if this family cannot tile."""
+        """Turn tiled encoding, which saves memory, on or off; return False if there is none."""
         ...
 
     def encode(self, media: Tensor) -> Tensor:
@@ -150,25 +151,28 @@ class Family(Protocol):
         ...
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Split a batch from `encode` into the latents to add noise to and fixed conditions."""
+        """Split a batch from `encode` into latents to add noise to, and clean conditions."""
         ...
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape that `encode` gives one sample of a bucket of this shape."""
+        """Return the shape that `encode` gives one sample of this shape, without the batch.
+
+        `shape` is width and height, then frames for a video; channels and samples for audio.
+        """
         ...
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return how many tokens the transformer sees. Some timestep shifts depend on it."""
+        """Return the number of tokens for latents of this shape; timestep shifts may use it."""
         ...
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions that are longer than the model reads, so that a run can warn."""
+        """Return the captions that the text encoder would cut off, so that a run can warn."""
         ...
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
-        """Encode each caption on its own, without padding.
+        """Return the embeddings of each caption, encoded on its own and without padding.
 
         With `takes_control`, `images` holds the control image of each caption (CHW in [-1, 1]).
         """
@@ -185,7 +189,7 @@ class Family(Protocol):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Run one forward pass and return the prediction, shaped like `noisy`.
+        """Run the transformer once and return its prediction, shaped like `noisy`.
 
         `sigmas` has one noise level per sample. `conditions` are the results of `stack_text` and
         `split_encoded` together. `transformer` is the family's own, a wrapper around it, or one
@@ -201,12 +205,12 @@ class Family(Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Write the model into a folder that `model.path` can name."""
+        """Write the model to a folder that `model.path` of another run can name."""
         ...
 
 
 class LoadFamily(Protocol):
-    """The function that makes a family from the `model` section of a run file."""
+    """The function `load` of a family's module: load the model that a run file configures."""
 
     def __call__(self, section: ModelSection) -> Family: ...
 
@@ -219,7 +223,7 @@ def load_family(section: ModelSection) -> Family:
 
 
 def key_tables() -> dict[str, KeyTable]:
-    """Return the key tables of all families that other tools write adapters for."""
+    """Return, by family, the tables that translate module names of other tools to diffusers'."""
     modules = (import_module(info.module) for info in FAMILIES.values() if info.has_key_table)
     tables: list[KeyTable] = [module.KEY_TABLE for module in modules]
     return {table.family: table for table in tables}
@@ -230,7 +234,7 @@ def key_tables() -> dict[str, KeyTable]:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A request for one sample per prompt.
+    """A request to generate one sample for each prompt.
 
     Sample i starts from the noise of `seed + i`, so it does not depend on the other prompts.
     """
@@ -238,7 +242,7 @@ class SampleRequest:
     texts: Sequence[Mapping[str, Tensor]]
     """The encoded prompts, from `Family.encode_text`."""
     empty_text: Mapping[str, Tensor]
-    """The encoded empty caption, for guidance."""
+    """The encoded empty caption, for classifier-free guidance."""
     shape: tuple[int, ...]
     """Width and height, then frames for a video; channels and samples for audio."""
     seed: int
@@ -249,7 +253,7 @@ class SampleRequest:
     images: Sequence[Tensor] = ()
     """For families that start from an image or edit one: CHW in [-1, 1], one per prompt."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
-    """The empty caption encoded with each image, for families whose text depends on it."""
+    """The empty caption encoded with each image, for families that encode text with an image."""
     tiled: bool = False
     """True to decode in tiles, if the family can."""
 
@@ -283,17 +287,17 @@ class Experts(nn.Module):
         self.low = low
 
     def forward(self, *args: Any, expert: Expert, **kwargs: Any) -> Any:
-        """Run one expert. Calls come through here so that wrappers of this module see them."""
+        """Run one expert. Callers use this method so that wrappers of this module, as DDP, work."""
         return (self.high if expert == "high" else self.low)(*args, **kwargs)
 
 
 def bind_expert(transformer: Forward, expert: Expert | None) -> Forward:
-    """Return the transformer as a family calls it: bound to one expert, if there are two."""
+    """Return a callable that runs one expert, or the transformer itself if `expert` is None."""
     return transformer if expert is None else partial(transformer, expert=expert)
 
 
 def transformers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the transformers by expert name; a single one has the empty name."""
+    """Return the transformers by expert; a single transformer has an empty string as its name."""
     return {"high": model.high, "low": model.low} if isinstance(model, Experts) else {"": model}
 
 
@@ -311,27 +315,28 @@ class SampleShape:
 
 @dataclass(frozen=True, slots=True)
 class EncodedShape:
-    """The shapes of one sample in the cache."""
+    """The shapes of the latents and of the text embedding of one sample."""
 
     latent_shape: tuple[int, ...]
     text_shape: tuple[int, int]
-    """Tokens of the longest caption, with padding, and the width of each token."""
+    """Number of tokens of the longest caption, with padding, and width of their embeddings."""
 
 
 @dataclass(frozen=True)
 class PlannerShapes:
-    """A family's transformer as the planner builds and calls it, without its weights.
+    """The facts from which the memory planner builds a family's transformer without weights.
 
-    A family module subclasses it and puts one instance into `PLANNER_SHAPES`. `config` in the
-    methods is the transformer's full diffusers configuration.
+    The planner traces this transformer to predict memory and time. The module of a family
+    subclasses this class and assigns one instance to `PLANNER_SHAPES`. In the methods, `config` is
+    the transformer's full diffusers configuration.
     """
 
     class_name: str
-    """Class of the transformer in diffusers."""
+    """Name of the transformer's class in diffusers."""
     published_config: Config
     """Differences between the published model and the defaults of that class."""
     published_name: str
-    """The published model in words, for the plan's report."""
+    """Name of the published model, for the report of `gracetune plan`."""
     blocks: tuple[str, ...]
     """Attributes of the transformer that hold its repeated blocks, in forward order."""
     targets: tuple[str, ...]
@@ -339,15 +344,16 @@ class PlannerShapes:
     probe_config: Config
     """Configuration changes that give a dozen very narrow blocks, to time kernel launches.
 
-    With fewer blocks the CPU would find them all in its caches and look faster than it is.
+    With fewer blocks, all of their Python objects would fit into the CPU's caches, and launches
+    would look faster than in a real model.
     """
     experts: int = 1
-    """Number of transformers of this shape."""
+    """Number of transformers with this configuration; 2 for a model with experts."""
     dtype: torch.dtype = torch.bfloat16
-    """Type of the weights, unless `model.dtype` is float32."""
+    """Dtype of the weights, unless `model.dtype` is float32."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of a sample's latents and text."""
+        """Return the shapes of the latents and the text embedding of a sample."""
         raise NotImplementedError
 
     def inputs(
@@ -362,13 +368,13 @@ class PlannerShapes:
 
 
 def planner_shapes(family: str) -> PlannerShapes:
-    """Return the shapes of one of the `PLANNABLE` families."""
+    """Return the `PlannerShapes` of one of the `PLANNABLE` families."""
     shapes: PlannerShapes = import_module(FAMILIES[family].module).PLANNER_SHAPES
     return shapes
 
 
 PLANNABLE = tuple(sorted(name for name, info in FAMILIES.items() if info.has_planner_shapes))
-"""Families whose runs can be planned without loading the model."""
+"""Names of the families whose runs can be planned without loading the model."""
 
 PROBE_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
 PROBE_JOINT_ATTENTION = {

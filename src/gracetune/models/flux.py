@@ -1,4 +1,4 @@
-"""The family `flux`: FLUX.1 for images, with diffusers' classes.
+"""The model family `flux`: FLUX.1 for images, with diffusers' classes.
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
 patches of 2x2 cells as tokens. diffusers is imported inside functions because the adapter commands
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     )
 
 TEXT_LENGTH = 512
-"""Tokens of every caption. T5 runs without a mask, so the padding is part of the embedding."""
+"""Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
-"""Guidance value passed in training, to models that take one as an input."""
+"""Guidance value that training passes to models with a guidance input, such as FLUX.1-dev."""
 MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
@@ -76,7 +76,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> Flux:
-    """Read the pipeline that `model.path` names."""
+    """Load the FLUX.1 pipeline that `model.path` names."""
     from diffusers import AutoencoderKL, FluxTransformer2DModel
     from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 
@@ -107,17 +107,17 @@ def load(section: ModelSection) -> Flux:
 
 @dataclass(frozen=True)
 class Flux(DiffusersFamily):
-    """A loaded FLUX.1. The members are those of `Family`."""
+    """A loaded FLUX.1 model. `Family` documents the members."""
 
     folder: Path
     transformer: Any
     vae: Any
     text_encoders: list[nn.Module]
-    """CLIP and T5; empty once they are released."""
+    """The text encoders CLIP and T5; empty once they are released."""
     tokenizers: tuple[Any, Any]
     """The tokenizers of CLIP and T5."""
     vae_scale: int
-    """Pixels along the edge of a latent cell."""
+    """Pixels along each edge of a latent cell."""
     name: str = "flux"
     boundary: None = None
     kinds: tuple[MediaKind, ...] = ("image",)
@@ -130,11 +130,11 @@ class Flux(DiffusersFamily):
 
     @property
     def pixel_step(self) -> int:
-        """Pixels along the edge of a patch."""
+        """Pixels along each edge of a patch: width and height must be multiples of it."""
         return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
-        """Return names made of hashes of the encoders' files."""
+        """Return strings for cache keys, made of hashes of the encoders' files."""
         names = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         return {
@@ -147,18 +147,18 @@ class Flux(DiffusersFamily):
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def encode(self, media: Tensor) -> Tensor:
-        """Return shifted and scaled latents: the mode of the VAE's distribution."""
+        """Encode images to latents: the mode of the VAE's distribution, shifted and scaled."""
         parameter, config = next(self.vae.parameters()), self.vae.config
         with torch.no_grad():
             raw: Tensor = self.vae.encode(media.to(parameter)).latent_dist.mode()
         return (raw - float(config.shift_factor)) * float(config.scaling_factor)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return all of it as latents, and no conditions."""
+        """Return the whole tensor as latents, and no conditions."""
         return encoded, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return channels, rows and columns."""
+        """Return the shape of an image's latents: channels, rows and columns."""
         width, height = shape
         return (
             self.vae.config.latent_channels,
@@ -167,11 +167,11 @@ class Flux(DiffusersFamily):
         )
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches."""
+        """Return the number of patches; each is one token."""
         return num_patches(latent_shape)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions that are too long for T5."""
+        """Return the captions with more tokens than T5 reads."""
         return captions_longer_than(self.tokenizers[1], captions, TEXT_LENGTH)
 
     def encode_text(
@@ -179,7 +179,7 @@ class Flux(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """Return T5's token embeddings (`tokens`) and CLIP's pooled one (`pooled`)."""
+        """Encode captions: T5's token embeddings (`tokens`), CLIP's pooled embedding (`pooled`)."""
         clip, t5 = self.text_encoders
         clip_tokenizer, t5_tokenizer = self.tokenizers
         device = next(t5.parameters()).device
@@ -198,7 +198,7 @@ class Flux(DiffusersFamily):
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings, which all have the same length."""
+        """Stack the embeddings of captions into a batch; all have the same length."""
         return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
 
     def predict(
@@ -208,7 +208,7 @@ class Flux(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the velocity. The model's timesteps run from 0 to 1, like sigmas."""
+        """Return the predicted velocity. FLUX.1 takes timesteps from 0 to 1, like sigmas."""
         height, width = noisy.shape[2:]
         dtype, tokens = self.transformer.x_embedder.weight.dtype, conditions["tokens"]
         takes_guidance = self.transformer.config.guidance_embeds
@@ -258,7 +258,7 @@ class Flux(DiffusersFamily):
 
 
 def _patch_positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return (0, row, column) of every patch; the model does not use the first number."""
+    """Return the position of every patch, as (0, row, column), for RoPE."""
     positions = like.new_zeros(rows, columns, 3)
     positions[..., 1] = torch.arange(rows, device=like.device)[:, None]
     positions[..., 2] = torch.arange(columns, device=like.device)[None]
@@ -266,16 +266,16 @@ def _patch_positions(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 class FluxShapes(PlannerShapes):
-    """The transformer of FLUX.1 for the planner."""
+    """Describes the transformer of FLUX.1 to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return packed latents and the padded T5 embeddings."""
+        """Return the shapes of the latents and of the padded T5 embedding of a sample."""
         return packed_shape(config, sample, TEXT_LENGTH)
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors that `Flux.predict` passes."""
+        """Return uninitialised tensors like those that `predict` passes to the transformer."""
         tokens = num_patches(encoded.latent_shape)
         pooled_width = config["pooled_projection_dim"]
         inputs = {
@@ -333,7 +333,7 @@ FUSED_PROJECTIONS = (
         ),
     ),
 )
-"""The fused projections, under the names that diffusers uses for such projections elsewhere."""
+"""Fused projections and their parts, with the names that diffusers gives fused projections."""
 
 
 def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:

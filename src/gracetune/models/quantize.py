@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     QuantizationKind = Literal["fp8", "int8", "nf4"]
     QuantizeLayer = Callable[[nn.Module, str, nn.Linear], None]
-    """A function of (block, name of the layer in the block, layer)."""
+    """Quantizes one layer in place; called with (block, name of the layer in it, layer)."""
 
 PACKAGES = {"fp8": "torchao", "int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def check_quantizable(kind: QuantizationKind, adapter: AdapterSection | None) -> None:
-    """Refuse quantization where the weights are trained or needed in full precision."""
+    """Raise if weights to be quantized are trained, or needed in full precision (DoRA)."""
     if adapter is None:
         raise ConfigError(
             f"model.quantize is {kind!r}, but without an adapter every weight is trained. Add an "
@@ -41,7 +41,7 @@ def check_quantizable(kind: QuantizationKind, adapter: AdapterSection | None) ->
 
 
 def quantize_blocks(blocks: Sequence[nn.Module], kind: QuantizationKind) -> int:
-    """Quantize every linear layer inside the blocks, freeze them, and return their number."""
+    """Quantize every linear layer in the blocks, freeze them, and return how many there were."""
     quantize_layer = QUANTIZERS[kind](_import_package(kind))
     count = 0
     for block in blocks:
@@ -95,4 +95,4 @@ QUANTIZERS: dict[str, Callable[[Any], QuantizeLayer]] = {
     "int8": _torchao_quantizer("Int8WeightOnlyConfig"),
     "nf4": _nf4_quantizer,
 }
-"""Value of `model.quantize` -> function of the imported package that returns a `QuantizeLayer`."""
+"""Value of `model.quantize` -> function that takes the package and returns a `QuantizeLayer`."""

@@ -1,9 +1,9 @@
-"""The family `qwen_image`: Qwen-Image for images and Qwen-Image-Edit for edits of them.
+"""The model family `qwen_image`: Qwen-Image, and Qwen-Image-Edit, which edits images.
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
-patches of 2x2 cells as tokens. An edit model also gets the tokens of the image that is edited, as
-more rows. diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from
-here and should not wait seconds for that import.
+patches of 2x2 cells as tokens. An edit model also reads the tokens of the image to edit, after
+those of the noisy image. diffusers is imported inside functions because the adapter commands read
+`KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> QwenImage:
-    """Read the pipeline that `model.path` names."""
+    """Load the Qwen-Image pipeline that `model.path` names."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import (
         AutoImageProcessor,
@@ -106,18 +106,18 @@ def load(section: ModelSection) -> QwenImage:
 
 @dataclass(frozen=True)
 class QwenImage(DiffusersFamily):
-    """A loaded Qwen-Image or Qwen-Image-Edit. The members are those of `Family`."""
+    """A loaded Qwen-Image or Qwen-Image-Edit model. `Family` documents the members."""
 
     folder: Path
     transformer: Any
     vae: Any
     text_encoders: list[nn.Module]
-    """The vision-language model; empty once it is released."""
+    """The text encoder, a vision-language model; empty once it is released."""
     tokenizer: Any
     image_processor: Any
-    """Prepares the edited image for the text encoder. None if the model does not edit."""
+    """Prepares the image to edit for the text encoder. None if the model does not edit."""
     vae_scale: int
-    """Pixels along the edge of a latent cell."""
+    """Pixels along each edge of a latent cell."""
     name: str = "qwen_image"
     boundary: None = None
     kinds: tuple[MediaKind, ...] = ("image",)
@@ -130,11 +130,11 @@ class QwenImage(DiffusersFamily):
 
     @property
     def pixel_step(self) -> int:
-        """Pixels along the edge of a patch."""
+        """Pixels along each edge of a patch: width and height must be multiples of it."""
         return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
-        """Return names made of hashes of the encoders' files."""
+        """Return strings for cache keys, made of hashes of the encoders' files."""
         names = ["tokenizer", "text_encoder", *(["processor"] if self.takes_control else [])]
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         return {
@@ -143,29 +143,29 @@ class QwenImage(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the double-stream blocks."""
+        """Return the double-stream blocks in forward order."""
         return list(self.transformer.transformer_blocks)
 
     def encode(self, media: Tensor) -> Tensor:
-        """Return normalised latents. Those of a control image follow as more channels."""
+        """Encode images to normalised latents; control images are appended as channels."""
         images = torch.split(media, 3, dim=1)
         return torch.cat([self._encode_image(image) for image in images], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the image's latents; those of the image to edit are a condition."""
+        """Return the latents to add noise to; those of the image to edit are a condition."""
         channels = self.vae.config.z_dim
         if not self.takes_control:
             return encoded, {}
         return encoded[:, :channels], {"reference": encoded[:, channels:]}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return channels, rows and columns."""
+        """Return the shape of an encoded image: channels (double for an edit), rows, columns."""
         width, height = shape
         channels = self.vae.config.z_dim * (2 if self.takes_control else 1)
         return (channels, height // self.vae_scale, width // self.vae_scale)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches, without those of the image to edit."""
+        """Return the number of patches, each one token, without those of the image to edit."""
         return num_patches(latent_shape)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
@@ -175,7 +175,7 @@ class QwenImage(DiffusersFamily):
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
     ) -> list[dict[str, Tensor]]:
-        """Return the language model's last hidden states (`tokens`)."""
+        """Encode captions to the last hidden states of the vision-language model (`tokens`)."""
         (encoder,) = self.text_encoders
         if not self.takes_control:
             return [
@@ -187,7 +187,7 @@ class QwenImage(DiffusersFamily):
         ]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad with zeros to the longest caption, and return a mask of the real tokens."""
+        """Stack captions, padded with zeros to the longest; `mask` marks the real tokens."""
         tokens = [text["tokens"] for text in texts]
         longest = max(map(len, tokens))
         return {"tokens": pad_embeddings(tokens, longest), "mask": padding_mask(tokens, longest)}
@@ -199,7 +199,7 @@ class QwenImage(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the velocity. The model's timesteps run from 0 to 1, like sigmas."""
+        """Return the predicted velocity. Qwen-Image takes timesteps from 0 to 1, like sigmas."""
         count, _, height, width = noisy.shape
         dtype = self.transformer.img_in.weight.dtype
         rows = pack_latents(noisy)
@@ -265,7 +265,7 @@ class QwenImage(DiffusersFamily):
         return pipeline
 
     def _encode_image(self, pixels: Tensor) -> Tensor:
-        """Encode images as videos of one frame, which is what this VAE takes."""
+        """Encode images to normalised latents, as videos of one frame: the VAE is a video VAE."""
         video = pixels.to(next(self.vae.parameters())).unsqueeze(2)
         with torch.no_grad():
             raw: Tensor = self.vae.encode(video).latent_dist.mode()[:, :, 0]
@@ -276,8 +276,8 @@ class QwenImage(DiffusersFamily):
         return (raw - mean) / std
 
 
-# Text. The language model reads a template with the caption in it and, for an edit, the image. Its
-# hidden states from the first token after the fixed words on are the embedding.
+# Text. The language model reads a template that contains the caption and, for an edit, the image.
+# The embedding is its hidden states without those of the template's first, fixed tokens.
 
 TEXT_LENGTH = 1024
 TEMPLATE = (
@@ -286,7 +286,7 @@ TEMPLATE = (
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-"""Tokens before the caption. Their hidden states are dropped."""
+"""Number of tokens in the template before the caption; their hidden states are dropped."""
 IMAGE_TOKEN = "<|image_pad|>"
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
@@ -296,11 +296,11 @@ EDIT_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 EDIT_TEMPLATE_TOKENS = 64
-"""Tokens before the image. Their hidden states are dropped."""
+"""Number of tokens in the template before the image; their hidden states are dropped."""
 
 
 def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
-    """Return the embedding of a caption."""
+    """Return the embedding of a caption: the hidden states of its tokens."""
     tokens = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
     return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:]
 
@@ -312,7 +312,7 @@ def encode_edit(
     caption: str,
     image_CHW: Tensor,  # noqa: N803
 ) -> Tensor:
-    """Return the embedding of an instruction and of the image in [-1, 1] to edit."""
+    """Return the joint embedding of an edit instruction and the image to edit, in [-1, 1]."""
     processed = image_processor(images=[to_pil(image_CHW)], return_tensors="pt")
     image_tokens = int(processed["image_grid_thw"].prod()) // image_processor.merge_size**2
     text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * image_tokens)
@@ -324,7 +324,7 @@ def encode_edit(
 
 
 def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
-    """Return pixels in [-1, 1] as an 8-bit image."""
+    """Convert pixels in [-1, 1] to an 8-bit PIL image."""
     scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
     return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
 
@@ -343,20 +343,20 @@ def _hidden_states(encoder: Any, inputs: Any) -> Tensor:
 
 
 PLANNED_TEXT_LENGTH = 512
-"""Tokens per caption in a plan. Captions are not padded, and few come near the limit of 1024."""
+"""Tokens of a caption that the memory plan assumes. The limit is 1024, but few come near it."""
 
 
 class QwenImageShapes(PlannerShapes):
-    """The transformer of Qwen-Image for the planner."""
+    """Describes the transformer of Qwen-Image to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return packed latents and the text of a long caption."""
+        """Return the shapes of the latents and of the embedding of a long caption."""
         return packed_shape(config, sample, PLANNED_TEXT_LENGTH)
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors that `QwenImage.predict` passes."""
+        """Return uninitialised tensors like those that `predict` passes to the transformer."""
         tokens = num_patches(encoded.latent_shape)
         return {
             "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),

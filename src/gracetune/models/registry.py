@@ -1,4 +1,4 @@
-"""List the model families that come with gracetune. A new family is one file and one line here.
+"""List the model families that come with gracetune. Adding one takes a module and a line here.
 
 This module does not import torch, so that `config` can check a run file without it. Other packages
 add families with an entry point of the group `gracetune.family`; see docs/adding-a-family.md.
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FOLDER_SETTINGS = frozenset(("model.revision", "model.transformer_file"))
-"""Settings of families that are read from a diffusers folder."""
+"""Run-file settings that all families with a diffusers folder use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class FamilyInfo:
     """The facts about a family that are known before its module is imported."""
 
     module: str
-    """Module whose `load(section)` returns the family."""
+    """Name of the module whose `load(section)` returns the loaded family."""
     settings: frozenset[str] = FOLDER_SETTINGS
-    """Run-file settings it uses, of those that not every family uses."""
+    """Run-file settings that this family uses and some other families do not."""
     has_key_table: bool = False
-    """True if the module has a `KEY_TABLE`: the names of its weights in other tools' files."""
+    """True if the module has a `KEY_TABLE`, the names of its modules in other tools' files."""
     has_planner_shapes: bool = True
     """True if the module has `PLANNER_SHAPES`, so that a run can be planned without the weights."""
 

@@ -1,8 +1,8 @@
-"""The family `stable_audio`: Stable Audio Open for audio clips, with diffusers' classes.
+"""The model family `stable_audio`: Stable Audio Open, with diffusers' classes.
 
-A clip is padded with silence to the model's fixed length, and its real length in seconds is a
-condition. Latents have C channels and L positions. What `encode` returns has one channel more, at
-the end, which holds the seconds.
+An audio clip is padded with silence to the model's fixed length; its real length in seconds is a
+condition. Latents have C channels and L positions. `encode` appends one channel, which holds the
+length in seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> StableAudio:
-    """Read the pipeline that `model.path` names."""
+    """Load the Stable Audio pipeline that `model.path` names."""
     from transformers import AutoTokenizer, T5EncoderModel
 
     folder = find_model_folder(section)
@@ -88,15 +88,15 @@ def load(section: ModelSection) -> StableAudio:
 
 @dataclass(frozen=True)
 class StableAudio(DiffusersFamily):
-    """A loaded Stable Audio Open. The members are those of `Family`."""
+    """A loaded Stable Audio Open model. `Family` documents the members."""
 
     folder: Path
     transformer: Any
     vae: Any
     projection: Any
-    """Frozen model that turns seconds into tokens."""
+    """Frozen model that turns the start and end of a clip, in seconds, into embeddings."""
     text_encoders: list[nn.Module]
-    """T5; empty once it is released."""
+    """The text encoder T5; empty once it is released."""
     tokenizer: Any
     audio: AudioFormat
     name: str = "stable_audio"
@@ -110,7 +110,7 @@ class StableAudio(DiffusersFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """Return names made of hashes of the encoders' files and of the padded length."""
+        """Return strings for cache keys: hashes of the encoders' files, and the padded length."""
         names = ("tokenizer", "text_encoder", "projection_model")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         vae = digest_of_folder(self.folder / "vae")
@@ -120,24 +120,24 @@ class StableAudio(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the transformer's blocks."""
+        """Return the transformer's blocks in forward order."""
         return list(self.transformer.transformer_blocks)
 
     def to(self, device: torch.device) -> None:
-        """Move the VAE, the projection and, unless it was released, the text encoder."""
+        """Move the VAE, the projection and the text encoder, unless released, to a device."""
         for module in (self.vae, self.projection, *self.text_encoders):
             module.to(device)
 
     def release_text_encoder(self) -> None:
-        """Drop T5. The projection stays, because every step needs it."""
+        """Free the text encoder T5. The projection stays, because every step needs it."""
         self.text_encoders.clear()
 
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
-        """Return False: this VAE has no tiling."""
+        """Return False: the VAE of Stable Audio has no tiled encoding."""
         return False
 
     def encode(self, media: Tensor) -> Tensor:
-        """Return the latents of the padded clip, and a channel with its length in seconds."""
+        """Encode clips, padded with silence, to latents; append a channel with the seconds."""
         parameter, length = next(self.vae.parameters()), media.shape[-1]
         padded = functional.pad(media.to(parameter), (0, self.audio.max_length - length))
         with torch.no_grad():
@@ -146,16 +146,16 @@ class StableAudio(DiffusersFamily):
         return torch.cat([latents, seconds], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the latents; the length in seconds is a condition."""
+        """Split off the last channel: latents, and the length in seconds as a condition."""
         return encoded[:, :-1], {"seconds": encoded[:, -1, 0]}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return channels and positions, which are the same for clips of any length."""
+        """Return the shape of an encoded clip, channels and positions: the same for any length."""
         assert len(shape) == 2, shape
         return (self.transformer.config.in_channels + 1, int(self.transformer.config.sample_size))
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of positions."""
+        """Return the number of latent positions; each is one token."""
         return latent_shape[1]
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
@@ -167,7 +167,7 @@ class StableAudio(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """Return T5's hidden states (`tokens`). An empty caption has no tokens at all."""
+        """Encode captions to the hidden states of T5 (`tokens`); an empty caption has no tokens."""
         (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
@@ -182,7 +182,7 @@ class StableAudio(DiffusersFamily):
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad with zeros to the tokenizer's length, as the model was trained."""
+        """Stack captions, padded with zeros to the tokenizer's length; `mask` marks real tokens."""
         tokens, length = [text["tokens"] for text in texts], self.tokenizer.model_max_length
         return {"tokens": pad_embeddings(tokens, length), "mask": padding_mask(tokens, length)}
 
@@ -193,10 +193,10 @@ class StableAudio(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return v. The model's timestep is the angle of the noise path, as a share of a turn.
+        """Return the predicted v. The model takes t itself as its timestep.
 
-        For an empty caption all tokens of cross-attention are zero, even those of the seconds. The
-        pipeline does the same for guidance.
+        For an empty caption, all inputs of cross-attention are zero, even those for the seconds.
+        diffusers' pipeline does the same for classifier-free guidance.
         """
         dtype = self.transformer.preprocess_conv.weight.dtype
         seconds = conditions["seconds"].float()

@@ -1,4 +1,4 @@
-"""The family `tiny`: a real diffusion transformer small enough to train on one CPU core.
+"""The model family `tiny`: a diffusion transformer small enough to train on one CPU core.
 
 The transformer is diffusers' SD3 class with four narrow layers. Its "VAE" folds 4x4 pixels into
 channels without loss; its text encoder gives every word a fixed random vector. Nothing is
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 
 CELL = 4
-"""Pixels along the edge of a latent cell."""
+"""Pixels along each edge of a latent cell."""
 TEXT_WIDTH = 64
 TOKEN_MULTIPLE = 16
-"""Captions are padded to multiples of this many words."""
+"""Captions are padded to a multiple of this number of words."""
 POSITION_WEIGHT = 0.3
-"""Weight of the position's vector that is added to a word's vector."""
+"""Factor of the position vector that is added to the vector of a word."""
 MAX_CELLS = 16
 CONFIG = {
     "sample_size": MAX_CELLS,
@@ -66,7 +66,7 @@ CONFIG = {
 
 
 def load(section: ModelSection) -> Tiny:
-    """Read the folder `model.path`, or initialise a model from `model.init_seed`."""
+    """Load a model from the folder `model.path`, or initialise one with `model.init_seed`."""
     if section.path is not None:
         return Tiny(_read(Path(section.path)))
     with torch.random.fork_rng(devices=[]):
@@ -97,7 +97,7 @@ def _read(folder: Path) -> nn.Module:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A loaded model. The members are those of `Family`."""
+    """A loaded `tiny` model. `Family` documents the members."""
 
     transformer: nn.Module
     name: str = "tiny"
@@ -127,7 +127,7 @@ class Tiny:
     _words: dict[str, Tensor] = field(default_factory=dict)
 
     def identity(self) -> dict[str, str]:
-        """Return names made of the constants that the encoders depend on."""
+        """Return strings for cache keys, made of the constants that the encoders depend on."""
         return {
             "latents": f"tiny-unshuffle-{CELL}",
             "text": f"tiny-words-{TEXT_WIDTH}-{POSITION_WEIGHT}",
@@ -138,7 +138,7 @@ class Tiny:
         return digest_of_weights(self.transformer)
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the joint blocks."""
+        """Return the transformer's blocks in forward order."""
         return list(self.transformer.get_submodule("transformer_blocks").children())
 
     def enable_gradient_checkpointing(self) -> None:
@@ -153,33 +153,33 @@ class Tiny:
         """Do nothing: the text encoder has no weights."""
 
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
-        """Return False: folding needs no tiles."""
+        """Return False: this family has no tiled encoding and needs none."""
         return False
 
     def encode(self, media: Tensor) -> Tensor:
-        """Fold each 4x4 cell of pixels into channels."""
+        """Encode images without a VAE: fold each cell of 4x4 pixels into channels."""
         return functional.pixel_unshuffle(media, CELL)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return all of it as latents, and no conditions."""
+        """Return the whole tensor as latents, and no conditions."""
         return encoded, {}
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
-        """Unfold latents into pixels."""
+        """Turn latents back into pixels: the inverse of `encode`."""
         return functional.pixel_shuffle(latents_BCHW, CELL)
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return channels, rows and columns."""
+        """Return the shape of an image's latents: channels, rows and columns."""
         width, height = shape
         return (3 * CELL * CELL, height // CELL, width // CELL)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of cells."""
+        """Return the number of latent cells: each is one token."""
         _, height, width = latent_shape
         return height * width
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:  # noqa: ARG002
-        """Return nothing: no caption is too long."""
+        """Return an empty list: captions may have any length."""
         return []
 
     def encode_text(
@@ -187,11 +187,11 @@ class Tiny:
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """Return one vector per word (`tokens`), which also encodes the word's position."""
+        """Encode each caption as one vector per word (`tokens`), plus a vector for its position."""
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad to a multiple of `TOKEN_MULTIPLE` words; the pooled vector is their scaled sum."""
+        """Stack captions, padded with zeros; `pooled` is the scaled sum of a caption's words."""
         longest = max(len(text["tokens"]) for text in texts)
         length = max(1, -(-longest // TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
         tokens = torch.stack(
@@ -206,7 +206,7 @@ class Tiny:
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the velocity. SD3's timesteps run from 0 to 1000."""
+        """Return the predicted velocity. SD3 expects timesteps from 0 to 1000."""
         velocity: Tensor = transformer(
             noisy,
             encoder_hidden_states=conditions["tokens"],
@@ -240,7 +240,7 @@ class Tiny:
         return [GeneratedSample("image", image.cpu()) for image in self.decode(latents)]
 
     def export(self, folder: Path) -> None:
-        """Write a diffusers model folder."""
+        """Write the transformer as diffusers saves it."""
         assert isinstance(self.transformer, SD3Transformer2DModel)
         self.transformer.save_pretrained(folder / "transformer")
 
@@ -262,7 +262,7 @@ class Tiny:
 def euler(
     predict: Predict, noise: Tensor, text: Text, empty: Text, *, steps: int, guidance: float
 ) -> Tensor:
-    """Integrate the predicted velocity from noise to latents with guidance.
+    """Generate latents from noise with Euler's method and classifier-free guidance.
 
     Solves dx/ds = v from sigma s = 1 to 0, with v = v_empty + guidance * (v_text - v_empty).
     """
@@ -281,17 +281,17 @@ def euler(
 
 
 class TinyShapes(PlannerShapes):
-    """The transformer of `tiny` for the planner."""
+    """Describes the transformer of `tiny` to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the folded pixels and the words of one caption."""
+        """Return the shapes of the latents and of one caption of `TOKEN_MULTIPLE` words."""
         latents = (config["in_channels"], sample.height // CELL, sample.width // CELL)
         return EncodedShape(latents, (TOKEN_MULTIPLE, config["joint_attention_dim"]))
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors that `Tiny.predict` passes."""
+        """Return uninitialised tensors like those that `predict` passes to the transformer."""
         pooled_width = config["pooled_projection_dim"]
         return {
             "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),

@@ -1,9 +1,9 @@
-"""The family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
+"""The model family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
-T2V-A14B and I2V-A14B have two experts; TI2V-5B has one transformer for both tasks. The folder tells
-which of them it holds. Latents have C channels, F frames, H rows and W columns; an image is a video
-of one frame. diffusers is imported inside functions because the adapter commands read `KEY_TABLE`
-from here and should not wait seconds for that import.
+T2V-A14B and I2V-A14B have two expert transformers; TI2V-5B has one transformer for both tasks.
+Which model is loaded depends on the folder. Latents have C channels, F frames, H rows and W
+columns; an image is a video of one frame. diffusers is imported inside functions because the
+adapter commands read `KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 TEXT_LENGTH = 512
-"""Tokens of every caption, cut or padded with zeros. The model attends to the zeros as well."""
+"""Number of tokens to which captions are cut or padded. The model attends to the padding, too."""
 NUM_TIMESTEPS = 1000
 FRAME_RATE = 16.0
 """Frames per second of generated videos."""
 DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
-"""The boundaries of the published models, for folders that do not state one."""
+"""Timestep between the two experts of the published models, for folders that do not state one."""
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
@@ -77,7 +77,7 @@ TARGETS = (
 
 
 def load(section: ModelSection) -> Wan22:
-    """Read the pipeline that `model.path` names."""
+    """Load the Wan 2.2 pipeline that `model.path` names."""
     from diffusers import WanTransformer3DModel
 
     folder = find_model_folder(section)
@@ -102,9 +102,9 @@ def load(section: ModelSection) -> Wan22:
 def assemble(
     section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
 ) -> Wan22:
-    """Read a folder's other components and join them with the given transformers.
+    """Load all components but the transformers, which are given, and return the family.
 
-    `low` is None for a model with one transformer, which is then `high`.
+    For a model with one transformer, it is `high`, and `low` is None.
     """
     from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer, UMT5EncoderModel
@@ -131,9 +131,10 @@ def assemble(
 def _task(
     section: ModelSection, transformer: Any, vae: Any, index: Mapping[str, Any]
 ) -> Literal["text", "image"]:
-    """Return what samples start from: `model.task`, or what the transformer was made for.
+    """Return the input that samples are generated from: text, or text and a first frame.
 
-    A transformer with more input channels than the latents have takes a first frame as well.
+    `model.task` decides; `auto` is the transformer's own task. A transformer that has more input
+    channels than the latents takes a first frame.
     """
     own: Literal["text", "image"]
     own = "image" if transformer.config.in_channels > vae.config.z_dim else "text"
@@ -149,13 +150,13 @@ def _task(
 
 @dataclass(frozen=True)
 class Wan22(DiffusersFamily):
-    """A loaded Wan 2.2. The members are those of `Family`."""
+    """A loaded Wan 2.2 model. `Family` documents the members."""
 
     folder: Path
     transformer: nn.Module
     vae: Any
     text_encoders: list[nn.Module]
-    """UMT5; empty once it is released."""
+    """The text encoder UMT5; empty once it is released."""
     tokenizer: Any
     boundary: float | None
     starts_from: Literal["text", "image"]
@@ -171,7 +172,7 @@ class Wan22(DiffusersFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """Return names made of hashes of the encoders' files, and of what `encode` appends."""
+        """Return strings for cache keys: hashes of the encoders' files, and the model's task."""
         text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
         return {
             "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
@@ -179,7 +180,7 @@ class Wan22(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the blocks of all transformers, high noise first."""
+        """Return the blocks of all transformers in forward order, the high-noise expert first."""
         transformers = self._transformers.values()
         return [block for transformer in transformers for block in transformer.blocks]
 
@@ -189,10 +190,10 @@ class Wan22(DiffusersFamily):
             transformer.enable_gradient_checkpointing()
 
     def encode(self, media: Tensor) -> Tensor:
-        """Return normalised latents.
+        """Encode images or clips to normalised latents.
 
-        If the model concatenates the first frame, a mask that marks it and the latents of a clip
-        with only this frame follow as more channels.
+        For I2V-A14B, more channels follow: a mask that marks the first frame, and the latents of a
+        clip in which all other frames are zero.
         """
         clip = media if media.ndim == 5 else media.unsqueeze(2)
         latents = self._encode_clip(clip)
@@ -207,7 +208,7 @@ class Wan22(DiffusersFamily):
         return torch.cat([latents, mask, self._encode_clip(first_frame)], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the clip's latents; its first frame is a condition if the model takes one."""
+        """Return the latents of the clip; the first frame is a condition if the model takes one."""
         channels = self.vae.config.z_dim
         latents = encoded[:, :channels]
         if self._concatenates_first_frame:
@@ -217,7 +218,7 @@ class Wan22(DiffusersFamily):
         return latents, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return channels, frames, rows and columns."""
+        """Return the shape of an encoded clip: channels, frames, rows and columns."""
         width, height, frames = (*shape, 1)[:3]
         config = self.vae.config
         channels = config.z_dim
@@ -231,7 +232,7 @@ class Wan22(DiffusersFamily):
         )
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches."""
+        """Return the number of patches; each is one token."""
         _, frames, height, width = latent_shape
         patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
         return int((frames // patch_frames) * (height // patch_height) * (width // patch_width))
@@ -245,7 +246,7 @@ class Wan22(DiffusersFamily):
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """Return UMT5's last hidden states (`tokens`)."""
+        """Encode captions to the last hidden states of UMT5 (`tokens`)."""
         (encoder,) = self.text_encoders
         device = next(encoder.parameters()).device
         texts = []
@@ -259,7 +260,7 @@ class Wan22(DiffusersFamily):
         return texts
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Pad with zeros to 512 tokens, as the model was trained."""
+        """Stack captions, padded with zeros to 512 tokens, as in the training of Wan."""
         return {"tokens": pad_embeddings([text["tokens"] for text in texts], TEXT_LENGTH)}
 
     def predict(
@@ -269,7 +270,7 @@ class Wan22(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the velocity from one transformer."""
+        """Return the velocity that one transformer predicts; a given first frame is exact."""
         first_frame = conditions.get("first_frame")
         x, timesteps = noisy, sigmas * NUM_TIMESTEPS
         if first_frame is not None:
@@ -334,12 +335,12 @@ class Wan22(DiffusersFamily):
 
     @property
     def _any_transformer(self) -> Any:
-        """One of the transformers; their configurations are the same."""
+        """One of the transformers, for facts that all of them share, such as the patch size."""
         return next(iter(self._transformers.values()))
 
     @property
     def _concatenates_first_frame(self) -> bool:
-        """True for I2V-A14B, which takes the first frame as more input channels."""
+        """True for I2V-A14B, which takes the first frame as additional input channels."""
         return self.starts_from == "image" and not self.expand_timesteps
 
     def _encode_clip(self, clip: Tensor) -> Tensor:
@@ -355,7 +356,7 @@ class Wan22(DiffusersFamily):
     def _timesteps_per_token(
         self, noisy: Tensor, timesteps: Tensor, *, first_frame_given: bool
     ) -> Tensor:
-        """Repeat each sample's timestep for its tokens; those of a given frame get 0."""
+        """Return a timestep for each token: the sample's, but 0 in a given first frame."""
         patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
         frames = noisy.shape[2] // patch_frames
         per_frame = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
@@ -384,10 +385,13 @@ class Wan22(DiffusersFamily):
 
 
 class WanShapes(PlannerShapes):
-    """A transformer of Wan 2.2 for the planner. TI2V-5B is known by its 48 latent channels."""
+    """Describes a transformer of Wan 2.2 to the memory planner.
+
+    TI2V-5B is recognised by its 48 latent channels.
+    """
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the latents of a clip and the text padded to its full length."""
+        """Return the shapes of the latents of a clip and of a padded caption."""
         cell = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has its own VAE
         frames = (sample.frames - 1) // 4 + 1
         latents = (config["in_channels"], frames, sample.height // cell, sample.width // cell)
@@ -396,7 +400,7 @@ class WanShapes(PlannerShapes):
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors that `Wan22.predict` passes."""
+        """Return uninitialised tensors like those that `predict` passes to the transformer."""
         _, frames, height, width = encoded.latent_shape
         patch_frames, patch_height, patch_width = config["patch_size"]
         tokens = (frames // patch_frames) * (height // patch_height) * (width // patch_width)
@@ -442,7 +446,7 @@ IMAGE_KEYS = (
     ("blocks.{}.cross_attn.k_img", "blocks.{}.attn2.add_k_proj"),
     ("blocks.{}.cross_attn.v_img", "blocks.{}.attn2.add_v_proj"),
 )
-"""Modules that only Wan 2.1 I2V has."""
+"""Names of modules that only Wan 2.1 I2V has."""
 REPLACED_NAMES = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
 
 
