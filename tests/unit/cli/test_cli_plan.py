@@ -31,8 +31,8 @@ RUN = {
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    """A run of the tiny family with a single layer: there is one kind of block to look at."""
+def run_file(tmp_path: Path) -> Path:
+    """A run file of the tiny family with a single layer, so that there is one kind of block."""
     folder = tmp_path / "model" / "transformer"
     folder.mkdir(parents=True)
     config = {**tiny.CONFIG, "num_layers": 1, "_class_name": "SD3Transformer2DModel"}
@@ -50,9 +50,9 @@ def arguments(file: Path, *words: str) -> argparse.Namespace:
 
 
 def test_a_plan_for_a_known_machine_is_printed_as_simulated(
-    written: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1GB"]) == 0
+    assert main(["plan", str(run_file), "--machine", "gh200-96", "--hbm", "1GB"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("tiny (as in ")
     assert "24x24 a sample, on GH200, 96 GB" in output
@@ -62,9 +62,11 @@ def test_a_plan_for_a_known_machine_is_printed_as_simulated(
     assert "pass --samples" in output
 
 
-def test_json_is_for_programs(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_plan_its_budget_and_notes(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--machine", "h200-pcie", "--json", "--samples", "10", "--host-memory", "8GB"]
-    assert main(["plan", str(written), *words, "--set", "plan.compile=never"]) == 0
+    assert main(["plan", str(run_file), *words, "--set", "plan.compile=never"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["plan"]["compiled"] is False
     assert report["budget"]["host_nbytes"] == 8 * 10**9
@@ -72,47 +74,47 @@ def test_json_is_for_programs(written: Path, capsys: pytest.CaptureFixture[str])
     assert report["notes"] == []
 
 
-def test_a_budget_too_small_is_the_users_to_mend(
-    written: Path, capsys: pytest.CaptureFixture[str]
+def test_a_budget_that_is_too_small_exits_with_2(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(written), "--machine", "gh200-96", "--hbm", "1MB"]) == 2
+    assert main(["plan", str(run_file), "--machine", "gh200-96", "--hbm", "1MB"]) == 2
     assert "it needs at least" in capsys.readouterr().err
 
 
 def test_without_a_gpu_a_machine_must_be_named(
-    written: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = Machine(None, MACHINES["gh200-96"].platform())
     gone = Machine(None, _replace(without.platform, device=-1, reasons={"link": "there is none."}))
     with pytest.raises(
         ConfigError, match=r"no GPU to plan for: there is none\. Choose a machine.*gh200-96"
     ):
-        plan.plan(arguments(written), lambda: gone, lambda *_: machine_rates(MACHINES["gb10"]))
+        plan.plan(arguments(run_file), lambda: gone, lambda *_: machine_rates(MACHINES["gb10"]))
 
 
 def test_this_machine_is_measured_and_not_simulated(
-    written: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Machine(None, MACHINES["h200-pcie"].platform())
-    asked: list[tuple[int, str]] = []
+    measurements: list[tuple[int, str]] = []
 
     def measured(device: int, family: str) -> Any:
-        asked.append((device, family))
+        measurements.append((device, family))
         return machine_rates(MACHINES["h200-pcie"])
 
-    assert plan.plan(arguments(written), lambda: here, measured) == 0
-    assert asked == [(0, "tiny")]
+    assert plan.plan(arguments(run_file), lambda: here, measured) == 0
+    assert measurements == [(0, "tiny")]
     output = capsys.readouterr().out
     assert "on this machine (139.0 GiB GPU), measured now" in output
     assert "simulated" not in output
 
 
-def test_no_plan_takes_more_than_the_machine_has(
-    written: Path, capsys: pytest.CaptureFixture[str]
+def test_budgets_are_limited_to_the_memory_of_the_machine(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--machine", "gh200-96", "--json", "--set", "plan.compile=never"]
     over = ["--hbm", "960GB", "--set", "plan.host_memory=2TB"]
-    assert main(["plan", str(written), *words, *over]) == 0
+    assert main(["plan", str(run_file), *words, *over]) == 0
     report = json.loads(capsys.readouterr().out)
     known = MACHINES["gh200-96"]
     assert report["budget"]["device_nbytes"] < known.device_memory.value
@@ -122,27 +124,27 @@ def test_no_plan_takes_more_than_the_machine_has(
     assert second.startswith("plan.host_memory is 2TB, more than")
 
 
-def test_a_host_whose_size_is_assumed_may_have_more(written: Path) -> None:
-    machine = plan._machine(arguments(written, "--machine", "h100-pcie"), _never, _never, "tiny")
-    more = arguments(written, "--host-memory", "2TB", "--hbm", "96GB")
+def test_host_memory_may_exceed_an_assumed_size(run_file: Path) -> None:
+    machine = plan._machine(arguments(run_file, "--machine", "h100-pcie"), _never, _never, "tiny")
+    more = arguments(run_file, "--host-memory", "2TB", "--hbm", "96GB")
     budget, (note,) = plan._budget(more, PlanSection(), machine)
     assert budget.host_nbytes == 2 * 10**12
     assert budget.device_nbytes < MACHINES["h100-pcie"].device_memory.value
     assert note.startswith("--hbm is 96GB")
     less = PlanSection(device_memory="1GB", host_memory="2GB")
-    budget, notes = plan._budget(arguments(written), less, machine)
+    budget, notes = plan._budget(arguments(run_file), less, machine)
     assert (budget.device_nbytes, budget.host_nbytes, notes) == (10**9, 2 * 10**9, ())
 
 
 @pytest.mark.parametrize("simulated", [True, False])
-def test_one_memory_is_counted_once(
-    written: Path, capsys: pytest.CaptureFixture[str], simulated: bool
+def test_memory_shared_by_host_and_device_is_counted_once(
+    run_file: Path, capsys: pytest.CaptureFixture[str], simulated: bool
 ) -> None:
     here = Machine(None, MACHINES["gb10"].platform())
     words = ["--machine", "gb10"] if simulated else []
     state = ["--json", "--set", "optimizer.state=host", "--set", "plan.compile=never"]
-    asked = arguments(written, *words, "--samples", "1000", *state)
-    assert plan.plan(asked, lambda: here, lambda *_: machine_rates(MACHINES["gb10"])) == 0
+    options = arguments(run_file, *words, "--samples", "1000", *state)
+    assert plan.plan(options, lambda: here, lambda *_: machine_rates(MACHINES["gb10"])) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["budget"]["one_memory"] is True
     assert report["reasons"][0].startswith("host and device share one memory")
@@ -156,7 +158,7 @@ def test_one_memory_is_counted_once(
         assert both <= report["budget"]["device_nbytes"]
 
 
-def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
+def test_staged_files_are_counted_as_host_caches(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x" * 1000)
     here = {"instance_data_dir": str(tmp_path)}
 
@@ -173,12 +175,12 @@ def test_staged_files_are_in_the_one_memory_too(tmp_path: Path) -> None:
     assert with_staged.host_caches_nbytes == 1005
 
 
-def test_the_run_as_written_is_held_beside_a_plan_with_another_batch(
-    written: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_with_another_batch_is_compared_with_the_run_file(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--machine", "h200-pcie", "--json", "--set", "plan.compile=never"]
     split = ["--set", "train.batch_size=1", "--set", "train.gradient_accumulation_steps=4"]
-    assert main(["plan", str(written), *words, *split]) == 0
+    assert main(["plan", str(run_file), *words, *split]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["plan"]["batch"] == 4
     assert report["as_written"]["batch"] == report["as_written"]["plan"]["batch"] == 1
@@ -191,33 +193,33 @@ def test_the_run_as_written_is_held_beside_a_plan_with_another_batch(
 
 
 @pytest.mark.parametrize("samples", ["-3", "0", "many", "1.5"])
-def test_a_data_set_has_a_sample_at_least(
-    written: Path, capsys: pytest.CaptureFixture[str], samples: str
+def test_samples_must_be_a_positive_integer(
+    run_file: Path, capsys: pytest.CaptureFixture[str], samples: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["plan", str(written), f"--samples={samples}"])
+        main(["plan", str(run_file), f"--samples={samples}"])
     assert caught.value.code == 2
     assert f"'{samples}' is not a number of samples; pass 1 or more" in capsys.readouterr().err
 
 
-def test_the_least_that_is_named_gives_a_plan(
-    written: Path, capsys: pytest.CaptureFixture[str]
+def test_the_smallest_budget_named_by_the_error_gives_a_plan(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", str(written), "--machine", "gh200-96", "--set", "plan.compile=never"]
+    words = ["plan", str(run_file), "--machine", "gh200-96", "--set", "plan.compile=never"]
     assert main([*words, "--hbm", "0"]) == 2
     least = capsys.readouterr().err.partition("at least ")[2].partition(" (")[0]
     assert main([*words, "--hbm", least]) == 0
 
 
-def test_an_unknown_machine_lists_those_there_are(
-    written: Path, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_machine_lists_the_known_ones(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(written), "--machine", "h300"]) == 2
+    assert main(["plan", str(run_file), "--machine", "h300"]) == 2
     assert "gh200-96" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("adamw", 8.0), ("lion", 4.0)])
-def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
+def test_state_bytes_per_element_are_measured_on_the_optimizer(name: str, nbytes: float) -> None:
     each = state_nbytes_per_element(OptimizerSection(name=name))
     assert each == pytest.approx(nbytes, abs=0.01)
 
@@ -225,8 +227,10 @@ def test_an_optimizers_state_is_tried_out(name: str, nbytes: float) -> None:
 @pytest.mark.parametrize(
     ("dtype", "each"), [("float32", (4, 8)), ("auto", (4, 8)), ("bfloat16", (2, 12))]
 )
-def test_training_all_keeps_state_for_all(dtype: str, each: tuple[int, int]) -> None:
-    """Weights in fp32, or in bf16 with masters among the state."""
+def test_full_training_has_optimizer_state_for_every_weight(
+    dtype: str, each: tuple[int, int]
+) -> None:
+    """fp32 weights, or bf16 weights with fp32 master weights in the optimizer state."""
     run = RunFile.model_validate({"model": {"family": "wan22", "dtype": dtype}})
     shape = build_meta_model(
         run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2}
@@ -247,14 +251,14 @@ def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
     assert plan.count_samples(RunFile.model_validate({"datasets": [here, gone]})) is None
 
 
-def test_a_model_that_is_not_here_is_planned_by_its_published_shape() -> None:
+def test_a_model_that_is_not_local_is_planned_by_its_published_configuration() -> None:
     run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
     (note,) = plan._notes(run, 1)
     assert "'Wan-AI/somewhere' is not a local folder" in note
 
 
 def _never(*_: object) -> Any:
-    raise AssertionError("a known machine is not looked at")
+    raise AssertionError("a known machine must not be detected or measured")
 
 
 def _replace(platform: Any, **changes: Any) -> Any:

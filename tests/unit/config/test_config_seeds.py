@@ -76,12 +76,12 @@ EXPECTED = {
 }
 
 
-def test_there_is_an_expectation_for_every_block():
+def test_every_block_of_the_guides_has_expected_settings():
     assert {name for name, _, _ in BLOCKS} == set(EXPECTED)
 
 
 @pytest.mark.parametrize(("name", "language", "text"), BLOCKS, ids=[block[0] for block in BLOCKS])
-def test_the_block_says_what_it_meant(name, language, text):
+def test_a_block_of_the_guides_gives_the_expected_settings(name, language, text):
     run = load_run_text(text, language, name, environment={}).run
     assert run.model_dump(exclude_unset=True) == EXPECTED[name]
     assert load_run_text(resolved_json(run), "json", "again", environment={}).run == run
@@ -93,7 +93,7 @@ def test_half_precision_is_accepted_with_a_warning_that_names_bf16():
     assert any("fp16" in notice and "bf16" in notice for notice in notices)
 
 
-def test_the_checklist_of_the_first_guide():
+def test_the_settings_of_the_first_guides_checklist_are_applied():
     text = """{
       "data_backend": {"type": "in_memory", "instance_data_dir": "x"},
       "cache_config": {"vae_cache_type": "unified_memory"},

@@ -1,4 +1,4 @@
-"""Servers that are really there: http that misbehaves, and moto's s3."""
+"""Local servers: an HTTP server that fails on request, and moto's S3 server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from served import FILES, Server
+from http_server import FILES, Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, args=(0.02,))
+    http = Server()
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    yield http
+    http.release_hanging.set()
+    http.shutdown()
+    http.server_close()
     thread.join()
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[dict[str, object]]:
-    """A bucket on moto's own server, and the options that lead to it."""
+    """A bucket on moto's S3 server; yields the options to connect to it."""
     import fsspec
     from moto.server import ThreadedMotoServer
 
-    served = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    served.start()
-    host, port = served.get_host_and_port()
+    s3 = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    s3.start()
+    host, port = s3.get_host_and_port()
     options: dict[str, object] = {
         "key": "test",
         "secret": "test",
@@ -42,4 +43,4 @@ def bucket() -> Iterator[dict[str, object]]:
     for key, data in FILES.items():
         files.pipe_file(f"photos/set/{key}", data)
     yield options
-    served.stop()
+    s3.stop()

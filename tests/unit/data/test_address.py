@@ -27,7 +27,9 @@ if TYPE_CHECKING:
         (["dataset_dict.json", "train/state.json"], "hf"),
     ],
 )
-def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) -> None:
+def test_the_kind_of_a_folder_follows_from_its_files(
+    tmp_path: Path, files: list[str], kind: str
+) -> None:
     write_folder(tmp_path, dict.fromkeys(files, b"x"))
     assert address_kind(str(tmp_path)) == kind
 
@@ -47,7 +49,7 @@ def test_a_folder_is_what_it_holds(tmp_path: Path, files: list[str], kind: str) 
         ("~no-such-user/x.TAR", "tar"),
     ],
 )
-def test_a_name_is_what_it_says(address: str, kind: str) -> None:
+def test_the_kind_of_an_address_follows_from_its_name(address: str, kind: str) -> None:
     assert address_kind(address) == kind
 
 
@@ -56,7 +58,7 @@ def test_a_folder_named_like_a_shard_is_a_folder(tmp_path: Path) -> None:
     assert address_kind(str(tmp_path / "x.tar")) == "folder"
 
 
-def test_each_kind_is_opened(tmp_path: Path) -> None:
+def test_open_address_opens_each_kind(tmp_path: Path) -> None:
     table = image_table([JPEG], ["x"])
     places = {
         write_folder(tmp_path / "folder", {"a.jpg": JPEG}): "a.jpg",
@@ -80,13 +82,13 @@ def test_each_kind_is_opened(tmp_path: Path) -> None:
         ("no-*.parquet", r"there is no \.parquet file"),
     ],
 )
-def test_an_impossible_address_is_a_clear_error(address: str, rule: str) -> None:
+def test_an_invalid_address_is_an_error_that_names_the_setting(address: str, rule: str) -> None:
     section = DatasetSection(instance_data_dir=address)
     with pytest.raises(DataError, match=rf"datasets\[0\]\.instance_data_dir.*{rule}"):
         open_address(section, "datasets[0]", lambda event: None)
 
 
-def test_shards_behind_links_and_in_capitals_are_found(tmp_path: Path) -> None:
+def test_shards_behind_links_or_with_uppercase_suffixes_are_found(tmp_path: Path) -> None:
     write_tar(tmp_path / "far/1.TAR", {"a.jpg": JPEG})
     write_tar(tmp_path / "near/0.tar", {"a.jpg": JPEG})
     write_tar(tmp_path / "near/.hidden/2.tar", {"a.jpg": JPEG})
@@ -96,6 +98,6 @@ def test_shards_behind_links_and_in_capitals_are_found(tmp_path: Path) -> None:
     assert list(source.keys()) == ["0/a.jpg", "link/1/a.jpg"]
 
 
-def test_the_section_must_name_something() -> None:
+def test_instance_data_dir_must_be_set() -> None:
     with pytest.raises(DataError, match=r"datasets\[4\]\.instance_data_dir is not set"):
         open_address(DatasetSection(), "datasets[4]", lambda event: None)

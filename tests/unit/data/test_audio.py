@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from made_media import grey_frames, m4a_bytes, sound_bytes, tone, video_bytes
+from media_files import audio_bytes, grey_frames, m4a_bytes, tone, video_bytes
 
 from gracetune.data.audio import decode_audio, probe_audio, to_channels
 from gracetune.data.sample import UnreadableSampleError
@@ -13,13 +13,13 @@ from gracetune.data.sample import UnreadableSampleError
 RATE = 16000
 WAVES = tone(1.0, RATE, 440, 880)
 WRITTEN = {
-    "wav": sound_bytes(WAVES, RATE),
-    "float": sound_bytes(WAVES, RATE, subtype="FLOAT"),
-    "flac": sound_bytes(WAVES, RATE, "FLAC"),
-    "ogg": sound_bytes(WAVES, RATE, "OGG"),
-    "opus": sound_bytes(WAVES, RATE, "OGG", subtype="OPUS"),
-    "mp3": sound_bytes(WAVES, RATE, "MP3"),
-    "aiff": sound_bytes(WAVES, RATE, "AIFF"),
+    "wav": audio_bytes(WAVES, RATE),
+    "float": audio_bytes(WAVES, RATE, subtype="FLOAT"),
+    "flac": audio_bytes(WAVES, RATE, "FLAC"),
+    "ogg": audio_bytes(WAVES, RATE, "OGG"),
+    "opus": audio_bytes(WAVES, RATE, "OGG", subtype="OPUS"),
+    "mp3": audio_bytes(WAVES, RATE, "MP3"),
+    "aiff": audio_bytes(WAVES, RATE, "AIFF"),
     "m4a": m4a_bytes(WAVES, RATE),
 }
 
@@ -42,31 +42,31 @@ def test_every_format_is_read_and_resampled(name: str) -> None:
     assert float(clip.abs().max()) == pytest.approx(0.5, abs=0.1)
 
 
-def test_at_its_own_rate_nothing_is_changed() -> None:
+def test_decoding_at_the_rate_of_the_file_changes_no_sample() -> None:
     clip = decode_audio(WRITTEN["float"], 2, RATE, RATE)
     assert np.array_equal(clip.numpy().T, WAVES)
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
-def test_the_whole_file_has_the_whole_length_at_any_rate(rate: int) -> None:
+def test_resampling_keeps_the_duration(rate: int) -> None:
     clip = decode_audio(WRITTEN["float"], 1, rate, rate)
     assert clip.shape[1] == rate
     assert float(clip[0, rate // 4 : rate // 2].std()) > 0.2
 
 
-def test_resampling_keeps_high_tones_from_folding() -> None:
-    data = sound_bytes(tone(1.0, 48000, 15000), 48000, subtype="FLOAT")
+def test_resampling_does_not_alias_high_tones() -> None:
+    data = audio_bytes(tone(1.0, 48000, 15000), 48000, subtype="FLOAT")
     assert float(decode_audio(data, 1, 16000, 16000)[0, 1000:15000].abs().max()) < 1e-3
 
 
-def test_the_clip_lies_where_it_is_asked_for() -> None:
+def test_the_clip_starts_at_the_requested_position() -> None:
     ramp = np.linspace(-1, 1, 1001, dtype=np.float32)[:, None]
-    data = sound_bytes(ramp, RATE, subtype="FLOAT")
+    data = audio_bytes(ramp, RATE, subtype="FLOAT")
     first = [decode_audio(data, 1, 1, RATE, clip).item() for clip in (0.0, 0.5, 1.0)]
     assert first == pytest.approx([-1, 0, 1], abs=1e-6)
 
 
-def test_channels_are_mixed_doubled_or_taken() -> None:
+def test_channels_are_averaged_duplicated_or_dropped() -> None:
     six = np.arange(12, dtype=np.float32).reshape(2, 6)
     assert to_channels(six, 1).tolist() == [[2.5], [8.5]]
     assert to_channels(six, 2).tolist() == [[0, 1], [6, 7]]
@@ -85,7 +85,7 @@ def test_truncated_files_are_unreadable(name: str, share: float) -> None:
         probe_audio(data[: int(len(data) * share)])
 
 
-def test_a_streamed_wav_that_does_not_know_its_length_is_read() -> None:
+def test_a_streamed_wav_without_a_length_is_read() -> None:
     data = bytearray(WRITTEN["wav"])
     at = data.index(b"data") + 4
     data[at : at + 4] = b"\xff\xff\xff\xff"
@@ -93,10 +93,10 @@ def test_a_streamed_wav_that_does_not_know_its_length_is_read() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -3e38])
-def test_what_is_no_level_is_unreadable_by_its_place(bad: float) -> None:
+def test_nan_and_huge_values_are_reported_with_their_time(bad: float) -> None:
     waves = WAVES.copy()
     waves[8000, 1] = bad
-    data = sound_bytes(waves, RATE, subtype="FLOAT")
+    data = audio_bytes(waves, RATE, subtype="FLOAT")
     with pytest.raises(
         UnreadableSampleError, match=r"contains NaNs or values above 1e\+06, first at 0\.500 s"
     ):
@@ -106,7 +106,7 @@ def test_what_is_no_level_is_unreadable_by_its_place(bad: float) -> None:
     assert decode_audio(data, 2, RATE // 4, RATE).isfinite().all()
 
 
-def test_a_sound_that_is_too_short_is_unreadable() -> None:
+def test_a_file_shorter_than_the_clip_is_unreadable() -> None:
     with pytest.raises(UnreadableSampleError, match=r"ends after 1\.000 of 2 s"):
         decode_audio(WRITTEN["wav"], 2, 2 * RATE, RATE)
 
@@ -117,26 +117,26 @@ def test_a_sound_that_is_too_short_is_unreadable() -> None:
         (b"", "the file is empty"),
         (b"hello, I am a text" * 9, "not a readable audio file"),
         (video_bytes(grey_frames(3)), "the file has no audio stream"),
-        (sound_bytes(WAVES[:0], RATE), "the file has no audio stream"),
+        (audio_bytes(WAVES[:0], RATE), "the file has no audio stream"),
     ],
     ids=["empty", "text", "silent video", "no samples"],
 )
-def test_what_is_no_sound_says_why(data: bytes, reason: str) -> None:
+def test_files_without_audio_are_unreadable_with_a_reason(data: bytes, reason: str) -> None:
     for read in (probe_audio, lambda data: decode_audio(data, 1, 9, RATE)):
         with pytest.raises(UnreadableSampleError, match=reason):
             read(data)
 
 
-def test_a_sound_of_many_hours_is_refused_without_holding_it() -> None:
-    """A few seconds that claim one sample a second: a small file, days long."""
-    data = bytearray(sound_bytes(np.zeros((30_000, 1), np.float32), 1000, subtype="PCM_U8"))
+def test_audio_longer_than_six_hours_is_refused() -> None:
+    """The header of a small file claims a rate of one sample per second."""
+    data = bytearray(audio_bytes(np.zeros((30_000, 1), np.float32), 1000, subtype="PCM_U8"))
     at = data.index(b"fmt ") + 12
     data[at : at + 4] = (1).to_bytes(4, "little")
     with pytest.raises(UnreadableSampleError, match="longer than 21600 seconds"):
         probe_audio(bytes(data))
 
 
-def test_without_the_extra_the_error_names_it() -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra() -> None:
     program = (
         "import sys; sys.modules['soundfile'] = None\n"
         "from gracetune.data.audio import probe_audio\n"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import pytest
-from made_media import photo
+from media_files import photo
 from PIL import Image, ImageFilter
 
 from gracetune.config.schema import AugmentationSection, DatasetSection
@@ -35,12 +35,12 @@ def _always(name: str, **settings: object) -> DatasetSection:
     return _section({"name": name, "probability": 1, **settings})
 
 
-def test_every_name_of_the_run_file_is_known_here() -> None:
+def test_every_augmentation_of_the_schema_is_implemented() -> None:
     assert set(NAMES) == set(AUGMENTATIONS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_changes_the_picture_and_only_warps_reach_the_rest(name: str) -> None:
+def test_each_augmentation_changes_the_image_and_only_warps_change_controls(name: str) -> None:
     settings = {"amount": 0.05} if name == "blur" else {}
     draw = draw_augmentations(_always(name, **settings), 0, "abc", 0)
     assert [step.name for step in draw.steps] == [name]
@@ -52,7 +52,7 @@ def test_each_changes_the_picture_and_only_warps_reach_the_rest(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_image_stays_an_image(name: str) -> None:
+def test_augmented_images_keep_their_mode_and_are_not_empty(name: str) -> None:
     for number in range(5):
         draw = draw_augmentations(_always(name, probability=1), number, "abc", 0)
         changed = apply(draw, IMAGE)
@@ -62,7 +62,7 @@ def test_an_image_stays_an_image(name: str) -> None:
         assert tiny.size == (1, 1)
 
 
-def test_draws_come_from_seed_sample_and_generation_alone() -> None:
+def test_draws_depend_only_on_seed_sample_and_generation() -> None:
     section = _always("rotate")
     draws = {
         draw_augmentations(section, seed, digest, generation).name
@@ -76,7 +76,7 @@ def test_draws_come_from_seed_sample_and_generation_alone() -> None:
     assert again.name in draws
 
 
-def test_the_draw_is_the_same_for_ever() -> None:
+def test_draws_do_not_change_between_releases() -> None:
     section = _section({"name": "flip"}, {"name": "crop"}, {"name": "erase", "probability": 1})
     draw = draw_augmentations(section, 7, "abc", 0)
     assert draw.as_json() == PINNED
@@ -89,7 +89,7 @@ PINNED = [
 ]
 
 
-def test_draws_survive_json() -> None:
+def test_draws_round_trip_through_json() -> None:
     section = _section(*({"name": name, "probability": 1} for name in NAMES))
     draw = draw_augmentations(section, 0, "abc", 3)
     read_back = AugmentationDraw.from_json(json.loads(json.dumps(draw.as_json())))
@@ -98,20 +98,20 @@ def test_draws_survive_json() -> None:
     assert apply(read_back, IMAGE).tobytes() == apply(draw, IMAGE).tobytes()
 
 
-def test_probability_is_kept() -> None:
+def test_augmentations_are_drawn_with_their_probability() -> None:
     section = _section({"name": "flip", "probability": 0.25})
     hits = sum(bool(draw_augmentations(section, 0, str(n), 0).steps) for n in range(2000))
     assert 430 < hits < 570
     assert draw_augmentations(_always("flip", probability=0), 0, "a", 0) == NO_AUGMENTATIONS
 
 
-def test_a_draw_of_nothing_has_the_name_of_no_augmentation() -> None:
+def test_a_draw_without_augmentations_equals_no_augmentations() -> None:
     assert NO_AUGMENTATIONS.name == "as it is"
     assert draw_augmentations(_section(), 0, "abc", 0) == NO_AUGMENTATIONS
     assert apply(NO_AUGMENTATIONS, IMAGE) is IMAGE
 
 
-def test_controls_of_another_size_get_the_same_warp() -> None:
+def test_controls_of_another_size_are_warped_like_the_image() -> None:
     section = _section(
         {"name": "flip", "probability": 1},
         {"name": "crop", "probability": 1, "amount": 0.5},
@@ -130,15 +130,15 @@ def test_controls_of_another_size_get_the_same_warp() -> None:
 
 @pytest.mark.parametrize("degrees", [-45.0, -7.0, 3.0, 45.0])
 @pytest.mark.parametrize("size", [(64, 48), (30, 90)])
-def test_turning_leaves_no_empty_corner(degrees: float, size: tuple[int, int]) -> None:
+def test_rotation_leaves_no_empty_corners(degrees: float, size: tuple[int, int]) -> None:
     white = Image.new("RGB", size, "white")
-    turned = apply(AugmentationDraw((Step("rotate", {"degrees": degrees}),)), white)
-    assert turned.size == size
-    assert np.asarray(turned).min() == 255
+    rotated = apply(AugmentationDraw((Step("rotate", {"degrees": degrees}),)), white)
+    assert rotated.size == size
+    assert np.asarray(rotated).min() == 255
 
 
-def test_turning_goes_the_way_it_says() -> None:
-    """A dot right of the centre moves up: counterclockwise, as in mathematics."""
+def test_positive_angles_rotate_counterclockwise() -> None:
+    """A dot to the right of the centre moves up."""
     dark = np.zeros((101, 101, 3), np.uint8)
     dark[48:53, 78:83] = 255
     draw = AugmentationDraw((Step("rotate", {"degrees": 30.0}),))
@@ -146,13 +146,13 @@ def test_turning_goes_the_way_it_says() -> None:
     assert bright[:, 0].mean() < 40
 
 
-def test_masks_keep_their_levels() -> None:
+def test_a_rotated_binary_mask_stays_binary() -> None:
     mask = Image.fromarray((photo(64, 48)[..., 0] > 120).astype(np.uint8) * 255)
     draw = draw_augmentations(_always("rotate", amount=30), 0, "abc", 0)
     assert set(np.unique(np.asarray(apply(draw, mask, "mask")))) == {0, 255}
 
 
-def test_erased_is_grey_in_the_picture_and_black_in_the_mask() -> None:
+def test_erased_areas_are_grey_in_images_and_black_in_masks() -> None:
     numbers = {"left": 0.25, "top": 0.5, "width": 0.5, "height": 0.25}
     draw = AugmentationDraw((Step("erase", numbers),))
     erased = np.asarray(apply(draw, Image.new("RGB", (40, 40), "white")))
@@ -163,7 +163,7 @@ def test_erased_is_grey_in_the_picture_and_black_in_the_mask() -> None:
 
 
 @pytest.mark.parametrize(("role", "kind"), [("image", "RGB"), ("control", "RGB"), ("mask", "L")])
-def test_flips_mirror(role: Role, kind: str) -> None:
+def test_flips_mirror_images_controls_and_masks(role: Role, kind: str) -> None:
     image = IMAGE.convert(kind)
     across = apply(AugmentationDraw((Step("flip", {}),)), image, role)
     assert np.array_equal(np.asarray(across), np.asarray(image)[:, ::-1])
@@ -171,12 +171,12 @@ def test_flips_mirror(role: Role, kind: str) -> None:
     assert np.array_equal(np.asarray(down), np.asarray(image)[::-1])
 
 
-def test_hue_turns_red_to_green() -> None:
+def test_a_hue_shift_of_120_degrees_turns_red_into_green() -> None:
     red = Image.new("RGB", (4, 4), (255, 0, 0))
     draw = AugmentationDraw((Step("hue", {"degrees": 120.0}),))
-    turned = np.asarray(apply(draw, red))[0, 0].astype(int)
-    assert turned[1] > 240
-    assert turned[0] < 15
+    rotated = np.asarray(apply(draw, red))[0, 0].astype(int)
+    assert rotated[1] > 240
+    assert rotated[0] < 15
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,6 @@ def test_hue_turns_red_to_green() -> None:
         ({"name": "flip", "amount": 0.5}, r"amount is 0\.5, but flip has no strength"),
     ],
 )
-def test_amounts_that_make_no_sense_are_refused(one: dict[str, object], message: str) -> None:
+def test_invalid_amounts_are_refused(one: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draw_augmentations(_section(one), 0, "abc", 0)

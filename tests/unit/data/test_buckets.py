@@ -21,7 +21,7 @@ def _section(**section: object) -> DatasetSection:
     return DatasetSection.model_validate({"id": "cats", **section})
 
 
-def test_the_known_sizes_of_a_small_model() -> None:
+def test_bucket_sizes_at_a_resolution_of_24() -> None:
     assert bucket_sizes(24, 8, 3.0) == [(16, 32), (24, 24), (32, 16)]
     assert bucket_sizes(24, 4, 1.0) == [(24, 24)]
 
@@ -32,7 +32,7 @@ def test_the_known_sizes_of_a_small_model() -> None:
     odd=st.integers(0, 15),
     max_aspect=st.floats(1, 4),
 )
-def test_sizes_keep_step_aspect_and_area(
+def test_bucket_sizes_respect_step_aspect_and_area(
     step: int, steps: int, odd: int, max_aspect: float
 ) -> None:
     resolution = step * steps + odd % step
@@ -57,7 +57,7 @@ def test_a_resolution_below_one_step_is_refused() -> None:
     st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=30),
     st.sampled_from([8, 32, 64]),
 )
-def test_every_sample_has_one_place_and_no_other_bucket_crops_less(
+def test_each_sample_is_in_the_bucket_that_crops_least(
     shapes: list[tuple[int, int]], step: int
 ) -> None:
     samples = [_sample(*shape, key=str(number)) for number, shape in enumerate(shapes)]
@@ -79,7 +79,7 @@ def test_every_sample_has_one_place_and_no_other_bucket_crops_less(
             assert cropped_fraction(size, [sample]) <= least + 1e-9
 
 
-def test_what_is_dropped_says_by_which_setting() -> None:
+def test_dropped_samples_name_the_setting_that_dropped_them() -> None:
     section = _section(resolution=64, max_aspect=2.0, min_edge=50)
     samples = [_sample(64, 64), _sample(300, 100), _sample(49, 60), _sample(50, 100)]
     plan = assign(samples, section, 8)
@@ -90,7 +90,7 @@ def test_what_is_dropped_says_by_which_setting() -> None:
     assert sum(map(len, plan.buckets.values())) == 2
 
 
-def test_nothing_left_is_an_error() -> None:
+def test_dropping_every_sample_is_an_error() -> None:
     with pytest.raises(
         DataError, match=r"'cats': all 1 samples are dropped.*max_aspect is 3.*Raise max_aspect"
     ):
@@ -98,14 +98,14 @@ def test_nothing_left_is_an_error() -> None:
     assert assign([], _section(resolution=64), 8).buckets == {}
 
 
-def test_the_run_file_may_ask_for_a_coarser_step() -> None:
+def test_bucket_step_must_be_a_multiple_of_the_models_step() -> None:
     section = _section(resolution=128, bucket_step=64, max_aspect=4.0)
     assert set(assign([_sample(100, 300)], section, 16).buckets) == {(64, 256)}
     with pytest.raises(ConfigError, match="bucket_step is 24; the model needs"):
         assign([_sample(1, 1)], _section(resolution=128, bucket_step=24), 16)
 
 
-def test_the_report_shows_buckets_crops_and_drops() -> None:
+def test_the_report_lists_buckets_crops_and_dropped_samples() -> None:
     section = _section(resolution=64, max_aspect=2.0)
     samples = [_sample(100, 100, f"{number}.png") for number in range(3)]
     tall = [_sample(10, 50 + number, f"tall{number}.png") for number in range(7)]
@@ -118,7 +118,7 @@ def test_the_report_shows_buckets_crops_and_drops() -> None:
     assert "tall5.png" not in report(plan)
 
 
-def test_json_names_every_dropped_sample() -> None:
+def test_the_json_report_names_every_dropped_sample() -> None:
     plan = assign([_sample(64, 64), _sample(10, 99)], _section(resolution=64), 32)
     assert json.loads(json.dumps(as_json(plan))) == {
         "buckets": [{"width": 64, "height": 64, "samples": 1, "cropped_share": 0.0}],
@@ -128,16 +128,16 @@ def test_json_names_every_dropped_sample() -> None:
     }
 
 
-def _film(seconds: float, fps: float, width: int = 64, height: int = 64) -> Sample:
+def _video(seconds: float, fps: float, width: int = 64, height: int = 64) -> Sample:
     key = f"{seconds}s{fps}.mp4"
     return Sample("cats", key, "", "0", width, height, "video", seconds, fps)
 
 
-def _sound(seconds: float) -> Sample:
+def _audio(seconds: float) -> Sample:
     return Sample("cats", f"{seconds}s.wav", "", "0", 0, 0, "audio", seconds)
 
 
-def test_by_edge_every_bucket_has_the_same_shorter_edge() -> None:
+def test_with_resolution_type_edge_buckets_have_the_same_shorter_edge() -> None:
     sizes = bucket_sizes(64, 32, 2.0, "edge")
     assert sizes == [(64, 128), (64, 96), (64, 64), (96, 64), (128, 64)]
     section = _section(resolution=64, resolution_type="edge", max_aspect=2.0)
@@ -150,7 +150,7 @@ def test_by_edge_every_bucket_has_the_same_shorter_edge() -> None:
     steps=st.integers(1, 20),
     max_aspect=st.floats(1, 4),
 )
-def test_by_edge_no_bucket_is_above_the_aspect_or_off_the_grid(
+def test_with_resolution_type_edge_buckets_respect_aspect_and_step(
     step: int, steps: int, max_aspect: float
 ) -> None:
     edge = step * steps
@@ -163,15 +163,15 @@ def test_by_edge_no_bucket_is_above_the_aspect_or_off_the_grid(
     assert len(sizes) == 1 + 2 * int((edge * max_aspect - edge) // step)
 
 
-def test_videos_take_the_longest_clip_they_have() -> None:
+def test_each_video_gets_the_longest_clip_that_fits() -> None:
     section = _section(resolution=64, dataset_type="video", frames=[81, 17, 49])
-    films = [_film(81 / 24, 24), _film(80 / 24, 24), _film(1.0, 24), _film(16 / 24, 24)]
-    wide = _film(5.0, 24, 128, 32)
-    plan = assign([*films, wide], _section_like(section, max_aspect=5.0), 32)
-    assert {shape: [film.key for film in group] for shape, group in plan.buckets.items()} == {
-        (64, 64, 17): [films[2].key],
-        (64, 64, 49): [films[1].key],
-        (64, 64, 81): [films[0].key],
+    videos = [_video(81 / 24, 24), _video(80 / 24, 24), _video(1.0, 24), _video(16 / 24, 24)]
+    wide = _video(5.0, 24, 128, 32)
+    plan = assign([*videos, wide], _section_like(section, max_aspect=5.0), 32)
+    assert {shape: [video.key for video in group] for shape, group in plan.buckets.items()} == {
+        (64, 64, 17): [videos[2].key],
+        (64, 64, 49): [videos[1].key],
+        (64, 64, 81): [videos[0].key],
         (128, 32, 81): [wide.key],
     }
     assert [item.reason for item in plan.dropped] == ["frames is 17, it has 16"]
@@ -192,32 +192,32 @@ def _section_like(section: DatasetSection, **changes: object) -> DatasetSection:
 
 
 @pytest.mark.parametrize(("fps", "frames"), [(None, 49), (12.0, 25), (48.0, 97)])
-def test_the_rate_of_the_run_file_decides_how_many_frames_there_are(
-    fps: float | None, frames: int
-) -> None:
+def test_the_fps_setting_determines_the_number_of_frames(fps: float | None, frames: int) -> None:
     section = _section(resolution=64, dataset_type="video", frames=[25, 49, 97], fps=fps)
-    (shape,) = assign([_film(97 / 48, 25)], section, 32).buckets
+    (shape,) = assign([_video(97 / 48, 25)], section, 32).buckets
     assert shape == (64, 64, frames)
 
 
-def test_milliseconds_that_matroska_rounds_away_cost_no_frame() -> None:
+def test_a_duration_rounded_to_milliseconds_loses_no_frame() -> None:
     section = _section(resolution=64, dataset_type="video", frames=29)
-    assert assign([_film(1.208, 24)], section, 32).buckets  # 29 frames last 1.20833 s
+    assert assign([_video(1.208, 24)], section, 32).buckets  # 29 frames last 1.20833 s
 
 
 @pytest.mark.parametrize(
     ("frames", "message"),
     [(80, "frames is 80; video models take 4n.1 frames. Set 77 or 81"), ([], "frames is an empty")],
 )
-def test_frames_that_no_video_model_takes_are_refused(frames: object, message: str) -> None:
+def test_frame_counts_that_no_video_model_supports_are_refused(
+    frames: object, message: str
+) -> None:
     section = _section(resolution=64, dataset_type="video", frames=frames)
     with pytest.raises(ConfigError, match=message):
-        assign([_film(9, 24)], section, 32)
+        assign([_video(9, 24)], section, 32)
 
 
-def test_sounds_take_the_longest_clip_they_have() -> None:
+def test_each_audio_file_gets_the_longest_clip_that_fits() -> None:
     section = _section(dataset_type="audio", sample_rate=100, channels=1, seconds=[2, 0.5])
-    plan = assign([_sound(2.0), _sound(1.99), _sound(0.4)], section, 32)
+    plan = assign([_audio(2.0), _audio(1.99), _audio(0.4)], section, 32)
     assert {shape: len(group) for shape, group in plan.buckets.items()} == {(1, 50): 1, (1, 200): 1}
     assert [item.reason for item in plan.dropped] == ["seconds is 0.5, it has 0.4"]
     assert as_json(plan)["buckets"][0] == {  # type: ignore[index]
@@ -228,8 +228,8 @@ def test_sounds_take_the_longest_clip_they_have() -> None:
     }
 
 
-def test_dropped_videos_and_sounds_say_what_to_ask_for() -> None:
+def test_errors_for_short_videos_and_audio_name_the_fix() -> None:
     with pytest.raises(DataError, match=r"frames is 81, it has 24\. Raise .* set fewer frames"):
-        assign([_film(1, 24)], _section(resolution=64, dataset_type="video"), 32)
+        assign([_video(1, 24)], _section(resolution=64, dataset_type="video"), 32)
     with pytest.raises(DataError, match=r"seconds is 10, it has 1\. .* fewer seconds"):
-        assign([_sound(1)], _section(dataset_type="audio"), 32)
+        assign([_audio(1)], _section(dataset_type="audio"), 32)

@@ -16,14 +16,14 @@ def _budget(limit: float | None, room: int, raw: int = 100 * GIB) -> StagingBudg
     return StagingBudget(limit, raw, 1000, "datasets[1]", lambda: room)
 
 
-def test_the_tighter_limit_counts() -> None:
+def test_the_smaller_limit_applies() -> None:
     assert _budget(10, 50 * GIB).nbytes == 10 * GIB
     assert _budget(80, 50 * GIB).nbytes == 50 * GIB
     assert _budget(None, 50 * GIB).nbytes == 50 * GIB
     assert _budget(None, -5).nbytes == 0
 
 
-def test_the_users_limit_is_named_with_what_would_fit() -> None:
+def test_the_error_names_memory_limit_gb_and_how_many_files_fit() -> None:
     with pytest.raises(DataError) as caught:
         _budget(10, 50 * GIB).check(100 * GIB)
     text = str(caught.value)
@@ -31,47 +31,47 @@ def test_the_users_limit_is_named_with_what_would_fit() -> None:
     assert "needs about 100 GiB; about 100 of its 1,000 files would fit. Raise the limit" in text
 
 
-def test_the_hosts_limit_is_named_where_it_is_tighter() -> None:
+def test_the_error_names_the_hosts_memory_if_that_is_smaller() -> None:
     with pytest.raises(DataError, match=r"datasets\[1\]: this machine has 50\.0 GiB.*Free memory"):
         _budget(80, 50 * GIB).check(100 * GIB)
 
 
-def test_stored_bytes_count_to_the_byte() -> None:
-    spent = StagingBudget(100 / GIB, 200, 2, "datasets[0]", lambda: GIB)
-    spent.take(150, 100)
+def test_the_limit_is_exact_to_the_byte() -> None:
+    budget = StagingBudget(100 / GIB, 200, 2, "datasets[0]", lambda: GIB)
+    budget.take(150, 100)
     with pytest.raises(DataError, match="would fit"):
-        spent.take(1, 1)
+        budget.take(1, 1)
 
 
-def test_what_will_be_needed_is_foretold_from_what_was_read() -> None:
-    spent = _budget(1, 50 * GIB)
-    spent.take(2 * GIB, GIB)
+def test_the_required_memory_is_extrapolated_from_the_files_read() -> None:
+    budget = _budget(1, 50 * GIB)
+    budget.take(2 * GIB, GIB)
     with pytest.raises(DataError, match="needs about 40 GiB"):  # two fifths of 100
-        spent.take(3 * GIB, GIB)
+        budget.take(3 * GIB, GIB)
 
 
-def test_the_host_is_watched_while_others_take_memory() -> None:
+def test_free_host_memory_is_checked_again_while_staging() -> None:
     rooms = [10 * GIB, 5 * GIB, -1]
-    spent = StagingBudget(None, GIB, 9, "datasets[0]", lambda: rooms.pop(0))
-    spent.take(1, 1)  # not worth a look
+    budget = StagingBudget(None, GIB, 9, "datasets[0]", lambda: rooms.pop(0))
+    budget.take(1, 1)  # not worth a look
     assert len(rooms) == 2
-    spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
+    budget.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
     with pytest.raises(DataError, match=r"ran out of memory after 512\.0 MiB.*other processes use"):
-        spent.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
+        budget.take(staging.WATCH_NBYTES, staging.WATCH_NBYTES)
 
 
-def test_the_room_is_what_is_available_less_a_reserve() -> None:
+def test_host_room_is_the_available_memory_minus_a_reserve() -> None:
     root = MACHINES / "h200-pcie"
     lines = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     assert host_room(root / "proc", root / "sys") == available - 4 * GIB
 
 
-def test_a_containers_limit_is_a_limit() -> None:
+def test_the_memory_limit_of_a_container_reduces_host_room() -> None:
     root = MACHINES / "container"
     whole = host_room(root / "proc", root / "nowhere")
     assert host_room(root / "proc", root / "sys") < whole
 
 
-def test_this_machine_has_room() -> None:
+def test_host_room_of_this_machine_is_positive() -> None:
     assert host_room() > 0

@@ -32,7 +32,7 @@ def _table(*rows: tuple[str, str]) -> bytes:
     ).encode()
 
 
-def test_text_files_beside_the_pictures(tmp_path: Path) -> None:
+def test_captions_are_read_from_text_files_next_to_the_images(tmp_path: Path) -> None:
     files = {
         "a.png": b"",
         "a.txt": b"  a cat\n",
@@ -47,18 +47,18 @@ def test_an_empty_text_file_is_an_empty_caption(tmp_path: Path) -> None:
     assert _read(tmp_path, {"a.png": b"", "a.txt": b" \n"}) == {"a.png": ""}
 
 
-def test_text_that_is_not_utf8_is_an_error_by_name(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datasets\[0\]: b\.txt is not UTF-8 \(byte 3.*Save it"):
         _read(tmp_path, {"b.png": b"", "b.txt": b"caf\xe9"})
 
 
-def test_a_caption_that_cannot_be_read_is_an_error_by_name(tmp_path: Path) -> None:
+def test_an_unreadable_caption_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"datasets\[0\]: a\.txt cannot be read"):
         _read(tmp_path, {"a.png": b""})
 
 
-def test_missing_captions_are_counted_named_and_come_with_ways_out(tmp_path: Path) -> None:
+def test_missing_captions_are_counted_and_listed_with_fixes(tmp_path: Path) -> None:
     files = {f"{number}.png": b"" for number in range(7)}
     with pytest.raises(DataError) as caught:
         _read(tmp_path, {**files, "3.txt": b"here"})
@@ -69,13 +69,13 @@ def test_missing_captions_are_counted_named_and_come_with_ways_out(tmp_path: Pat
     assert "instanceprompt" in text
 
 
-def test_a_table_has_captions_by_file_name(tmp_path: Path) -> None:
+def test_metadata_jsonl_has_captions_by_file_name(tmp_path: Path) -> None:
     table = _table(("a.png", " first "), ("deep/b.png", "second"), ("gone.png", "x")) + b"\n"
     files = {"a.png": b"", "deep/b.png": b"", "metadata.jsonl": table, "a.txt": b"not this"}
     assert _read(tmp_path, files) == {"a.png": "first", "deep/b.png": "second"}
 
 
-def test_a_folder_with_its_own_table_has_the_last_word(tmp_path: Path) -> None:
+def test_the_metadata_file_of_the_innermost_folder_wins(tmp_path: Path) -> None:
     files = {
         "a/b.png": b"",
         "a/c.png": b"",
@@ -85,12 +85,12 @@ def test_a_folder_with_its_own_table_has_the_last_word(tmp_path: Path) -> None:
     assert _read(tmp_path, files) == {"a/b.png": "near\u2028by", "a/c.png": "other"}
 
 
-def test_a_picture_that_the_table_lacks_is_missing(tmp_path: Path) -> None:
+def test_an_image_without_a_row_has_no_caption(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 2 samples.*b\.png.*line with file_name and text"):
         _read(tmp_path, {"a.png": b"", "b.png": b"", "metadata.jsonl": _table(("a.png", "x"))})
 
 
-def test_jsonl_without_a_table_misses_all(tmp_path: Path) -> None:
+def test_caption_strategy_jsonl_needs_a_metadata_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 1 samples"):
         _read(tmp_path, {"a.png": b"", "a.txt": b"x"}, caption_strategy="jsonl")
 
@@ -99,19 +99,19 @@ def test_jsonl_without_a_table_misses_all(tmp_path: Path) -> None:
     "line",
     ["{not json", "[]", '"text"', '{"file_name": "a.png"}', '{"file_name": "a.png", "text": 3}'],
 )
-def test_a_bad_row_is_an_error_by_file_and_line(tmp_path: Path, line: str) -> None:
+def test_an_invalid_row_is_an_error_that_names_file_and_line(tmp_path: Path, line: str) -> None:
     table = _table(("a.png", "x")) + line.encode()
     with pytest.raises(DataError, match=r"datasets\[0\]: metadata\.jsonl, line 2"):
         _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
 
 
-def test_a_file_named_twice_in_one_table_is_an_error(tmp_path: Path) -> None:
+def test_two_rows_for_one_file_are_an_error(tmp_path: Path) -> None:
     table = _table(("a.png", "x"), ("./a.png", "y"))
     with pytest.raises(DataError, match=r"line 2: file_name '\./a\.png' occurs twice"):
         _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
 
 
-def test_file_names_become_words(tmp_path: Path) -> None:
+def test_caption_strategy_filename_turns_file_names_into_words(tmp_path: Path) -> None:
     files = {"deep/a_red--big_cat.png": b"", "two words.v2.PNG": b""}
     assert _read(tmp_path, files, caption_strategy="filename") == {
         "deep/a_red--big_cat.png": "a red big cat",
@@ -119,18 +119,18 @@ def test_file_names_become_words(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_name_without_words_is_no_caption(tmp_path: Path) -> None:
+def test_a_file_name_without_words_gives_no_caption(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 of 1.*Give each file a name"):
         _read(tmp_path, {"__-.png": b""}, caption_strategy="filename")
 
 
-def test_one_prompt_for_all(tmp_path: Path) -> None:
+def test_instance_prompt_is_the_caption_of_every_image(tmp_path: Path) -> None:
     section = {"caption_strategy": "instanceprompt", "instance_prompt": "sks dog"}
     captions = _read(tmp_path, {"a.png": b"", "b.png": b""}, **section)
     assert captions == {"a.png": "sks dog", "b.png": "sks dog"}
 
 
-def test_the_one_prompt_must_be_given(tmp_path: Path) -> None:
+def test_caption_strategy_instanceprompt_needs_an_instance_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs datasets\[0\]\.instance_prompt"):
         _read(tmp_path, {"a.png": b""}, caption_strategy="instanceprompt")
 
@@ -141,7 +141,7 @@ def _parquet(**columns: list[str | None]) -> bytes:
     return buffer.getvalue()
 
 
-def test_captions_in_parquet(tmp_path: Path) -> None:
+def test_captions_are_read_from_metadata_parquet(tmp_path: Path) -> None:
     files = {
         "a.png": b"",
         "deep/b.png": b"",
@@ -165,12 +165,14 @@ def test_captions_in_parquet(tmp_path: Path) -> None:
         (_parquet(file_name=["b.png"], text=["x"]), r"1 of 1 samples.*Add a row"),
     ],
 )
-def test_a_wrong_parquet_table_says_what_is_wrong(tmp_path: Path, table: bytes, rule: str) -> None:
+def test_an_invalid_parquet_file_is_refused_with_the_reason(
+    tmp_path: Path, table: bytes, rule: str
+) -> None:
     with pytest.raises(DataError, match=rule):
         _read(tmp_path, {"a.png": b"", "metadata.parquet": table}, caption_strategy="parquet")
 
 
-def test_a_name_of_two_lines_is_named_on_one(tmp_path: Path) -> None:
+def test_newlines_in_file_names_are_escaped_in_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         _read(tmp_path, {"two\nlines.png": b"", "two\nlines.txt": b"\xff"})
     assert "two\\nlines.txt is not UTF-8" in str(caught.value)

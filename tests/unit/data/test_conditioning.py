@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from made_media import photo, picture_bytes
+from media_files import image_bytes, photo
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    """Two pictures; controls and masks of other formats and sizes, and one control too many."""
+    """Two images with controls and masks of other formats and sizes, and an unused control."""
     for name in ("pictures/deep", "controls/deep", "masks/deep"):
         (tmp_path / name).mkdir(parents=True)
     for stem, seed in (("a", 1), ("deep/b", 2)):
         pixels = photo(60, 40, seed)
-        (tmp_path / f"pictures/{stem}.png").write_bytes(picture_bytes(pixels))
+        (tmp_path / f"pictures/{stem}.png").write_bytes(image_bytes(pixels))
         large = np.asarray(Image.fromarray(pixels).resize((120, 80), Image.Resampling.BICUBIC))
-        (tmp_path / f"controls/{stem}.webp").write_bytes(
-            picture_bytes(large, "WEBP", lossless=True)
-        )
+        (tmp_path / f"controls/{stem}.webp").write_bytes(image_bytes(large, "WEBP", lossless=True))
         mask = (pixels[..., 0] > 120).astype(np.uint8) * 255
-        (tmp_path / f"masks/{stem}.PNG").write_bytes(picture_bytes(mask))
+        (tmp_path / f"masks/{stem}.PNG").write_bytes(image_bytes(mask))
     (tmp_path / "controls/c.webp").write_bytes(b"of nothing")
     return tmp_path
 
@@ -70,7 +68,7 @@ def test_companions_are_found_by_stem_and_read_from_one_source(folders: Path, ki
     assert len({c.digest for sample in dataset.samples for c in sample.companions}) == 4
 
 
-def test_picture_control_and_mask_lie_over_each_other(folders: Path) -> None:
+def test_image_control_and_mask_are_augmented_alike(folders: Path) -> None:
     dataset, _ = _open(
         folders,
         crop="random",
@@ -84,24 +82,24 @@ def test_picture_control_and_mask_lie_over_each_other(folders: Path) -> None:
         recipe = sample_transform(dataset.section, sample, seed=3)
         control, mask = (dataset.source.read(c.key) for c in sample.companions)
         image = render(dataset.source.read(sample.key), recipe, (32, 32))
-        shown = render_control(control, recipe, (32, 32))
-        learnt = render_mask(mask, recipe, (32, 32))
-        assert tuple(learnt.shape) == (1, 32, 32)
-        assert 0 <= float(learnt.min()) < float(learnt.max()) <= 1
-        aligned = np.corrcoef(image[0].flatten(), shown[0].flatten())[0, 1]
-        turned_away = np.corrcoef(image[0].flatten(), shown[0].flip(1).flatten())[0, 1]
-        assert aligned > 0.95 > turned_away
-        assert np.corrcoef(image[0].flatten(), learnt[0].flatten())[0, 1] > 0.7
-        assert float((image - shown).abs().mean()) > 0.01  # only the picture's colours changed
+        rendered_control = render_control(control, recipe, (32, 32))
+        rendered_mask = render_mask(mask, recipe, (32, 32))
+        assert tuple(rendered_mask.shape) == (1, 32, 32)
+        assert 0 <= float(rendered_mask.min()) < float(rendered_mask.max()) <= 1
+        aligned = np.corrcoef(image[0].flatten(), rendered_control[0].flatten())[0, 1]
+        mirrored = np.corrcoef(image[0].flatten(), rendered_control[0].flip(1).flatten())[0, 1]
+        assert aligned > 0.95 > mirrored
+        assert np.corrcoef(image[0].flatten(), rendered_mask[0].flatten())[0, 1] > 0.7
+        assert float((image - rendered_control).abs().mean()) > 0.01  # the image has other colours
 
 
-def test_a_missing_companion_is_an_error_by_name(folders: Path) -> None:
+def test_a_missing_companion_is_an_error_that_names_the_image(folders: Path) -> None:
     (folders / "masks/deep/b.PNG").unlink()
     with pytest.raises(DataError, match=r"datasets\[0\]\.mask_data_dir.*1 of 2.*deep/b\.png\. Add"):
         _open(folders)
 
 
-def test_two_companions_of_one_stem_are_an_error(folders: Path) -> None:
+def test_two_companions_with_the_same_stem_are_an_error(folders: Path) -> None:
     (folders / "controls/a.jpg").write_bytes(b"x")
     with pytest.raises(DataError, match=r"a\.jpg and a\.webp have the same stem\. Keep one"):
         _open(folders)
@@ -117,12 +115,12 @@ def test_a_missing_folder_is_an_error_that_names_the_setting(folders: Path) -> N
     [
         (b"no picture", r"its companion \(mask\) a\.PNG: not an image"),
         (
-            picture_bytes(photo(40, 40)),
+            image_bytes(photo(40, 40)),
             r"\(mask\) a\.PNG is 40x40, which has another aspect ratio than 60x40",
         ),
     ],
 )
-def test_a_broken_companion_leaves_its_sample_out(
+def test_a_sample_with_an_invalid_companion_is_skipped(
     folders: Path, content: bytes, reason: str
 ) -> None:
     (folders / "masks/a.PNG").write_bytes(content)
@@ -132,13 +130,13 @@ def test_a_broken_companion_leaves_its_sample_out(
     assert [sample.key for sample in dataset.samples] == ["deep/b.png"]
 
 
-def test_aspects_are_compared_with_room_for_rounding() -> None:
+def test_aspect_ratios_are_compared_with_a_tolerance() -> None:
     assert same_aspect((1024, 768), (341, 256))
     assert not same_aspect((1024, 768), (768, 1024))
     assert not same_aspect((1000, 1000), (1000, 960))
 
 
-def test_a_joined_source_keeps_its_parts_apart(folders: Path) -> None:
+def test_a_joined_source_separates_its_parts_by_prefix(folders: Path) -> None:
     pictures, masks = FolderSource(folders / "pictures"), FolderSource(folders / "masks")
     joined = JoinedSource({"": pictures, "(mask) ": masks})
     assert joined.keys() == ("(mask) a.PNG", "(mask) deep/b.PNG", "a.png", "deep/b.png")
@@ -152,7 +150,7 @@ def test_a_joined_source_keeps_its_parts_apart(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_joined_source_keeps_the_contract(folders: Path, check: Check) -> None:
+def test_a_joined_source_fulfils_the_source_contract(folders: Path, check: Check) -> None:
     parts = {"": FolderSource(folders / "pictures"), "(mask) ": FolderSource(folders / "masks")}
     check(
         JoinedSource(parts),
@@ -161,8 +159,8 @@ def test_a_joined_source_keeps_the_contract(folders: Path, check: Check) -> None
 
 
 def test_a_joined_source_has_places_and_stamps_where_its_parts_do(folders: Path) -> None:
-    class Made:
-        """Has neither."""
+    class GeneratedSource:
+        """A source without `place` and `stamp`."""
 
         def keys(self) -> list[str]:
             return ["m"]
@@ -176,7 +174,7 @@ def test_a_joined_source_has_places_and_stamps_where_its_parts_do(folders: Path)
         def describe(self) -> str:
             return "made"
 
-    joined = JoinedSource({"": FolderSource(folders / "pictures"), "(made) ": Made()})
+    joined = JoinedSource({"": FolderSource(folders / "pictures"), "(made) ": GeneratedSource()})
     assert joined.place("a.png") == FileRange(str(folders / "pictures/a.png"), 0, None)
     assert joined.place("(made) m") is None
     before = joined.stamp(["a.png", "(made) m"])

@@ -23,7 +23,7 @@ def _index(keys: list[str]) -> StagingIndex:
 
 
 @given(names=st.sets(NAMES, max_size=200), others=st.sets(NAMES, max_size=50))
-def test_every_name_is_found_and_no_other(names: set[str], others: set[str]) -> None:
+def test_the_index_finds_its_names_and_no_others(names: set[str], others: set[str]) -> None:
     keys = sorted(names)
     index = _index(keys)
     view = index.viewer(lambda key: memoryview(b"otherwise"))
@@ -39,7 +39,7 @@ def test_every_name_is_found_and_no_other(names: set[str], others: set[str]) -> 
         assert key not in index
 
 
-def test_it_is_a_sequence() -> None:
+def test_the_index_is_a_sequence_of_names() -> None:
     index = _index(["a", "b", "ü"])
     assert len(index) == 3
     assert (index[0], index[-1], index[1:]) == ("a", "ü", ["b", "ü"])
@@ -50,18 +50,18 @@ def test_it_is_a_sequence() -> None:
         index[3]
 
 
-def test_totals_and_facts() -> None:
+def test_the_index_has_totals_and_facts() -> None:
     index = _index(["a", "b", "c"])
     assert (index.stored_nbytes, index.raw_nbytes) == (30, 3003)
     assert index.facts == {"origin": "here"}
 
 
-def test_the_longest_path_has_room() -> None:
+def test_a_path_of_4096_bytes_fits() -> None:
     name = "x" * 4096
     assert MAX_NAME_NBYTES > 4096
     assert _index([name])[0] == name
 
 
-def test_a_file_costs_far_less_than_300_bytes() -> None:
+def test_the_index_takes_less_than_100_bytes_per_file() -> None:
     keys = [f"pictures/of/cats/{number:012d}.jpeg" for number in range(20_000)]
     assert _index(keys).nbytes / len(keys) < 100

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracetune.data.prefetch import CHUNK_FILES, CHUNK_NBYTES, chunks, default_workers, ordered_map
 
 
-def test_results_come_in_order_whoever_is_first() -> None:
+def test_results_are_in_order_however_long_each_takes() -> None:
     def slow_start(number: int) -> int:
         time.sleep(0.02 if number == 0 else 0)
         return number * number
@@ -18,12 +18,12 @@ def test_results_come_in_order_whoever_is_first() -> None:
     assert list(ordered_map(slow_start, range(50), 4)) == [number**2 for number in range(50)]
 
 
-def test_workers_really_work_at_once() -> None:
+def test_workers_run_at_the_same_time() -> None:
     meeting = threading.Barrier(3, timeout=10)
     assert sorted(ordered_map(lambda _: meeting.wait(), range(3), 3)) == [0, 1, 2]
 
 
-def test_few_are_in_flight() -> None:
+def test_few_items_are_in_flight_and_closing_ends_the_threads() -> None:
     started: list[int] = []
     results = ordered_map(started.append, range(1000), 2)
     next(results)
@@ -32,7 +32,7 @@ def test_few_are_in_flight() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("gracetune-read")]
 
 
-def test_an_error_comes_out_where_it_belongs() -> None:
+def test_an_error_is_raised_in_place_of_its_result() -> None:
     def fail_at_two(number: int) -> int:
         if number == 2:
             raise ValueError("two")
@@ -53,7 +53,7 @@ def test_default_workers_is_bounded() -> None:
     num_workers=st.integers(1, 80),
     most_files=st.none() | st.integers(1, 50),
 )
-def test_chunks_are_every_row_once_and_no_larger_than_allowed(
+def test_chunks_cover_every_row_once_within_the_limits(
     sizes: list[int], num_workers: int, most_files: int | None
 ) -> None:
     cut = list(chunks(sizes, num_workers, most_files))
@@ -63,6 +63,6 @@ def test_chunks_are_every_row_once_and_no_larger_than_allowed(
         assert len(piece) == 1 or sum(sizes[row] for row in piece) <= CHUNK_NBYTES
 
 
-def test_few_files_are_shared_out() -> None:
+def test_few_files_are_split_into_chunks_of_one() -> None:
     assert len(list(chunks([1] * 40, 10, None))) == 40
     assert len(list(chunks([1] * 1_000_000, 10, None))) == -(-1_000_000 // CHUNK_FILES)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
         ("a\u2028b", "a\\u2028b"),
     ],
 )
-def test_a_name_stays_on_its_line(key: str, shown: str) -> None:
+def test_control_characters_in_names_are_escaped(key: str, shown: str) -> None:
     assert printable(key) == shown
 
 
 @pytest.mark.parametrize("key", [".git/x", "a/._b.jpg", "../x", "a/../b", ".x"])
-def test_hidden_in_any_part(key: str) -> None:
+def test_a_path_with_a_part_that_starts_with_a_dot_is_hidden(key: str) -> None:
     assert is_hidden(key)
 
 
-def test_a_dot_inside_hides_nothing() -> None:
+def test_a_dot_inside_a_name_does_not_hide_it() -> None:
     assert not is_hidden("a.b/c.d.jpg")
 
 
@@ -48,9 +48,7 @@ def test_names_must_be_utf8() -> None:
         check_name("datasets[0].instance_data_dir", "caf\udce9")
 
 
-def test_a_place_is_read_in_as_many_calls_as_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(range(100)))
     whole = os.pread
@@ -63,7 +61,7 @@ def test_a_place_is_read_in_as_many_calls_as_it_takes(
 
 
 @pytest.mark.parametrize("now", [b"", b"less", b"x" * 100, b"more" * 1000])
-def test_a_whole_file_is_what_it_has_when_it_is_read(
+def test_a_file_that_changes_before_it_is_read_is_returned_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: bytes
 ) -> None:
     path = tmp_path / "x"
@@ -79,7 +77,7 @@ def test_a_whole_file_is_what_it_has_when_it_is_read(
     assert read_range(FileRange(str(path), 0, None)) == now
 
 
-def test_a_stamp_tells_a_change_that_keeps_length_and_date(tmp_path: Path) -> None:
+def test_the_stamp_changes_with_an_edit_that_keeps_size_and_mtime(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"one")
     before, status = file_stamp([str(path)]), path.stat()

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from made_media import photo, picture_bytes
+from media_files import animated_image_bytes, image_bytes, photo
 from PIL import Image
 
 from gracetune.data.images import PILLOW, Decoders, UnreadableImageError, choose_decoders, decode
@@ -15,14 +15,14 @@ from gracetune.data.images import PILLOW, Decoders, UnreadableImageError, choose
 FAST = choose_decoders()
 
 
-class Counting:
-    """The fast decoders, and what became of each call."""
+class RecordingDecoders:
+    """Wraps the fast decoders and records whether each call succeeded."""
 
     def __init__(self) -> None:
         self.outcomes: list[bool] = []
 
     def decoders(self) -> Decoders:
-        def counted(fast: object) -> object:
+        def recorded(fast: object) -> object:
             def call(data: bytes, mode: str, least: tuple[int, int]) -> object:
                 assert callable(fast)
                 pixels = fast(data, mode, least)
@@ -31,10 +31,10 @@ class Counting:
 
             return call
 
-        return Decoders({name: counted(fast) for name, fast in FAST.by_format.items()})
+        return Decoders({name: recorded(fast) for name, fast in FAST.by_format.items()})
 
 
-def test_the_extras_are_installed_and_told() -> None:
+def test_the_optional_decoders_are_installed_and_described() -> None:
     assert set(FAST.by_format) == {"JPEG", "PNG", "WEBP"}
     assert FAST.description == (
         "images are decoded by simplejpeg (JPEG), imagecodecs (PNG, WebP), Pillow "
@@ -42,8 +42,8 @@ def test_the_extras_are_installed_and_told() -> None:
     )
 
 
-def test_torch_resizes_where_it_can() -> None:
-    """It takes a quarter of the time; a probe that fails for another reason would hide that."""
+def test_torch_resizes_if_it_supports_lanczos() -> None:
+    """Torch takes a quarter of the time; a probe that fails by mistake would go unnoticed."""
     pixels = torch.zeros((1, 30, 20, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     try:
         torch.nn.functional.interpolate(pixels, size=(9, 7), mode="lanczos", antialias=True)
@@ -70,7 +70,7 @@ def test_without_the_extras_pillow_decodes_and_the_extra_is_named() -> None:
 
 COLOURED = photo(61, 47)
 GREY = COLOURED[..., 0].copy()
-SEE_THROUGH = np.dstack([COLOURED, GREY])
+RGBA = np.dstack([COLOURED, GREY])
 CASES = [
     ("JPEG", COLOURED, {"subsampling": 0}),
     ("JPEG", COLOURED, {"subsampling": 1, "quality": 97}),
@@ -79,35 +79,26 @@ CASES = [
     ("JPEG", GREY, {}),
     ("PNG", COLOURED, {}),
     ("PNG", GREY, {}),
-    ("PNG", SEE_THROUGH, {"compress_level": 9}),
+    ("PNG", RGBA, {"compress_level": 9}),
     ("WEBP", COLOURED, {"quality": 80}),
-    ("WEBP", SEE_THROUGH, {"quality": 60}),
+    ("WEBP", RGBA, {"quality": 60}),
     ("WEBP", COLOURED, {"lossless": True}),
 ]
 
 
 @pytest.mark.parametrize(("file_format", "pixels", "options"), CASES)
-def test_fast_decoders_give_pillows_pixels(
+def test_fast_decoders_give_the_same_pixels_as_pillow(
     file_format: str, pixels: np.ndarray, options: dict[str, object]
 ) -> None:
-    data = picture_bytes(pixels, file_format, **options)
-    counting = Counting()
-    assert np.array_equal(np.asarray(decode(data, counting.decoders())), np.asarray(decode(data)))
-    assert counting.outcomes == [True]
-
-
-def _animated(file_format: str) -> bytes:
-    buffer = io.BytesIO()
-    frames = [Image.fromarray(photo(24, 16, seed)) for seed in range(3)]
-    frames[0].save(
-        buffer, file_format, save_all=True, append_images=frames[1:], duration=100, lossless=True
-    )
-    return buffer.getvalue()
+    data = image_bytes(pixels, file_format, **options)
+    recording = RecordingDecoders()
+    assert np.array_equal(np.asarray(decode(data, recording.decoders())), np.asarray(decode(data)))
+    assert recording.outcomes == [True]
 
 
 def _sixteen_bits() -> bytes:
     levels = np.linspace(0, 65535, 256).reshape(16, 16).astype(np.uint16)
-    return picture_bytes(levels)
+    return image_bytes(levels)
 
 
 def _palette() -> bytes:
@@ -124,42 +115,48 @@ def _cmyk() -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [_animated("WEBP"), _animated("PNG"), _sixteen_bits(), _palette(), _cmyk()],
+    [
+        animated_image_bytes("WEBP", lossless=True),
+        animated_image_bytes("PNG", lossless=True),
+        _sixteen_bits(),
+        _palette(),
+        _cmyk(),
+    ],
     ids=["animated WebP", "animated PNG", "16 bits", "palette", "CMYK"],
 )
-def test_what_is_out_of_the_ordinary_is_pillows(data: bytes) -> None:
-    counting = Counting()
-    assert np.array_equal(np.asarray(decode(data, counting.decoders())), np.asarray(decode(data)))
-    assert True not in counting.outcomes
+def test_unusual_images_are_decoded_by_pillow(data: bytes) -> None:
+    recording = RecordingDecoders()
+    assert np.array_equal(np.asarray(decode(data, recording.decoders())), np.asarray(decode(data)))
+    assert True not in recording.outcomes
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
-def test_damage_is_pillows_to_judge(file_format: str) -> None:
-    data = picture_bytes(COLOURED, file_format)
-    counting = Counting()
+def test_damaged_images_raise_pillows_error(file_format: str) -> None:
+    data = image_bytes(COLOURED, file_format)
+    recording = RecordingDecoders()
     with pytest.raises(UnreadableImageError) as slow:
         decode(data[: len(data) // 2])
     with pytest.raises(UnreadableImageError) as fast:
-        decode(data[: len(data) // 2], counting.decoders())
+        decode(data[: len(data) // 2], recording.decoders())
     assert fast.value.reason == slow.value.reason
-    assert True not in counting.outcomes
+    assert True not in recording.outcomes
 
 
 @pytest.mark.parametrize("decoders", [PILLOW, FAST])
-def test_reduced_decoding_stays_above_what_is_needed(decoders: Decoders) -> None:
-    data = picture_bytes(photo(640, 480), "JPEG", quality=95)
+def test_reduced_decoding_is_never_smaller_than_required(decoders: Decoders) -> None:
+    data = image_bytes(photo(640, 480), "JPEG", quality=95)
     reduced = decode(data, decoders, (150, 110))
     assert reduced.size == (160, 120)
     near = np.asarray(decode(data).resize((160, 120), Image.Resampling.BOX)).astype(int)
     assert np.abs(np.asarray(reduced) - near).mean() < 3
     assert decode(data, decoders, (150, 121)).size == (320, 240)
-    assert decode(picture_bytes(photo(64, 48)), decoders, (8, 6)).size == (64, 48)
+    assert decode(image_bytes(photo(64, 48)), decoders, (8, 6)).size == (64, 48)
 
 
 @pytest.mark.parametrize("decoders", [PILLOW, FAST])
-def test_reduced_decoding_knows_which_way_is_up(decoders: Decoders) -> None:
+def test_reduced_decoding_follows_the_exif_orientation(decoders: Decoders) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = picture_bytes(photo(640, 320), "JPEG", exif=exif)
+    data = image_bytes(photo(640, 320), "JPEG", exif=exif)
     assert decode(data, decoders, (80, 150)).size == (80, 160)
     assert decode(data, decoders, (81, 150)).size == (160, 320)

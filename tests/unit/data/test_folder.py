@@ -19,7 +19,7 @@ def _write(root: Path, *names: str) -> None:
         (root / name).write_bytes(name.encode())
 
 
-def test_lists_recursively_without_hidden_files(tmp_path: Path) -> None:
+def test_a_folder_is_listed_recursively_without_hidden_files(tmp_path: Path) -> None:
     _write(tmp_path, "b.PNG", "a/é.jpg", "a/b/c.txt", ".hidden", ".git/config", "a/.DS_Store")
     assert list(FolderSource(tmp_path).keys()) == ["a/b/c.txt", "a/é.jpg", "b.PNG"]
 
@@ -33,13 +33,13 @@ def test_links_to_files_and_folders_are_followed(tmp_path: Path) -> None:
     assert source.read("link.png") == b"elsewhere/y.png"
 
 
-def test_a_link_to_a_folder_above_ends(tmp_path: Path) -> None:
+def test_a_link_to_a_parent_folder_does_not_loop(tmp_path: Path) -> None:
     _write(tmp_path, "a/x.png")
     (tmp_path / "a/round").symlink_to(tmp_path)
     assert list(FolderSource(tmp_path).keys()) == ["a/x.png"]
 
 
-def test_a_link_to_nothing_is_listed_and_cannot_be_read(tmp_path: Path) -> None:
+def test_a_dangling_link_is_listed_but_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     source = FolderSource(tmp_path)
     assert list(source.keys()) == ["gone.png"]
@@ -47,13 +47,15 @@ def test_a_link_to_nothing_is_listed_and_cannot_be_read(tmp_path: Path) -> None:
         source.read("gone.png")
 
 
-def test_neither_a_file_nor_a_folder_is_left_out(tmp_path: Path) -> None:
+def test_named_pipes_are_not_listed(tmp_path: Path) -> None:
     _write(tmp_path, "x.png")
     os.mkfifo(tmp_path / "pipe.png")
     assert list(FolderSource(tmp_path).keys()) == ["x.png"]
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_expanded_to_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write(tmp_path, "pictures/x.png")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert list(FolderSource("~/pictures").keys()) == ["x.png"]
@@ -72,7 +74,7 @@ def test_the_error_names_setting_path_and_rule(tmp_path: Path, name: str, rule: 
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_a_name_that_is_not_utf8_is_refused_readably(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_refused_with_a_printable_error(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.png", "wb"):
         pass
     with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.png.*Rename") as caught:
@@ -80,7 +82,7 @@ def test_a_name_that_is_not_utf8_is_refused_readably(tmp_path: Path) -> None:
     str(caught.value).encode()
 
 
-def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_that_cannot_be_listed_has_the_reason(tmp_path: Path) -> None:
     deep = os.open(tmp_path, os.O_RDONLY)
     for _ in range(20):  # deeper than a path may be long
         os.mkdir("y" * 250, dir_fd=deep)
@@ -92,17 +94,17 @@ def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path) -> None:
         FolderSource(tmp_path)
 
 
-def test_a_path_that_cannot_even_be_asked_for_says_why() -> None:
+def test_a_path_that_is_too_long_is_refused_with_the_reason() -> None:
     with pytest.raises(DataError, match=r"datasets\.instance_data_dir.*File name too long"):
         FolderSource("x" * 300)
 
 
-def test_the_section_must_name_a_folder() -> None:
+def test_open_folder_needs_instance_data_dir() -> None:
     with pytest.raises(DataError, match=r"datasets\[1\]\.instance_data_dir is not set.*'local'"):
         open_folder(DatasetSection(), "datasets[1]", lambda event: None)
 
 
-def test_the_section_names_the_folder(tmp_path: Path) -> None:
+def test_open_folder_opens_instance_data_dir(tmp_path: Path) -> None:
     _write(tmp_path, "x.png")
     section = DatasetSection(instance_data_dir=str(tmp_path))
     source = open_folder(section, "datasets[0]", lambda event: None)

@@ -1,4 +1,4 @@
-"""Files by one call of the compiled helper. Staging with and without it: test_staging."""
+"""The compiled helper that reads many files in one call; test_staging tests staging with it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def gather() -> Gather:
     return found
 
 
-def _made(folder: Path, lengths: list[int]) -> list[Path]:
+def _write_files(folder: Path, lengths: list[int]) -> list[Path]:
     paths = [folder / f"{number:04d} ünï" for number in range(len(lengths))]
     for path, length in zip(paths, lengths, strict=True):
         path.write_bytes(os.urandom(length))
     return paths
 
 
-def _gathered(
+def _gather_into_arena(
     gather: Gather, places: list[FileRange], sizes: list[int]
 ) -> tuple[Arena, list[int], list[int]]:
     writer = ArenaWriter()
-    with writer.segment_writer() as hand:
-        hand.write(b"what was there before")
-        starts, lengths = gather(hand, places, sizes)
-        hand.write(b"what comes after")
+    with writer.segment_writer() as segment:
+        segment.write(b"what was there before")
+        starts, lengths = gather(segment, places, sizes)
+        segment.write(b"what comes after")
     return writer.seal(), starts, lengths
 
 
@@ -49,100 +49,108 @@ def _gathered(
     [[1], [4096] * 3, [1, 4095, 4096, 4097] * 200, [3_000_000, 17, 600_000, 524_288, 5]],
     ids=["a byte", "pages", "many small ones", "more than the pipe holds"],
 )
-def test_every_byte_lies_where_it_says(tmp_path: Path, gather: Gather, lengths: list[int]) -> None:
-    paths = _made(tmp_path, lengths)
+def test_gathered_files_are_complete_and_contiguous(
+    tmp_path: Path, gather: Gather, lengths: list[int]
+) -> None:
+    paths = _write_files(tmp_path, lengths)
     places = [FileRange(str(path), 0, None) for path in paths]
-    arena, starts, found = _gathered(gather, places, lengths)
+    arena, starts, found = _gather_into_arena(gather, places, lengths)
     assert found == lengths
     for path, start, length in zip(paths, starts, found, strict=True):
         assert bytes(arena.view(start, length)) == path.read_bytes()
-    # Nothing lies in between: memory is what the files have.
+    # There are no gaps between the files.
     assert len(arena.segments[0]) == sum(lengths) + len(b"what was there beforewhat comes after")
 
 
-def test_lengths_are_told_and_0_for_what_cannot_be_asked(tmp_path: Path, gather: Gather) -> None:
-    paths = [*_made(tmp_path, [0, 7, 100_000]), tmp_path / "gone", tmp_path / ("x" * 300)]
+def test_sizes_are_0_for_files_that_cannot_be_accessed(tmp_path: Path, gather: Gather) -> None:
+    paths = [*_write_files(tmp_path, [0, 7, 100_000]), tmp_path / "gone", tmp_path / ("x" * 300)]
     assert gather.sizes([str(path) for path in paths]) == [0, 7, 100_000, 0, 0]
     assert gather.sizes([]) == []
 
 
-def test_parts_of_files_lie_anywhere_in_them(tmp_path: Path, gather: Gather) -> None:
-    (shard,) = _made(tmp_path, [200_000])
+def test_ranges_are_read_at_any_offset(tmp_path: Path, gather: Gather) -> None:
+    (shard,) = _write_files(tmp_path, [200_000])
     data = shard.read_bytes()
     cuts = [(0, 10), (4097, 100_000), (199_999, 1)]
     places = [FileRange(str(shard), offset, nbytes) for offset, nbytes in cuts]
-    arena, starts, lengths = _gathered(gather, places, [nbytes for _, nbytes in cuts])
+    arena, starts, lengths = _gather_into_arena(gather, places, [nbytes for _, nbytes in cuts])
     for start, length, (offset, nbytes) in zip(starts, lengths, cuts, strict=True):
         assert bytes(arena.view(start, length)) == data[offset : offset + nbytes]
 
 
-def test_what_is_odd_is_left_to_others_and_the_rest_comes(tmp_path: Path, gather: Gather) -> None:
-    first, longer, shorter, last = _made(tmp_path, [50_000] * 4)
-    os.mkfifo(tmp_path / "fifo")  # would be waited for
+def test_unusual_files_are_marked_as_failed_and_the_rest_is_gathered(
+    tmp_path: Path, gather: Gather
+) -> None:
+    first, longer, shorter, last = _write_files(tmp_path, [50_000] * 4)
+    os.mkfifo(tmp_path / "fifo")  # opening it would block
     places = [FileRange(str(p), 0, None) for p in (first, longer, shorter, tmp_path / "gone")]
     places += [FileRange(str(tmp_path), 0, None), FileRange(str(tmp_path / "fifo"), 0, None)]
     places += [FileRange(str(last), 40_000, 20_000), FileRange(str(last), 0, None)]
     sizes = [50_000, 49_999, 50_001, 9, 4096, 1, 20_000, 50_000]
-    arena, starts, lengths = _gathered(gather, places, sizes)
+    arena, starts, lengths = _gather_into_arena(gather, places, sizes)
     assert lengths == [50_000, FAILED, FAILED, FAILED, FAILED, FAILED, FAILED, 50_000]
     assert bytes(arena.view(starts[0], 50_000)) == first.read_bytes()
     assert bytes(arena.view(starts[-1], 50_000)) == last.read_bytes()
     assert len(arena.segments[0]) == 100_000 + len(b"what was there beforewhat comes after")
 
 
-def test_a_file_that_ends_before_its_length_is_as_long_as_it_is(
+def test_a_file_shorter_than_its_size_is_gathered_up_to_its_end(
     tmp_path: Path, gather: Gather
 ) -> None:
-    """Files of the kernel tell a whole page, whatever is in them."""
+    """Files in /sys have the size of a page, whatever they contain."""
     page = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    (beside,) = _made(tmp_path, [100])
+    (ordinary,) = _write_files(tmp_path, [100])
     content = page.read_bytes()
     assert len(content) < page.stat().st_size
-    places = [FileRange(str(page), 0, None), FileRange(str(beside), 0, None)]
-    arena, starts, lengths = _gathered(gather, places, [page.stat().st_size, 100])
+    places = [FileRange(str(page), 0, None), FileRange(str(ordinary), 0, None)]
+    arena, starts, lengths = _gather_into_arena(gather, places, [page.stat().st_size, 100])
     assert lengths == [len(content), 100]
     assert bytes(arena.view(starts[0], lengths[0])) == content
-    assert bytes(arena.view(starts[1], 100)) == beside.read_bytes()
+    assert bytes(arena.view(starts[1], 100)) == ordinary.read_bytes()
 
 
 @pytest.mark.parametrize("length", [100, 2_000_000], ids=["at the end", "in between"])
-def test_a_target_that_takes_no_more_is_full(tmp_path: Path, gather: Gather, length: int) -> None:
-    (path,) = _made(tmp_path, [length])
-    hand = SegmentWriter(0)
-    fcntl.fcntl(hand._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+def test_a_target_that_cannot_grow_raises_arena_full_error(
+    tmp_path: Path, gather: Gather, length: int
+) -> None:
+    (path,) = _write_files(tmp_path, [length])
+    segment = SegmentWriter(0)
+    fcntl.fcntl(segment._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     with pytest.raises(ArenaFullError, match="Operation not permitted"):
-        gather(hand, [FileRange(str(path), 0, None)], [length])
+        gather(segment, [FileRange(str(path), 0, None)], [length])
 
 
-def test_without_descriptors_every_file_is_odd(tmp_path: Path, gather: Gather) -> None:
-    (path,) = _made(tmp_path, [100])
+def test_without_free_file_descriptors_every_file_fails(tmp_path: Path, gather: Gather) -> None:
+    (path,) = _write_files(tmp_path, [100])
 
-    def all_odd() -> bool:
-        with ArenaWriter().segment_writer() as hand:
+    def all_failed() -> bool:
+        with ArenaWriter().segment_writer() as segment:
             used = max(map(int, os.listdir("/proc/self/fd")))
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, used))
-            return gather(hand, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [
+            return gather(segment, [FileRange(str(path), 0, None)] * 2, [100] * 2)[1] == [
                 FAILED,
                 FAILED,
             ]
 
-    assert is_true_in_fork(all_odd)
+    assert is_true_in_fork(all_failed)
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None:
-    paths = [*_made(tmp_path, [1000, 700_000]), tmp_path / "gone"]
+def test_no_file_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None:
+    paths = [*_write_files(tmp_path, [1000, 700_000]), tmp_path / "gone"]
     before = sorted(os.listdir("/proc/self/fd"))
-    _gathered(gather, [FileRange(str(path), 0, None) for path in paths], [1000, 700_001, 5])
+    _gather_into_arena(
+        gather, [FileRange(str(path), 0, None) for path in paths], [1000, 700_001, 5]
+    )
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_path_with_a_nul_would_shift_all_others(tmp_path: Path, gather: Gather) -> None:
+def test_a_path_with_a_nul_byte_is_refused(tmp_path: Path, gather: Gather) -> None:
     with pytest.raises(AssertionError, match="NUL"):
-        _gathered(gather, [FileRange("a\0b", 0, None)], [1])
+        _gather_into_arena(gather, [FileRange("a\0b", 0, None)], [1])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 65_535, 65_536, 70_001, 131_072])
-def test_pieces_lie_behind_each_other_and_nothing_else_is_touched(
+def test_join_copies_pieces_back_to_back_and_changes_nothing_else(
     gather: Gather, nbytes: int
 ) -> None:
     pieces = [ctypes.create_string_buffer(os.urandom(nbytes), nbytes or 1) for _ in range(5)]
@@ -154,7 +162,7 @@ def test_pieces_lie_behind_each_other_and_nothing_else_is_touched(
     gather.join(0, [], nbytes)
 
 
-def test_a_missing_helper_says_why(tmp_path: Path) -> None:
+def test_a_missing_helper_has_a_reason(tmp_path: Path) -> None:
     missing = find_gather(tmp_path)
     assert isinstance(missing, MissingGather)
     assert "no C compiler" in missing.reason

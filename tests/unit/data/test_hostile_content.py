@@ -1,16 +1,22 @@
-"""Folders with the worst files there are: each bad one ends in one clear line, the rest trains."""
+"""Folders with corrupt and extreme files: bad files are reported in one line, the rest is used."""
 
 from __future__ import annotations
 
 import io
-import struct
 import time
-import zlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, video_bytes
+from media_files import (
+    assemble_png,
+    audio_bytes,
+    grey_frames,
+    image_bytes,
+    photo,
+    tone,
+    video_bytes,
+)
 from PIL import Image
 
 from gracetune.config.schema import DatasetSection
@@ -27,18 +33,8 @@ if TYPE_CHECKING:
 
 
 def _bomb(width: int, height: int) -> bytes:
-    """A PNG of a kilobyte that unpacks to gigabytes."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    rows = zlib.compress(bytes(100_000))
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
+    """Return a PNG of a kilobyte that decodes to gigabytes."""
+    return assemble_png((width, height), 8, 2, bytes(100_000))
 
 
 def _hundred_megapixels() -> bytes:
@@ -53,7 +49,7 @@ def _cmyk() -> bytes:
     return buffer.getvalue()
 
 
-PICTURE = picture_bytes(photo(64, 48))
+IMAGE = image_bytes(photo(64, 48))
 MATROSKA = video_bytes(grey_frames(24), container="matroska")
 NAN = tone(2.0, 8000, 440)
 NAN[9000] = np.nan
@@ -62,20 +58,20 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
     "image": (
         {"resolution": 64},
         {
-            "fine.png": PICTURE,
-            "wrong extension.jpg": PICTURE,
+            "fine.png": IMAGE,
+            "wrong extension.jpg": IMAGE,
             "cmyk.jpg": _cmyk(),
             "large.png": _hundred_megapixels(),
         },
         {
             "truncated.jpg": (
-                picture_bytes(photo(64, 48), "JPEG")[:-200],
+                image_bytes(photo(64, 48), "JPEG")[:-200],
                 "image file is truncated (",
             ),
             "zero bytes.webp": (b"", "the file is empty"),
             "text.png": (b"I am a text", "not an image in a known format (PNG,"),
             "bomb.png": (_bomb(60_000, 60_000), "Image size (3600000000 pixels) exceeds limit"),
-            "sound.png": (sound_bytes(tone(0.1, 8000, 440), 8000), "not an image in a known"),
+            "sound.png": (audio_bytes(tone(0.1, 8000, 440), 8000), "not an image in a known"),
         },
     ),
     "video": (
@@ -92,22 +88,22 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
             ),
             "zero bytes.webm": (b"", "the file is empty"),
             "picture.mp4": (b"I am a text" * 9, "not a readable video file (Invalid data"),
-            "sound.mp4": (sound_bytes(tone(0.1, 8000, 440), 8000), "the file has no video stream"),
+            "sound.mp4": (audio_bytes(tone(0.1, 8000, 440), 8000), "the file has no video stream"),
         },
     ),
     "audio": (
         {"sample_rate": 8000, "channels": 1, "seconds": 1},
         {
-            "fine.wav": sound_bytes(tone(2.0, 8000, 440), 8000),
-            "wrong extension.mp3": sound_bytes(tone(2.0, 8000, 440), 8000, "FLAC"),
+            "fine.wav": audio_bytes(tone(2.0, 8000, 440), 8000),
+            "wrong extension.mp3": audio_bytes(tone(2.0, 8000, 440), 8000, "FLAC"),
         },
         {
             "nan.wav": (
-                sound_bytes(NAN, 8000, subtype="FLOAT"),
+                audio_bytes(NAN, 8000, subtype="FLOAT"),
                 "it contains NaNs or values above 1e+06, first at 1.125 s",
             ),
             "truncated.wav": (
-                sound_bytes(tone(2.0, 8000, 440), 8000)[:-999],
+                audio_bytes(tone(2.0, 8000, 440), 8000)[:-999],
                 "truncated: 999 bytes are missing",
             ),
             "zero bytes.ogg": (b"", "the file is empty"),
@@ -120,7 +116,7 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
 
 @pytest.mark.parametrize("kind", FOLDERS)
 @pytest.mark.parametrize("source", ["local", "in_memory"])
-def test_each_bad_file_is_one_line_and_the_others_train(
+def test_each_bad_file_is_reported_in_one_line_and_the_others_are_used(
     tmp_path: Path, kind: str, source: str
 ) -> None:
     settings, good, bad = FOLDERS[kind]
@@ -138,14 +134,14 @@ def test_each_bad_file_is_one_line_and_the_others_train(
         }
     )
     events: list[Event] = []
-    ledger = CorruptionLog(events.append)
-    dataset = open_dataset(section, 0, events.append, ledger)
+    log = CorruptionLog(events.append)
+    dataset = open_dataset(section, 0, events.append, log)
     assert [sample.key for sample in dataset.samples] == sorted(good)
     assert all(sample.kind == kind for sample in dataset.samples)
-    reasons = {entry.key: entry.reason for entry in ledger.entries}
+    reasons = {entry.key: entry.reason for entry in log.entries}
     assert set(reasons) == set(bad)
-    for name, (_, words) in bad.items():
-        assert reasons[name].startswith(words)
+    for name, (_, start) in bad.items():
+        assert reasons[name].startswith(start)
         assert "\n" not in reasons[name]
     plan = assign(dataset.samples, section, 16)
     assert sum(map(len, plan.buckets.values())) == len(good)
@@ -158,7 +154,7 @@ def test_each_bad_file_is_one_line_and_the_others_train(
         )
 
 
-def test_a_hundred_megapixels_are_read() -> None:
+def test_an_image_of_100_megapixels_is_read() -> None:
     decoders = choose_decoders()
     recipe = SampleTransform(lanczos=decoders.lanczos)
     pixels = render(_hundred_megapixels(), recipe, (64, 64), decoders)
@@ -166,14 +162,14 @@ def test_a_hundred_megapixels_are_read() -> None:
     assert float(pixels.min()) == 1
 
 
-def test_cmyk_is_red_by_every_decoder() -> None:
+def test_cmyk_is_converted_to_rgb_by_the_chosen_decoders() -> None:
     red, green, blue = np.asarray(decode(_cmyk(), choose_decoders()))[20, 20].astype(int)
     assert red > 230
     assert max(green, blue) < 25
 
 
-class Stuck:
-    """A source one of whose files never arrives."""
+class HangingSource:
+    """A source with one file whose read never returns."""
 
     def keys(self) -> list[str]:
         return ["a.png", "stuck.png"]
@@ -181,19 +177,19 @@ class Stuck:
     def read(self, key: str) -> bytes:
         if key == "stuck.png":
             time.sleep(3600)
-        return PICTURE
+        return IMAGE
 
     def nbytes(self, key: str) -> int:
-        return len(PICTURE)
+        return len(IMAGE)
 
     def describe(self) -> str:
         return "a stuck disk"
 
 
-def test_a_file_that_never_arrives_ends_the_run_by_its_name(
+def test_a_read_that_hangs_ends_the_run_and_names_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: Stuck())
+    monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: HangingSource())
     section = DatasetSection(id="worst", caption_strategy="filename", timeout_s=0.5)
     with pytest.raises(RunFailedError, match=r"dataset 'worst': stuck\.png: loading it took"):
         open_dataset(section, 0, lambda _: None, CorruptionLog(lambda _: None))

@@ -4,11 +4,11 @@ import io
 import struct
 import threading
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from media_files import assemble_png
 from PIL import Image, ImageCms
 
 from gracetune.data.images import (
@@ -23,7 +23,7 @@ from gracetune.data.images import (
 )
 
 
-def _bytes(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
+def _encode(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, file_format, **options)
     return buffer.getvalue()
@@ -48,8 +48,8 @@ FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF"]
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_every_format_is_read(file_format: str) -> None:
-    data = _bytes(_corners(), file_format)
+def test_every_image_format_is_read(file_format: str) -> None:
+    data = _encode(_corners(), file_format)
     assert probe(data) == (24, 16)
     image = decode(data)
     assert (image.mode, image.size) == ("RGB", (24, 16))
@@ -60,10 +60,10 @@ def test_every_format_is_read(file_format: str) -> None:
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_upright(file_format: str, orientation: int) -> None:
+def test_images_are_rotated_by_their_exif_orientation(file_format: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    # What the camera stored, so that the upright picture is `_corners()`.
+    # Store the pixels such that the upright image is `_corners()`.
     undo = {
         1: None,
         2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -75,7 +75,7 @@ def test_pictures_are_turned_upright(file_format: str, orientation: int) -> None
         8: Image.Transpose.ROTATE_270,
     }[orientation]
     stored = _corners() if undo is None else _corners().transpose(undo)
-    data = _bytes(stored, file_format, exif=exif)
+    data = _encode(stored, file_format, exif=exif)
     assert probe(data) == (24, 16)
     image = decode(data)
     assert image.size == (24, 16)
@@ -83,103 +83,103 @@ def test_pictures_are_turned_upright(file_format: str, orientation: int) -> None
     assert np.abs(difference[[3, 3, 12, 12], [3, 20, 3, 20]]).max() < 30
 
 
-def test_broken_exif_leaves_the_picture_as_it_is() -> None:
-    data = _bytes(_corners(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f")
+def test_broken_exif_data_is_ignored() -> None:
+    data = _encode(_corners(), "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f")
     assert probe(data) == (24, 16)
     assert decode(data).size == (24, 16)
 
 
-def test_sixteen_bits_are_scaled_not_clipped() -> None:
+def test_images_of_16_bits_are_scaled_not_clipped() -> None:
     levels = np.linspace(0, 65535, 256).reshape(16, 16)
-    data = _bytes(Image.fromarray(levels.astype(np.uint16)))
+    data = _encode(Image.fromarray(levels.astype(np.uint16)))
     assert np.abs(np.asarray(decode(data))[..., 0].astype(int) - levels / 257).max() <= 1
 
 
-def test_thirty_two_bits_and_floats_are_scaled() -> None:
+def test_images_of_32_bit_integers_and_floats_are_scaled() -> None:
     levels = np.linspace(0, 65535, 256).reshape(16, 16)
-    wide = decode(_bytes(Image.fromarray(levels.astype(np.int32)), "TIFF"))
+    wide = decode(_encode(Image.fromarray(levels.astype(np.int32)), "TIFF"))
     assert np.abs(np.asarray(wide)[..., 0] - levels / 257).max() <= 1
     floats = levels.astype(np.float32) / 65535
     floats[0, 0] = np.nan
-    real = decode(_bytes(Image.fromarray(floats), "TIFF"))
+    real = decode(_encode(Image.fromarray(floats), "TIFF"))
     assert np.abs(np.asarray(real)[..., 0] - levels / 257).max() <= 1
 
 
-def test_thirty_two_bits_up_to_255_are_levels_already() -> None:
+def test_integers_up_to_255_are_not_scaled() -> None:
     levels = np.arange(256, dtype=np.int32).reshape(16, 16)
-    wide = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    wide = decode(_encode(Image.fromarray(levels), "TIFF"))
     assert np.array_equal(np.asarray(wide)[..., 0], levels)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 65536), (-1, 200), (0, 2**31 - 1)])
-def test_thirty_two_bits_on_no_known_scale_are_unreadable(low: int, high: int) -> None:
+def test_integers_of_unknown_scale_are_unreadable(low: int, high: int) -> None:
     levels = np.array([[low, high]], np.int32)
     with pytest.raises(UnreadableImageError, match="integer values range from"):
-        decode(_bytes(Image.fromarray(levels), "TIFF"))
+        decode(_encode(Image.fromarray(levels), "TIFF"))
 
 
 @pytest.mark.parametrize("high", [2.5, 90.0, 254.7, 255.0, 255.2])
-def test_floats_up_to_255_are_levels_already(high: float) -> None:
+def test_floats_up_to_255_are_not_scaled(high: float) -> None:
     levels = np.linspace(0, high, 256, dtype=np.float32).reshape(16, 16)
-    real = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    real = decode(_encode(Image.fromarray(levels), "TIFF"))
     assert np.abs(np.asarray(real)[..., 0] - levels).max() <= 0.5001
 
 
 @pytest.mark.parametrize("low", [-1e-4, 0.0])
 @pytest.mark.parametrize("high", [0.3, 1.0, 1.0001])
-def test_floats_up_to_1_may_miss_it_by_a_rounding(low: float, high: float) -> None:
+def test_floats_from_0_to_1_may_have_rounding_errors(low: float, high: float) -> None:
     levels = np.linspace(low, high, 256, dtype=np.float32).reshape(16, 16)
-    real = decode(_bytes(Image.fromarray(levels), "TIFF"))
+    real = decode(_encode(Image.fromarray(levels), "TIFF"))
     assert np.abs(np.asarray(real)[..., 0] - levels * 255).max() <= 0.6
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 256), (0, 65535), (-1, 1), (-3, 200), (0, 1.4), (0, np.inf), (-np.inf, 1)]
 )
-def test_floats_on_no_known_scale_are_unreadable(low: float, high: float) -> None:
+def test_floats_of_unknown_scale_are_unreadable(low: float, high: float) -> None:
     levels = np.full((4, 4), 0.5, np.float32)
     levels[0, 0], levels[0, 1] = low, high
     with pytest.raises(UnreadableImageError, match=f"from {low:g} to {high:g}, which is neither"):
-        decode(_bytes(Image.fromarray(levels), "TIFF"))
+        decode(_encode(Image.fromarray(levels), "TIFF"))
 
 
-def test_alpha_lies_over_white() -> None:
+def test_transparent_pixels_are_blended_over_white() -> None:
     pixels = np.zeros((4, 4, 4), np.uint8)
     pixels[0] = (255, 0, 0, 255)
     pixels[1] = (255, 0, 0, 0)
     pixels[2] = (0, 0, 0, 128)
-    image = np.asarray(decode(_bytes(Image.fromarray(pixels))))
+    image = np.asarray(decode(_encode(Image.fromarray(pixels))))
     assert image[:3, 0].tolist() == [[255, 0, 0], [255, 255, 255], [127, 127, 127]]
 
 
-def test_grey_with_alpha_lies_over_white() -> None:
+def test_transparent_grey_pixels_are_blended_over_white() -> None:
     pixels = np.array([[[0, 0], [0, 255]]], np.uint8)
-    image = np.asarray(decode(_bytes(Image.fromarray(pixels, "LA"))))
+    image = np.asarray(decode(_encode(Image.fromarray(pixels, "LA"))))
     assert image[0].tolist() == [[255, 255, 255], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("transparency", [0, b"\x00\xff"])
-def test_palettes_with_and_without_transparency(transparency: int | bytes) -> None:
+def test_palette_images_are_read_with_and_without_transparency(transparency: int | bytes) -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((1, 0), 1)
-    assert np.asarray(decode(_bytes(image)))[0].tolist() == [[10, 20, 30], [200, 100, 50]]
-    see_through = decode(_bytes(image, transparency=transparency))
+    assert np.asarray(decode(_encode(image)))[0].tolist() == [[10, 20, 30], [200, 100, 50]]
+    see_through = decode(_encode(image, transparency=transparency))
     assert np.asarray(see_through)[0].tolist() == [[255, 255, 255], [200, 100, 50]]
 
 
-def test_a_see_through_colour_of_rgb_lies_over_white() -> None:
-    data = _bytes(_corners(), transparency=(255, 0, 0))
+def test_the_transparent_colour_of_an_rgb_png_becomes_white() -> None:
+    data = _encode(_corners(), transparency=(255, 0, 0))
     assert np.asarray(decode(data))[0, 0].tolist() == [255, 255, 255]
 
 
-def test_black_and_white_is_read() -> None:
-    assert np.asarray(decode(_bytes(Image.new("1", (3, 3), 1)))).min() == 255
+def test_one_bit_images_are_read() -> None:
+    assert np.asarray(decode(_encode(Image.new("1", (3, 3), 1)))).min() == 255
 
 
-def test_cmyk_is_read() -> None:
+def test_cmyk_is_converted_to_rgb() -> None:
     image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
-    red, green, blue = np.asarray(decode(_bytes(image, "JPEG", quality=95)))[4, 4].astype(int)
+    red, green, blue = np.asarray(decode(_encode(image, "JPEG", quality=95)))[4, 4].astype(int)
     assert red > 230
     assert max(green, blue) < 25
 
@@ -195,25 +195,25 @@ def _gamma_profile() -> bytes:
     return bytes(profile)
 
 
-def test_a_profile_is_converted_to_srgb() -> None:
+def test_an_icc_profile_is_converted_to_srgb() -> None:
     grey = Image.new("RGB", (8, 8), (128, 128, 128))
-    assert np.asarray(decode(_bytes(grey)))[0, 0].tolist() == [128, 128, 128]
-    converted = np.asarray(decode(_bytes(grey, icc_profile=_gamma_profile())))
+    assert np.asarray(decode(_encode(grey)))[0, 0].tolist() == [128, 128, 128]
+    converted = np.asarray(decode(_encode(grey, icc_profile=_gamma_profile())))
     assert np.abs(converted[0, 0].astype(int) - 188).max() <= 1
 
 
-def test_a_profile_spares_the_alpha() -> None:
+def test_an_icc_profile_does_not_change_alpha() -> None:
     image = Image.new("RGBA", (8, 8), (128, 128, 128, 0))
     image.putpixel((0, 0), (128, 128, 128, 255))
-    converted = np.asarray(decode(_bytes(image, icc_profile=_gamma_profile())))
+    converted = np.asarray(decode(_encode(image, icc_profile=_gamma_profile())))
     assert abs(int(converted[0, 0, 0]) - 188) <= 1
     assert converted[4, 4].tolist() == [255, 255, 255]
 
 
-def test_a_profile_of_another_kind_or_broken_is_not_used() -> None:
+def test_mismatched_or_broken_icc_profiles_are_ignored() -> None:
     grey = Image.new("L", (8, 8), 128)
     rgb = Image.new("RGB", (8, 8), (128, 128, 128))
-    for data in (_bytes(grey, icc_profile=_gamma_profile()), _bytes(rgb, icc_profile=b"x" * 200)):
+    for data in (_encode(grey, icc_profile=_gamma_profile()), _encode(rgb, icc_profile=b"x" * 200)):
         assert np.asarray(decode(data))[0, 0].tolist() == [128, 128, 128]
 
 
@@ -221,7 +221,7 @@ def test_a_profile_of_another_kind_or_broken_is_not_used() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("read", [probe, decode])
 def test_truncated_files_are_unreadable(file_format: str, share: float, read: object) -> None:
-    data = _bytes(_noise(), file_format)
+    data = _encode(_noise(), file_format)
     assert callable(read)
     with pytest.raises(UnreadableImageError) as caught:
         read(data[: int(len(data) * share)])
@@ -237,29 +237,19 @@ def test_truncated_files_are_unreadable(file_format: str, share: float, read: ob
     ],
 )
 @pytest.mark.parametrize("read", [probe, decode])
-def test_what_is_no_picture_is_unreadable(data: bytes, reason: str, read: object) -> None:
+def test_files_that_are_not_images_are_unreadable(data: bytes, reason: str, read: object) -> None:
     assert callable(read)
     with pytest.raises(UnreadableImageError, match=reason):
         read(data)
 
 
 def _png_of(width: int, height: int) -> bytes:
-    """A tiny file that claims to be huge."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    body = zlib.compress(bytes(100))
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-    )
+    """Return a small PNG whose header claims this size."""
+    return assemble_png((width, height), 1, 0, bytes(100))
 
 
 @pytest.mark.parametrize("read", [probe, decode])
-def test_bombs_are_unreadable_and_nothing_warns(read: object) -> None:
+def test_decompression_bombs_are_unreadable_and_cause_no_warning(read: object) -> None:
     assert callable(read)
     with pytest.raises(UnreadableImageError, match="pixels"):
         read(_png_of(50_000, 50_000))
@@ -267,10 +257,10 @@ def test_bombs_are_unreadable_and_nothing_warns(read: object) -> None:
         read(_png_of(10_000, 10_000))  # Pillow would warn of this size
 
 
-def test_fuzzed_files_are_read_or_unreadable_alike() -> None:
+def test_probe_and_decode_agree_on_damaged_files() -> None:
     random = np.random.default_rng(0)
     for file_format in FORMATS[:-2]:
-        clean = np.frombuffer(_bytes(_noise(12, 10), file_format), np.uint8)
+        clean = np.frombuffer(_encode(_noise(12, 10), file_format), np.uint8)
         for _ in range(60):
             data = clean.copy()
             hits = random.integers(0, len(data), 3)
@@ -289,7 +279,7 @@ def _size_or_none(read: object, data: np.ndarray) -> object:
 
 def test_threads_leave_the_warning_filters_alone() -> None:
     before = list(warnings.filters)
-    data = _bytes(_corners(), "JPEG")
+    data = _encode(_corners(), "JPEG")
     together = threading.Barrier(4)
 
     def work(_: int) -> None:
@@ -302,7 +292,7 @@ def test_threads_leave_the_warning_filters_alone() -> None:
     assert list(warnings.filters) == before
 
 
-def test_fit_covers_and_crops_the_centre() -> None:
+def test_fit_scales_to_cover_and_crops_the_centre() -> None:
     tensor = fit(_corners(48, 16), 16, 16)
     assert tuple(tensor.shape) == (3, 16, 16)
     assert str(tensor.dtype) == "torch.float32"
@@ -316,7 +306,7 @@ def test_fit_covers_and_crops_the_centre() -> None:
     ("source", "target"),
     [((7, 9), (64, 32)), ((1000, 3), (8, 8)), ((3, 1000), (8, 24)), ((1, 1), (8, 8))],
 )
-def test_fit_takes_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
+def test_fit_supports_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
     tensor = fit(Image.new("RGB", source, (255, 0, 127)), *target)
     assert tuple(tensor.shape) == (3, target[1], target[0])
     assert tensor[0].min() == 1
@@ -334,18 +324,18 @@ def test_fit_at_the_same_size_changes_nothing() -> None:
     [(_noise(), "JPEG"), (_noise(), "PNG"), (_noise().convert("L"), "PNG"), (_noise(), "BMP")],
 )
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_pixels_are_those_of_the_image(
+def test_decode_pixels_equals_decode(
     image: Image.Image, file_format: str, orientation: int
 ) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = _bytes(image, file_format, exif=exif) if file_format != "BMP" else _bytes(image, "BMP")
+    data = _encode(image, file_format, exif=exif) if file_format != "BMP" else _encode(image, "BMP")
     pixels = decode_pixels(data, choose_decoders())
     assert np.array_equal(pixels, np.asarray(decode(data)))
 
 
-def test_pixels_are_those_of_the_profile() -> None:
-    data = _bytes(_noise(), "JPEG", icc_profile=_gamma_profile())
+def test_decode_pixels_applies_the_icc_profile() -> None:
+    data = _encode(_noise(), "JPEG", icc_profile=_gamma_profile())
     assert np.array_equal(decode_pixels(data, choose_decoders()), np.asarray(decode(data)))
 
 
@@ -354,7 +344,7 @@ def test_pixels_are_those_of_the_profile() -> None:
     [((64, 48), (48, 32)), ((200, 60), (32, 32)), ((33, 77), (80, 80)), ((24, 16), (24, 16))],
 )
 @pytest.mark.parametrize("crop", [(0.5, 0.5), (0.0, 1.0)])
-def test_torch_fits_as_pillow_does(
+def test_fit_pixels_crops_and_resizes_like_pillow(
     source: tuple[int, int], target: tuple[int, int], crop: tuple[float, float]
 ) -> None:
     image = _noise(*source).resize(source, Image.Resampling.BOX)
@@ -374,17 +364,17 @@ def test_torch_fits_as_pillow_does(
     ("source", "target"),
     [((1000, 3), (8, 8)), ((3, 1000), (8, 24)), ((1, 1), (8, 8)), ((7, 9), (64, 32))],
 )
-def test_torch_takes_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
+def test_fit_pixels_supports_any_size(source: tuple[int, int], target: tuple[int, int]) -> None:
     tensor = fit_pixels(np.array(Image.new("RGB", source, (255, 0, 127))), *target)
     assert tuple(tensor.shape) == (3, target[1], target[0])
     assert tensor[0].min() == 1
     assert tensor[1].max() == -1
 
 
-def test_exif_behind_the_pixels_of_a_png_is_seen() -> None:
+def test_exif_data_after_the_pixels_of_a_png_is_used() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = _bytes(_corners(), exif=exif)
+    data = _encode(_corners(), exif=exif)
     start = data.index(b"eXIf") - 4
     length = 12 + struct.unpack_from(">I", data, start)[0]
     chunk, end = data[start : start + length], data.index(b"IEND") - 4

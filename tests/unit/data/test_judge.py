@@ -1,4 +1,4 @@
-"""The judge of the demo's pictures: it must know what it is shown, and must not be lenient."""
+"""examples/judge_shapes.py recognizes the shapes of the demo and rejects everything else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def judge() -> ModuleType:
 FIGURES = [*held_out(), *drawn(), *held_out("star"), *drawn("star")]
 
 
-def test_every_drawing_is_known(judge: ModuleType) -> None:
+def test_every_generated_shape_is_recognized(judge: ModuleType) -> None:
     for copy, figure in enumerate(FIGURES):
         verdict = judge.judge(draw(figure, 24, copy, 1))
         assert (verdict.colour, verdict.shape, verdict.background) == (
@@ -46,13 +46,13 @@ def test_every_drawing_is_known(judge: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("size", [48, 96])
-def test_larger_pictures_are_judged_alike(judge: ModuleType, size: int) -> None:
+def test_shapes_in_larger_images_are_recognized(judge: ModuleType, size: int) -> None:
     for figure in FIGURES[::17]:
         verdict = judge.judge(draw(figure, size, 0, 1))
         assert (verdict.colour, verdict.shape) == (figure.colour, figure.shape)
 
 
-def test_ragged_noisy_drawings_are_still_known(judge: ModuleType) -> None:
+def test_noisy_shapes_are_recognized(judge: ModuleType) -> None:
     random = np.random.default_rng(0)
     right = 0
     for figure in FIGURES[::3]:
@@ -66,20 +66,20 @@ def test_ragged_noisy_drawings_are_still_known(judge: ModuleType) -> None:
     assert right >= 0.95 * len(FIGURES[::3])
 
 
-def test_a_blank_picture_shows_nothing(judge: ModuleType) -> None:
+def test_a_blank_image_has_no_shape(judge: ModuleType) -> None:
     for name, colour in [*COLOURS.items(), *BACKGROUNDS.items()]:
         verdict = judge.judge(Image.new("RGB", (24, 24), colour))
         assert (verdict.colour, verdict.shape) == (None, None), name
 
 
-def test_noise_shows_nothing(judge: ModuleType) -> None:
+def test_noise_has_no_shape(judge: ModuleType) -> None:
     random = np.random.default_rng(1)
     for _ in range(20):
         pixels = random.integers(0, 256, (24, 24, 3), dtype=np.uint8)
         assert judge.judge(Image.fromarray(pixels)) == judge.Verdict(None, None, None)
 
 
-def test_blobs_are_hardly_ever_shapes(judge: ModuleType) -> None:
+def test_blobs_are_rarely_taken_for_shapes(judge: ModuleType) -> None:
     random = np.random.default_rng(2)
     rows, columns = np.mgrid[:24, :24] - 11.5
     figures = taken = 0
@@ -97,7 +97,7 @@ def test_blobs_are_hardly_ever_shapes(judge: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("box", [(4, 9, 20, 15), (10, 2, 13, 22), (2, 6, 22, 17)])
-def test_bars_and_flat_ellipses_are_no_squares_or_circles(
+def test_bars_and_flat_ellipses_are_not_squares_or_circles(
     judge: ModuleType, box: tuple[int, int, int, int]
 ) -> None:
     for kind in ("rectangle", "ellipse"):
@@ -107,7 +107,7 @@ def test_bars_and_flat_ellipses_are_no_squares_or_circles(
         assert judge.judge(image).shape is None
 
 
-def test_a_dot_and_a_full_picture_are_no_shapes(judge: ModuleType) -> None:
+def test_shapes_that_are_too_small_or_too_large_are_not_recognized(judge: ModuleType) -> None:
     for half in (2, 11):
         image = Image.new("RGB", (24, 24), BACKGROUNDS["white"])
         box = (12 - half, 12 - half, 11 + half, 11 + half)
@@ -115,7 +115,7 @@ def test_a_dot_and_a_full_picture_are_no_shapes(judge: ModuleType) -> None:
         assert judge.judge(image).shape is None
 
 
-def test_two_figures_are_no_figure(judge: ModuleType) -> None:
+def test_two_shapes_in_one_image_are_not_recognized(judge: ModuleType) -> None:
     image = Image.new("RGB", (24, 24), BACKGROUNDS["black"])
     pen = ImageDraw.Draw(image)
     pen.ellipse((2, 2, 10, 10), fill=COLOURS["red"])
@@ -123,7 +123,7 @@ def test_two_figures_are_no_figure(judge: ModuleType) -> None:
     assert judge.judge(image).shape is None
 
 
-def test_a_colour_without_a_name_is_none(judge: ModuleType) -> None:
+def test_an_unknown_colour_is_none(judge: ModuleType) -> None:
     image = Image.new("RGB", (24, 24), BACKGROUNDS["white"])
     ImageDraw.Draw(image).ellipse((4, 4, 19, 19), fill=(0, 255, 255))
     verdict = judge.judge(image)
@@ -131,7 +131,7 @@ def test_a_colour_without_a_name_is_none(judge: ModuleType) -> None:
 
 
 def _run_folder(root: Path, shown: list[ShapeSpec], prompts: list[str]) -> Path:
-    """A run whose newest pictures are `shown`; an older step shows nothing at all."""
+    """Write a run whose newest samples are `shown`; the samples of an older step are blank."""
     for step, pictures in ((100, None), (2000, shown)):
         folder = root / "validation" / f"step-{step:06d}"
         folder.mkdir(parents=True)
@@ -143,7 +143,7 @@ def _run_folder(root: Path, shown: list[ShapeSpec], prompts: list[str]) -> Path:
     return root
 
 
-def test_a_good_run_passes(
+def test_a_run_with_correct_samples_passes(
     judge: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = [*held_out()[:4], held_out("star")[-1]]
@@ -156,7 +156,7 @@ def test_a_good_run_passes(
     assert lines[6] == "shape  100.0% (at least 90.0%)"
 
 
-def test_a_bad_run_fails_by_the_share_that_is_too_low(
+def test_a_run_fails_if_too_many_colours_or_shapes_are_wrong(
     judge: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = list(held_out()[:4])
@@ -171,7 +171,7 @@ def test_a_bad_run_fails_by_the_share_that_is_too_low(
     assert judge.main([str(run), "--min-colour", "0.75", "--min-shape", "0.75"]) == 0
 
 
-def test_json_for_machines(
+def test_json_output_has_the_verdict_of_every_sample(
     judge: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figure = ShapeSpec("orange", "cross", "brown")
@@ -192,14 +192,14 @@ def test_json_for_machines(
     }
 
 
-def test_a_right_shape_needs_no_right_colour(judge: ModuleType) -> None:
+def test_colour_and_shape_are_judged_separately(judge: ModuleType) -> None:
     judged = judge.judge_prompt(
         "a red circle", draw(ShapeSpec("blue", "circle", "black"), 24, 0, 0)
     )
     assert (judged.colour_right, judged.shape_right) == (False, True)
 
 
-def test_the_program_runs_and_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_run_without_samples_is_an_error(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path)], capture_output=True, text=True, check=False
     )

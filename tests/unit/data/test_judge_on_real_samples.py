@@ -1,4 +1,4 @@
-"""The judge against a person's eye, on pictures that small models really made."""
+"""judge_shapes.py agrees with labels by a person, on samples that small models generated."""
 
 import json
 import sys
@@ -22,18 +22,18 @@ def tile(sheet, number):
 
 
 @pytest.mark.parametrize(("number", "words"), LABELS["late"].items())
-def test_good_pictures_are_recognised(number, words):
+def test_good_samples_are_recognized(number, words):
     verdict = judge(tile("late", number))
     assert [verdict.colour, verdict.shape] == words
 
 
 @pytest.mark.parametrize(("number", "shape"), LABELS["early_looks_like"].items())
-def test_a_picture_is_what_it_looks_like_not_what_was_asked_for(number, shape):
+def test_samples_are_judged_by_their_pixels_and_not_by_their_prompt(number, shape):
     assert judge(tile("early", number)).shape in (shape, None)
 
 
 @pytest.mark.parametrize("sheet", ["early", "rough"])
-def test_bad_pictures_are_not_passed(sheet):
+def test_bad_samples_do_not_pass(sheet):
     passed = {
         n: s for n, s in LABELS[f"{sheet}_is_not"].items() if judge(tile(sheet, n)).shape == s
     }

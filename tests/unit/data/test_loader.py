@@ -69,7 +69,7 @@ seeds = st.integers(-(2**63), 2**63)
 
 
 @given(groups_strategy, batch_sizes, seeds, st.integers(0, 3))
-def test_an_epoch_shows_each_sample_as_often_as_asked(
+def test_an_epoch_has_each_sample_as_often_as_its_repeats(
     groups: list[BucketGroup], batch_size: int, seed: int, number: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
@@ -84,7 +84,7 @@ def test_an_epoch_shows_each_sample_as_often_as_asked(
 
 
 @given(groups_strategy, batch_sizes, seeds)
-def test_batches_have_one_size_and_as_few_are_partial_as_can_be(
+def test_batches_have_one_size_and_their_number_is_minimal(
     groups: list[BucketGroup], batch_size: int, seed: int
 ) -> None:
     batches = _epoch(BatchOrder(groups, batch_size, seed), 0)
@@ -96,7 +96,7 @@ def test_batches_have_one_size_and_as_few_are_partial_as_can_be(
 
 
 @given(groups_strategy, batch_sizes, seeds, st.integers(1, 4), st.integers(0, 30))
-def test_ranks_partition_the_stream(
+def test_ranks_partition_the_batches(
     groups: list[BucketGroup], batch_size: int, seed: int, world: int, consumed: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
@@ -115,7 +115,7 @@ def test_ranks_partition_the_stream(
 @given(
     groups_strategy, batch_sizes, seeds, st.integers(0, 12), st.integers(1, 3), st.integers(1, 3)
 )
-def test_resuming_anywhere_with_any_number_of_ranks_repeats_the_stream(
+def test_resuming_with_another_number_of_ranks_continues_the_same_order(
     groups: list[BucketGroup], batch_size: int, seed: int, steps: int, before: int, after: int
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
@@ -132,7 +132,7 @@ def test_resuming_anywhere_with_any_number_of_ranks_repeats_the_stream(
     assert resumed == [order.batch_at(state.consumed + rank) for rank in range(after)]
 
 
-def test_epochs_and_seeds_differ_and_repeat_exactly() -> None:
+def test_the_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
     groups = [_group("cats", 50)]
     order = BatchOrder(groups, 4, 0)
     first, second = _epoch(order, 0), _epoch(order, 1)
@@ -165,7 +165,7 @@ def test_captions_are_dropped_at_their_rate_and_differently_each_epoch() -> None
     assert dropped[0] != dropped[1]
 
 
-def test_dropout_of_a_sample_does_not_depend_on_the_others() -> None:
+def test_caption_dropout_of_a_sample_does_not_depend_on_other_samples() -> None:
     def dropped(groups: list[BucketGroup]) -> set[str]:
         batches = _epoch(BatchOrder(groups, 4, 0), 0)
         draws = [draw for batch in batches for draw in batch if draw.sample.dataset == "cats"]
@@ -177,7 +177,9 @@ def test_dropout_of_a_sample_does_not_depend_on_the_others() -> None:
 
 
 @pytest.mark.parametrize(("dropout", "captions"), [(0.0, 9), (1.0, 0)])
-def test_dropout_of_nothing_and_of_everything(dropout: float, captions: int) -> None:
+def test_caption_dropout_of_0_keeps_and_of_1_drops_every_caption(
+    dropout: float, captions: int
+) -> None:
     batches = _epoch(BatchOrder([_group("cats", 9, dropout=dropout)], 2, 0), 0)
     assert sum(draw.caption != "" for batch in batches for draw in batch) == captions
 
@@ -230,7 +232,7 @@ def test_a_hundred_thousand_samples_take_little_cpu_time() -> None:
     assert time.process_time() - start < 2
 
 
-def test_no_samples_at_all_is_an_error() -> None:
+def test_an_order_without_samples_is_an_error() -> None:
     for groups in ([], [_group("cats", 0)]):
         with pytest.raises(DataError, match="No dataset has a sample left"):
             BatchOrder(groups, 4, 0)
@@ -278,7 +280,7 @@ def _shown(order: BatchOrder, number: int, dataset: str = "cats") -> Counter[str
     weight=st.floats(0.05, 4),
     seed=seeds,
 )
-def test_a_weight_is_kept_in_every_epoch_and_evenly_over_many(
+def test_a_weight_scales_every_epoch_and_samples_are_used_evenly(
     count: int, repeats: int, weight: float, seed: int
 ) -> None:
     group = replace(_group("cats", count, repeats), weight=weight)
@@ -293,14 +295,14 @@ def test_a_weight_is_kept_in_every_epoch_and_evenly_over_many(
     assert max(every) - min(every) <= 1  # no sample is shown twice before every sample was shown
 
 
-def test_weights_of_one_are_the_plain_order() -> None:
+def test_a_weight_of_one_does_not_change_the_order() -> None:
     groups = [_group("cats", 9), _group("dogs", 7, 2, 0.5, (16, 8))]
     heavy = [replace(group, weight=1.0) for group in groups]
     plain, weighted = BatchOrder(groups, 4, 3), BatchOrder(heavy, 4, 3)
     assert [_epoch(plain, n) for n in range(3)] == [_epoch(weighted, n) for n in range(3)]
 
 
-def test_weights_change_with_epochs_and_repeat_exactly() -> None:
+def test_weighted_epochs_differ_and_are_reproducible() -> None:
     groups = [replace(_group("cats", 10), weight=0.5)]
     epochs = [set(_shown(BatchOrder(groups, 2, 0), n)) for n in range(4)]
     everyone = {sample.key for sample in groups[0].samples}
@@ -312,7 +314,7 @@ def test_weights_change_with_epochs_and_repeat_exactly() -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 3))
-def test_weighted_streams_resume_anywhere_with_any_number_of_ranks(
+def test_a_weighted_order_resumes_with_another_number_of_ranks(
     consumed: int, before: int, after: int
 ) -> None:
     groups = [replace(_group("cats", 7), weight=1.3), replace(_group("dogs", 5), weight=0.4)]
@@ -348,7 +350,7 @@ def test_prefetching_changes_neither_batches_nor_states(prefetch: Prefetch) -> N
         assert next(ahead) == next(plain)
 
 
-def test_a_state_taken_while_others_are_loaded_ahead_resumes_exactly() -> None:
+def test_a_state_taken_while_prefetching_resumes_exactly() -> None:
     groups = [_group("cats", 11, 2, 0.3)]
     ahead = Loader(BatchOrder(groups, 3, 5), _load, prefetch=THREADS)
     for _ in range(9):
@@ -378,7 +380,7 @@ def test_a_batch_that_hangs_ends_the_run_after_its_timeout() -> None:
         next(loader)
 
 
-def test_one_sample_of_each_size_the_largest_first() -> None:
+def test_one_draw_per_size_starts_with_the_largest() -> None:
     sizes = [(8, 8), (8, 24), (16, 16)]
     groups = [_group("cats", 3, size=size) for size in sizes] + [_group("dogs", 2, size=(8, 8))]
     order = BatchOrder(groups, 2, 0)

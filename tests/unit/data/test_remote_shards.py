@@ -1,4 +1,4 @@
-"""Archives and tables at addresses, read in parts from servers that are really there."""
+"""Remote tar and parquet files, read by ranges from a local HTTP server and from moto's S3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gracetune.errors import DataError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from served import Server
+    from http_server import Server
 
     from gracetune.data.source import Source
 
@@ -45,7 +45,7 @@ def _open(address: str, kind: str = "local", **options: object) -> Source:
     return opener(section, "datasets[3]", lambda event: None)
 
 
-def _all(source: Source) -> dict[str, bytes]:
+def _read_all(source: Source) -> dict[str, bytes]:
     return {key: source.read(key) for key in source.keys()}  # noqa: SIM118
 
 
@@ -64,42 +64,42 @@ def shards(server: Server, tmp_path: Path) -> Server:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_tar_over_http_keeps_the_contract(shards: Server, check: Check) -> None:
+def test_a_tar_over_http_fulfils_the_source_contract(shards: Server, check: Check) -> None:
     check(_open(f"{shards.address}/one.tar"), FILES)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_a_table_over_http_keeps_the_contract(shards: Server, check: Check) -> None:
+def test_a_table_over_http_fulfils_the_source_contract(shards: Server, check: Check) -> None:
     check(_open(f"{shards.address}/rows.parquet"), ROWS)
 
 
 @pytest.mark.parametrize("where", ["set", "set/", "set/*.tar"])
-def test_shards_below_an_address_or_a_pattern_are_folders(shards: Server, where: str) -> None:
+def test_the_names_of_remote_shards_become_folders(shards: Server, where: str) -> None:
     expected = {f"0 a/{key}": data for key, data in BIG.items()} | {"1/x.png": b"x"}
     source = _open(f"{shards.address}/{where}")
     assert isinstance(source, TarSource)
-    assert _all(source) == expected
+    assert _read_all(source) == expected
 
 
-def test_type_remote_takes_every_file_unless_it_names_a_shard(shards: Server) -> None:
+def test_type_remote_lists_every_file_unless_the_address_is_a_shard(shards: Server) -> None:
     assert isinstance(_open(f"{shards.address}/set", "remote"), RemoteSource)
-    assert _all(_open(f"{shards.address}/one.tar", "remote")) == FILES
+    assert _read_all(_open(f"{shards.address}/one.tar", "remote")) == FILES
 
 
-def test_it_is_staged_and_read_no_more(shards: Server) -> None:
+def test_staged_remote_shards_are_not_requested_again(shards: Server) -> None:
     for name, expected in (("one.tar", FILES), ("rows.parquet", ROWS)):
         source = _open(f"{shards.address}/{name}")
         staged = StagedSource.stage(source, source.keys(), InMemorySection(), lambda event: None)
-        shards.asked.clear()
-        assert _all(staged) == expected
-        assert shards.asked == []
+        shards.requests.clear()
+        assert _read_all(staged) == expected
+        assert shards.requests == []
 
 
-def test_only_the_parts_that_are_wanted_are_asked_for(shards: Server) -> None:
+def test_only_the_range_of_a_member_is_requested(shards: Server) -> None:
     source = _open(f"{shards.address}/set/0 a.tar")
-    shards.asked.clear()
+    shards.requests.clear()
     assert source.read("02.jpg") == BIG["02.jpg"]
-    ((_, span),) = shards.asked
+    ((_, span),) = shards.requests
     start, stop = map(int, span.removeprefix("bytes=").split("-"))
     assert stop - start + 1 == len(BIG["02.jpg"])
 
@@ -109,38 +109,38 @@ def test_the_footer_of_a_table_is_read_once(shards: Server, tmp_path: Path) -> N
     table = write_parquet(tmp_path / "large.parquet", image_table(images, [""] * 6))
     shards.files["rows.parquet"] = table.read_bytes()
     source = _open(f"{shards.address}/rows.parquet")
-    shards.asked.clear()
+    shards.requests.clear()
     assert source.read("row-000000.jpg") == images[0]
-    assert shards.asked
-    assert not any(span.endswith(f"-{table.stat().st_size - 1}") for _, span in shards.asked)
+    assert shards.requests
+    assert not any(span.endswith(f"-{table.stat().st_size - 1}") for _, span in shards.requests)
 
 
 @pytest.mark.parametrize("failure", ["broken", "busy", "short"])
 @pytest.mark.parametrize("name", ["one.tar", "rows.parquet"])
-def test_a_part_that_fails_is_asked_for_again(shards: Server, name: str, failure: str) -> None:
+def test_a_failed_range_is_requested_again(shards: Server, name: str, failure: str) -> None:
     shards.failures[name] = [failure]
     source = _open(f"{shards.address}/{name}")
     shards.failures[name] = [failure]
-    assert _all(source) == (FILES if name == "one.tar" else ROWS)
+    assert _read_all(source) == (FILES if name == "one.tar" else ROWS)
 
 
-def test_a_member_that_stays_out_of_reach_says_why(shards: Server) -> None:
+def test_a_member_that_cannot_be_read_raises_the_servers_error(shards: Server) -> None:
     source = _open(f"{shards.address}/one.tar")
     shards.failures["one.tar"] = ["forbidden"]
     with pytest.raises(OSError, match=r"403.*after 1 attempts"):
         source.read("deep/z.bin")
 
 
-def test_a_server_without_ranges_cannot_serve_shards(shards: Server) -> None:
-    shards.knows_ranges = False
-    source = _open(f"{shards.address}/one.tar")  # all of it is one range
+def test_a_server_without_range_support_cannot_serve_shards(shards: Server) -> None:
+    shards.supports_ranges = False
+    source = _open(f"{shards.address}/one.tar")  # the small file is read in one request
     with pytest.raises(
         OSError, match=r"does not support range requests.*copy the file to this machine"
     ):
         source.read("deep/z.bin")
 
 
-def test_what_is_no_shard_is_refused_by_name(shards: Server) -> None:
+def test_invalid_and_missing_shards_are_refused_by_name(shards: Server) -> None:
     shards.files |= {"bad.tar": b"not a tar" * 1000, "bad.parquet": b"not a table" * 1000}
     with pytest.raises(DataError, match=r"datasets\[3\].*bad\.tar cannot be read as a tar"):
         _open(f"{shards.address}/bad.tar")
@@ -152,7 +152,7 @@ def test_what_is_no_shard_is_refused_by_name(shards: Server) -> None:
         _open(f"{shards.address}/none*.tar")
 
 
-def test_a_row_that_only_has_a_path_cannot_be_followed(shards: Server, tmp_path: Path) -> None:
+def test_a_remote_row_with_only_a_path_cannot_be_read(shards: Server, tmp_path: Path) -> None:
     table = image_table([IMAGES[0], None], ["x", "y"], ["a.jpg", "b.jpg"])
     shards.files["rows.parquet"] = write_parquet(tmp_path / "r.parquet", table).read_bytes()
     source = _open(f"{shards.address}/rows.parquet")
@@ -162,7 +162,7 @@ def test_a_row_that_only_has_a_path_cannot_be_followed(shards: Server, tmp_path:
             ask("row-000001.jpg")
 
 
-def test_a_shard_is_a_file_that_can_be_moved_in(shards: Server) -> None:
+def test_a_remote_shard_is_a_seekable_file(shards: Server) -> None:
     files = RemoteFiles(f"{shards.address}/one.tar", RemoteSection(), "datasets[3]", 1000)
     shard = RemoteShard(files, files.root)
     whole = shards.files["one.tar"]
@@ -196,20 +196,20 @@ def in_bucket(bucket: dict[str, object], tmp_path: Path) -> dict[str, object]:
     return bucket
 
 
-def test_shards_on_s3(in_bucket: dict[str, object]) -> None:
+def test_tar_shards_are_read_from_s3(in_bucket: dict[str, object]) -> None:
     expected = {f"0/{key}": data for key, data in BIG.items()}
     expected |= {f"deep/1/{key}": data for key, data in FILES.items()}
-    assert _all(_s3(in_bucket, "tars")) == expected
-    assert _all(_s3(in_bucket, "tars/*.tar")) == BIG
-    assert _all(_s3(in_bucket, "tars/deep/1.tar")) == FILES
+    assert _read_all(_s3(in_bucket, "tars")) == expected
+    assert _read_all(_s3(in_bucket, "tars/*.tar")) == BIG
+    assert _read_all(_s3(in_bucket, "tars/deep/1.tar")) == FILES
 
 
-def test_tables_on_s3(in_bucket: dict[str, object]) -> None:
+def test_parquet_files_are_read_from_s3(in_bucket: dict[str, object]) -> None:
     for name in ("tables", "tables/rows.parquet"):
-        assert _all(_s3(in_bucket, name)) == ROWS
+        assert _read_all(_s3(in_bucket, name)) == ROWS
 
 
-def test_another_version_on_s3_has_another_stamp(in_bucket: dict[str, object]) -> None:
+def test_the_stamp_changes_with_the_object_on_s3(in_bucket: dict[str, object]) -> None:
     import fsspec
 
     files = fsspec.filesystem("s3", **in_bucket)

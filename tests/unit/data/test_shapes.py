@@ -36,7 +36,7 @@ def _open(path: Path, section: ShapesSection = SMALL) -> ShapesSource:
     return ShapesSource(path, section, lambda event: None, "datasets[0]")
 
 
-def test_a_third_is_held_out_with_every_word_in_it() -> None:
+def test_the_held_out_third_and_the_rest_contain_every_word() -> None:
     assert len(held_out()) == 32
     assert len(drawn()) == 64
     assert not set(held_out()) & set(drawn())
@@ -47,7 +47,7 @@ def test_a_third_is_held_out_with_every_word_in_it() -> None:
     assert held_out()[0] == ShapeSpec("red", "circle", "black")
 
 
-def test_the_star_has_every_colour_and_background_and_a_held_out_third() -> None:
+def test_the_star_concept_has_every_colour_and_background_and_a_held_out_third() -> None:
     assert (len(held_out("star")), len(drawn("star"))) == (8, 16)
     assert {figure.shape for figure in drawn("star")} == {"star"}
     assert {figure.colour for figure in drawn("star")} == set(COLOURS)
@@ -70,7 +70,7 @@ def test_stencils_stay_within_their_radius(shape: str) -> None:
     assert 0.05 < mask.mean() < 0.4
 
 
-def test_stencils_differ() -> None:
+def test_stencils_of_different_shapes_differ() -> None:
     masks = {shape: np.asarray(stencil(shape, 96, (48, 48), 30)) > 0 for shape in (*SHAPES, "star")}
     for one, mask in masks.items():
         for other, another in masks.items():
@@ -78,7 +78,7 @@ def test_stencils_differ() -> None:
             assert (overlap == 1) if one == other else (overlap < 0.9)
 
 
-def test_a_picture_depends_on_seed_copy_and_words_alone() -> None:
+def test_an_image_depends_only_on_its_spec_copy_and_seed() -> None:
     figure = ShapeSpec("red", "circle", "white")
     picture = np.asarray(draw(figure, 24, 0, 0))
     assert picture.shape == (24, 24, 3)
@@ -88,7 +88,7 @@ def test_a_picture_depends_on_seed_copy_and_words_alone() -> None:
     assert draw(figure, 64, 0, 0).size == (64, 64)
 
 
-def test_pictures_have_their_colours_places_and_sizes() -> None:
+def test_images_have_the_right_colours_positions_and_sizes() -> None:
     areas, centres = [], []
     for copy in range(40):
         pixels = np.asarray(draw(ShapeSpec("blue", "circle", "black"), 24, copy, 0)).astype(int)
@@ -106,7 +106,7 @@ def test_pictures_have_their_colours_places_and_sizes() -> None:
     assert 8.5 < radii.max() < 9.3
 
 
-def test_the_folder_is_made_once(tmp_path: Path) -> None:
+def test_the_folder_is_generated_once(tmp_path: Path) -> None:
     source = _open(tmp_path / "deep/shapes")
     counts = Counter(key.rpartition(".")[2] for key in source.keys())  # noqa: SIM118
     assert counts == {"png": 64, "txt": 64}
@@ -114,14 +114,14 @@ def test_the_folder_is_made_once(tmp_path: Path) -> None:
     assert "red-circle-black-000.png" not in source.keys()  # noqa: SIM118
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["shapes"]
     marker = tmp_path / "deep/shapes" / MARKER
-    made_at = marker.stat().st_mtime_ns
+    generated_at = marker.stat().st_mtime_ns
     again = _open(tmp_path / "deep/shapes")
     assert list(again.keys()) == list(source.keys())
-    assert marker.stat().st_mtime_ns == made_at
+    assert marker.stat().st_mtime_ns == generated_at
     assert "generated shapes" in again.describe()
 
 
-def test_copies_and_concept(tmp_path: Path) -> None:
+def test_copies_and_concept_determine_the_files(tmp_path: Path) -> None:
     source = _open(tmp_path / "x", ShapesSection(copies=3, concept="star", size=32))
     assert len(source.keys()) == 16 * 3 * 2
     assert source.read("red-star-white-002.txt") == b"a red star on a white background\n"
@@ -140,7 +140,7 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "real" / MARKER).exists()
 
 
-def test_other_settings_make_it_anew_and_say_so(tmp_path: Path) -> None:
+def test_changed_settings_recreate_the_folder_with_a_notice(tmp_path: Path) -> None:
     first = _open(tmp_path / "x")
     events: list[Event] = []
     second = ShapesSource(tmp_path / "x", ShapesSection(copies=2, seed=1), events.append)
@@ -150,10 +150,10 @@ def test_other_settings_make_it_anew_and_say_so(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-@pytest.mark.parametrize("meddle", ["add", "edit", "hide", "link"])
-def test_what_a_user_put_there_is_never_thrown_away(tmp_path: Path, meddle: str) -> None:
+@pytest.mark.parametrize("change", ["add", "edit", "hide", "link"])
+def test_files_added_or_edited_by_the_user_are_never_deleted(tmp_path: Path, change: str) -> None:
     _open(tmp_path / "x")
-    name = {"add": "mine.png", "edit": "red-cross-white-000.txt", "hide": ".mine/notes"}.get(meddle)
+    name = {"add": "mine.png", "edit": "red-cross-white-000.txt", "hide": ".mine/notes"}.get(change)
     if name is None:
         (tmp_path / "x/mine").symlink_to(tmp_path)
     else:
@@ -169,7 +169,7 @@ def test_what_a_user_put_there_is_never_thrown_away(tmp_path: Path, meddle: str)
 
 
 @pytest.mark.parametrize("marker", [None, "not json", "[]", '{"settings": 1, "files": {}}'])
-def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, marker: str | None) -> None:
+def test_a_folder_that_was_not_generated_is_left_alone(tmp_path: Path, marker: str | None) -> None:
     (tmp_path / "holiday.jpg").write_bytes(b"precious")
     if marker is not None:
         (tmp_path / MARKER).write_text(marker)
@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, marker: str | N
     assert (tmp_path / "holiday.jpg").read_bytes() == b"precious"
 
 
-def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file/below"):
         with pytest.raises(DataError, match=r"datasets\[0\]\.instance_data_dir.*cannot be written"):
@@ -186,8 +186,8 @@ def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_two_makers_at_once_agree(tmp_path: Path) -> None:
-    """The slower one finds the place taken by what it was about to put there."""
+def test_two_processes_may_generate_the_folder_at_once(tmp_path: Path) -> None:
+    """The slower process finds the same folder already in place."""
     settings = {"drawing": 1, **SMALL.model_dump()}
     _open(tmp_path / "first")
     made = json.loads((tmp_path / "first" / MARKER).read_text())
@@ -207,7 +207,7 @@ def test_an_unknown_concept_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_section_opens_it(tmp_path: Path) -> None:
+def test_open_shapes_generates_the_folder_of_the_section(tmp_path: Path) -> None:
     section = DatasetSection(type="shapes", instance_data_dir=str(tmp_path / "x"), shapes=SMALL)
     assert len(open_shapes(section, "datasets[0]", lambda event: None).keys()) == 128
     with pytest.raises(DataError, match="'shapes' needs it"):

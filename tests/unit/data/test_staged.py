@@ -24,7 +24,7 @@ NOISE = random.Random(0).randbytes(4096)
 
 
 class CountingSource:
-    """Counts reads by key and thread; the keys in `broken` cannot be read, nor sized."""
+    """Records reads by key and thread; keys in `broken` can be neither read nor sized."""
 
     def __init__(self, files: dict[str, bytes], broken: Sequence[str] = ()) -> None:
         self.files = files
@@ -64,7 +64,7 @@ def _stage(
     )
 
 
-def test_no_file_is_opened_after_staging(tmp_path: Path) -> None:
+def test_staged_files_can_be_read_after_the_folder_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for number in range(5):
@@ -86,14 +86,14 @@ def test_every_file_is_read_once_by_worker_threads(compression: str | None) -> N
     assert any(name.startswith("gracetune-read") for name in source.threads)
 
 
-def test_only_the_keys_asked_for_are_staged() -> None:
+def test_only_the_given_keys_are_staged() -> None:
     source = CountingSource({"a": b"1", "b": b"2"})
     staged = StagedSource.stage(source, ["b"], InMemorySection(), lambda event: None)
     assert list(staged.keys()) == ["b"]
     assert source.reads == ["b"]
 
 
-def test_auto_keeps_compressed_only_what_shrinks() -> None:
+def test_auto_compresses_only_files_that_shrink() -> None:
     events: list[Event] = []
     texts = {f"t{number}": b"words " * 500 for number in range(10)}
     staged = _stage(CountingSource({**texts, "noise": NOISE}), events)
@@ -105,7 +105,7 @@ def test_auto_keeps_compressed_only_what_shrinks() -> None:
     assert staged.read("noise") == NOISE
 
 
-def test_auto_says_why_it_chose_nothing() -> None:
+def test_auto_reports_why_it_does_not_compress() -> None:
     events: list[Event] = []
     staged = _stage(CountingSource({"a": NOISE, "b": NOISE}), events)
     assert staged.stored_nbytes == 2 * len(NOISE)
@@ -115,7 +115,7 @@ def test_auto_says_why_it_chose_nothing() -> None:
     assert "zstd saves" in text
 
 
-def test_a_codec_that_was_asked_for_never_makes_a_file_larger() -> None:
+def test_a_given_codec_never_makes_a_file_larger() -> None:
     staged = _stage(CountingSource({"noise": NOISE, "empty": b""}), compression="lz4")
     assert staged.stored_nbytes == len(NOISE)
     assert staged.read("empty") == b""
@@ -136,12 +136,12 @@ def test_without_a_codec_the_limit_is_checked_before_reading() -> None:
     assert source.reads == []
 
 
-def test_compressed_bytes_count_and_may_fit_where_raw_ones_would_not() -> None:
+def test_the_limit_applies_to_compressed_bytes() -> None:
     files = {f"{number}": b"words " * 500 for number in range(4)}
     assert _stage(CountingSource(files), compression="zstd", memory_limit_gb=3000 / GIB)
 
 
-def test_the_limit_stops_the_reads_and_foretells_the_need() -> None:
+def test_exceeding_the_limit_stops_reading_and_reports_the_estimated_need() -> None:
     source = CountingSource({f"{number:03d}": NOISE for number in range(200)})
     limit = 10.5 * len(NOISE) / GIB
     with pytest.raises(DataError) as caught:
@@ -150,7 +150,7 @@ def test_the_limit_stops_the_reads_and_foretells_the_need() -> None:
     assert f"about {200 * len(NOISE) / GIB:.3g} GiB" in str(caught.value)
 
 
-def test_a_file_that_grew_since_it_was_sized_still_counts() -> None:
+def test_the_limit_applies_to_a_file_that_grew_after_it_was_sized() -> None:
     class Growing(CountingSource):
         def nbytes(self, key: str) -> int:
             return 1
@@ -160,7 +160,7 @@ def test_a_file_that_grew_since_it_was_sized_still_counts() -> None:
 
 
 @pytest.mark.parametrize("compression", ["auto", "none"])
-def test_an_unreadable_file_is_kept_as_unreadable(compression: str) -> None:
+def test_an_unreadable_file_is_listed_and_raises_when_it_is_read(compression: str) -> None:
     staged = _stage(CountingSource({"a": b"fine"}, broken=["b"]), compression=compression)
     assert list(staged.keys()) == ["a", "b"]
     assert staged.read("a") == b"fine"
@@ -178,7 +178,7 @@ def test_progress_ends_at_the_total() -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_a_view_is_what_is_read_whatever_shares_its_bucket(compression: str) -> None:
+def test_every_view_has_the_contents_of_its_file(compression: str) -> None:
     files = {f"{n % 7}/{n}": bytes([n % 251]) * (n % 90) for n in range(3000)}
     staged = _stage(CountingSource(files), compression=compression)
     assert {key: bytes(staged.view(key)) for key in files} == files
@@ -188,8 +188,8 @@ def test_a_view_is_what_is_read_whatever_shares_its_bucket(compression: str) -> 
             staged.view(unknown)
 
 
-def test_its_memory_goes_when_it_does() -> None:
-    """Not at some later collection: it may be most of the machine's memory."""
+def test_memory_is_freed_without_a_garbage_collection() -> None:
+    """The staged files may be most of the memory of the machine."""
     gc.disable()
     try:
         staged = _stage(CountingSource({"a": NOISE}))

@@ -1,4 +1,4 @@
-"""Staging against files that misbehave, and with other processes. The plain case: test_staged."""
+"""Staging of files that change or cannot be read, and across processes; see also test_staged."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LIMIT = len(BIG) / GIB
 
 
 Find = Callable[[], Gather | MissingGather]
-"""How staging looks for the compiled helper."""
+"""A function that returns the compiled helper, or why it is missing."""
 
 
 @pytest.fixture(params=["compiled", "python"])
 def find(request: pytest.FixtureRequest) -> Find:
-    """Files by one call, and one by one: whatever they do, the same comes out."""
+    """Find the compiled helper, or none: the results must be the same."""
     return find_gather if request.param == "compiled" else lambda: MissingGather("it is not here")
 
 
@@ -59,17 +59,17 @@ def _stage(
     )
 
 
-class Treacherous(FolderSource):
-    """Does something to a file between the moment it was sized and the moment it is opened."""
+class ChangingSource(FolderSource):
+    """Changes a file after its size was read and before it is opened."""
 
     def __init__(self, root: Path, key: str, change: str) -> None:
         super().__init__(root)
-        self._victim = (root / key, key)
+        self._target = (root / key, key)
         self._change = change
 
     def place(self, key: str) -> FileRange:
-        path, victim = self._victim
-        if key == victim:
+        path, target = self._target
+        if key == target:
             change, self._change = self._change, "nothing"
             match change:
                 case "vanish":
@@ -85,11 +85,11 @@ class Treacherous(FolderSource):
 @pytest.mark.parametrize(
     ("change", "left"), [("vanish", None), ("shrink", 7), ("grow", 2.0), ("nothing", 1.0)]
 )
-def test_a_file_that_changes_while_it_is_staged(
+def test_a_file_that_changes_while_it_is_staged_is_read_as_it_is_then(
     tmp_path: Path, data: bytes, change: str, left: float | None, find: Find
 ) -> None:
     write_folder(tmp_path, {"a": b"before", "b": data * 3, "c": b"after"})
-    staged = _stage(Treacherous(tmp_path, "b", change), find=find)
+    staged = _stage(ChangingSource(tmp_path, "b", change), find=find)
     assert (staged.read("a"), staged.read("c")) == (b"before", b"after")
     if left is None:
         with pytest.raises(OSError, match="No such file"):
@@ -119,8 +119,8 @@ def _only_a_is_readable(root: Path, find: Find) -> bool:
     return staged.read("a") == b"mine" and reasons == ["Permission denied"] * 2
 
 
-def test_a_source_that_cannot_tell_a_place_is_read(tmp_path: Path, find: Find) -> None:
-    class Lost(FolderSource):
+def test_a_file_without_a_known_place_is_read_from_its_source(tmp_path: Path, find: Find) -> None:
+    class PartlyPlacedSource(FolderSource):
         def place(self, key: str) -> FileRange:
             if key != "b":
                 return super().place(key)
@@ -129,19 +129,19 @@ def test_a_source_that_cannot_tell_a_place_is_read(tmp_path: Path, find: Find) -
         def read(self, key: str) -> bytes:
             return b"read by name" if key == "b" else super().read(key)
 
-    source = Lost(write_folder(tmp_path, {"a": BIG, "b": BIG}))
+    source = PartlyPlacedSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
     staged = _stage(source, find=find)
     assert (staged.read("a"), staged.read("b")) == (BIG, b"read by name")
 
 
-def test_a_folder_named_like_a_picture_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_named_like_an_image_is_not_a_file(tmp_path: Path) -> None:
     write_folder(tmp_path, {"x.png/inner.png": b"in", "y.png": b""})
     staged = _stage(FolderSource(tmp_path))
     assert list(staged.keys()) == ["x.png/inner.png", "y.png"]
     assert staged.read("y.png") == b""
 
 
-def test_large_and_small_files_mix(tmp_path: Path, find: Find) -> None:
+def test_large_and_small_files_are_staged_together(tmp_path: Path, find: Find) -> None:
     files = {f"{n:03d}": BIG[: n * 2500] for n in range(100)}
     source = FolderSource(write_folder(tmp_path, files))
     staged = _stage(source, find=find, num_workers=3, chunk_size=7)
@@ -149,7 +149,7 @@ def test_large_and_small_files_mix(tmp_path: Path, find: Find) -> None:
     assert staged.stored_nbytes == sum(map(len, files.values()))
 
 
-def test_what_is_gathered_is_written_in_pieces(
+def test_small_files_are_written_in_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "WRITE_BATCH_NBYTES", 1000)
@@ -160,7 +160,7 @@ def test_what_is_gathered_is_written_in_pieces(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 10, 1000, None])
-def test_chunk_size_changes_nothing_but_the_pace(
+def test_chunk_size_does_not_change_the_contents(
     tmp_path: Path, chunk_size: int | None, find: Find
 ) -> None:
     path = write_tar(tmp_path / "x.tar", FILES)
@@ -172,24 +172,24 @@ def test_chunk_size_changes_nothing_but_the_pace(
 def test_the_limit_holds_for_files_that_have_grown(tmp_path: Path, find: Find) -> None:
     write_folder(tmp_path, {"a": BIG, "b": BIG})
     with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
-        _stage(Treacherous(tmp_path, "b", "grow"), find=find, memory_limit_gb=2.5 * LIMIT)
+        _stage(ChangingSource(tmp_path, "b", "grow"), find=find, memory_limit_gb=2.5 * LIMIT)
     assert _stage(FolderSource(tmp_path), find=find, memory_limit_gb=3 * LIMIT)
     with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
         _stage(FolderSource(tmp_path), find=find, memory_limit_gb=2.9 * LIMIT)
 
 
 def test_the_limit_holds_for_files_copied_in_the_kernel(tmp_path: Path) -> None:
-    class Unsized(FolderSource):
+    class UnsizedSource(FolderSource):
         def nbytes(self, key: str) -> int:
             raise OSError("who knows")
 
-    source = Unsized(write_folder(tmp_path, {"a": BIG, "b": BIG}))
+    source = UnsizedSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
     with pytest.raises(DataError, match=r"datasets\[0\]\.in_memory\.memory_limit_gb"):
         _stage(source, memory_limit_gb=1.9 * len(BIG) / GIB)
     assert _stage(source, memory_limit_gb=2 * len(BIG) / GIB).stored_nbytes == 2 * len(BIG)
 
 
-def test_a_host_without_room_stages_nothing(tmp_path: Path) -> None:
+def test_staging_is_refused_without_free_host_memory(tmp_path: Path) -> None:
     source = FolderSource(write_folder(tmp_path, {"a": BIG}))
     with pytest.raises(DataError, match="this machine has 0 B free"):
         StagedSource.stage(
@@ -197,7 +197,9 @@ def test_a_host_without_room_stages_nothing(tmp_path: Path) -> None:
         )
 
 
-def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_while_staging_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: SegmentWriter, data: bytes) -> int:
         raise ArenaFullError("No space left on device")
 
@@ -208,7 +210,9 @@ def test_a_machine_that_is_full_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("data", [b"small" * 100, BIG], ids=["small", "large"])
-def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path, find: Find, data: bytes) -> None:
+def test_the_error_names_the_file_size_limit_of_the_process(
+    tmp_path: Path, find: Find, data: bytes
+) -> None:
     source = FolderSource(write_folder(tmp_path, {f"{n:03d}": data for n in range(200)}))
     assert is_true_in_fork(lambda: _names_the_limit(source, find))
 
@@ -218,12 +222,12 @@ def _names_the_limit(source: Source, find: Find) -> bool:
     try:
         _stage(source, find=find, num_workers=1)
     except DataError as error:
-        said = "datasets[0]: the file-size limit of 8.0 KiB (ulimit -f) stopped staging"
-        return str(error).startswith(said) and "(File too large)" in str(error)
+        expected = "datasets[0]: the file-size limit of 8.0 KiB (ulimit -f) stopped staging"
+        return str(error).startswith(expected) and "(File too large)" in str(error)
     return False
 
 
-def test_without_the_helper_it_is_told_once(tmp_path: Path) -> None:
+def test_a_missing_helper_is_reported_once(tmp_path: Path) -> None:
     events: list[Event] = []
     source = FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
     _stage(source, events, lambda: MissingGather("it is not here"))
@@ -231,7 +235,7 @@ def test_without_the_helper_it_is_told_once(tmp_path: Path) -> None:
     assert notice.text == "files are staged one by one in Python: it is not here"
 
 
-def test_progress_tells_files_and_bytes_and_seconds(tmp_path: Path) -> None:
+def test_progress_has_files_bytes_and_seconds(tmp_path: Path) -> None:
     events: list[Event] = []
     _stage(FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG})), events)
     last = [event for event in events if isinstance(event, StageProgress)][-1]
@@ -239,7 +243,7 @@ def test_progress_tells_files_and_bytes_and_seconds(tmp_path: Path) -> None:
     assert last.seconds > 0
 
 
-def test_each_kind_says_what_was_chosen_and_saved(tmp_path: Path) -> None:
+def test_the_notice_names_the_compression_of_each_suffix(tmp_path: Path) -> None:
     events: list[Event] = []
     words = {f"{n}.txt": b"the same words again " * 100 for n in range(5)}
     source = FolderSource(write_folder(tmp_path, {"n.jpg": os.urandom(5000), **words}))
@@ -251,7 +255,7 @@ def test_each_kind_says_what_was_chosen_and_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["quick", "slow"])
-def test_lengths_are_asked_in_order_by_one_or_by_many(tmp_path: Path, seconds: float) -> None:
+def test_sizes_are_in_order_with_one_or_several_threads(tmp_path: Path, seconds: float) -> None:
     source = FolderSource(write_folder(tmp_path, {f"{n:03d}": b"x" * n for n in range(200)}))
     times = iter([0.0, seconds])
     keys = list(source.keys())
@@ -260,8 +264,8 @@ def test_lengths_are_asked_in_order_by_one_or_by_many(tmp_path: Path, seconds: f
     assert staging.sizes_of(source, keys, 3, find_gather()) == list(range(200))
 
 
-def test_no_file_is_opened_once_it_is_staged(tmp_path: Path) -> None:
-    """Every open of this process is counted by the interpreter's own audit."""
+def test_reading_a_staged_file_opens_no_file(tmp_path: Path) -> None:
+    """An audit hook of the interpreter records every file that the process opens."""
     write_folder(tmp_path, {f"{n}.png": BIG for n in range(5)})
     program = f"""
 import sys
@@ -332,7 +336,7 @@ def test_ranks_share_one_copy(tmp_path: Path) -> None:
         assert int(answer[0]) < 0.05 * 64 * 1024**2
 
 
-def test_a_spawned_worker_is_handed_a_ticket(tmp_path: Path) -> None:
+def test_a_pickled_staged_source_is_small_and_opens_in_another_process(tmp_path: Path) -> None:
     staged = _stage(FolderSource(write_folder(tmp_path, {"a": BIG})))
     handed = pickle.dumps(staged)
     assert len(handed) < 1000
@@ -347,11 +351,11 @@ print(staged.describe(), len(staged.read("a")))
     assert done.stdout.decode() == f"the folder {tmp_path}, staged in memory {len(BIG)}\n"
 
 
-def test_another_data_set_is_not_shared(tmp_path: Path) -> None:
+def test_a_changed_dataset_is_not_shared(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "data", {"a": b"one"})
-    kept = [_meet(folder, tmp_path / "meet")]
+    kept = [_stage_shared(folder, tmp_path / "meet")]
     (folder / "a").write_bytes(b"other")  # of another size
-    kept.append(_meet(folder, tmp_path / "meet"))
+    kept.append(_stage_shared(folder, tmp_path / "meet"))
     assert [staged.read("a") for staged in kept] == [b"one", b"other"]
 
 
@@ -363,56 +367,60 @@ def test_an_edit_that_keeps_the_length_is_not_shared(tmp_path: Path) -> None:
             assert holder.stdout is not None
             holder.stdout.readline()
             events: list[Event] = []
-            assert _meet_plainly(folder, tmp_path / "meet", events).read("a") == b"one"
+            assert (
+                _stage_shared(folder, tmp_path / "meet", events, compression="none").read("a")
+                == b"one"
+            )
             assert "sharing" in str(events[-1])
             status = (folder / "a").stat()
             (folder / "a").write_bytes(b"two")
             os.utime(folder / "a", ns=(status.st_atime_ns, status.st_mtime_ns))
-            assert _meet_plainly(folder, tmp_path / "meet", events).read("a") == b"two"
+            assert (
+                _stage_shared(folder, tmp_path / "meet", events, compression="none").read("a")
+                == b"two"
+            )
             assert "staged 2 files" in str(events[-1])
         finally:
             holder.kill()
 
 
-def _meet_plainly(folder: Path, meet_in: Path, recorder: list[Event]) -> StagedSource:
-    source = FolderSource(folder)
-    section = InMemorySection(compression="none")
-    return StagedSource.stage(source, source.keys(), section, recorder.append, meet_in=meet_in)
-
-
-def test_who_may_not_map_it_says_so_and_holds_a_copy(tmp_path: Path) -> None:
+def test_a_process_without_permission_reports_that_it_keeps_its_own_copy(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         folder = write_folder(root / "data", {"a": b"one"})
         (root / "meet").mkdir()
         for path in (root, *root.rglob("*")):
             path.chmod(0o777)
-        held = _meet(folder, root / "meet")
+        held = _stage_shared(folder, root / "meet")
         for path in (root / "meet").iterdir():
             path.chmod(0o777)
         with undumpable_process():
-            claim = partial(_says_it_holds_a_copy, folder, root / "meet")
+            claim = partial(_reports_its_own_copy, folder, root / "meet")
             assert is_true_in_fork(claim, as_nobody=True)
         assert held.read("a") == b"one"
 
 
-def _says_it_holds_a_copy(folder: Path, meet_in: Path) -> bool:
+def _reports_its_own_copy(folder: Path, meet_in: Path) -> bool:
     events: list[Event] = []
-    staged = _meet(folder, meet_in, events)
+    staged = _stage_shared(folder, meet_in, events)
     notices = [event for event in events if isinstance(event, Notice)]
     warned = [notice for notice in notices if notice.fallback and "its own copy" in notice.text]
     return staged.read("a") == b"one" and len(warned) == 1
 
 
-def _meet(folder: Path, meet_in: Path, recorder: list[Event] | None = None) -> StagedSource:
+def _stage_shared(
+    folder: Path, meet_in: Path, events: list[Event] | None = None, **section: object
+) -> StagedSource:
+    """Stage a folder, or map the copy of another process that meets in `meet_in`."""
     source = FolderSource(folder)
-    emit = ([] if recorder is None else recorder).append
-    return StagedSource.stage(source, source.keys(), InMemorySection(), emit, meet_in=meet_in)
+    settings = InMemorySection.model_validate(section)
+    emit = ([] if events is None else events).append
+    return StagedSource.stage(source, source.keys(), settings, emit, meet_in=meet_in)
 
 
 @pytest.mark.slow
-def test_a_file_larger_than_one_call_can_copy(tmp_path: Path) -> None:
-    """The kernel moves at most 2 GiB at a time."""
+def test_a_file_larger_than_2_gib_is_staged(tmp_path: Path) -> None:
+    """The kernel copies at most 2 GiB per call."""
     nbytes = 2 * GIB + 12345
     with (tmp_path / "huge").open("wb") as file:
         file.seek(nbytes - 3)
@@ -422,9 +430,9 @@ def test_a_file_larger_than_one_call_can_copy(tmp_path: Path) -> None:
     assert staged.view("huge")[-3:] == b"end"
 
 
-def test_a_hundred_thousand_files_take_seconds() -> None:
-    class Made:
-        """Names that are their own contents."""
+def test_a_hundred_thousand_files_have_a_small_index() -> None:
+    class NamesSource:
+        """A source whose files contain their own names."""
 
         def __init__(self, count: int) -> None:
             self._keys = [f"deep/folder/{number:09d}.bin" for number in range(count)]
@@ -441,7 +449,7 @@ def test_a_hundred_thousand_files_take_seconds() -> None:
         def describe(self) -> str:
             return "made names"
 
-    staged = _stage(Made(100_000))
+    staged = _stage(NamesSource(100_000))
     assert len(staged.keys()) == 100_000
     assert staged.read("deep/folder/000077777.bin") == b"deep/folder/000077777.bin"
     assert staged.index_nbytes < 100 * 100_000

@@ -32,14 +32,14 @@ def _hf(address: Path) -> TableSource:
     return open_hf(section, "datasets[1]", lambda event: None)
 
 
-def test_plain_bytes_and_text_are_found_by_type_and_name(tmp_path: Path) -> None:
+def test_image_and_caption_columns_are_found_by_type_and_name(tmp_path: Path) -> None:
     table = pa.table({"id": [1, 2], "caption": ["x", "y"], "jpg": [JPEG, JPEG + b"2"]})
     source = _parquet(write_parquet(tmp_path / "t.parquet", table))
     assert source.read("row-000001.jpg") == JPEG + b"2"
     assert source.read("row-000001.txt") == b"y"
 
 
-def test_the_only_column_of_bytes_needs_no_name(tmp_path: Path) -> None:
+def test_a_single_binary_column_is_the_image_column(tmp_path: Path) -> None:
     table = pa.table({"blob": pa.array([PNG], pa.large_binary())})
     source = _parquet(write_parquet(tmp_path / "t.parquet", table))
     assert list(source.keys()) == ["row-000000.png"]
@@ -56,7 +56,9 @@ def test_the_only_column_of_bytes_needs_no_name(tmp_path: Path) -> None:
         (b"", ".bin"),
     ],
 )
-def test_the_ending_is_what_the_bytes_say(tmp_path: Path, data: bytes, ending: str) -> None:
+def test_the_suffix_of_a_row_follows_from_its_contents(
+    tmp_path: Path, data: bytes, ending: str
+) -> None:
     source = _parquet(write_parquet(tmp_path / "t.parquet", pa.table({"image": [data]})))
     assert list(source.keys()) == [f"row-000000{ending}"]
 
@@ -75,7 +77,7 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
         _parquet(path, image="a", caption="a")
 
 
-def test_a_null_caption_is_empty_and_a_null_picture_unreadable(tmp_path: Path) -> None:
+def test_a_null_caption_is_empty_and_a_null_image_unreadable(tmp_path: Path) -> None:
     source = _parquet(write_parquet(tmp_path / "t.parquet", image_table([JPEG, None], [None, "x"])))
     assert source.read("row-000000.txt") == b""
     for ask in (source.read, source.nbytes):
@@ -83,7 +85,7 @@ def test_a_null_caption_is_empty_and_a_null_picture_unreadable(tmp_path: Path) -
             ask("row-000001.jpg")
 
 
-def test_a_path_without_bytes_is_read_from_beside_the_table(tmp_path: Path) -> None:
+def test_a_path_without_bytes_is_read_relative_to_the_table(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(PNG + b"x")
     path = write_parquet(
         tmp_path / "t.parquet", image_table([None, None], ["x", "y"], ["x.png", "gone.png"])
@@ -95,7 +97,7 @@ def test_a_path_without_bytes_is_read_from_beside_the_table(tmp_path: Path) -> N
         source.read("row-000001.png")
 
 
-def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
+def test_invalid_missing_and_empty_parquet_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"PAR1 but not really")
     with pytest.raises(DataError, match=r"datasets\[1\].*no\.parquet cannot be read as parquet"):
         _parquet(tmp_path / "no.parquet")
@@ -105,7 +107,7 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
         _parquet(write_parquet(tmp_path / "empty.parquet", image_table([], [])))
 
 
-def test_files_of_one_name_in_two_folders_keep_their_rows(tmp_path: Path) -> None:
+def test_parquet_files_with_the_same_name_in_two_folders_are_kept_apart(tmp_path: Path) -> None:
     for split, data in (("train", JPEG), ("test", PNG)):
         write_parquet(tmp_path / split / "0000.parquet", image_table([data], [split]))
     source = _parquet(tmp_path)
@@ -115,14 +117,14 @@ def test_files_of_one_name_in_two_folders_keep_their_rows(tmp_path: Path) -> Non
     assert source.read("test/0000/row-000000.txt") == b"test"
 
 
-def test_files_that_differ_in_their_ending_alone_are_refused(tmp_path: Path) -> None:
+def test_parquet_files_that_differ_only_in_their_suffix_are_refused(tmp_path: Path) -> None:
     for ending in ("parquet", "PARQUET"):
         write_parquet(tmp_path / f"0000.{ending}", image_table([JPEG], [ending]))
     with pytest.raises(DataError, match=r"datasets\[1\].*two files named '0000'"):
         _parquet(tmp_path)
 
 
-def test_a_path_with_an_unknown_ending_hides_no_row(tmp_path: Path) -> None:
+def test_a_path_with_an_unknown_suffix_gets_the_suffix_of_its_contents(tmp_path: Path) -> None:
     paths = ["a.png", "b.jpg?width=512", "scan v1.2", "d.jfif", "e.JPG", None]
     table = image_table([PNG] * len(paths), ["x"] * len(paths), paths)
     source = _parquet(write_parquet(tmp_path / "t.parquet", table))
@@ -143,7 +145,7 @@ def test_a_damaged_row_group_makes_its_rows_unreadable(tmp_path: Path) -> None:
     assert source.read("row-000003.jpg") == images[3]
 
 
-def test_each_row_group_is_decoded_once_by_whoever_goes_in_order(tmp_path: Path) -> None:
+def test_sequential_reads_decode_each_row_group_once(tmp_path: Path) -> None:
     images = [JPEG + bytes([n]) * 1000 for n in range(40)]
     source = _parquet(write_parquet(tmp_path / "t.parquet", image_table(images, ["x"] * 40), 10))
     decoded = []
@@ -155,7 +157,7 @@ def test_each_row_group_is_decoded_once_by_whoever_goes_in_order(tmp_path: Path)
     assert decoded == ["image"] * 4
 
 
-def test_staging_needs_no_length_of_each_row(tmp_path: Path) -> None:
+def test_staging_does_not_query_the_size_of_each_row(tmp_path: Path) -> None:
     images = [JPEG + bytes([n]) * 1000 for n in range(40)]
     source = _parquet(write_parquet(tmp_path / "t.parquet", image_table(images, ["x"] * 40), 10))
     asked = []
@@ -166,7 +168,7 @@ def test_staging_needs_no_length_of_each_row(tmp_path: Path) -> None:
     assert asked == []
 
 
-def test_splits_are_folders(tmp_path: Path) -> None:
+def test_the_splits_of_a_saved_dataset_become_folders(tmp_path: Path) -> None:
     root = tmp_path / "saved"
     for split, data in (("train", JPEG), ("test", PNG)):
         save_to_disk(root / split, image_table([data], [split]))
@@ -177,7 +179,7 @@ def test_splits_are_folders(tmp_path: Path) -> None:
     assert source.describe() == f"the dataset on disk {root}"
 
 
-def test_what_is_no_saved_data_set_says_so(tmp_path: Path) -> None:
+def test_an_invalid_saved_dataset_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datasets\[1\].*has no state\.json"):
         _hf(tmp_path)
     folder = save_to_disk(tmp_path / "saved", image_table([JPEG], ["x"]))
@@ -199,7 +201,9 @@ def test_what_is_no_saved_data_set_says_so(tmp_path: Path) -> None:
         ("remote", "aiohttp", "remote"),
     ],
 )
-def test_a_missing_package_names_the_extra(module: str, package: str, extra: str) -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    module: str, package: str, extra: str
+) -> None:
     program = f"""
 import sys
 sys.modules[{package!r}] = None

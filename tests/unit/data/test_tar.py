@@ -24,13 +24,13 @@ def _open(address: Path | str, recorder: list[Event] | None = None) -> TarSource
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_every_form_of_tar_is_read(tmp_path: Path, form: int) -> None:
+def test_every_tar_format_is_read(tmp_path: Path, form: int) -> None:
     files = {"a/b.jpg": b"1" * 70_000, "é.txt": b"two", "deep/" * 10 + "n.txt": b"three"}
     source = _open(write_tar(tmp_path / "x.tar", files, form))
     assert {key: source.read(key) for key in source.keys()} == files  # noqa: SIM118
 
 
-def test_names_are_made_relative_and_the_last_of_two_counts(tmp_path: Path) -> None:
+def test_names_are_normalized_and_the_last_of_two_members_wins(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name, data in (("./a.jpg", b"old"), ("/b.jpg", b"b"), (".//./a.jpg", b"new")):
             member = tarfile.TarInfo(name)
@@ -43,7 +43,7 @@ def test_names_are_made_relative_and_the_last_of_two_counts(tmp_path: Path) -> N
     }
 
 
-def test_what_is_no_sample_is_left_out_aloud(tmp_path: Path) -> None:
+def test_links_and_hidden_members_are_skipped_with_a_warning(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name in ("a.jpg", "._a.jpg", "deep/../b.jpg", ".git/config"):
             archive.addfile(tarfile.TarInfo(name))
@@ -59,7 +59,7 @@ def test_what_is_no_sample_is_left_out_aloud(tmp_path: Path) -> None:
     assert notice.level == "warning"
 
 
-def test_shards_of_a_folder_or_a_pattern_are_folders(tmp_path: Path) -> None:
+def test_the_names_of_several_shards_become_folders(tmp_path: Path) -> None:
     for name in ("s/0.tar", "s/1.tar"):
         write_tar(tmp_path / name, {"000.jpg": name.encode(), "000.txt": b"x"})
     keys = ["0/000.jpg", "0/000.txt", "1/000.jpg", "1/000.txt"]
@@ -70,7 +70,9 @@ def test_shards_of_a_folder_or_a_pattern_are_folders(tmp_path: Path) -> None:
     assert source.describe() == f"2 shards from {tmp_path}/s/0.tar on"
 
 
-def test_pairs_are_pictures_and_captions(tmp_path: Path, png: bytes) -> None:
+def test_members_with_the_same_stem_are_an_image_and_its_caption(
+    tmp_path: Path, png: bytes
+) -> None:
     write_tar(tmp_path / "x.tar", {"7.png": png, "7.txt": b"a pair", "8.png": png, "8.txt": b""})
     for kind in ("tar", "local", "in_memory"):
         section = DatasetSection(type=kind, instance_data_dir=str(tmp_path / "x.tar"))
@@ -87,8 +89,8 @@ def png() -> bytes:
     return buffer.getvalue()
 
 
-def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    """It lacks samples that nobody could name."""
+def test_a_truncated_shard_is_refused(tmp_path: Path) -> None:
+    """The names of the missing samples are unknown."""
     path = write_tar(tmp_path / "x.tar", {"a.jpg": b"whole", "b.jpg": b"x" * 100_000})
     with path.open("r+b") as file:
         file.truncate(50_000)
@@ -96,7 +98,7 @@ def test_a_shard_that_was_cut_off_is_refused(tmp_path: Path) -> None:
         _open(path)
 
 
-def test_a_shard_that_shrinks_later_has_an_unreadable_member(tmp_path: Path) -> None:
+def test_a_member_beyond_the_end_of_a_shrunken_shard_is_unreadable(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", {"a.jpg": b"whole", "b.jpg": b"x" * 100_000})
     source = _open(path)
     with path.open("r+b") as file:
@@ -106,7 +108,7 @@ def test_a_shard_that_shrinks_later_has_an_unreadable_member(tmp_path: Path) -> 
         source.read("b.jpg")
 
 
-def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
+def test_invalid_and_compressed_archives_are_refused(tmp_path: Path) -> None:
     (tmp_path / "no.tar").write_bytes(b"not a tar" * 1000)
     with pytest.raises(DataError, match=r"datasets\[2\]\.instance_data_dir.*no\.tar cannot be"):
         _open(tmp_path / "no.tar")
@@ -115,7 +117,7 @@ def test_what_is_no_tar_is_refused(tmp_path: Path) -> None:
         _open(tmp_path / "gz.tar")
 
 
-def test_nothing_there_names_the_ways_to_say_it(tmp_path: Path) -> None:
+def test_a_pattern_without_matches_and_an_empty_shard_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"datasets\[2\].*there is no \.tar file.*shards/\*\.tar"):
         _open(tmp_path / "*.tar")
     with pytest.raises(DataError, match=r"the shard .* contains no files"):

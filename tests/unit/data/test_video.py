@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from made_media import grey_frames, photo, picture_bytes, sound_bytes, tone, video_bytes
+from media_files import audio_bytes, grey_frames, image_bytes, photo, tone, video_bytes
 
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.video import VideoFacts, decode_video, probe_video
@@ -21,7 +21,7 @@ CONTAINERS = [("mp4", "libx264"), ("matroska", "libx264"), ("webm", "libvpx-vp9"
 
 
 def _levels(data: bytes, count: int, fps: float, clip: float = 0.0) -> list[int]:
-    """The number of the frame that each moment shows."""
+    """Return the number of the frame that is shown at each time."""
     pixels = decode_video(data, (16, 16), count, fps, clip)
     assert tuple(pixels.shape) == (3, count, 16, 16)
     return [round(float(level + 1) * 127.5 / 4) for level in pixels[0, :, 8, 8]]
@@ -46,11 +46,13 @@ def test_every_container_is_read_frame_by_frame(container: str, codec: str) -> N
         (30.0, 17, [int(n * 0.8 + 0.03) for n in range(17)]),
     ],
 )
-def test_each_moment_shows_what_a_player_would(fps: float, count: int, shown: list[int]) -> None:
+def test_another_fps_shows_the_frames_that_a_player_would(
+    fps: float, count: int, shown: list[int]
+) -> None:
     assert _levels(CLIP, count, fps) == shown
 
 
-def test_the_clip_lies_where_it_is_asked_for() -> None:
+def test_the_clip_starts_at_the_requested_position() -> None:
     assert _levels(CLIP, 5, 24.0, 0.0) == [0, 1, 2, 3, 4]
     assert _levels(CLIP, 5, 24.0, 1.0) == [55, 56, 57, 58, 59]
     middle = _levels(CLIP, 5, 24.0, 0.5)
@@ -65,8 +67,8 @@ def test_a_late_clip_of_a_long_video_is_found_by_seeking() -> None:
     assert [round(float(v + 1) * 127.5 / 8) for v in pixels[0, ::10, 8, 8]] == [21, 22, 23]
 
 
-def test_a_clip_that_begins_with_pictures_of_the_group_before_it_is_found() -> None:
-    """Sought there, a decoder of HEVC leaves out what refers to before the key frame."""
+def test_a_clip_that_starts_in_an_open_gop_is_decoded_correctly() -> None:
+    """After a seek, an HEVC decoder drops frames that refer to frames before the key frame."""
     frames = [np.full((96, 128, 3), n // 10 * 8, np.uint8) for n in range(240)]
     group = "open-gop=1:keyint=24:min-keyint=24:scenecut=0:bframes=4:b-adapt=0:log-level=none"
     data = video_bytes(frames, codec="libx265", options={"x265-params": group})
@@ -77,8 +79,8 @@ def test_a_clip_that_begins_with_pictures_of_the_group_before_it_is_found() -> N
 
 
 @pytest.mark.parametrize("first", [-120, 0, 48])
-def test_a_file_that_is_entered_between_key_frames_is_not_grey(first: int) -> None:
-    """A transport stream, called .mp4: it has no index, and its times begin anywhere."""
+def test_a_clip_that_starts_between_key_frames_is_decoded_correctly(first: int) -> None:
+    """A transport stream has no index, and its timestamps may start anywhere."""
     frames = [np.full((48, 64, 3), n // 10 * 8, np.uint8) for n in range(240)]
     data = video_bytes(frames, container="mpegts", codec="mpeg4", first=first)
     for clip, shown in ((0.15, 3), (0.3, 7), (0.5, 11), (0.9, 21)):
@@ -86,7 +88,7 @@ def test_a_file_that_is_entered_between_key_frames_is_not_grey(first: int) -> No
         assert round(float(pixels[0, 0, 8, 8] + 1) * 127.5 / 8) == shown
 
 
-def test_pixels_that_are_not_square_are_shown_as_players_do() -> None:
+def test_non_square_pixels_are_stretched_as_in_players() -> None:
     frame = np.zeros((48, 48, 3), np.uint8)
     frame[:, 24:] = 255
     data = video_bytes([frame] * 5, pixel_aspect=Fraction(2))
@@ -96,20 +98,20 @@ def test_pixels_that_are_not_square_are_shown_as_players_do() -> None:
     assert left[0, 0, :, :40].max() < -0.9
 
 
-def test_a_file_whose_pixels_are_absurdly_wide_is_unreadable() -> None:
+def test_an_extreme_pixel_aspect_ratio_is_unreadable() -> None:
     data = video_bytes([np.zeros((480, 640, 3), np.uint8)] * 2, pixel_aspect=Fraction(255))
     with pytest.raises(UnreadableSampleError, match="frame 0 has 163200x480 pixels"):
         probe_video(data)
 
 
-def test_a_video_that_is_too_short_is_unreadable() -> None:
+def test_a_video_shorter_than_the_clip_is_unreadable() -> None:
     assert len(_levels(CLIP, 60, 24.0)) == 60
     with pytest.raises(UnreadableSampleError, match="ends after 60 of 61 frames at 24 fps"):
         decode_video(CLIP, (16, 16), 61, 24.0)
 
 
 @pytest.mark.parametrize("lanczos", ["pillow", "torch"])
-def test_clips_cover_their_bucket_as_pictures_do(lanczos: Lanczos) -> None:
+def test_clips_are_resized_and_cropped_like_images(lanczos: Lanczos) -> None:
     frame = np.zeros((48, 96, 3), np.uint8)
     frame[:, 48:] = 255
     data = video_bytes([frame] * 5)
@@ -126,7 +128,7 @@ def test_clips_cover_their_bucket_as_pictures_do(lanczos: Lanczos) -> None:
 
 @pytest.mark.parametrize("colorspace", [1, 5, 9])
 @pytest.mark.parametrize("size", [(64, 48), (1280, 720)])
-def test_colours_are_those_of_the_matrix_that_the_file_names(
+def test_colours_follow_the_colour_space_of_the_file(
     colorspace: int, size: tuple[int, int]
 ) -> None:
     frame = np.empty((size[1], size[0], 3), np.uint8)
@@ -136,8 +138,8 @@ def test_colours_are_those_of_the_matrix_that_the_file_names(
     assert shown.tolist() == pytest.approx([200, 60, 30], abs=4)
 
 
-def test_a_turned_video_is_upright() -> None:
-    """What a phone stores: pixels on their side, and a matrix that says so."""
+def test_the_display_rotation_of_a_video_is_applied() -> None:
+    """Phones store rotated pixels and a display matrix."""
     frame = np.zeros((48, 64, 3), np.uint8)
     frame[:, :32] = 255
     data = bytearray(video_bytes([frame] * 5))
@@ -157,19 +159,19 @@ def test_a_turned_video_is_upright() -> None:
         (b"", "the file is empty"),
         (b"hello, I am a text" * 9, "not a readable video file"),
         (CLIP[: len(CLIP) // 2], "not a readable video file"),
-        (sound_bytes(tone(0.5, 8000, 440), 8000), "the file has no video stream"),
+        (audio_bytes(tone(0.5, 8000, 440), 8000), "the file has no video stream"),
         (MATROSKA[: MATROSKA.index(b"\x1f\x43\xb6\x75")], "the video file has no frames"),
     ],
     ids=["empty", "text", "truncated", "sound", "no frames"],
 )
-def test_what_is_no_video_says_why(data: bytes, reason: str) -> None:
+def test_files_without_video_are_unreadable_with_a_reason(data: bytes, reason: str) -> None:
     with pytest.raises(UnreadableSampleError, match=reason):
         probe_video(data)
     with pytest.raises(UnreadableSampleError):
         decode_video(data, (16, 16), 1, 24.0)
 
 
-def test_a_truncated_stream_is_as_long_as_what_is_there() -> None:
+def test_the_duration_of_a_truncated_file_is_that_of_its_remaining_frames() -> None:
     data = video_bytes([photo(64, 48, n) for n in range(60)], container="matroska")
     half = probe_video(data[: len(data) // 2])
     assert 0.3 < half.seconds < 1.6
@@ -177,7 +179,7 @@ def test_a_truncated_stream_is_as_long_as_what_is_there() -> None:
         decode_video(data[: len(data) // 2], (16, 16), 57, 24.0)
 
 
-def test_a_frame_of_too_many_pixels_is_not_decoded() -> None:
+def test_a_frame_with_too_many_pixels_is_unreadable() -> None:
     data = bytearray(video_bytes(grey_frames(2), codec="rawvideo", container="avi"))
     at = data.index(b"strf") + 8 + 4
     data[at : at + 8] = (10_000).to_bytes(4, "little") * 2
@@ -185,7 +187,7 @@ def test_a_frame_of_too_many_pixels_is_not_decoded() -> None:
         probe_video(bytes(data))
 
 
-def test_a_video_of_too_many_frames_is_not_read_to_its_end(
+def test_a_video_with_too_many_frames_is_unreadable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gracetune.data.video.MAX_FRAMES", 59)
@@ -193,22 +195,22 @@ def test_a_video_of_too_many_frames_is_not_read_to_its_end(
         probe_video(CLIP)
 
 
-def test_a_title_in_another_encoding_is_no_damage() -> None:
+def test_metadata_in_another_encoding_is_ignored() -> None:
     assert b"VideoHandler" in CLIP
     renamed = CLIP.replace(b"VideoHandler", b"Vid\xe9oHandler")
     assert probe_video(renamed) == probe_video(CLIP)
 
 
-def test_a_picture_is_a_video_of_one_frame_at_most() -> None:
+def test_an_image_is_unreadable_or_a_video_of_one_frame() -> None:
     try:
-        facts = probe_video(picture_bytes(photo(64, 48), "JPEG"))
+        facts = probe_video(image_bytes(photo(64, 48), "JPEG"))
     except UnreadableSampleError:
         return
     assert isinstance(facts, VideoFacts)
     assert facts.seconds * facts.fps < 1.5
 
 
-def test_without_the_extra_the_error_names_it() -> None:
+def test_a_missing_package_is_an_error_that_names_the_extra() -> None:
     program = (
         "import sys; sys.modules['av'] = None\n"
         "from gracetune.data.video import probe_video\n"

@@ -86,7 +86,7 @@ class TestDevice:
         assert finding.status is (Status.WARN if link is Link.COHERENT else Status.OK)
 
     @pytest.mark.parametrize("link", MANAGED_LINKS)
-    def test_faults_against_prefetch(self, link: Link) -> None:
+    def test_prefetching_is_compared_with_page_faults(self, link: Link) -> None:
         finding = check_faults(simulated_bench(simulated_machine(link)), 256 * MIB)
         assert finding.status is Status.OK
         assert finding.figures["prefetch_in_gb_per_s"] == pytest.approx(45, rel=0.02)
@@ -136,7 +136,7 @@ class TestDevice:
             assert finding.advice
         assert machine.gpu.memory_info(0) == before
 
-    def test_oversubscription_on_a_coherent_machine(self) -> None:
+    def test_oversubscription_is_tested_on_a_coherent_machine(self) -> None:
         machine = simulated_machine(Link.COHERENT)
         finding = check_oversubscription(simulated_bench(machine), 1.5, force=False)
         assert finding.status is Status.OK
@@ -179,7 +179,9 @@ class TestDevice:
             (PoolUnavailable("no compiler"), Status.SKIP),
         ],
     )
-    def test_the_pool_round_trip(self, trial: PoolTrial | PoolUnavailable, status: Status) -> None:
+    def test_the_pool_round_trip_checks_kind_contents_and_release(
+        self, trial: PoolTrial | PoolUnavailable, status: Status
+    ) -> None:
         finding = check_pool(trial)
         assert finding.status is status
         assert finding.advice or status in (Status.OK, Status.SKIP)
@@ -192,12 +194,14 @@ class TestHost:
         ("torch", "status"),
         [("2.13.0+cpu", "OK"), ("2.11.0", "OK"), ("2.9.1", "FAIL"), (None, "FAIL")],
     )
-    def test_versions(self, torch: str | None, status: str) -> None:
+    def test_missing_or_old_torch_fails_the_version_check(
+        self, torch: str | None, status: str
+    ) -> None:
         finding = check_versions({"Python": "3.12", "torch": torch, "cupti-python": None}, KERNEL)
         assert finding.status == status
         assert finding.figures["cupti-python"] == finding.figures["GPU driver"] == "absent"
 
-    def test_environment(self) -> None:
+    def test_invalid_variables_fail_the_environment_check(self) -> None:
         assert check_environment({}, (), "").status is Status.OK
         fine = check_environment({"A": "1"}, ("hints are on",), "")
         assert (fine.status, fine.text, fine.figures) == (Status.OK, "hints are on", {"A": "1"})
@@ -214,7 +218,7 @@ class TestHost:
             ("2.13", "13.0", "", "OK"),
         ],
     )
-    def test_torch_build(
+    def test_the_torch_build_check_needs_cuda_and_a_working_driver(
         self, version: str | None, cuda: str | None, problem: str, status: str
     ) -> None:
         finding = check_torch_build(version, cuda, problem)
@@ -222,12 +226,12 @@ class TestHost:
         assert problem in finding.text
 
     @pytest.mark.parametrize("link", list(Link))
-    def test_platform_has_a_reason(self, link: Link) -> None:
+    def test_the_platform_check_gives_the_link_and_a_reason(self, link: Link) -> None:
         finding = check_platform(simulated_machine(link).platform)
         assert finding.text.startswith(f"{link.value}: ")
         assert (finding.status is Status.WARN) == (link in (Link.NONE, Link.COPY))
 
-    def test_memory(self) -> None:
+    def test_the_memory_check_advises_on_a_full_gpu_or_a_small_host(self) -> None:
         platform = simulated_machine(Link.MANAGED).platform
         assert check_memory(platform, 8 * GIB).status is Status.OK
         assert "nvidia-smi" in check_memory(platform, 3 * GIB).advice
@@ -235,7 +239,7 @@ class TestHost:
         assert "gain little" in small.advice
         assert check_memory(simulated_machine(Link.NONE).platform, 0).status is Status.OK
 
-    def test_pages(self) -> None:
+    def test_the_page_check_advises_on_page_sizes(self) -> None:
         assert check_pages(simulated_machine(Link.MANAGED).platform, KERNEL).status is Status.OK
         assert "64 KiB" in check_pages(simulated_machine(Link.COHERENT).platform, KERNEL).advice
         large = simulated_machine(Link.COHERENT, page_bytes=64 * KIB).platform
@@ -248,7 +252,7 @@ class TestHost:
             == "unknown"
         )
 
-    def test_numa(self) -> None:
+    def test_the_numa_check_advises_on_binding_and_balancing(self) -> None:
         near = replace(simulated_machine(Link.COHERENT).platform, host_node=1)
         away = check_numa(near, KERNEL, frozenset({0, 2}))
         assert "--cpunodebind=1 --membind=1" in away.advice
@@ -286,7 +290,7 @@ class TestReport:
 
     findings = (ok("a", "fine", x=1), warn("bb", "slow", "hurry"), skip("c", "no GPU"))
 
-    def test_lines(self) -> None:
+    def test_findings_are_formatted_as_aligned_lines(self) -> None:
         assert list(format_findings(self.findings)) == [
             " 1 OK   a   fine",
             " 2 WARN bb  slow",
@@ -295,7 +299,7 @@ class TestReport:
         ]
         assert list(format_findings([])) == []
 
-    def test_report(self) -> None:
+    def test_the_report_counts_and_numbers_the_checks(self) -> None:
         document = build_report(self.findings, 0, "2026-01-02", "1.0")
         assert document["summary"] == {"ok": 1, "warn": 1, "fail": 0, "skip": 1}
         checks = document["checks"]
@@ -313,7 +317,9 @@ class TestReport:
             (False, False, True, 0),
         ],
     )
-    def test_exit_code(self, failed: bool, has_gpu: bool, allow_cpu: bool, code: int) -> None:
+    def test_the_exit_code_is_1_after_a_failure_or_without_a_gpu(
+        self, failed: bool, has_gpu: bool, allow_cpu: bool, code: int
+    ) -> None:
         findings = [*self.findings, *([fail("d", "broken", "fix it")] if failed else [])]
         assert exit_code(findings, has_gpu=has_gpu, allow_cpu=allow_cpu) == code
 
@@ -344,14 +350,14 @@ class TestWholeDiagnosis:
         assert document["exit_code"] == code
         return code, {check["name"]: check for check in document["checks"]}
 
-    def test_a_coherent_machine(self, tmp_path: Path) -> None:
+    def test_a_coherent_machine_passes_every_check(self, tmp_path: Path) -> None:
         code, checks = self.diagnose(tmp_path, simulated_tools(simulated_machine(Link.COHERENT)))
         assert code == 0
         assert len(checks) == 12
         assert all(checks[name]["status"] in ("OK", "WARN") for name in DEVICE_CHECKS)
         assert checks["oversubscription"]["figures"]["scale"] == 1.5
 
-    def test_skipping_the_allocation(self, tmp_path: Path) -> None:
+    def test_skip_allocation_skips_oversubscription(self, tmp_path: Path) -> None:
         machine = simulated_tools(simulated_machine(Link.COHERENT))
         _, checks = self.diagnose(tmp_path, machine, "--skip-allocation")
         assert checks["oversubscription"]["text"] == "--skip-allocation was given"
@@ -379,21 +385,23 @@ class TestWholeDiagnosis:
         assert checks["pool round trip"]["text"] == "CUDA error: an illegal memory access"
         assert checks["oversubscription"]["status"] == "OK"
 
-    def test_a_full_device(self, tmp_path: Path) -> None:
+    def test_a_full_device_fails_the_device_checks(self, tmp_path: Path) -> None:
         machine = simulated_machine(Link.MANAGED)
         assert machine.gpu.allocate_device(8 * GIB - MIB, 0)[0] == 0
         code, checks = self.diagnose(tmp_path, simulated_tools(machine))
         assert code == 1
         assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"FAIL"}
 
-    def test_a_gpu_that_is_invisible_to_torch(self, tmp_path: Path) -> None:
+    def test_a_gpu_that_is_invisible_to_torch_skips_the_device_checks(self, tmp_path: Path) -> None:
         tools = simulated_tools(simulated_machine(Link.MANAGED))
         tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", "13.0", "driver too old"))
         code, checks = self.diagnose(tmp_path, tools)
         assert code == 1
         assert {checks[name]["status"] for name in DEVICE_CHECKS} == {"SKIP"}
 
-    def test_no_gpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_machine_without_a_gpu_fails_unless_allow_cpu_is_given(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         tools = simulated_tools(simulated_machine(Link.NONE))
         tools = tools._replace(find_torch=lambda: TorchInfo("2.13.0", None, ""))
         assert self.diagnose(tmp_path, tools)[0] == 1
@@ -409,13 +417,15 @@ class TestWholeDiagnosis:
             (("--output", "no/such/folder/r.json"), "cannot be written"),
         ],
     )
-    def test_wrong_arguments(self, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    def test_invalid_arguments_are_refused(
+        self, tmp_path: Path, options: tuple[str, ...], message: str
+    ) -> None:
         with pytest.raises(ConfigError, match=message):
             diagnose(
                 arguments(tmp_path, *options), simulated_tools(simulated_machine(Link.COHERENT))
             )
 
-    def test_this_machines_torch(self) -> None:
+    def test_find_torch_describes_the_installed_torch(self) -> None:
         found = find_torch()
         assert found.version is not None
         assert found.sees_gpu or found.cuda is None or found.problem
@@ -432,7 +442,7 @@ class CountedDriver:
         return getattr(self._driver, name)
 
 
-def test_opening_a_machine() -> None:
+def test_open_machine_detects_the_platform_or_the_missing_driver() -> None:
     opened = open_machine(0, lambda: CountedDriver(simulated_machine(Link.COHERENT)))
     assert opened.platform.link is Link.COHERENT
     assert opened.platform.host_bytes > 0
@@ -498,7 +508,7 @@ class TestVerb:
         assert done.returncode == 1
         assert json.loads(done.stdout)["checks"][1]["status"] == "FAIL"
 
-    def test_diagnosis_without_torch(self, tmp_path: Path) -> None:
+    def test_a_broken_torch_is_reported_without_a_traceback(self, tmp_path: Path) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libtorch is broken')")
         done = self.call(
             tmp_path, "gh200_diagnostic.py", "--allow-cpu", env={"PYTHONPATH": str(tmp_path)}

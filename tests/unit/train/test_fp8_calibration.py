@@ -1,4 +1,4 @@
-"""The pass that shows frozen layers their inputs, on the CPU: fp8 is computed by hand there."""
+"""The forward pass that calibrates frozen fp8 layers, on the CPU, where fp8 is emulated."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def session(tiny_run, tmp_path, recorder):
-    """The demo's model with an adapter and dropout, not yet planned for."""
+    """The tiny model with an adapter and dropout, without a plan."""
     run = tiny_run(adapter={"rank": 2, "dropout": 0.5}, plan="off")
     built = build_session(
         run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
@@ -47,20 +47,20 @@ def two_experts(tiny_run, miniature, tmp_path, recorder):
     built.close()
 
 
-def in_fp8(model):
+def fp8_layers(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
 
 
-def frozen_of(session, recorder):
+def convert(session, recorder):
     t = session.state
     convert_frozen_layers(t.run, t.family, session.pipeline, CPU, recorder)
-    return in_fp8(t.family.transformer)
+    return fp8_layers(t.family.transformer)
 
 
-def test_every_layer_of_the_blocks_is_shown_its_input(session, recorder):
+def test_every_layer_of_the_blocks_is_calibrated(session, recorder):
     before = torch.get_rng_state()
-    layers = frozen_of(session, recorder)
-    assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
+    layers = convert(session, recorder)
+    assert torch.equal(torch.get_rng_state(), before), "dropout is not affected"
     assert len(layers) == 53
     for name, layer in layers.items():
         assert layer.outlier_basis.shape == (
@@ -77,49 +77,49 @@ def test_every_layer_of_the_blocks_is_shown_its_input(session, recorder):
     assert not [event for event in recorder.of(Notice) if event.fallback]
 
 
-def test_a_resumed_run_finds_the_same_directions(session, tiny_run, tmp_path, recorder):
-    """Wherever its loader stands by then."""
-    first = {name: layer.outlier_basis for name, layer in frozen_of(session, recorder).items()}
+def test_a_resumed_run_finds_the_same_outlier_subspaces(session, tiny_run, tmp_path, recorder):
+    """The position of its loader does not matter."""
+    first = {name: layer.outlier_basis for name, layer in convert(session, recorder).items()}
     run = session.state.run
     again = build_session(
         run, start_accelerator(run), recorder, RunControl(tmp_path), SignalHandler()
     )
     again.pipeline.order.batch_at(again.pipeline.order.epoch_length * 3)
-    second = frozen_of(again, recorder)
+    second = convert(again, recorder)
     again.close()
     assert first.keys() == second.keys()
-    assert all(torch.equal(along, second[name].outlier_basis) for name, along in first.items())
+    assert all(torch.equal(basis, second[name].outlier_basis) for name, basis in first.items())
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # norms stay in fp32 under autocast
-def test_both_experts_are_shown_levels_of_their_own(two_experts, recorder, monkeypatch):
+def test_each_expert_is_calibrated_with_its_own_sigmas(two_experts, recorder, monkeypatch):
     monkeypatch.setattr(
         fp8_linear, "FP8_ALIGNMENT", 8
     )  # a miniature's sides; no kernel is asked here
     t = two_experts.state
-    asked = {}
+    sigmas_by_expert = {}
     predict = type(t.family).predict
 
-    def watch(family, transformer, noisy, levels, conditions):
-        asked[transformer.keywords["expert"]] = levels
-        return predict(family, transformer, noisy, levels, conditions)
+    def record(family, transformer, noisy, sigmas, conditions):
+        sigmas_by_expert[transformer.keywords["expert"]] = sigmas
+        return predict(family, transformer, noisy, sigmas, conditions)
 
-    monkeypatch.setattr(type(t.family), "predict", watch)
-    layers = frozen_of(two_experts, recorder)
-    assert asked["high"].min() >= t.family.boundary > asked["low"].max()
+    monkeypatch.setattr(type(t.family), "predict", record)
+    layers = convert(two_experts, recorder)
+    assert sigmas_by_expert["high"].min() >= t.family.boundary > sigmas_by_expert["low"].max()
     assert {name.partition(".")[0] for name in layers} == {"high", "low"}
     assert all(layer.outlier_basis is not None for layer in layers.values())
 
 
-def test_layers_that_are_shown_nothing_are_told_as_a_fallback(session, recorder, monkeypatch):
+def test_layers_that_did_not_run_are_reported_as_a_fallback(session, recorder, monkeypatch):
     monkeypatch.setattr(fp8_calibration, "forward_once", lambda *_: None)
-    layers = frozen_of(session, recorder)
+    layers = convert(session, recorder)
     assert all(layer.outlier_basis is None for layer in layers.values())
     (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text.startswith("fp8: 53 layers were not calibrated")
 
 
-def test_samples_that_are_shown_are_few(session, monkeypatch):
+def test_the_calibration_batch_is_limited_by_tokens(session, monkeypatch):
     t = session.state
     assert calibration_batch_size(t.family, session.pipeline) == 64
     monkeypatch.setattr(fp8_calibration, "MAX_TOKENS", 100)  # 36 a sample
@@ -128,50 +128,50 @@ def test_samples_that_are_shown_are_few(session, monkeypatch):
     assert calibration_batch_size(t.family, session.pipeline) == 1
 
 
-@pytest.mark.parametrize(("most", "known"), [(1, 53), (0, 14)])
-def test_a_device_without_room_is_shown_one_sample_or_goes_without(
-    session, recorder, monkeypatch, most, known
+@pytest.mark.parametrize(("max_samples", "calibrated"), [(1, 53), (0, 14)])
+def test_running_out_of_memory_reduces_calibration_to_one_sample_or_none(
+    session, recorder, monkeypatch, max_samples, calibrated
 ):
-    """The pass ends before the second block, whose layers had begun to look."""
+    """Memory runs out in the second block, whose layers already record their inputs."""
     block, original = session.state.family.blocks()[1], fp8_calibration.forward_once
     moves = []
     session.state.family.blocks()[0].to = moves.append
 
-    def show(run, family, batch, expert, device):
-        def fill_up(*_):
-            if len(batch) > most:
+    def run_with_little_memory(run, family, batch, expert, device):
+        def run_out_of_memory(*_):
+            if len(batch) > max_samples:
                 raise torch.OutOfMemoryError
 
-        handle = block.attn.register_forward_pre_hook(fill_up)
+        handle = block.attn.register_forward_pre_hook(run_out_of_memory)
         try:
             original(run, family, batch, expert, device)
         finally:
             handle.remove()
 
-    monkeypatch.setattr(fp8_calibration, "forward_once", show)
-    layers = frozen_of(session, recorder)
-    assert sum(layer.outlier_basis is not None for layer in layers.values()) == known
+    monkeypatch.setattr(fp8_calibration, "forward_once", run_with_little_memory)
+    layers = convert(session, recorder)
+    assert sum(layer.outlier_basis is not None for layer in layers.values()) == calibrated
     assert not any(m._forward_pre_hooks for m in block.modules())
-    told_first = [event.text for event in recorder.of(Notice) if event.fallback]
-    assert told_first[0] == "fp8 calibration: 64 samples at once do not fit on the device"
+    fallbacks = [event.text for event in recorder.of(Notice) if event.fallback]
+    assert fallbacks[0] == "fp8 calibration: 64 samples at once do not fit on the device"
     assert any("calibrated with 64 or 1 samples" in text for text in recorder.texts())
-    assert moves == [CPU] * 5, "the first block: there and back in both tries, and home"
+    assert moves == [CPU] * 5, "the first block moves there and back in both tries, and at the end"
 
 
 def test_the_first_draws_are_those_of_the_first_epoch(session):
     order = session.pipeline.order
     assert isinstance(order, BatchOrder)
-    wanted = first_draws(order, 6)
-    entered = (*order.batch_at(0), *order.batch_at(1))[:6]
-    whole = [replace(draw, epoch=-1, caption=draw.sample.caption) for draw in entered]
-    assert wanted == tuple(whole), "but enter none, and drop no caption"
+    draws = first_draws(order, 6)
+    of_first_batches = (*order.batch_at(0), *order.batch_at(1))[:6]
+    whole = [replace(draw, epoch=-1, caption=draw.sample.caption) for draw in of_first_batches]
+    assert draws == tuple(whole), "they belong to no epoch, and drop no caption"
     assert len(first_draws(order, 10**6)) == order.samples_per_epoch
 
 
-def test_products_that_stay_as_they_were_are_told_as_a_fallback(session, recorder, monkeypatch):
+def test_layers_that_stay_in_bf16_are_reported_as_a_fallback(session, recorder, monkeypatch):
     monkeypatch.setattr(
         fp8_calibration, "convert_to_fp8_calibrated", lambda *_: fp8_linear.Fp8Conversion(3, 2)
     )
-    frozen_of(session, recorder)
+    convert(session, recorder)
     (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text == "fp8: 2 frozen layers stay in bf16: no fp8 kernel fits their sizes"

@@ -1,4 +1,4 @@
-"""Files that are damaged by chance, and what becomes of each; run in processes that may die."""
+"""Damage media files at random and decode them, in worker processes that may crash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from made_media import grey_frames, m4a_bytes, photo, picture_bytes, sound_bytes, tone, video_bytes
+from media_files import audio_bytes, grey_frames, image_bytes, m4a_bytes, photo, tone, video_bytes
 
 from gracetune.data.audio import decode_audio, probe_audio
 from gracetune.data.images import choose_decoders, decode, probe
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Damaged(NamedTuple):
-    """One file of a fuzz run: what it was, and the chance that damaged it."""
+class DamagedFile(NamedTuple):
+    """One file of a fuzz run: the name of the intact file, and the seed of its damage."""
 
     name: str
     number: int
 
 
-def _picture(file_format: str, **options: object) -> bytes:
-    return picture_bytes(photo(48, 32), file_format, **options)
+def _image(file_format: str, **options: object) -> bytes:
+    return image_bytes(photo(48, 32), file_format, **options)
 
 
-PICTURES: dict[str, Callable[[], bytes]] = {
-    "jpeg": lambda: _picture("JPEG"),
-    "progressive": lambda: _picture("JPEG", progressive=True, subsampling=0),
-    "png": lambda: _picture("PNG"),
-    "alpha png": lambda: picture_bytes(np.dstack([photo(24, 16), photo(24, 16)[..., 0]])),
-    "webp": lambda: _picture("WEBP"),
-    "lossless webp": lambda: _picture("WEBP", lossless=True),
-    "gif": lambda: _picture("GIF"),
-    "tiff": lambda: _picture("TIFF"),
-    "packed tiff": lambda: _picture("TIFF", compression="tiff_lzw"),
-    "bmp": lambda: _picture("BMP"),
-    "avif": lambda: _picture("AVIF", speed=10),
+IMAGES: dict[str, Callable[[], bytes]] = {
+    "jpeg": lambda: _image("JPEG"),
+    "progressive": lambda: _image("JPEG", progressive=True, subsampling=0),
+    "png": lambda: _image("PNG"),
+    "alpha png": lambda: image_bytes(np.dstack([photo(24, 16), photo(24, 16)[..., 0]])),
+    "webp": lambda: _image("WEBP"),
+    "lossless webp": lambda: _image("WEBP", lossless=True),
+    "gif": lambda: _image("GIF"),
+    "tiff": lambda: _image("TIFF"),
+    "packed tiff": lambda: _image("TIFF", compression="tiff_lzw"),
+    "bmp": lambda: _image("BMP"),
+    "avif": lambda: _image("AVIF", speed=10),
 }
 VIDEOS: dict[str, Callable[[], bytes]] = {
     "mp4": lambda: video_bytes(grey_frames(9)),
@@ -47,27 +47,27 @@ VIDEOS: dict[str, Callable[[], bytes]] = {
     "webm": lambda: video_bytes(grey_frames(9), container="webm", codec="libvpx-vp9"),
     "avi": lambda: video_bytes(grey_frames(9), container="avi", codec="mpeg4"),
 }
-SOUNDS: dict[str, Callable[[], bytes]] = {
-    "wav": lambda: sound_bytes(tone(0.1, 8000, 440, 880), 8000),
-    "float wav": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, subtype="FLOAT"),
-    "flac": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "FLAC"),
-    "ogg": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "OGG"),
-    "mp3": lambda: sound_bytes(tone(0.1, 8000, 440), 8000, "MP3"),
+AUDIO: dict[str, Callable[[], bytes]] = {
+    "wav": lambda: audio_bytes(tone(0.1, 8000, 440, 880), 8000),
+    "float wav": lambda: audio_bytes(tone(0.1, 8000, 440), 8000, subtype="FLOAT"),
+    "flac": lambda: audio_bytes(tone(0.1, 8000, 440), 8000, "FLAC"),
+    "ogg": lambda: audio_bytes(tone(0.1, 8000, 440), 8000, "OGG"),
+    "mp3": lambda: audio_bytes(tone(0.1, 8000, 440), 8000, "MP3"),
     "m4a": lambda: m4a_bytes(tone(0.1, 8000, 440), 8000),
 }
 
 
 @functools.cache
-def clean(name: str) -> bytes:
-    return (PICTURES | VIDEOS | SOUNDS)[name]()
+def intact_file(name: str) -> bytes:
+    return (IMAGES | VIDEOS | AUDIO)[name]()
 
 
-def damage(task: Damaged) -> bytes:
-    """Bytes changed, runs blanked, parts cut out, doubled or moved, the end torn off."""
+def damage(task: DamagedFile) -> bytes:
+    """Return the file with random damage: bytes changed, zeroed, removed, repeated or truncated."""
     random = np.random.default_rng([task.number, *task.name.encode()])
-    data = bytearray(clean(task.name))
+    data = bytearray(intact_file(task.name))
     for _ in range(random.integers(1, 4)):
-        # half of the damage hits the header, where it hurts more
+        # half of the damage hits the header, where it has more effect
         reach = min(len(data), 96) if random.random() < 0.5 else len(data)
         at = int(random.integers(0, max(1, reach)))
         length = int(random.integers(1, 40))
@@ -91,22 +91,22 @@ def damage(task: Damaged) -> bytes:
     return bytes(data)
 
 
-def read(task: Damaged) -> str:
-    """How it ended; anything but a clear line or a sample of the right shape is an error."""
+def read(task: DamagedFile) -> str:
+    """Return "read" or "unreadable"; raise if the sample or the reason is not as it must be."""
     data = damage(task)
     try:
-        if task.name in PICTURES:
-            return _read_picture(data)
+        if task.name in IMAGES:
+            return _read_image(data)
         if task.name in VIDEOS:
             return _read_video(data)
-        return _read_sound(data)
+        return _read_audio(data)
     except UnreadableSampleError as error:
         if not error.reason or "\n" in error.reason:
-            raise AssertionError(f"no line for people: {error.reason!r}") from error
+            raise AssertionError(f"not a reason in one line: {error.reason!r}") from error
         return "unreadable"
 
 
-def _read_picture(data: bytes) -> str:
+def _read_image(data: bytes) -> str:
     size = probe(data)
     slow = decode(data)
     assert slow.size == size, (slow.size, size)
@@ -124,7 +124,7 @@ def _read_video(data: bytes) -> str:
     return "read"
 
 
-def _read_sound(data: bytes) -> str:
+def _read_audio(data: bytes) -> str:
     facts = probe_audio(data)
     assert facts.seconds > 0
     clip = decode_audio(data, 1, max(1, int(facts.seconds * 4000)), 4000)

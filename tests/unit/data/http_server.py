@@ -1,9 +1,9 @@
-"""An http server that lists and serves files by ranges, and misbehaves as it is told."""
+"""An HTTP server that lists files, serves byte ranges, and fails on request."""
 
 from __future__ import annotations
 
 import re
-import time
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import quote, unquote
 
@@ -16,21 +16,22 @@ FILES = {
 
 
 class Server(ThreadingHTTPServer):
-    """Lists and serves files by ranges, and fails as it is told: by path, one failure a request."""
+    """Serves `files`; `failures` lists, by path, how the next requests fail."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files = dict(FILES)
         self.failures: dict[str, list[str]] = {}
-        self.asked: list[tuple[str, str]] = []
-        self.knows_ranges = True
+        self.requests: list[tuple[str, str]] = []
+        self.supports_ranges = True
+        self.release_hanging = threading.Event()
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/data"
 
     def ranges_of(self, name: str) -> list[str]:
-        return [span for asked, span in self.asked if asked == name]
+        return [span for path, span in self.requests if path == name]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -50,9 +51,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str) -> None:
         data = self.server.files[name]
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        self.server.asked.append((name, span[0] if span else "all"))
+        self.server.requests.append((name, span[0] if span else "all"))
         part, status = data, 200
-        if span and self.server.knows_ranges:
+        if span and self.server.supports_ranges:
             part, status = data[int(span[1]) : int(span[2] or len(data)) + 1], 206
         failures = self.server.failures.get(name, [])
         match failures.pop(0) if failures else "fine":
@@ -71,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._head(status, len(part) - 1)
                 self.wfile.write(part[:-1])
             case "hang":
-                time.sleep(2)
+                self.server.release_hanging.wait()
                 self.close_connection = True
 
     def _folder(self, name: str) -> None:
