@@ -1,7 +1,8 @@
 """Write files and folders atomically: after a crash they are complete or absent.
 
-Order: write to a hidden staging name next to the target, fsync the contents, rename with one
-`os.replace`, fsync the parent folder. `remove_stale_staging` removes what a killed process left.
+Each function writes to a hidden staging path next to the target, calls fsync, renames it with one
+`os.replace`, and calls fsync on the parent folder. `remove_stale_staging` removes the staging files
+of killed processes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a staging folder that becomes `path` if the block succeeds, and is removed if not.
+    """Yield a staging folder that becomes `path` if the `with` block succeeds.
 
-    An existing folder is replaced.
+    An existing folder is replaced. If the block fails, the staging folder is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
@@ -40,7 +41,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a staging file that becomes `path` if the block succeeds."""
+    """Yield the path of a staging file that becomes `path` if the `with` block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
     try:
@@ -69,7 +70,10 @@ def fsync_path(path: Path) -> None:
 
 
 def remove_stale_staging(folder: Path) -> None:
-    """Remove staging files and folders of killed processes, and restore a folder in mid-swap."""
+    """Remove the staging files and folders of killed processes.
+
+    If a process was killed while it replaced a folder, the old folder is restored.
+    """
     for old in folder.glob(".*.old.staging"):
         name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]
         if not (folder / name).exists():

@@ -1,7 +1,7 @@
 """Errors that a user can fix, with their exit codes.
 
-A message names the setting, its value, the rule it breaks and the fix. Bugs of gracetune are
-asserts, not these errors.
+Each message gives the setting, its value, the rule it breaks and the fix. A bug in gracetune raises
+AssertionError instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PortError(GracetuneError):
 class AdapterError(GracetuneError):
     """An adapter file is unreadable or damaged, or no model or tool can load it.
 
-    `kind` classifies the error in one word, for programs; `key` is the first affected tensor.
+    `kind` is a short name of the error, for programs; `key` is the name of the first bad tensor.
     """
 
     def __init__(self, message: str, kind: str = "adapter", key: str | None = None) -> None:
@@ -54,12 +54,12 @@ class AdapterError(GracetuneError):
 
 
 class RunFailedError(GracetuneError):
-    """The run failed while running, such as by a NaN loss or a dead worker."""
+    """A run failed after it had started, for example with a NaN loss or a dead worker."""
 
     exit_code = 1
 
 
 class InterruptedRunError(GracetuneError):
-    """The user stopped the run; its state is saved."""
+    """The user stopped a run; a checkpoint is saved."""
 
     exit_code = 130

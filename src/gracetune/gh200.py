@@ -1,10 +1,11 @@
-"""Functions with the names of SimpleTuner-GH200 and ai-toolkit-GH200, the forks we replace.
+"""Memory functions with the names that the forks SimpleTuner-GH200 and ai-toolkit-GH200 use.
 
-A script that was written for one of them only has to change its import.
+gracetune replaces these forks. A script that was written for one of them only has to change its
+import.
 
-Free functions need a process-wide object, so this is the only module that keeps one; it opens the
-hardware on first use. New code passes a `MemorySession`, or its `Hints` and `Stages`, as arguments
-instead. Nothing in the package imports this module.
+These functions share one process-wide `MemorySession`, which opens the GPU driver on first use. No
+other module has such a global object: new code passes a `MemorySession`, or its `Hints` and
+`Stages`, as an argument. Nothing in the package imports this module.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CLASSES = {
     "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
     "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
 }
-"""Class names of those forks, imported on first use: hints need no training code."""
+"""Class name in the forks -> our module and class, imported on first use."""
 
 __all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
     *_CLASSES,
@@ -61,7 +62,7 @@ claim_process_alloc_conf()
 
 
 def log_notice(notice: Notice) -> None:
-    """Write a notice to the Python log: the free functions belong to no run."""
+    """Write a notice to Python's logging, because these functions belong to no run."""
     log.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice.text)
 
 
@@ -71,49 +72,52 @@ _process = MemorySession(
 
 
 def gh200_uvm_enabled() -> bool:
-    """Return True if hints are on: by the override, else the environment, else a coherent GPU."""
+    """Return True if placement hints are on.
+
+    The override decides if it is set, else the environment; else hints are on for a coherent GPU.
+    """
     return _process.hints_enabled
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
-    """Turn hints on or off regardless of the environment; None lets the environment decide."""
+    """Turn placement hints on or off, whatever the environment says; None removes the override."""
     _process.hints_override = value
 
 
 def prefer_cpu_residency(tensor: Tensor) -> Hint:
-    """Prefer host memory for a tensor."""
+    """Ask the driver to keep a tensor of managed memory in host memory."""
     return _process.hints.prefer_cpu_residency(tensor)
 
 
 def prefer_gpu_residency(tensor: Tensor) -> Hint:
-    """Prefer device memory for a tensor."""
+    """Ask the driver to keep a tensor of managed memory in device memory."""
     return _process.hints.prefer_gpu_residency(tensor)
 
 
 def prefetch_to_device(
     tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
 ) -> Hint:
-    """Move a tensor to a device before it is needed, in stream order."""
+    """Move the pages of a tensor to a device before they are needed, in stream order."""
     return _process.hints.prefetch_to_device(tensor, device, stream)
 
 
 def discard(tensor: Tensor, stream: torch.cuda.Stream | int | None = None) -> Hint:
-    """Drop a tensor's contents without writing them back."""
+    """Discard the contents of a tensor, so that evicting its pages copies nothing."""
     return _process.hints.discard(tensor, stream)
 
 
 def residency(tensor: Tensor) -> Residency:
-    """Return the location of a tensor."""
+    """Return the memory that a tensor is in: the host's, or that of a device."""
     return _process.hints.residency(tensor)
 
 
 def optimize_batch_for_gh200(batch: object, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Place each tensor of a batch according to its role, and report the outcome of each hint."""
+    """Give a placement hint for each tensor of a batch, by its role; report each outcome."""
     return place_batch(batch, _process.hints, table)
 
 
 def unified_pool() -> ManagedPool | PoolUnavailable:
-    """Return the managed pool of this process, or why there is none.
+    """Return this process's pool of managed memory, or an object with the reason for having none.
 
     Allocate inside `with pool.allocating():`.
     """
@@ -121,7 +125,7 @@ def unified_pool() -> ManagedPool | PoolUnavailable:
 
 
 def manage_memory() -> Stage:
-    """Take a memory reading and reclaim memory if needed. Call this between steps."""
+    """Measure device memory and free some if it is short. Call this between steps."""
     return _process.observe(reclaim=True)
 
 

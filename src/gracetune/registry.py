@@ -1,7 +1,8 @@
-"""Load the code that a name in a run file stands for.
+"""Find the code for a name in a run file, such as a model family or an optimizer.
 
-Built-in names are dicts of `module:attribute` next to the code that uses them. Other packages add
-names through entry points of the group `gracetune.<kind>`. Nothing is imported before it is used.
+Built-in names are in dicts from name to `module:attribute`, next to the code that uses them. Other
+packages add names through entry points of the group `gracetune.<kind>`. Nothing is imported before
+it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load(kind: str, name: str, known: Mapping[str, str]) -> object:
-    """Import the object that `name` stands for; the error lists all valid names."""
+    """Import and return the object with this name; raise an error that lists all valid names."""
     if name in known:
         module, _, attribute = known[name].partition(":")
         return getattr(import_module(module), attribute)
@@ -36,6 +37,6 @@ def load(kind: str, name: str, known: Mapping[str, str]) -> object:
 
 
 def names(kind: str, known: Mapping[str, str]) -> list[str]:
-    """Return all names of a kind, built-in names first."""
+    """Return all valid names of a kind, such as `family`: first built-in ones, then others."""
     external = {point.name for point in entry_points(group=f"gracetune.{kind}")}
     return [*sorted(known), *sorted(external - set(known))]

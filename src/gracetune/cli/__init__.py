@@ -1,1 +1,1 @@
-"""The command line: one module per verb, imported only when the verb is used."""
+"""The command line: one module per verb (`train`, `plan`, ...), imported only when it is used."""

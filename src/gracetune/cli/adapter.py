@@ -1,6 +1,6 @@
 """`gracetune adapter`: inspect, convert, merge, extract and check adapter files.
 
-torch and the family modules are imported by the actions, so that `--help` stays quick.
+torch and the model families are imported when an action runs, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ HELP = (
 )
 DTYPES = ("float32", "bfloat16", "float16")
 SEED = 0
-"""Seed of the randomized SVD: the same file always gives the same result."""
+"""Seed of the randomized SVD, fixed so that the same file always gives the same result."""
 BAR_WIDTH = 40
-"""Length of the longest bar, in characters."""
+"""Length of the longest bar in a text chart, in characters."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 CELL, MARGIN, LINE = 14, 10, 16
-"""Width of a cell, margin and line height of the plot, in pixels."""
+"""Width of a cell, margin and line height of the heat map, in pixels."""
 WEAKEST, STRONGEST = (235, 240, 247), (20, 60, 140)
-"""Colours of the smallest and the largest norm in the plot."""
+"""Colours of the smallest and the largest norm in the heat map."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         return action
 
-    inspecting = add_action("inspect", _inspect, "show what a file is and how much it changes")
+    inspecting = add_action("inspect", _inspect, "show family, format, ranks and norms of a file")
     inspecting.add_argument("file", metavar="FILE", type=Path)
     inspecting.add_argument(
         "--plot", metavar="PNG", type=Path, help="draw the norms of dW into an image"
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="transformer that the file is for, or its config.json",
     )
-    checking.add_argument("--expect", type=int, metavar="N", help="modules that it must have")
+    checking.add_argument("--expect", type=int, metavar="N", help="number of modules it must have")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
@@ -142,7 +142,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, required: bool = Fals
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action; with --json, print errors as JSON too."""
+    """Run the chosen action; with --json, print errors as JSON, too."""
     action: Action = args.run_action
     try:
         return _run_action(action, args)
@@ -180,7 +180,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(inspection: Inspection) -> list[str]:
-    """Return the description of a file as lines of text."""
+    """Return the lines that `inspect` prints about an adapter file."""
     stage = " and ".join(inspection.stages) or "unknown"
     source = f" (by {inspection.stage_by})" if inspection.stage_by else ""
     tools = f": {inspection.tools}" if inspection.tools else ""
@@ -204,7 +204,7 @@ def inspection_lines(inspection: Inspection) -> list[str]:
 
 
 def bar_chart(values: Mapping[str, float]) -> list[str]:
-    """Return values as bars of text; the largest has the full width."""
+    """Return a bar chart of the values as lines of text; the largest has the full width."""
     width = max(map(len, values))
     largest = max(values.values())
     return [
@@ -214,7 +214,7 @@ def bar_chart(values: Mapping[str, float]) -> list[str]:
 
 
 def draw_norms(inspection: Inspection, path: Path) -> None:
-    """Draw a heat map of the norms: a row for each kind of module, a column for each block."""
+    """Draw the norms of dW as a heat map: a row per kind of module, a column per block."""
     rows: dict[str, dict[int, float]] = {}
     for module, norm in inspection.norms.items():
         in_block = BLOCK.match(module)
@@ -302,7 +302,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _read_one_or_two(args: argparse.Namespace) -> Adapter:
-    """Read one file, or join the files of the high and the low expert, given in any order."""
+    """Read one adapter file, or join the files of the high and the low expert, in any order."""
     from gracetune.adapters.files.layers import join_stages, with_stage
 
     given = [_read(path, args) for path in args.files]
@@ -443,7 +443,7 @@ def _extract(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Check each file; a file that cannot be read does not keep the others from being checked."""
+    """Check every file, even if an earlier one cannot be read; return the exit code."""
     from gracetune.adapters.files.check import check_file
 
     tables = _key_tables()
@@ -514,7 +514,7 @@ def _report_lines(report: CheckReport, ok: bool) -> list[str]:
 
 
 def _read_config(path: Path | None) -> Mapping[str, object] | None:
-    """Read the config.json of a transformer, given as a file or a folder."""
+    """Read the config.json of a transformer from a file or folder; None if none is given."""
     if path is None:
         return None
     file = path / "config.json" if path.is_dir() else path
@@ -538,14 +538,14 @@ def _key_tables() -> Mapping[str, KeyTable]:
 
 
 def _table_of(args: argparse.Namespace, tables: Mapping[str, KeyTable]) -> KeyTable | None:
-    """Return the table of --family; None if it is not given."""
+    """Return the key table of the family that --family names; None if it is not given."""
     from gracetune.adapters.files.keys import get_table
 
     return None if args.family is None else get_table(args.family, tables)
 
 
 def _read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
-    """Read an adapter; return it and its expert, which --stage overrides."""
+    """Read an adapter file; return the adapter and its expert, which --stage overrides."""
     from gracetune.adapters.files.io import find_stage, read_adapter, resolve_path
 
     path = resolve_path(path)
@@ -560,7 +560,7 @@ def _read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
 def _metadata(
     args: argparse.Namespace, adapter: Adapter, stage: Stage | None = None
 ) -> AdapterMetadata:
-    """Return the header entries that the arguments and the adapter's expert give."""
+    """Return the metadata for a file's header, from the arguments and the adapter's expert."""
     from gracetune.adapters.files.io import AdapterMetadata
 
     known = adapter.stages[0] if len(adapter.stages) == 1 else None
@@ -574,7 +574,7 @@ def _write_new_files(
     key_format: KeyFormat,
     stage: Stage | None = None,
 ) -> list[Path]:
-    """Write one file, or one for each expert; none of them may exist yet."""
+    """Write an adapter to one file, or one for each expert; raise if a file exists."""
     from gracetune.adapters.files.io import stage_files, write_stages
 
     for file in stage_files(out, adapter, key_format).values():
@@ -611,7 +611,7 @@ def _require_one_stage(stages: Sequence[Stage | None]) -> None:
 
 
 def _require_new_file(out: Path) -> None:
-    """Raise an error if the path is a folder or an existing file."""
+    """Raise if the path for the output is a folder or an existing file."""
     if out.is_dir():
         raise AdapterError(f"--out {out} is a folder. Give a file in it, ending in .safetensors.")
     if out.exists():
@@ -621,7 +621,7 @@ def _require_new_file(out: Path) -> None:
 
 
 def _require_new_folder(out: Path, model: Path) -> None:
-    """Raise an error if the folder is not empty, or is part of the model that is read."""
+    """Raise if the output folder is not empty, or is inside the model that is read."""
     if out.resolve().is_relative_to(model.resolve()):
         raise AdapterError(
             f"--out {out} is {model} or inside it, which is read while the result is written. Give "

@@ -1,4 +1,4 @@
-"""`gracetune baseline`: measure a run file several times, and compare two measurements."""
+"""`gracetune baseline`: measure repeated runs of a run file, and compare two measurements."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"first steps to leave out (default: a fifth of them, at most {_MAX_WARMUP})",
     )
     capture.add_argument(
-        "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="as in train"
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        dest="overrides",
+        help="override one setting; can be repeated",
     )
     capture.add_argument(
         "--output", type=Path, default=Path("baseline"), metavar="FOLDER", help="default: baseline"
@@ -141,7 +146,7 @@ def _capture(args: argparse.Namespace) -> int:
 
 
 def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -> Path:
-    """Train once in a separate process and folder; keep only the log."""
+    """Train once in a separate process and folder; keep only the log and return its path."""
     folder = output / f"run-{number:02d}"
     if folder.exists():  # left behind by a capture that was killed
         shutil.rmtree(folder)
@@ -161,7 +166,7 @@ def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -
 
 
 def _scenario(run: RunFile) -> dict[str, object]:
-    """Return all settings but the output folder; equal ones make two baselines comparable."""
+    """Return all settings but the output folder; baselines with equal ones are comparable."""
     settings: dict[str, object] = run.model_dump(mode="json")
     del settings["output_dir"]
     return settings
@@ -186,7 +191,7 @@ def _machine(measured: RunMeasurement) -> dict[str, str]:
 
 @contextmanager
 def _gpu_log(path: Path) -> Iterator[None]:
-    """Let nvidia-smi log the GPU once a second while the block runs, if it is installed."""
+    """Log the GPU's state with nvidia-smi every second while the `with` block runs."""
     if shutil.which(_SMI[0]) is None:
         print(f"nvidia-smi is not installed: {SMI_LOG} is not written.")
         yield

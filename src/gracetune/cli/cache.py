@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(run_action=run)
         return action
 
-    build = add_action("build", _build, "encode what a run needs and its cache lacks, then stop")
+    build = add_action("build", _build, "encode the entries that the cache of a run lacks")
     build.add_argument("run_file", metavar="RUN")
     verify = add_action("verify", _verify, "compare every entry with its checksum")
     verify.add_argument("where", metavar="CACHE|RUN", type=Path)
@@ -223,21 +223,24 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
 
 
 def _load_persistent_run(run_file: str | Path) -> RunFile:
-    """Load a run whose cache outlives it, with both kinds on disk: filling needs no memory."""
+    """Load a run file whose cache is kept after the run, and raise for any other.
+
+    Latents and text are both set to be cached on disk, so that filling needs little memory.
+    """
     run = load_run_file(run_file).run
     section = run.cache_config
     kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if not kept and "disk" not in (section.vae_cache_type, section.text_cache_type):
         raise ConfigError(
-            "cache_config.persistent_cache is false, so the cache of this run ends with it. "
-            "Set it to true to keep what is built."
+            "cache_config.persistent_cache is false, so the cache of this run is not kept. "
+            "Set it to true."
         )
     disk = section.model_copy(update={"vae_cache_type": "disk", "text_cache_type": "disk"})
     return run.model_copy(update={"cache_config": disk})
 
 
 def _fill(run: RunFile, emit: Emit) -> None:
-    """Prepare the data as training does, and stop before the first step."""
+    """Fill the cache of a run: prepare the data as training does, but do not train."""
     from gracetune.cache.batch_transfer import build_batch_transfer
     from gracetune.data.pipeline import DataPipeline
 
@@ -248,7 +251,11 @@ def _fill(run: RunFile, emit: Emit) -> None:
 
 
 def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
-    """Return refreshed latents that the run will not read: all of them, once it has finished."""
+    """Return the folders of augmentation epochs that a run will not read again.
+
+    An augmentation epoch is the latents of one epoch, encoded anew with other random crops. A
+    finished run needs none of them.
+    """
     from gracetune.cache.augmentation_epochs import (
         FOLDER,
         augmentation_mode,
@@ -285,7 +292,7 @@ def _device() -> torch.device:
 def _open_stores(
     where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False
 ) -> list[ShardStore]:
-    """Open all caches in a folder, or of a run file; `repair` rebuilds a damaged index."""
+    """Open all caches in a folder, or those of a run file; `repair` rebuilds a damaged index."""
     from gracetune.cache.maintenance import find_caches
 
     if _is_run_file(where):

@@ -1,4 +1,4 @@
-"""`gracetune diagnose`: run numbered checks of this machine and print what to do about each."""
+"""`gracetune diagnose`: check this machine, and print a finding and a fix for each check."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ DEVICE_CHECKS = (
     "oversubscription",
 )
 ALLOCATION_CHECKS = ("platform", "memory", "hint round trip", "pool round trip", "oversubscription")
-"""Checks that `--allocation-only` and `validate_uvm.py` run."""
+"""Names of the checks that `--allocation-only` and `validate_uvm.py` run."""
 NO_GPU = "There is no usable GPU, so the exit code is 1. Pass --allow-cpu if that is expected."
 NO_GPU_ALLOWED = "There is no usable GPU, which --allow-cpu allows."
 _PACKAGES = ("torch", "cuda-bindings", "nvidia-ml-py", "cupti-python", "accelerate", "diffusers")
 _TRIAL_BYTES = 256 * MIB
 _FREE_MEMORY_FRACTION = 16
-"""Checks use at most 1/16 of the free memory, so that a nearly full GPU can be diagnosed."""
+"""Checks allocate at most 1/16 of the free memory, so that a nearly full GPU can be checked."""
 
 
 class TorchInfo(NamedTuple):
-    """State of the torch installation, found by importing it."""
+    """Version and CUDA support of the installed torch, found by importing it."""
 
     version: str | None
     """None if torch cannot be imported."""
     cuda: str | None
     """CUDA version of the build; None for a CPU build."""
     problem: str
-    """Why torch cannot be imported or finds no device; empty if all is well."""
+    """The reason why torch cannot be imported or finds no GPU; empty if there is no problem."""
     device: str = ""
     """Name of the first GPU."""
 
@@ -88,17 +88,17 @@ class TorchInfo(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """Functions that access the machine; tests pass those of a simulated one."""
+    """Functions that access the machine; tests pass functions of a simulated machine."""
 
     find_torch: Callable[[], TorchInfo]
     open_machine: Callable[[int], Machine]
     open_bench: Callable[[Driver, Platform, int], DeviceBench]
-    """Opens a bench from a driver, a platform and the bytes to copy."""
+    """Opens a device benchmark; called with a driver, a platform and the bytes to copy."""
     try_pool: Callable[[DeviceBench], PoolTrial | PoolUnavailable]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of gh200_diagnostic.py, which existing scripts use, and some more."""
+    """Add the options; those of the old gh200_diagnostic.py keep their names."""
     parser.add_argument(
         "--oversubscription-scale",
         type=float,
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Diagnose this machine."""
+    """Run all checks on this machine and return the exit code."""
     return diagnose(args, Tools(find_torch, open_machine, _open_bench, _try_pool))
 
 
@@ -162,7 +162,7 @@ def diagnose(args: argparse.Namespace, tools: Tools) -> int:
 
 
 def find_torch() -> TorchInfo:
-    """Import torch and see whether it finds a GPU."""
+    """Import torch and return its version, and the reason if it finds no GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library is missing

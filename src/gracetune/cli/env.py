@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or shell lines with `--export`."""
+    """Print a table of the variables; with `--export`, shell lines that set them."""
     environment = process_environment()
     settings = environment_settings(environment)
     for line in (
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variables_in_use(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of gracetune that are set, with their values."""
+    """Return the variables in `VARIABLES` that are set, with their values."""
     return {each.name: environment[each.name] for each in VARIABLES if environment.get(each.name)}
 
 
 def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
-    """Describe each effect of the environment in a sentence."""
+    """Return a sentence for each effect that environment variables have."""
     effects = []
     if settings.uvm_hints is not None:
         effects.append(f"hints are {'on' if settings.uvm_hints else 'off'}")
@@ -104,7 +104,7 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
 
 
 def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
-    """Yield each variable with its value and meaning, then the effects."""
+    """Yield lines with each variable, its value and its meaning, then lines with the effects."""
     width = max(len(each.name) for each in VARIABLES)
     for each in VARIABLES:
         value = environment.get(each.name) or "(not set)"
@@ -117,7 +117,7 @@ def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iter
 
 
 def export_lines(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
-    """Yield the exports of `scripts/setup_gh200_env.sh`: set values, else the defaults."""
+    """Yield the same `export` lines as `scripts/setup_gh200_env.sh`: set values, else defaults."""
     ratio = _format_ratio(settings.oversubscription_ratio)
     pattern = settings.access_pattern or DEFAULT_PATTERN
     for name in HINTS_VARIABLES:
@@ -129,7 +129,7 @@ def export_lines(environment: Mapping[str, str], settings: EnvironmentSettings) 
 
 
 def _alloc_conf(environment: Mapping[str, str], ratio: str, pattern: str) -> Iterator[str]:
-    """Yield our three keys, then all other keys that were set."""
+    """Yield the entries of PYTORCH_CUDA_ALLOC_CONF: three uvm keys, then others that are set."""
     replaced = {
         "use_uvm": "True",
         "uvm_oversubscription_ratio": ratio,

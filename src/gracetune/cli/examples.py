@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, print or copy examples."""
+    """List the example run files, or print or copy them."""
     # In a checkout this is a link to examples/; a wheel contains the files themselves.
     known = find_examples(files("gracetune") / "examples")
     chosen = known if args.name is None else {args.name: _pick(known, args.name)}
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_examples(folder: Traversable) -> dict[str, Traversable]:
-    """Return the run files in a folder by name, without the ending."""
+    """Return the run files in a folder, by file name without suffix."""
     found = {
         Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(_SUFFIXES)
     }
@@ -50,7 +50,7 @@ def find_examples(folder: Traversable) -> dict[str, Traversable]:
 
 
 def first_comment(text: str) -> str:
-    """Return the first comment line without its mark; it says what the example is for."""
+    """Return the first comment line of a run file, which describes the example."""
     for line in map(str.strip, text.splitlines()):
         for mark in _COMMENT_MARKS:
             if line.startswith(mark):
@@ -59,7 +59,7 @@ def first_comment(text: str) -> str:
 
 
 def copy_examples(chosen: Iterable[Traversable], folder: Path) -> None:
-    """Copy examples into a folder, which is created if needed; never replace a file."""
+    """Copy examples to a folder, which is created if needed; raise if a file exists."""
     for example in chosen:
         target = folder / example.name
         try:

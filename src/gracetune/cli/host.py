@@ -1,4 +1,4 @@
-"""`gracetune host`: check, extend and start another trainer with gracetune inside."""
+"""`gracetune host`: use gracetune inside an unmodified SimpleTuner or ai-toolkit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRY_POINT = "-m gracetune.hosts.simpletuner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one subparser per host, with its actions."""
+    """Add one subparser per host program (SimpleTuner, ai-toolkit), with its actions."""
     hosts = parser.add_subparsers(dest="host", required=True, metavar="HOST")
     simpletuner = hosts.add_parser("simpletuner", help="SimpleTuner, as pip installs it")
     actions = simpletuner.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Replace this process by SimpleTuner's command, which starts training through our entry."""
+    """Replace this process by SimpleTuner, told to start training through `ENTRY_POINT`."""
     from gracetune.hosts.simpletuner.__main__ import check
 
     print(check()[-1], flush=True)

@@ -1,7 +1,7 @@
-"""`python train.py --config FILE --key value ...`: the command line of the forks.
+"""`python train.py --config FILE --key value ...`: the command line of the GH200 forks.
 
-Works alone and under `accelerate launch` or `torchrun`. Every setting of a run file is an option,
-by its dotted name or by the forks' flat name; dashes count as underscores.
+It works alone and under `accelerate launch` or `torchrun`. Every setting of a run file is an
+option, under its dotted name or the flat name that the forks use; dashes count as underscores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RESUME_OPTIONS = ("resume", "resume_from_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class LaunchArguments:
-    """The parsed command line."""
+    """The parsed command line of `train.py`."""
 
     config: str
     overrides: tuple[str, ...]
@@ -40,7 +40,7 @@ class LaunchArguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, and return the exit code."""
+    """Train with the given command-line arguments, and return the exit code."""
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> LaunchArguments:
 
 
 def _options(argv: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Parse `--key value`, `--key=value` and `--flag` to pairs; a flag has the value None."""
+    """Parse `--key value`, `--key=value` and `--flag` to (key, value); a flag has value None."""
     options: list[tuple[str, str | None]] = []
     words = list(argv)
     while words:

@@ -1,7 +1,8 @@
 """The entry point of the command line: find the verb, run it, turn errors into exit codes.
 
-A verb is a module with `HELP`, `add_arguments(parser)` and `run(args) -> int`. Its module is
-imported only when the verb is used, so that `gracetune --help` does not load torch.
+A verb is a subcommand, such as `train`. Each is a module with `HELP`, `add_arguments(parser)` and
+`run(args) -> int`, which is imported only when the verb is used, so that `gracetune --help` does not
+load torch.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ VERBS = {
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141
-"""The exit code of a program whose output pipe was closed: 128 + SIGPIPE."""
+"""Exit code if the reader of our output has closed the pipe: 128 + SIGPIPE."""
 
 
 class Verb(Protocol):
-    """The interface of a verb's module."""
+    """The interface of the module of a verb, that is, of a subcommand such as `train`."""
 
     HELP: str
 
@@ -63,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_guarded(call: Callable[[], int]) -> int:
-    """Call a command and turn its result or error into an exit code.
+    """Call a command; return its exit code, or print its error and return the error's code.
 
-    This is the only place that catches every exception.
+    This is the only function that catches every exception.
     """
     try:
         code = call()
@@ -105,7 +106,7 @@ def _call(words: list[str]) -> int:
 
 
 def _explain(words: list[str]) -> NoReturn:
-    """Handle everything that is not a verb: --help, --version, no argument, a typo."""
+    """Print help, the version, or an error for a missing or unknown verb; then exit."""
     width = max(map(len, VERBS))
     parser = argparse.ArgumentParser(
         prog="gracetune",
@@ -130,7 +131,7 @@ def _print_error(text: str) -> None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if the reader of stdout or stderr is gone, not that of a worker's pipe."""
+    """Return True if the reader of stdout or stderr is gone; a worker's pipe does not count."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream.fileno(), 0)
@@ -145,7 +146,7 @@ def _discard_output() -> None:
 
 
 def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `RUN` and `--set`, which all verbs that read a run file share."""
+    """Add the arguments `RUN` and `--set`, for verbs that read a run file."""
     parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
     parser.add_argument(
         "--set",

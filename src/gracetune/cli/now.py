@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Leave the request in the run's folder and print which process will take it."""
+    """Write the request to the run's folder and print which process will take it."""
     listener = send_request(args.run_folder, args.request)
     where = "" if listener.is_local() else f" on {listener.host} (not checked from here)"
     print(f"asked process {listener.pid}{where} to {args.request}, after its current step.")

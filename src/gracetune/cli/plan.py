@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
 CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
-"""Files of a dataset that are not samples."""
+"""Suffixes of dataset files that hold captions or tables, not samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanMachine:
-    """The machine that a plan is for."""
+    """The rates and memory sizes of the machine that a plan is for."""
 
     title: str
     rates: MachineRates
     device_nbytes: int
     host_nbytes: int
     simulated: bool
-    """True if the rates are published figures."""
+    """True if the rates are published figures, not measured on this machine."""
     one_memory: bool = False
-    """True if host and device share one memory."""
+    """True if CPU and GPU share one physical memory."""
     host_is_known: bool = True
-    """False if host memory is an assumed size, which the user may raise."""
+    """False if the size of host memory is an assumption, which the user may raise."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run file, the machine and the memory limits."""
+    """Add the arguments: run file, machine, memory limits, dataset size and output format."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
@@ -75,7 +75,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan for this machine, or for the one that --machine names."""
+    """Print the plan of a run, for this machine or the one that --machine names."""
     from gracetune.memory.platform import open_machine
 
     return plan(args, open_machine, _measured)
@@ -86,7 +86,10 @@ def plan(
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
 ) -> int:
-    """Plan and print the report; tests pass in the machine and its measurement."""
+    """Plan a run and print the report.
+
+    `open_machine` and `measured` return this machine and its rates; tests pass their own.
+    """
     run_file = load_run_file(args.run_file, args.overrides).run
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
@@ -139,7 +142,7 @@ def plan(
 def _budget(
     args: argparse.Namespace, settings: PlanSection, machine: PlanMachine
 ) -> tuple[PlanBudget, tuple[str, ...]]:
-    """Return the memory budget, and a note for each limit that exceeds what the machine has."""
+    """Return the memory budget, and a note for each limit above the machine's memory."""
     from gracetune.plan.machines import FITTED_CONSTANTS
     from gracetune.plan.search import PlanBudget
 
@@ -220,12 +223,12 @@ def _measured(device: int, family: str) -> MachineRates:
 
 
 def _emit(notice: Notice) -> None:
-    """Print to stderr, because stdout may be JSON."""
+    """Print a notice to stderr, because stdout may be JSON."""
     print(notice.text, file=sys.stderr)
 
 
 def _make_trainable(run_file: RunFile, model: MetaModel) -> TrainedSize:
-    """Add the adapter to the meta model, and return the sizes of what one expert trains."""
+    """Add the adapter to the meta model; return the bytes of trained weights and their state."""
     from gracetune.optim.build import state_nbytes_per_element
     from gracetune.optim.offloaded_state import StateOffloadSettings
     from gracetune.plan.problem import MASTER_NBYTES, TrainedSize
@@ -243,7 +246,7 @@ def _make_trainable(run_file: RunFile, model: MetaModel) -> TrainedSize:
 
 
 def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
-    """Add an adapter as a run does, or train all weights; return how many numbers are trained."""
+    """Add an adapter, or make all weights trainable; return the number of trained weights."""
     if section is None:
         model.model.requires_grad_(True)
     else:
@@ -254,7 +257,7 @@ def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
 
 
 def count_samples(run_file: RunFile) -> int | None:
-    """Count the samples of local datasets; return None if one cannot be listed."""
+    """Count the samples of all datasets; return None if one is not in a local folder."""
     total = 0
     for section in run_file.datasets:
         folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
@@ -267,13 +270,13 @@ def count_samples(run_file: RunFile) -> int | None:
 
 
 def _with_staged_files(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
-    """Count staged files too: they share the one memory with what is encoded from them."""
+    """Add the bytes of staged files, for a machine whose CPU and GPU share one memory."""
     nbytes = fixed.host_caches_nbytes + staged_nbytes(run_file)
     return replace(fixed, host_caches_nbytes=nbytes)
 
 
 def staged_nbytes(run_file: RunFile) -> int:
-    """Return the bytes of local dataset files that a run stages in memory."""
+    """Return the bytes of dataset files that a run loads into host memory at its start."""
     from gracetune.config.schema import STAGED_TYPES
 
     total = 0

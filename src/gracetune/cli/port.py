@@ -1,4 +1,4 @@
-"""`gracetune port`: keep a fork's patches working on newer upstream releases."""
+"""`gracetune port`: move the changes of a git fork to a newer upstream release."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="COMMAND",
             help=f"a command for validation.{group}; repeatable",
         )
-    plan_parser = add_action("plan", _plan, "predict what becomes of each patch; changes nothing")
+    plan_parser = add_action("plan", _plan, "predict how each patch would apply; changes nothing")
     apply_parser = add_action("apply", _apply, "apply the patches to a fresh branch of upstream")
     apply_parser.add_argument(
-        "--branch", default=PORT_BRANCH, help=f"its name (default: {PORT_BRANCH})"
+        "--branch", default=PORT_BRANCH, help=f"name of that branch (default: {PORT_BRANCH})"
     )
     apply_parser.add_argument(
         "--continue",
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue after resolving a conflict",
     )
     for each in (plan_parser, apply_parser):
-        each.add_argument("--upstream", metavar="REF", help="default: the manifest's")
+        each.add_argument("--upstream", metavar="REF", help="default: as in the manifest")
     validate_parser = add_action("validate", _validate, "run the manifest's validation commands")
     validate_parser.add_argument(
         "groups", nargs="*", metavar="upstream|ours|combined", help="default: all"
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action, reporting forkport's errors as gracetune's."""
+    """Run the chosen action; errors of forkport are raised as PortError."""
     action: Callable[[argparse.Namespace, Git, Path], int] = args.run_action
     try:
         git = open_repository(args.repo, process_environment())
@@ -237,9 +237,10 @@ def _checklist(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 
 def _find_manifest(git: Git, folder: Path) -> Manifest:
-    """Read the user's manifest, which may have new commands, or the port's copy of it.
+    """Read the manifest in the patches folder, or the copy that `apply` made of it.
 
-    Switching to the port's branch may have removed the user's.
+    The manifest in the folder comes first, because the user may have edited it. It is missing if
+    `apply` has switched to a branch without it.
     """
     if find_state(git) is None or (folder / MANIFEST).exists():
         return read_manifest(folder)
@@ -260,7 +261,10 @@ def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 
 def _confirmation(yes: bool) -> Callable[[str], None]:
-    """Return a function that asks the user to confirm a step, and raises PortError on refusal."""
+    """Return a function that asks the user to confirm a step and raises PortError if not.
+
+    With `yes`, the function only prints the step.
+    """
 
     def confirm(step: str) -> None:
         if yes:

@@ -13,12 +13,12 @@ HELP = "print the JSON Schema of run files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no arguments."""
+    """Do nothing: the verb has no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the schema."""
+    """Print the JSON Schema of run files."""
     del args
     print(json_schema(), end="")
     return 0

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_training(loaded: LoadedRun, resume: str) -> int:
-    """Train, and show the progress on stdout."""
+    """Train from a loaded run file, and show the progress on stdout."""
     check_trainable(loaded.run)
     prefer_expandable_segments()  # before the imports below load torch
     from gracetune.events.console import console_sink

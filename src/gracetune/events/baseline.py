@@ -1,4 +1,4 @@
-"""Measure a run file several times and decide whether a later measurement differs.
+"""Measure the speed and memory of a run, and compare two sets of repeated measurements.
 
 The change of a metric is the difference of the means over repeated runs, relative to the first
 mean. Its noise is the 95 % confidence interval of that difference by Welch's t-test, which allows
@@ -40,15 +40,15 @@ T_975 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""Quantiles of Student's t for a two-sided 95 %, for 1, 2, ... 30 degrees of freedom."""
+"""The 0.975 quantiles of Student's t for 1, 2, ... 30 degrees of freedom."""
 _T_MANY = 2.042
-"""The quantile for more than 30 degrees of freedom; slightly too large, which is safe."""
+"""The quantile that is used for more than 30 degrees of freedom; slightly too large."""
 LOSS_SHARE = 4
-"""The loss of a run is the mean over its last quarter; single steps vary too much."""
+"""The loss of a run is the mean over the last 1/4 of its steps; single steps vary too much."""
 
 
 class Measures(BaseModel):
-    """The metrics of one run without its warm-up steps; the fields are keys of the file."""
+    """The metrics of one run without its warm-up steps. Field names are keys of `baseline.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class Measures(BaseModel):
     device_peak_bytes: int
     host_peak_bytes: int
     wait_share: float | None
-    """The share of the time in steps that was spent waiting for batches."""
+    """The share of step time that was spent waiting for batches; None if it was not logged."""
     loss: float
 
 
@@ -89,7 +89,7 @@ class Baseline(BaseModel):
     steps: int
     warmup_steps: int
     window_steps: int
-    """Step times are means over this many steps, the run's `logging.every`."""
+    """Number of steps that each step time is a mean of: the run's `logging.every`."""
     repeats: tuple[Measures, ...]
 
 
@@ -102,10 +102,10 @@ class Metric:
     better: Better
     show: Callable[[float], str]
     in_points: bool = False
-    """Compare percentage points instead of a ratio, for shares of time that may be close to 0."""
+    """True to compare differences in percentage points, for shares that may be close to 0."""
 
     def values(self, baseline: Baseline) -> list[float]:
-        """Return one value for each run that has this metric."""
+        """Return the values of this metric in a baseline, one for each run that has it."""
         values = (repeat.model_dump()[self.name] for repeat in baseline.repeats)
         return [float(value) for value in values if value is not None]
 
@@ -124,7 +124,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One metric, before and after."""
+    """The comparison of one metric between two baselines."""
 
     metric: Metric
     before: float
@@ -144,7 +144,10 @@ class Delta:
 
 
 def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
-    """Measure a run from its log; if a resumed run repeated a step, the later line counts."""
+    """Compute the metrics of a run from its log.
+
+    If a resumed run repeated a step, the later line counts.
+    """
     steps: dict[int, tuple[float, float, float]] = {}
     device_peak = host_peak = 0
     waited: list[float] = []  # one total for each process, which counts from its own start
@@ -258,7 +261,10 @@ def _judge(better: Better, change: float, noise: float | None, tolerance: float)
 
 
 def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
-    """Return half of Welch's 95 % interval for the difference of two means; None with one run."""
+    """Return half the width of Welch's 95 % confidence interval for a difference of means.
+
+    Returns None if either side has a single run.
+    """
     if len(old) < 2 or len(new) < 2:
         return None
     parts = [statistics.variance(side) / len(side) for side in (old, new)]
@@ -274,7 +280,7 @@ def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float |
 
 
 def comparison_lines(deltas: Sequence[Delta], tolerance: float) -> Iterator[str]:
-    """Yield one line per metric, and the overall verdict as the last line."""
+    """Yield a line for each compared metric, and the overall verdict as the last line."""
     for delta in deltas:
         show = delta.metric.show
         noise = "noise unknown: one run on a side"
@@ -315,7 +321,7 @@ def environment_differences(before: Baseline, after: Baseline) -> Iterator[str]:
 
 
 def report_lines(baseline: Baseline) -> Iterator[str]:
-    """Yield the lines of `baseline_report.txt`."""
+    """Yield the lines of `baseline_report.txt`, which lists the metrics of a baseline."""
     count = len(baseline.repeats)
     yield f"captured {baseline.captured} by gracetune {baseline.gracetune}"
     yield "machine: " + ", ".join(f"{name} {text}" for name, text in baseline.machine.items())

@@ -53,14 +53,14 @@ LABELS = frozenset({"adapter", "attention", "cache", "config", "data", "experts"
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
 LABEL_WIDTH = 11
 DATA_STAGES = frozenset({"reading", "staging"})
-"""Stages of `StageProgress` that read the data; all others fill or check the cache."""
+"""Names of stages that read the data; all other stages fill or check the cache."""
 OUTPUT_NAMES = {"pictures": "samples"}
-"""Names of `RunEnded.outputs` that are shown differently."""
+"""Key of `RunEnded.outputs` -> the name that is shown instead."""
 STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
 WAIT_SHARE = 0.1
-"""Share of a run's time that steps may wait before the user is told."""
+"""Share of a run's time that steps may spend waiting before a warning is shown."""
 UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
-"""Events that do not print a step that was held back."""
+"""Events whose lines do not require that a step line that was held back is printed first."""
 
 
 def console_sink(
@@ -80,7 +80,7 @@ def console_sink(
 
 
 class PlainConsole:
-    """Prints lines for pipes, files and job logs, flushing each of them."""
+    """An event sink that prints plain lines, for pipes, files and job logs."""
 
     def __init__(
         self, stream: TextIO, clock: Callable[[], float], every_s: float, title: str = ""
@@ -94,7 +94,7 @@ class PlainConsole:
         self._title = title
 
     def handle(self, event: Event) -> None:
-        """Print the event; steps and stages at most every few seconds, but always the last one."""
+        """Print an event; steps and stages only every few seconds, but always the last one."""
         if self._title:
             self._print(self._title)
             self._title = ""
@@ -143,7 +143,7 @@ class PlainConsole:
 
 
 class LiveConsole:
-    """Draws moving bars at the bottom of a terminal and prints lines above them."""
+    """An event sink that draws progress bars on a terminal and prints lines above them."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float], title: str = "") -> None:
         console = Console(file=stream, force_terminal=True)
@@ -215,7 +215,7 @@ class LiveConsole:
 
 
 class ConsoleState:
-    """Remembers what later lines need from earlier events, and turns events into lines."""
+    """Turns events into lines, and remembers numbers of earlier events for later lines."""
 
     def __init__(self) -> None:
         self.total_steps = 0
@@ -226,7 +226,7 @@ class ConsoleState:
         self._fallbacks = 0
 
     def add(self, event: Event) -> None:
-        """Remember an event."""
+        """Remember the numbers of an event that later lines show."""
         if isinstance(event, RunStarted):
             self.total_steps = event.total_steps
         elif isinstance(event, StepDone):
@@ -241,7 +241,7 @@ class ConsoleState:
             self._fallbacks += 1
 
     def lines(self, event: Event) -> list[str]:
-        """Return the lines of an event; none for events that only a bar or the log shows."""
+        """Return the lines to print for an event; none if only a bar or the log shows it."""
         match event:
             case RunStarted():
                 return [run_started_line(event)]
@@ -269,7 +269,7 @@ class ConsoleState:
                 return []
 
     def _wait_warnings(self, seconds: float) -> list[str]:
-        """Warn of batches or weights that steps have waited for during a large part of the run."""
+        """Return a warning if steps waited long for batches, and one for streamed weights."""
         lines = []
         if self._batches is not None and self._batches.waited_s > WAIT_SHARE * seconds:
             waited = format_seconds(self._batches.waited_s)
@@ -285,30 +285,30 @@ class ConsoleState:
 
 
 _SMOOTHING = 0.9
-"""Weight of the earlier steps in the moving average: about the last ten steps count."""
+"""Weight of earlier steps in the moving average, which spans about ten steps."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """A moving average of the samples and seconds of a step, from the events' own times."""
+    """Moving averages of the number of samples and the seconds of a step."""
 
     samples: float = 0.0
     seconds: float = 0.0
     steps: int = 0
 
     def add(self, event: StepDone) -> None:
-        """Count a step. The first one includes warm-up, so the second replaces it."""
+        """Add a step to the averages. The first one includes warm-up, so the second replaces it."""
         keep = _SMOOTHING if self.steps > 1 else 0.0
         self.samples = keep * self.samples + (1 - keep) * event.samples
         self.seconds = keep * self.seconds + (1 - keep) * event.seconds
         self.steps += 1
 
     def samples_per_s(self) -> float:
-        """Return the rate; 0 before the first step."""
+        """Return the samples per second; 0 before the first step."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     def eta(self, steps_left: int) -> str:
-        """Return the estimated time for the remaining steps."""
+        """Return the estimated time for the remaining steps, as text."""
         return format_seconds(self.seconds * steps_left) if self.seconds > 0 else "?"
 
 
@@ -316,13 +316,13 @@ class Pace:
 
 
 def labelled(label: str, text: str) -> str:
-    """Align the text after a label; further lines of the text are indented as far."""
+    """Return `label`, padded to a fixed width, and the text, whose later lines are indented."""
     indented = text.replace("\n", "\n" + " " * LABEL_WIDTH)
     return f"{label:<{LABEL_WIDTH}}{indented}"
 
 
 def notice_lines(event: Notice) -> list[str]:
-    """Return the line of a notice that concerns the user, else nothing."""
+    """Return the line for a notice that the console shows; empty for one that is only logged."""
     if event.level == "warning":
         return [labelled("warning", event.text)]
     if event.fallback:
@@ -332,7 +332,7 @@ def notice_lines(event: Notice) -> list[str]:
 
 
 def run_started_line(event: RunStarted) -> str:
-    """Describe what is trained, on what, and from which step."""
+    """Return the line that says what is trained, with which data, and from which step."""
     begin = f"from step {event.start_step:,} of {event.total_steps:,}: " if event.start_step else ""
     text = (
         f"{begin}{event.trainable_parameters:,} trainable parameters, "
@@ -342,16 +342,16 @@ def run_started_line(event: RunStarted) -> str:
 
 
 def stage_line(event: StageProgress) -> str:
-    """Describe the progress of a stage and its speed, if known."""
+    """Return the line with the progress of a stage and, if known, its speed."""
     text = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
     label = "data" if event.stage in DATA_STAGES else "cache"
     return labelled(label, ", ".join([text, *stage_pace(event)]))
 
 
 def stage_pace(event: StageProgress) -> list[str]:
-    """Return files and bytes per second and the remaining time.
+    """Return the speed of a stage, in files and bytes per second, and the remaining time.
 
-    The remaining time follows the bytes if they are known, because files differ in size.
+    The remaining time is estimated from bytes if they are known, because files differ in size.
     """
     if not event.seconds:
         return []
@@ -366,7 +366,7 @@ def stage_pace(event: StageProgress) -> list[str]:
 
 
 def step_line(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed | None) -> str:
-    """Describe a step with the current speed and memory."""
+    """Return the line of a training step, with the current speed and memory."""
     parts = [f"step {event.step}/{total_steps}", *step_numbers(event, pace)]
     if event.step < total_steps:
         parts.append(f"eta {pace.eta(total_steps - event.step)}")
@@ -376,25 +376,25 @@ def step_line(event: StepDone, total_steps: int, pace: Pace, memory: MemoryUsed 
 
 
 def step_numbers(event: StepDone, pace: Pace) -> list[str]:
-    """Return the numbers of a step that a progress bar does not show."""
+    """Return loss, learning rate and speed of a training step as text."""
     return [f"loss {event.loss:.4f}", f"lr {event.lr:.2e}", f"{pace.samples_per_s():.1f} samples/s"]
 
 
 def memory_used(event: MemoryUsed) -> str:
-    """Return the peak of GPU memory, or the host memory of a run without a GPU."""
+    """Return the peak of GPU memory as text, or the host memory of a run without a GPU."""
     if event.device_peak:
         return f"GPU {format_bytes(event.device_peak)}"
     return f"host {format_bytes(event.host)}"
 
 
 def ramp_changed_line(event: RampChanged) -> str:
-    """Use the fork's own words, which users search their logs for."""
+    """Return the line of a ramp change, worded as in the GH200 forks: users search for it."""
     text = f"GH200 ramp adjusted gradient_accumulation_steps -> {event.accumulation}"
     return labelled("ramp", text)
 
 
 def validated_line(event: Validated) -> str:
-    """List the losses and the path of the samples."""
+    """Return the line of a validation, with its losses and the path of the samples."""
     parts = [f"{name} {loss:.4f}" for name, loss in event.losses.items()]
     if event.grid is not None:
         parts.append(event.grid)
@@ -403,15 +403,16 @@ def validated_line(event: Validated) -> str:
 
 
 def checkpoint_line(event: CheckpointSaved) -> str:
-    """Name the checkpoint, its size and the reason for it."""
+    """Return the line of a checkpoint, with its path, its size and the reason for it."""
     size = f"{format_bytes(event.nbytes)} in {format_seconds(event.seconds)}"
     return labelled("checkpoint", f"{event.path} ({event.reason}, {size})")
 
 
 def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
-    """Describe how the run ended, list its outputs and count its fallbacks.
+    """Return the lines that say how the run ended, list its outputs and count its fallbacks.
 
-    A model is a folder of folders; only adapters are safetensors files directly in the result.
+    If the result is an adapter (safetensors files directly in its folder), they suggest a next
+    command.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"

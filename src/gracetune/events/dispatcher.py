@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class EventDispatcher:
-    """Passes each event to every sink, one event at a time, from any thread.
+    """Passes each event to every sink, one event at a time; thread-safe.
 
-    A fallback with the same text is passed on once, however often and by however many workers it
-    is reported.
+    A fallback notice with the same text is passed on only once.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -32,7 +31,7 @@ class EventDispatcher:
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Pass the event to all sinks, in their order."""
+        """Pass an event to all sinks, in the order in which they were given."""
         with self._lock:
             assert not self._closed, f"an event after the end of the run: {event}"
             if isinstance(event, Notice) and event.fallback:
@@ -44,7 +43,7 @@ class EventDispatcher:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The texts of all fallbacks so far, in order."""
+        """The texts of all fallback notices so far, in order."""
         with self._lock:
             return tuple(self._fallbacks)
 
@@ -91,7 +90,10 @@ class ProgressReporter:
         clock: Callable[[], float] = time.monotonic,
         total_nbytes: int | None = None,
     ) -> None:
-        """With `total_nbytes`, which may be an estimate, events also contain bytes and seconds."""
+        """Start a stage of `total` items.
+
+        With `total_nbytes`, which may be an estimate, events also contain bytes and seconds.
+        """
         self._stage = stage
         self._total = total
         self._emit = emit
@@ -102,7 +104,7 @@ class ProgressReporter:
         self._started_at = self._emitted_at = clock()
 
     def advance(self, count: int = 1, nbytes: int = 0) -> None:
-        """Count finished items and their bytes."""
+        """Add finished items and their bytes, and emit the progress if it is time."""
         self._done += count
         self._nbytes += nbytes
         now = self._clock()

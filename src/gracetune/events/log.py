@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event
 
 TORN = "torn_line"
-"""The kind of a line that marks the line before it as cut off by a killed process."""
+"""Event kind of a line that marks the line before it as incomplete, cut off by a kill."""
 
 
 class JsonlLog:
-    """A sink that appends each event to a file.
+    """An event sink that appends each event to a JSON Lines file.
 
-    `handle` returns after the kernel has the line, so a killed process loses at most the line it
-    was writing. Lines about checkpoints and the end of a run are also synced to disk.
+    `handle` flushes each line, so a killed process loses at most the line that it was writing.
+    Lines about checkpoints and the end of a run are also synced to disk.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class JsonlLog:
         self._close_off_torn_line()
 
     def handle(self, event: Event) -> None:
-        """Write one line; the progress of a stage at most once a second, and always its end.
+        """Write an event as one line; progress of a stage only once a second and at its end.
 
         After a failed write, which ends the run, further events are ignored.
         """
@@ -79,7 +79,7 @@ class JsonlLog:
         return True
 
     def _close_off_torn_line(self) -> None:
-        """End a line that a killed process left unfinished, and mark it as torn."""
+        """End the last line if a killed process left it incomplete, and mark it as torn."""
         size = self._file.seek(0, os.SEEK_END)
         if size == 0:
             return
@@ -105,7 +105,7 @@ class JsonlLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the lines of a log in order; skip torn lines, raise at any other damage."""
+    """Yield the events of a log in order; skip torn lines, raise at any other damage."""
     broken = 0
     try:
         file = path.open("rb")
@@ -129,7 +129,7 @@ def read_events(path: Path) -> Iterator[dict[str, object]]:
 
 
 def loss_by_step(path: Path) -> dict[int, float]:
-    """Return the loss of each step; if a resumed run repeated a step, its later value."""
+    """Return the loss of each step from a log; for a step that was repeated, the later value."""
     losses: dict[int, float] = {}
     for record in read_events(path):
         if record["event"] == KINDS[StepDone]:

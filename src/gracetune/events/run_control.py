@@ -1,4 +1,4 @@
-"""Ask a running training run to validate, save or stop, through small files in its folder.
+"""Send requests (validate, save, stop) to a training run, through small files in its folder.
 
 The run writes `now/listening.json` with its process id. `gracetune now <verb>` creates `now/<verb>`
 next to it, and the run deletes that file when it takes the request, between two steps. Files need
@@ -26,26 +26,26 @@ VERBS = ("validate", "save", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The process that takes requests in a folder; the fields are keys of `listening.json`."""
+    """The process of a run that takes requests. Field names are keys of `listening.json`."""
 
     pid: int
     host: str
     birth: int
-    """Start time of the process: the same pid with another start time is another process."""
+    """Start time of the process, in clock ticks since boot; tells processes with one pid apart."""
     verbs: tuple[str, ...]
-    """The requests that it accepts."""
+    """The requests that the process accepts."""
 
     def is_local(self) -> bool:
-        """Return True if the process runs on this machine, where it can be looked up."""
+        """Return True if the process was started on this machine."""
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
-        """Return True if the process runs; on another machine, that is assumed."""
+        """Return True if the process still runs, or is on another machine and cannot be checked."""
         return not self.is_local() or _process_start_time(self.pid) == self.birth
 
 
 class RunControl:
-    """The run's side: open it at the start, take requests between steps, close it at the end."""
+    """Receives requests for a run, which takes them between steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "now"
@@ -72,7 +72,7 @@ class RunControl:
 
     @contextmanager
     def listening(self, verbs: Iterable[str], is_main: bool = True) -> Iterator[Self]:
-        """Accept requests while the block runs; only the main rank does."""
+        """Accept requests while the `with` block runs; only on the main rank."""
         if is_main:
             self.open(os.getpid(), verbs)
         try:
@@ -82,7 +82,7 @@ class RunControl:
                 self.close()
 
     def take_requests(self) -> set[str]:
-        """Return and delete the requests since the last call."""
+        """Return the requests that arrived since the last call, and delete their files."""
         taken = set()
         for verb, path in self._paths.items():
             try:
@@ -105,7 +105,7 @@ class RunControl:
 
 
 def send_request(folder: Path, verb: str) -> Listener:
-    """Leave a request for the run in `folder`; return the process that will take it."""
+    """Write a request for the run in `folder`; return the process that will take it."""
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():

@@ -1,7 +1,7 @@
-"""The events of a run, as frozen dataclasses, and the protocol of the sinks that receive them.
+"""Define the events of a run, and the protocol of the sinks that receive them.
 
-Class names map to event kinds in `events.jsonl` (`KINDS`), and field names are keys there. Both are
-a file format that other tools read: do not rename them.
+`KINDS` maps each class to its event kind in `events.jsonl`, and field names are keys there. Kinds
+and fields are a file format that other tools read: do not rename them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class RunStarted:
     model: str
     """The name of the model family."""
     trainable_parameters: int
-    """The number of trained weights (not of tensors)."""
+    """The number of trained weights, counted as elements."""
     total_steps: int
     start_step: int
-    """Steps done by earlier processes; 0 for a new run."""
+    """Steps that earlier processes of this run have done; 0 for a new run."""
     num_samples: int
-    """Training samples, without held-out ones and without repeats."""
+    """Number of training samples, without held-out samples and without repeats."""
     device: str
     precision: str
     """`fp32` or `bf16`."""
@@ -34,7 +34,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A remark for the log: a choice that was made, a fallback, a rounded value.
+    """A text message for the log, about a choice, a fallback or a rounded value.
 
     The console shows warnings, fallbacks, and notices that start with a label, as in
     `plan: 34 of 57 blocks streamed` (see `LABELS` in console.py). Others are only logged.
@@ -43,12 +43,12 @@ class Notice:
     text: str
     level: Literal["info", "warning"] = "info"
     fallback: bool = False
-    """True if something that was asked for is done in a slower or lesser way."""
+    """True if a slower or less capable method is used than the one that was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """The progress of a stage before training, such as staging or encoding."""
+    """The progress of a stage before training, such as reading or encoding the data."""
 
     stage: str
     done: int
@@ -56,7 +56,7 @@ class StageProgress:
     unit: str = "files"
     """The unit of `done` and `total`."""
     nbytes: int = 0
-    """Bytes done; 0 if the stage does not count bytes."""
+    """Bytes processed so far; 0 if the stage does not count bytes."""
     total_nbytes: int = 0
     """Bytes in total, as far as they are known."""
     seconds: float = 0.0
@@ -70,7 +70,7 @@ class StepDone:
     step: int
     """The number of steps done, counted from 1."""
     loss: float
-    """The mean over the samples of the step."""
+    """The mean loss over the samples of the step."""
     lr: float
     grad_norm: float
     """The gradient norm before clipping."""
@@ -81,14 +81,14 @@ class StepDone:
     epoch: int
     """The epoch that the next batch belongs to, from 0."""
     seconds: float
-    """Wall time of the step; a mean over the steps that were logged together."""
+    """Wall time of the step in seconds: the mean over the steps that were logged together."""
     expert: str = ""
     """The expert that was trained, `high` or `low`; empty for a model with one transformer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsed:
-    """Memory in use, in bytes."""
+    """Host and device memory in use, in bytes."""
 
     step: int
     host: int
@@ -96,7 +96,7 @@ class MemoryUsed:
     device_peak: int
     """The highest value of `device` since the start."""
     managed: int = 0
-    """Managed memory that gracetune allocated, wherever its pages are."""
+    """CUDA managed memory that gracetune allocated, on the host or the device."""
     stage: int = 1
     """1: all managed memory is on the device; 2: the device is oversubscribed."""
 
@@ -112,9 +112,9 @@ class BatchesFed:
     reads: int
     """Cache entries that were read from files."""
     hot: int
-    """Encoded texts that were on the device already."""
+    """Encoded captions that were already on the device."""
     waits: int
-    """Batches that were not ready when a step asked for them; the first one never is."""
+    """Batches that were not ready when a step needed them; the first one never is."""
     nbytes: int
     """Bytes copied to the device."""
     waited_s: float
@@ -122,7 +122,7 @@ class BatchesFed:
     hidden_s: float
     """Seconds of loading that overlapped with steps."""
     depth: int
-    """Batches that are prefetched by now; 0 if each is loaded when a step asks for it."""
+    """Current number of batches to prefetch; 0 if each is loaded when a step needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +131,24 @@ class WeightsStreamed:
 
     step: int
     slots: int
-    """Slots of the ring; the ring may have grown."""
+    """Number of device buffers that weights are copied to; it may grow during the run."""
     fetches: int
-    """Copies of one block's weights to the device."""
+    """Number of copies to the device; each is the weights of one block."""
     nbytes: int
     """Bytes copied to the device."""
     late: int
-    """Blocks that waited although their weights were prefetched."""
+    """Times that a block waited for its weights although they were being prefetched."""
     on_demand: int
-    """Blocks whose weights had not been prefetched."""
+    """Times that a block needed weights that had not been prefetched."""
     waited_s: float
     """Seconds that computation waited for weights."""
     hidden_s: float
-    """Seconds of copying that overlapped with computation, from the link's measured bandwidth."""
+    """Seconds of copying that overlapped with computation, estimated from the link's bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatesSpread:
-    """A histogram of the learning rates, for optimizers with one rate per element."""
+    """A histogram of learning rates, for optimizers with one rate per weight."""
 
     step: int
     expert: str
@@ -156,12 +156,12 @@ class RatesSpread:
     limits: tuple[float, ...]
     """The edges of the bins: one more than there are bins."""
     counts: tuple[int, ...]
-    """Elements in each bin; the outermost bins include everything beyond them."""
+    """Number of weights in each bin; the outermost bins include all values beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RampChanged:
-    """The ramp changed the number of micro-batches in a step."""
+    """The gradient-accumulation ramp changed the number of micro-batches in a step."""
 
     step: int
     micro_batches: int
@@ -193,12 +193,12 @@ class CheckpointSaved:
     seconds: float
     """Seconds that saving took."""
     reason: str
-    """Why it was saved, for example `every N steps`."""
+    """Why the checkpoint was saved, for example `every N steps`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The run ended; the last event of a process."""
+    """The run ended. This is the last event of a process."""
 
     step: int
     status: Literal["done", "interrupted", "failed"]
@@ -206,7 +206,7 @@ class RunEnded:
     outputs: Mapping[str, str] = field(default_factory=dict)
     """Paths of the output files by name: `log`, `pictures`, `checkpoint`, `result`."""
     message: str = ""
-    """The error, unless the run is done."""
+    """The error message; empty if the run is done."""
 
 
 Event = (
@@ -238,16 +238,16 @@ KINDS: dict[type[Event], str] = {
     CheckpointSaved: "checkpoint_saved",
     RunEnded: "run_ended",
 }
-"""The kind of each event in the log: part of the file format."""
+"""Event class -> its name in the log. The names are part of the file format."""
 
 
 class Sink(Protocol):
     """A receiver of events, such as the console, the log or a tracker."""
 
     def handle(self, event: Event) -> None:
-        """Process one event. Calls come in order and never at the same time."""
+        """Process one event. Events arrive in order, one call at a time."""
         ...
 
     def close(self) -> None:
-        """Flush and release resources; no event comes after it."""
+        """Flush and release resources. No event follows this call."""
         ...

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """A sink that writes one event file into `folder`.
+    """An event sink that writes one TensorBoard event file to `folder`.
 
-    `purge_step` is the first step that this process may write: TensorBoard then discards what an
-    earlier process wrote for this step and later ones. None means a new run.
+    `purge_step` is the first step of this process: TensorBoard discards records of earlier
+    processes from this step on. None means a new run.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TensorBoardSink:
         self._write(Record(wall_time=now, step=purge_step or 0, session_log=start))
 
     def handle(self, event: Event) -> None:
-        """Write the events that can be drawn over steps; ignore the others."""
+        """Write an event that TensorBoard can draw over steps; ignore others."""
         if isinstance(event, StepDone):
             self._scalars(event.step, _step_scalars(event))
         elif isinstance(event, MemoryUsed):
