@@ -166,7 +166,7 @@ class ReadBenchmark:
         return {f"{name}.alone": stacked(load) for name, load in self._loaders().items()}
 
     def _threaded_readers(self, count: int) -> dict[str, Read]:
-        """Return the readers of the other variants, with threads that load and copy one item each."""
+        """Return the readers of the other variants, with threads that load one item each."""
         pool = ThreadPoolExecutor(count)
 
         def threaded(load: Callable[[int], Tensor]) -> Read:
