@@ -1,10 +1,10 @@
-"""Check whether the validation images of a run on the drawn shapes show what the prompts ask for.
+"""Check that validation images of the demo show the colours and shapes of their prompts.
 
     python examples/judge_shapes.py runs/demo [--min-colour 0.95] [--min-shape 0.90] [--json]
 
-It uses simple rules on pixels: the background is the colour of the border, the figure is what
-differs from it, the figure's colour is the nearest named colour, and its shape is the ideal shape
-with the largest overlap, if that is large enough. The exit code is 1 if too few images are right.
+The check uses simple rules on pixels: the background is the colour of the border, the figure is
+what differs from it, the figure's colour is the nearest named colour, and its shape is the ideal
+shape with the largest overlap, if that is large enough. The exit code is 1 if too few images match.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A prompt, what its image shows, and whether that is right."""
+    """A prompt, the features recognised in its image, and which of them match the prompt."""
 
     prompt: str
     verdict: Verdict
@@ -137,7 +137,7 @@ def _figure(pixels: Pixels, ground: Pixels) -> Mask:
 
 
 def _coverage(pixels: Pixels, figure: Mask, ground: Pixels, ink: Pixels) -> Pixels:
-    """Return the share of each pixel that the figure covers, by its colour between the two."""
+    """Return the share of each pixel that the figure covers: 0 at `ground` colour, 1 at `ink`."""
     way = ink - ground
     share = ((pixels - ground) @ way / (way @ way)).clip(0, 1)
     return np.where(_grow(figure), share, 0.0)

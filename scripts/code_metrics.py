@@ -74,7 +74,7 @@ OVERRIDES = (
     "validation.every=0",
     "logging.every=1000",
 )
-"""Settings of the demo under which the measured step is nothing but a step."""
+"""Demo settings that keep warm-up, logging, validation and checkpoints out of the measured step."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Module:
     """One source file."""
 
     path: Path
-    """Relative to the source folder."""
+    """Path of the file, relative to the source folder."""
     text: str
 
     @property
     def package(self) -> str:
-        """Return the top-level package, or the name of a module that is in none."""
+        """Return the top-level package, or the module's own name if it is in no package."""
         return self.path.parts[0].removesuffix(".py")
 
     @property
@@ -98,7 +98,7 @@ class Module:
 
     @property
     def is_special(self) -> bool:
-        """Return whether Python prescribes the file's name."""
+        """Return True for `__init__.py` and `__main__.py`, whose names Python prescribes."""
         return self.path.name in ("__init__.py", "__main__.py")
 
     @cached_property
@@ -130,7 +130,7 @@ class Module:
 
     @cached_property
     def attribute_calls(self) -> list[bool]:
-        """Return, for each call of getattr and hasattr, whether it is a probe."""
+        """Return, per getattr or hasattr call, True if it asks whether an attribute exists."""
         return [
             node.func.id == "hasattr" or len(node.args) > 2
             for node in self.nodes
@@ -141,11 +141,11 @@ class Module:
 
     @cached_property
     def num_broad_excepts(self) -> int:
-        """Count clauses that catch everything."""
+        """Count `except` clauses that catch every exception."""
         return sum(isinstance(node, ast.ExceptHandler) and _is_broad(node) for node in self.nodes)
 
     def imports(self) -> Iterator[str]:
-        """Yield the dotted names that may be modules: `from a import b` gives `a` and `a.b`."""
+        """Yield the imported names that may be modules: `from a import b` gives `a` and `a.b`."""
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -175,7 +175,7 @@ def read_modules(src: Path) -> list[Module]:
 
 
 def single_importer(modules: Sequence[Module]) -> dict[str, str]:
-    """Return the modules that exactly one other imports, and that importer."""
+    """Return the modules that exactly one other module imports, mapped to that importer."""
     names = {module.name for module in modules}
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for module in modules:
@@ -185,24 +185,27 @@ def single_importer(modules: Sequence[Module]) -> dict[str, str]:
 
 
 def repeated_files(modules: Sequence[Module]) -> list[str]:
-    """Return file names that several folders have."""
+    """Return file names that occur in several folders."""
     counts = Counter(module.path.name for module in modules if not module.is_special)
     return sorted(name for name, count in counts.items() if count > 1)
 
 
 def repeated_classes(modules: Sequence[Module]) -> list[str]:
-    """Return class names that are defined several times."""
+    """Return class names that are defined more than once."""
     counts = Counter(name for module in modules for name in module.classes)
     return sorted(name for name, count in counts.items() if count > 1)
 
 
 def short_modules(modules: Sequence[Module]) -> list[Module]:
-    """Return the modules that are hardly more than their imports."""
+    """Return the modules under 60 lines, without `__init__.py` and `__main__.py`."""
     return [m for m in modules if m.num_lines < SHORT and not m.is_special]
 
 
 def measure(modules: Sequence[Module], single: Mapping[str, str]) -> dict[str, str]:
-    """Return the rows of one column; `single` is of the whole tree."""
+    """Return the metrics of some modules by label.
+
+    `single` maps the modules of the whole tree that have one importer to that importer.
+    """
     lines = sum(m.num_lines for m in modules) or 1  # a package may be one empty file
     largest = max(modules, key=lambda m: m.num_lines)
     classes = repeated_classes(modules)
@@ -241,7 +244,7 @@ class StepTracer:
         self._measured = measured
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """Take one event of `sys.setprofile`."""
+        """Handle one event of `sys.setprofile`."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self._prefix):
             return
@@ -320,19 +323,19 @@ def markdown_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def step_lines(calls: Calls, markdown: bool) -> Iterator[str]:
-    """List the files of a step, and the functions that ran in each."""
+    """Yield lines that list the files of a step and the functions that ran in each."""
     yield ""
     yield "Files executed in one steady demo step:"
     yield ""
     for file, names in sorted(calls.items()):
-        # What is defined inside a function is part of it, unless it is called on its own.
+        # Lambdas and generator expressions count as the function that they are defined in.
         outer = sorted({name.split(".<locals>.<")[0] for name in names})
         shown = ", ".join(name.replace(".<locals>", "") for name in outer)
         yield f"- `{file}`: {shown}" if markdown else f"  {file}: {shown}"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the code and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--src", type=Path, default=Path("src"), help="source folder (src)")
     parser.add_argument(

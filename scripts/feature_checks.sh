@@ -103,7 +103,7 @@ manual_validation() {
 }
 
 # Create two audio files with captions.
-make_sounds() {
+make_audio_files() {
     "$PYTHON" - "$1" <<'PY'
 import math, struct, sys, wave
 from pathlib import Path

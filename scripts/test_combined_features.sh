@@ -50,7 +50,7 @@ manual() {
 }
 
 staged_audio() {
-    make_sounds sounds
+    make_audio_files sounds
     "$PYTHON" - sounds "$ALLOW_CPU" <<'PY' | tee sounds.log
 import sys
 

@@ -32,7 +32,7 @@ done
 [[ ${#BACKENDS[@]} -gt 0 ]] || BACKENDS=(sdpa)
 
 audio_files() {
-    make_sounds sounds
+    make_audio_files sounds
     "$PYTHON" - sounds <<'PY' | tee sounds.log
 import sys
 from pathlib import Path
