@@ -1,1 +1,1 @@
-"""Adapters: small trained weights beside frozen ones."""
+"""Adapters: small trainable weights added to a model whose own weights are frozen."""

@@ -1,8 +1,8 @@
 """Add adapters to a model, and read the trained adapter back from it.
 
-LoRA and DoRA are peft's layers. LoCon, LoHa and LoKr are LyCORIS's modules, and `full` is ours;
-each of these sits next to its frozen layer as a part of the model (compute/lycoris.py). The frozen
-weight is never rebuilt, so it may be quantized or streamed.
+LoRA and DoRA use peft's layers. LoCon, LoHa and LoKr use LyCORIS's modules, and `full` a module of
+this package; each is a submodule next to the frozen layer (compute/lycoris.py). The frozen weight
+is never changed or copied, so it may be quantized or streamed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 ADAPTER_NAME = "default"
-"""Name of the trained adapter in peft's layers."""
+"""Name under which peft's layers hold the trained adapter."""
 PEFT_KINDS = frozenset(("lora", "dora"))
 """Values of `adapter.kind` that peft implements."""
 LINEAR_LAYERS: tuple[type[nn.Module], ...] = (nn.Linear,)
@@ -46,7 +46,7 @@ LINEAR_AND_CONV_LAYERS: tuple[type[nn.Module], ...] = (
 LAYERS_BY_KIND = {"lora": LINEAR_LAYERS, "dora": LINEAR_LAYERS}
 """Layer types that an adapter kind supports; kinds not listed also support convolutions."""
 REGEX_PREFIX = "re:"
-"""Marks a target that is a regular expression."""
+"""Start of a target that is a regular expression."""
 WILDCARDS = frozenset("*?[")
 ROLE_OF_PARAMETER = {
     "lora_A.weight": "down",
@@ -56,7 +56,8 @@ ROLE_OF_PARAMETER = {
     "lora_up.weight": "up",
     "lora_mid.weight": "mid",
 }
-"""Role (see files/formats.py) of a parameter of peft or LyCORIS; other names are roles already."""
+"""Tensor role (see files/formats.py) by the parameter's name in peft or LyCORIS. Names that are not
+listed are roles themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ModuleSettings:
     alpha: float
     dropout: float
     factor: int
-    """LoKr's factor."""
+    """LoKr's `factor`, which determines the sizes of its two Kronecker factors."""
 
 
 def add_adapter(
@@ -76,10 +77,11 @@ def add_adapter(
     default_targets: Sequence[str],
     seed: int,
 ) -> dict[str, dict[str, ModuleSettings]]:
-    """Freeze the transformers and add adapters to their targets; return the adapted modules.
+    """Freeze the transformers and add adapters to their target modules.
 
-    `transformers` and the result are keyed by expert ("high", "low", or "" for a single one). New
-    weights are fp32, whatever the frozen ones are, and do not change the model's output.
+    Returns the settings of each adapted module. `transformers` and the result are keyed by expert
+    ("high", "low", or "" for a single transformer). The new weights are fp32, whatever the dtype of
+    the frozen weights, and do not change the model's output yet.
     """
     selected = select_modules(transformers, section, default_targets)
     with torch.random.fork_rng(devices=[]):
@@ -104,9 +106,9 @@ def adapter_from_model(
     modules: Mapping[str, Mapping[str, ModuleSettings]],
     table: KeyTable,
 ) -> Adapter:
-    """Return the adapter that the transformers hold now.
+    """Return the adapter with the current weights of the transformers.
 
-    `modules` is what `add_adapter` returned.
+    `modules` is the result of `add_adapter`.
     """
     layers: dict[LayerPath, Layer] = {}
     for expert, settings in modules.items():
@@ -162,7 +164,10 @@ def _inject_peft(
 def select_modules(
     transformers: Mapping[str, nn.Module], section: AdapterSection, defaults: Sequence[str]
 ) -> dict[str, dict[str, ModuleSettings]]:
-    """Return the modules that `adapter.targets` selects, with their settings, by expert."""
+    """Return the settings of each module that `adapter.targets` selects, by expert and name.
+
+    `defaults` are the targets if the setting is empty.
+    """
     targets = section.targets or tuple(defaults)
     layer_types = LAYERS_BY_KIND.get(section.kind, LINEAR_AND_CONV_LAYERS)
     all_modules = {
@@ -188,9 +193,10 @@ def select_modules(
 
 
 def settings_for(section: AdapterSection, name: str, expert: str = "") -> ModuleSettings:
-    """Return a module's settings; of several overrides that match, the last one counts.
+    """Return a module's adapter settings: those of the section, changed by matching overrides.
 
-    An override of the rank resets alpha to that rank, unless it sets alpha too.
+    A later override wins over an earlier one. An override of the rank resets alpha to that rank,
+    unless it sets alpha too.
     """
     rank, alpha = section.rank, section.alpha
     dropout, factor = section.dropout, section.factor
@@ -205,15 +211,16 @@ def settings_for(section: AdapterSection, name: str, expert: str = "") -> Module
 
 
 def alpha_of(section: AdapterSection) -> float:
-    """Return alpha, which defaults to the rank, so that the update is not scaled."""
+    """Return `adapter.alpha`, or the rank if it is not set, so that the scale alpha / rank is 1."""
     return section.rank if section.alpha is None else section.alpha
 
 
 def matches(name: str, target: str, expert: str = "") -> bool:
-    """Return True if a target selects this module.
+    """Return True if a target selects the module `name`.
 
-    A target is a name, a suffix after a dot, a pattern with wildcards, or `re:` and a regular
-    expression. With two experts, names start with `high.` or `low.`.
+    A target is a module's name, the end of a name after a dot, a pattern with wildcards, or `re:`
+    and a regular expression. In models with two experts, the expert is the first part of the name:
+    `high.` or `low.`.
     """
     full = f"{expert}.{name}" if expert else name
     if target.startswith(REGEX_PREFIX):
@@ -224,7 +231,7 @@ def matches(name: str, target: str, expert: str = "") -> bool:
 
 
 def target_suffix(name: str) -> str:
-    """Return a module's name after its block number, which is how targets are usually written."""
+    """Return the part of a module's name after the block number, as targets are usually written."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     first = numbers[0] + 1 if numbers and numbers[0] + 1 < len(parts) else 0
@@ -237,7 +244,10 @@ def _check_matches(
     candidates: Mapping[str, Sequence[str]],
     all_modules: Mapping[str, Mapping[str, nn.Module]],
 ) -> None:
-    """Raise an error unless the target matches in every expert, or in the one that it names."""
+    """Raise an error unless the target matches a module in every expert.
+
+    A target that names one expert need match only there.
+    """
     _check_regex(target, setting)
     matched = {e: [n for n in names if matches(n, target, e)] for e, names in candidates.items()}
     empty = [expert for expert, names in matched.items() if not names]

@@ -1,9 +1,10 @@
-"""Automagic: an optimizer that finds its own learning rates.
+"""Automagic: an optimizer that adapts its own learning rates.
 
-Symbols: G is the gradient of a weight W, and V the bias-corrected running mean of G**2. `L` is the
-learning rate in fp32, and `lr` the factor of the schedule, 1 at its peak.
+Symbols: G is the gradient of a weight W, and V the bias-corrected running mean of G**2. L is the
+learning rate in fp32, and `lr` is the factor of the learning-rate schedule, 1 at its peak. D is the
+direction of the step.
 
-    U = G / sqrt(V),   scaled down to a root mean square of at most `CLIP` over its tensor
+    U = G / sqrt(V),   scaled so that its root mean square over the tensor is at most `CLIP`
     W = W - lr (L D + weight_decay L W)
 
 There are two rules for D and L.
@@ -26,9 +27,10 @@ over the whole group, because the step of one tensor changes the gradient of ano
 rates would drift apart. `lr` in the exponent gives little weight to the small steps at the end of a
 schedule; otherwise L would rise as `lr` falls.
 
-Rates are fp32 and never quantized. State starts without a sign and with a mean of zero, so the
-first gradient changes no rate. Everything is element-wise, so shards (DTensor) keep their own
-state; ranks exchange three sums per tensor. A step never waits for the device.
+Rates are fp32 and never quantized. Signs and running means start at zero, so the first gradient
+changes no rate. Apart from sums over tensors, all operations are element-wise, so each rank keeps
+the state of its own shards (DTensor), and ranks exchange three sums per tensor. A step never waits
+for the device.
 """
 
 from __future__ import annotations
@@ -51,20 +53,20 @@ if TYPE_CHECKING:
 START_LR = 1e-6
 MIN_LR = 1e-7
 MAX_LR = {True: 1e-3, False: 1e-1}
-"""Default bound. True: with `lr_bump`, as published. False: without, as hardly any training is
-stable at a higher rate."""
+"""Default of `max_lr`, by whether `lr_bump` is set. With it, the published value; without it, a
+rate above which hardly any training is stable."""
 CLIP = 1.0
 EPSILON = 1e-30
 GAIN = 0.3
-"""Speed at which a group's rate follows q."""
+"""Speed at which the learning rate of a group follows q (see the module's formula)."""
 DAMPING = 0.5
-"""Target of curvature times rate; 1 would be the Newton step."""
+"""Target value of the curvature times the learning rate; 1 would be the Newton step."""
 
 Group = dict[str, Any]
 
 
 class Automagic(Optimizer):
-    """The optimizer described at the top of this module.
+    """An optimizer that adapts its own learning rates; the module's docstring has the formulas.
 
     `seed` determines the stochastic rounding of bf16 weights in every step.
     """
@@ -94,7 +96,10 @@ class Automagic(Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group and fill in the bounds that are not given, consistent with those that are."""
+        """Add a parameter group, and set defaults for bounds of its learning rate that are missing.
+
+        A default never contradicts a bound that is given.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["min_lr"] is None:
@@ -130,7 +135,10 @@ class Automagic(Optimizer):
         return loss
 
     def _step_group(self, group: Group, start: int) -> None:
-        """Step one group; `start` is the index of its first parameter among all."""
+        """Update the parameters of one group.
+
+        `start` is the index of the group's first parameter among those of all groups.
+        """
         indices = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         if not indices:
             return
@@ -188,7 +196,8 @@ class Automagic(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict and keep the dtype of each tensor.
 
-        Torch would convert all state to the parameter's dtype, and rates in bf16 would not move.
+        Torch would convert all state to the parameter's dtype. Learning rates in bf16 would round
+        small changes away.
         """
         super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -199,9 +208,10 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def mean_lr(self) -> Tensor:
-        """Return the mean learning rate over all elements, scaled by the schedule.
+        """Return the mean learning rate over all weight elements, times the schedule's factor.
 
-        If some parameters have gradients, only those count: with two experts, the one in training.
+        If any parameters have gradients, only those count: in a model with two experts, these are
+        the parameters of the expert that is being trained.
         """
         stepped = self._stepped()
         trained = [(group, [p for p in params if p.grad is not None]) for group, params in stepped]
@@ -215,7 +225,10 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def lr_histogram(self, low: float, high: float, num_bins: int) -> dict[str, Tensor]:
-        """Return a histogram of log10 of the rates for each expert, with bins from low to high."""
+        """Return a histogram of log10 of the learning rates for each expert.
+
+        The bins are from `low` to `high`. Rates outside are counted in the first or last bin.
+        """
         histograms: dict[str, Tensor] = {}
         for group, params in self._stepped():
             counts = [
@@ -226,14 +239,17 @@ class Automagic(Optimizer):
         return histograms
 
     def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
-        """Return each parameter's rates on this rank, and how many elements share each rate."""
+        """Return each parameter's learning rates on this rank, and the elements per rate.
+
+        The number of elements is 1 if each element has its own rate.
+        """
         rates = [local_shard(self.state[p]["rate"]) for p in params]
         return [
             (r, 1 if r.ndim else local_shard(p).numel()) for r, p in zip(rates, params, strict=True)
         ]
 
     def _stepped(self) -> list[tuple[Group, list[Parameter]]]:
-        """Return the groups that have been stepped, with their parameters that have a rate."""
+        """Return the groups that have been updated at least once, with their updated parameters."""
         with_rates = [(g, [p for p in g["params"] if self.state.get(p)]) for g in self.param_groups]
         return [(group, params) for group, params in with_rates if params]
 
@@ -241,7 +257,10 @@ class Automagic(Optimizer):
 def normalized_updates(
     gradients: list[Tensor], squares: list[Tensor], steps: Sequence[int], beta2: float
 ) -> list[Tensor]:
-    """Return U = G / sqrt(V), before it is clipped, and update V (`squares`)."""
+    """Return U = G / sqrt(V), not yet clipped, and update the running means V in `squares`.
+
+    G is a gradient and V the running mean of its square.
+    """
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
     updates = torch._foreach_mul(squares, [1 / (1 - beta2**step) for step in steps])
@@ -254,7 +273,10 @@ def normalized_updates(
 def update_rates_by_sign(
     rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float
 ) -> None:
-    """Apply the published rule: raise a rate if the sign of its update stays, else lower it."""
+    """Raise the rate of each element by `size` if its update kept its sign, or lower it if not.
+
+    This is the published rule, for `lr_bump`.
+    """
     new_signs = torch._foreach_sign(updates)
     agreement = torch._foreach_mul(new_signs, signs)
     torch._foreach_add_(rates, agreement, alpha=size)
@@ -268,9 +290,10 @@ def update_means(
     params: Sequence[Parameter],
     beta1: float,
 ) -> tuple[Tensor, Tensor]:
-    """Replace updates by their bias-corrected running mean.
+    """Clip the updates, and replace each by its bias-corrected running mean.
 
-    Returns <U, M> and <M, M>, where M is the mean before this step.
+    Returns the inner products <U, M> and <M, M> over all tensors, where U is the clipped update and
+    M the running mean before this step.
     """
     last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
     squares, agreement, length = inner_products(
@@ -284,13 +307,19 @@ def update_means(
 
 
 def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) -> None:
-    """Apply the group rule to all rates of a group; `known` is False before the first update."""
+    """Change the learning rate of a group by q, the rule that is used without `lr_bump`.
+
+    `known` is False in the first update, which has no q yet.
+    """
     change = (q.clamp(-1, 1) + lr * DAMPING / 2) * known
     torch._foreach_mul_(rates, (GAIN * lr * change).exp())
 
 
 def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
-    """Scale each tensor's update down to a root mean square of `CLIP`. Returns the factors."""
+    """Scale each update so that its root mean square is at most `CLIP`; return the factors.
+
+    `squares` has the sum of squares of each update.
+    """
     means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
     scales = torch.stack(means).clamp_min(1.0).rsqrt()
     torch._foreach_mul_(updates, scales.unbind())
@@ -300,7 +329,7 @@ def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Paramet
 def inner_products(
     params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
-    """Return, for each pair of lists, the inner products of their tensors over all shards."""
+    """Return the inner products of the tensors in each pair of lists, summed over all shards."""
     rows = [
         torch.stack([torch.sum(one * other) for one, other in row])
         for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
@@ -319,10 +348,10 @@ LOWER_BITS = 16
 
 
 def stochastic_round_(target: Tensor, source: Tensor, position: tuple[int, int, int]) -> None:
-    """Round fp32 values into a bf16 tensor; `position` is (seed, parameter index, step).
+    """Round the fp32 values of `source` at random to bf16, into `target`.
 
-    The random bits depend only on the position, so resuming needs no generator state, and ranks
-    with copies of a weight round them the same way. The same code runs on CPU and GPU.
+    `position` is (seed, parameter index, step). The random bits depend on nothing else, so a
+    resumed run needs no generator state, and ranks with copies of a weight round them the same way.
     """
     assert (target.dtype, source.dtype) == (torch.bfloat16, torch.float32), target.dtype
     seed, index, step = position
@@ -350,7 +379,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def sum_over_shards(params: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Add up one row of partial sums per parameter over its shards, with one exchange per mesh."""
+    """Add up partial sums over the shards of each parameter, with one exchange per device mesh.
+
+    `rows` has one row of partial sums for each parameter.
+    """
     totals = list(rows)
     meshes: dict[object, list[int]] = {}
     for index, param in enumerate(params):

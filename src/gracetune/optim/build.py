@@ -1,8 +1,8 @@
-"""Build the optimizer that a run file names, with its parameters in groups.
+"""Build the optimizer that a run file names, with the parameters divided into groups.
 
-The registry (`optim/registry.py`) maps each name to a builder function in this module. Optimizers
-come from torch or from their authors' packages; if a package is missing, the error has the command
-that installs it.
+The registry (`optim/registry.py`) maps each name to a builder function in this module. Most
+optimizers come from torch or from their authors' packages; if a package is missing, the error shows
+the command that installs it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ if TYPE_CHECKING:
 
 FP32_NBYTES = 4
 STAGES = ("high", "low")
-"""First part of a parameter's name if it belongs to one of two experts. Each gets a group."""
+"""Names of a model's two experts, as the first part of a parameter's name. Each expert has its own
+parameter group."""
 PROBE_EDGE = 256
-"""Edge of the matrix on which state is measured. Factored optimizers need less for larger ones."""
+"""Rows and columns of the matrix on which the size of the optimizer's state is measured. Optimizers
+that factorize their state need less per element for larger matrices."""
 
 
 class OptimizerBuilder(Protocol):
     """A function that builds an optimizer.
 
-    Other packages register one as an entry point of the group `gracetune.optimizer`. Each group has
-    `params`, a list of (name, parameter); `stage`, which is `high`, `low` or empty; and `lr`, the
-    peak learning rate.
+    Other packages register such functions as entry points of the group `gracetune.optimizer`. Each
+    parameter group has `params`, a list of (name, parameter); `stage`, which is the expert `high`
+    or `low`, or empty; and `lr`, the peak learning rate.
     """
 
     def __call__(self, groups: Groups, section: OptimizerSection, seed: int) -> Optimizer: ...
@@ -56,8 +58,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a run file; `seed` is for optimizers that draw random numbers.
 
-    If a parameter is narrower than fp32, the optimizer gets fp32 master weights, provided its state
-    can be split by parameter. Automagic uses stochastic rounding instead.
+    If parameters have less precision than fp32, the optimizer gets fp32 master weights, provided
+    that its state can be split by parameter. Automagic uses stochastic rounding instead.
     """
     builders = {name: info.builder for name, info in OPTIMIZERS.items()}
     build = cast("OptimizerBuilder", registry.load("optimizer", section.name, builders))
@@ -76,13 +78,16 @@ def build_optimizer(
 
 
 def peak_lr(section: OptimizerSection) -> float:
-    """Return the learning rate that the schedule scales."""
+    """Return the peak learning rate, which the schedule multiplies by a factor in each step.
+
+    Optimizers that choose their own learning rates have their default here.
+    """
     info = optimizer_info(section.name)
     return info.default_lr if section.lr is None or info.manages_lr else section.lr
 
 
 def parameter_groups(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
-    """Return one group, or one for each expert that is trained."""
+    """Return the parameter groups: one for each expert that is trained, or a single one."""
     by_stage: dict[str, list[tuple[str, Parameter]]] = {}
     for name, parameter in parameters.items():
         head = name.partition(".")[0]
@@ -94,7 +99,7 @@ def parameter_groups(parameters: Mapping[str, Parameter], section: OptimizerSect
 
 
 def state_nbytes_per_element_of(section: OptimizerSection, parameters: Sequence[Tensor]) -> float:
-    """Return the bytes of state per parameter element, for the parameters' most common dtype."""
+    """Return the bytes of optimizer state per element, for the parameters' most common dtype."""
     numel_by_dtype: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         numel_by_dtype[parameter.dtype] += parameter.numel()
@@ -104,7 +109,7 @@ def state_nbytes_per_element_of(section: OptimizerSection, parameters: Sequence[
 def state_nbytes_per_element(
     section: OptimizerSection, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Return the bytes of state per parameter element, measured by one step on a small matrix."""
+    """Measure the bytes of optimizer state per parameter element, by a step on a small matrix."""
     probe = nn.Parameter(torch.zeros(PROBE_EDGE, PROBE_EDGE, dtype=dtype))
     optimizer = build_optimizer({f"{_configured_stage(section)}.probe": probe}, section)
     probe.grad = torch.ones_like(probe)
@@ -130,22 +135,24 @@ def _check_no_expert_settings(section: OptimizerSection) -> None:
 
 
 def _configured_stage(section: OptimizerSection) -> str:
-    """Return an expert that the section has settings for, or any other name.
+    """Return an expert that the optimizer section has settings for, or a name that is none.
 
-    A probe must belong to that expert, because settings of an expert are refused without experts.
+    The measured parameter must belong to that expert, because settings for an expert raise an error
+    if no parameter belongs to one.
     """
     given = section.model_dump(exclude_none=True)
     stages = [stage for stage in STAGES if any(key.startswith(f"{stage}_noise") for key in given)]
     return stages[0] if stages else "one"
 
 
-# Builders, in the order of the alphabet
+# Builders, in alphabetical order
 
 
 def adafactor(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """Build Adafactor (Shazeer and Stern 2018).
 
-    Second moments are stored by row and column, and the relative step is at most 1/sqrt(step).
+    Second moments are stored by row and column. A step is scaled by the size of the weights and by
+    at most 1 / sqrt(step).
     """
     return torch.optim.Adafactor(groups, weight_decay=section.weight_decay)
 
@@ -162,7 +169,10 @@ def adamw_8bit(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 
 
 def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer:
-    """Build Automagic. Each expert may have its own bounds; otherwise the common ones apply."""
+    """Build Automagic, with the settings of each expert's group.
+
+    `lr_bump`, `min_lr` and `max_lr` can be set for an expert or for both.
+    """
     settings = section.model_dump()
     for group in groups:
         group["start_lr"] = section.lr
@@ -173,14 +183,14 @@ def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer
 
 
 def lion(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Build Lion (Chen et al. 2023), which uses only the sign of a momentum."""
+    """Build Lion (Chen et al. 2023), whose updates are the sign of a momentum."""
     package = _import_package("lion_pytorch", "lion", "lion-pytorch")
     optimizer = package.Lion(groups, betas=section.betas, weight_decay=section.weight_decay)
     return _as_optimizer(optimizer)
 
 
 def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Build Muon (Jordan et al. 2024), with updates scaled so that AdamW's learning rates fit.
+    """Build Muon (Jordan et al. 2024), with updates as large as AdamW's at the same learning rate.
 
     Muon orthogonalizes the updates of matrices. AdamW trains all other parameters, with the same
     learning rate.
@@ -202,7 +212,7 @@ def muon(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
     """Build Prodigy (Mishchenko and Defazio 2023): Adam with an estimated step size.
 
-    `lr` is a factor of the estimate.
+    The learning rate is a factor of the estimate.
     """
     package = _import_package("prodigyopt", "prodigy", "prodigyopt")
     _check_one_group(groups, "prodigy")
@@ -213,7 +223,10 @@ def prodigy(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 
 
 def schedule_free(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
-    """Build schedule-free AdamW (Defazio et al. 2024), which averages instead of decaying `lr`."""
+    """Build schedule-free AdamW (Defazio et al. 2024).
+
+    It averages weights instead of lowering the learning rate.
+    """
     package = _import_package("schedulefree", "schedule_free", "schedulefree")
     _check_one_group(groups, "schedule_free")
     if section.schedule != "constant":
@@ -240,7 +253,7 @@ def _adam_settings(section: OptimizerSection) -> dict[str, Any]:
 
 
 def _filter_groups(groups: Groups, is_included: Callable[[Parameter], bool]) -> Groups:
-    """Return the groups with some of their parameters, without groups that would be empty."""
+    """Return the groups with only those parameters that are included, and no empty groups."""
     filtered = [
         {**group, "params": [pair for pair in group["params"] if is_included(pair[1])]}
         for group in groups
@@ -259,13 +272,16 @@ def _import_package(module: str, name: str, distribution: str) -> Any:
 
 
 def _as_optimizer(optimizer: Any) -> Optimizer:
-    """Check the type of an object from a package without type annotations."""
+    """Assert that an object from a package without type annotations is an `Optimizer`."""
     assert isinstance(optimizer, torch.optim.Optimizer), type(optimizer)
     return optimizer
 
 
 class MultiOptimizer(Optimizer):
-    """Several optimizers with separate parameters, used as one. Groups and state are shared."""
+    """Combines several optimizers with different parameters into one.
+
+    The optimizers use the groups and the state of this object.
+    """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self._parts = parts
@@ -274,7 +290,7 @@ class MultiOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every part."""
+        """Step every one of the combined optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -284,7 +300,7 @@ class MultiOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, and hand the groups and state that torch creates to the parts."""
+        """Load a state dict, and share the new groups and state with the combined optimizers."""
         super().load_state_dict(state_dict)
         self._share_groups_and_state()
 

@@ -4,8 +4,8 @@ Updates are usually far smaller than the spacing of bf16 numbers, so most would 
 Here each bf16 parameter has a master copy in fp32. Any optimizer updates the masters as if they
 were the parameters, and the parameters are the masters rounded to bf16.
 
-The masters live wherever the rest of the state lives. With the state in host memory, a weight and
-its gradient take 2 bytes each on the device, instead of 4 each in fp32.
+The masters are stored where the rest of the optimizer's state is. If that is host memory, a weight
+and its gradient take 2 bytes each on the device, instead of 4 bytes each in fp32.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 MASTER = "master"
 """Key of the master weight in a parameter's state. Part of the checkpoint format."""
 GROUP_KEYS_NOT_SHARED = ("params", "param_names")
-"""Keys of a group that are not passed on to the inner optimizer as settings."""
+"""Keys of a parameter group that are not settings, and not copied to the wrapped optimizer."""
 
 
 class MasterWeights(Optimizer):
     """Wrap an optimizer so that it updates fp32 master weights of bf16 parameters.
 
-    Between steps all state belongs to the wrapper, with the real parameters as keys. For a step,
-    each parameter is lent to the inner optimizer as an fp32 stand-in with its state.
+    Between steps the wrapper holds all state, with the real parameters as keys. For a step, the
+    inner (wrapped) optimizer gets an fp32 stand-in for each parameter, with the parameter's state.
     """
 
     def __init__(self, inner: Optimizer, parameter_of: Mapping[Parameter, Parameter]) -> None:
-        """`inner` was built for placeholders; `parameter_of` maps each to the real parameter."""
+        """Wrap `inner`, which was built with placeholders (see `fp32_placeholders`).
+
+        `parameter_of` maps each placeholder to the real parameter.
+        """
         self._inner = inner
         groups = [
             {**group, "params": [parameter_of[placeholder] for placeholder in group["params"]]}
@@ -65,7 +68,10 @@ class MasterWeights(Optimizer):
         return loss
 
     def _lend(self, p: Parameter) -> _LentParameter:
-        """Give the inner optimizer a parameter's state, under an fp32 stand-in if it is bf16."""
+        """Give the inner optimizer the state of a parameter, for the duration of a step.
+
+        A bf16 parameter is replaced by an fp32 stand-in.
+        """
         assert p.grad is not None, "a parameter without a gradient"
         state = dict(self.state[p])
         master = state.pop(MASTER, None)
@@ -88,7 +94,7 @@ class MasterWeights(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict and keep the dtype of each tensor.
 
-        Torch would convert all state to the parameter's dtype, and so the masters to bf16.
+        Torch would convert all state, including the master weights, to the parameter's bf16.
         """
         steps_only = {
             index: {key: value for key, value in state.items() if key == "step"}
@@ -112,10 +118,10 @@ class _LentParameter(NamedTuple):
 
 
 def fp32_placeholders(parameters: Iterable[Parameter]) -> dict[Parameter, Parameter]:
-    """Return an fp32 placeholder for each parameter, mapped to it.
+    """Return a dict from an fp32 placeholder to the parameter that it stands for.
 
-    Optimizers are built with placeholders. They have the right shape and, being expanded from one
-    element, take no memory.
+    The optimizer that `MasterWeights` wraps is built with the placeholders. They have the
+    parameters' shapes but take no memory, because they are expanded from one element.
     """
     return {
         Parameter(torch.zeros((), dtype=torch.float32, device=p.device).expand(p.shape)): p

@@ -8,13 +8,14 @@ an optimizer with all its state on the device:
     optimizer   bucket 2 | bucket 3 | ...          compute stream
     copy out    bucket 1 | bucket 2 | ...          STATE_OUT stream
 
-Both directions of the link are busy at once. Each step visits the buckets in the opposite order of
-the step before: those still in the slots are updated first, and the last copies out are hidden
-behind the next forward. Updates cannot start before backward is over, because gradient clipping
-needs the norm of all gradients.
+Copies in both directions overlap. Each step visits the buckets in the opposite order of the step
+before, so that buckets that are still in the slots are updated first. The last copies out overlap
+the next forward pass. Updates cannot start before backward is over, because gradient clipping needs
+the norm of all gradients.
 
-Why not update on the CPU: AdamW's moments are 8 bytes per element and direction over the link. The
-same update on the CPU would read and write 28 bytes of its memory and round differently.
+The update does not run on the CPU, because that would be slower and round differently: AdamW's
+moments take 8 bytes per element and direction over the link, but an update on the CPU would read
+and write 28 bytes of host memory.
 """
 
 from __future__ import annotations
@@ -43,23 +44,25 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SLOTS = 3
-"""One is filled, one is updated, one is emptied."""
+"""Number of slots: while one is filled, another is updated and a third is copied out."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffloadSettings:
-    """Sizes of the buckets and slots for state in host memory."""
+    """Settings for optimizer state in host memory: sizes of buckets and number of slots."""
 
     bucket_numel: int = 1 << 25
-    """Parameter elements per bucket: enough for the full speed of the link, also over C2C."""
+    """Parameter elements per bucket. The default is large enough for the full bandwidth of the
+    link, also of NVLink-C2C."""
     min_nbytes: int = 1 << 14
-    """State tensors smaller than this stay on the device."""
+    """State tensors with fewer bytes than this stay on the device."""
     slots: int = DEFAULT_SLOTS
+    """Number of device buffers, each for one bucket."""
     poison: bool = False
-    """Fill a slot with NaN before each copy, to expose reads that come too early."""
+    """Fill a slot with NaN before each copy, to expose reads that come too early (for tests)."""
 
     def slots_nbytes(self, numels: Sequence[int], nbytes_per_element: float) -> int:
-        """Return the device memory of the slots for parameters of these sizes."""
+        """Return the bytes of device memory that the slots take, for parameters of these sizes."""
         sizes = [
             sum(numels[index] for index in indices)
             for indices in split_by_numel(numels, self.bucket_numel)
@@ -68,7 +71,7 @@ class StateOffloadSettings:
 
 
 class OptimizerStepper:
-    """Step an optimizer. `set_host_share` sets how much of its state lives in host memory."""
+    """Steps an optimizer and keeps a share of its state in host memory (see `set_host_share`)."""
 
     def __init__(
         self,
@@ -77,16 +80,19 @@ class OptimizerStepper:
         nbytes_per_element: float,
         settings: StateOffloadSettings | None = None,
     ) -> None:
-        """`nbytes_per_element` is the optimizer's state in bytes per parameter element."""
+        """Divide the optimizer's parameters into buckets; all state stays on the device for now.
+
+        `nbytes_per_element` is the size of the optimizer's state per parameter element.
+        """
         self.num_steps = 0
-        """Completed steps since this object was created."""
+        """Number of completed steps since this object was created."""
         self._optimizer = optimizer
         self._engine = copy_engine
         self._settings = settings or StateOffloadSettings()
         self._fp32_tensors_per_parameter = round(nbytes_per_element / torch.float32.itemsize)
         self._buckets = make_buckets(optimizer.param_groups, self._settings.bucket_numel)
         self._num_in_host = 0
-        """The first this many buckets live in host memory."""
+        """Number of buckets whose state is in host memory; they are the first in the list."""
         self._slots: list[_StateSlot] = []
         self._reverse = False
 
@@ -109,7 +115,7 @@ class OptimizerStepper:
         return len(self._slots) * self._slot_nbytes
 
     def set_host_share(self, host_share: float) -> None:
-        """Move at least this share of the state to host memory, and the rest to the device."""
+        """Move at least this share of the state (0 to 1) to host memory, the rest to the device."""
         assert 0 <= host_share <= 1, f"host_share is {host_share}"
         self.synchronize()
         self._slots.clear()
@@ -127,10 +133,10 @@ class OptimizerStepper:
         """Update every parameter that has a gradient.
 
         Raises:
-            torch.OutOfMemoryError: Memory ran out before anything changed. The step can be repeated
-                with a smaller plan.
-            RunFailedError: Memory ran out in the middle. Repeating the step would update some
-                weights twice.
+            torch.OutOfMemoryError: Device memory ran out before any weight changed. The step can be
+                repeated after memory has been freed.
+            RunFailedError: Device memory ran out after some weights had changed. Repeating the step
+                would update them twice.
         """
         self._reserve_memory()
         try:
@@ -145,13 +151,13 @@ class OptimizerStepper:
         self.num_steps += 1
 
     def synchronize(self) -> None:
-        """Block until host memory holds everything that the last step wrote to it."""
+        """Block until all state that the last step updated has been copied to host memory."""
         for slot in self._slots:
             slot.finish_copy_out()
         self._engine.stalls(CopyStream.STATE_OUT)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict like the optimizer, but keep state for host memory off the device."""
+        """Load the optimizer's state dict; state that belongs in host memory skips the device."""
         self.synchronize()
         for slot in self._slots:
             slot.bucket = None
@@ -177,7 +183,7 @@ class OptimizerStepper:
             self._move_to_host(bucket)
 
     def close(self) -> None:
-        """Free the slots. State in host memory stays there, and can only be read after this."""
+        """Free the slots. No step is possible afterwards, but the state can still be read."""
         self.synchronize()
         self._slots.clear()
         self._engine.close()
@@ -187,9 +193,9 @@ class OptimizerStepper:
         return len(self._slots[0].memory) if self._slots else 0
 
     def _reserve_memory(self) -> None:
-        """Allocate the slots, and probe for the new state that the step will create.
+        """Allocate the slots, and test that there is memory for state that the step will create.
 
-        If memory is short, it then runs out here, where no weight has changed yet.
+        If memory is short, the error is then raised before any weight has changed.
         """
         sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
         largest, count = max(sizes, default=0), min(self._settings.slots, len(sizes))
@@ -229,7 +235,7 @@ class OptimizerStepper:
         self._stream(moving)
 
     def _stream(self, buckets: Sequence[Bucket]) -> None:
-        """Step buckets in host memory, passing them through the slots."""
+        """Update buckets whose state is in host memory, by copying them through the slots."""
         order = list(reversed(buckets)) if self._reverse else list(buckets)
         self._reverse = not self._reverse
         for slot in self._slots:
@@ -259,7 +265,7 @@ class OptimizerStepper:
         slot.bucket = bucket
 
     def _step_in_slot(self, slot: _StateSlot, bucket: Bucket) -> None:
-        """Step a bucket whose state is in a slot, and copy the state back to host memory."""
+        """Update a bucket whose state is in a slot, and copy the state back to host memory."""
         if slot.copy_in is not None:
             slot.copy_in.wait(prefetched=True)
             slot.copy_in = None
@@ -283,7 +289,7 @@ class OptimizerStepper:
             slot.bucket = None
 
     def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Call the optimizer's own step for the parameters of some buckets."""
+        """Call the optimizer's `step` for only the parameters of these buckets."""
         if len(buckets) == len(self._buckets):
             self._optimizer.step()
             return
@@ -308,10 +314,11 @@ class _StateSlot:
     """The bucket whose state is in the slot or being copied to it."""
     copy_in: PendingCopy | None = None
     copy_out: PendingCopy | None = None
-    """A copy to host memory that the compute stream has not waited for."""
+    """A copy to host memory that the compute stream has not waited for yet; None if there is
+    none."""
 
     def finish_copy_out(self) -> None:
-        """Make work queued from now on, including copies into the slot, follow the copy out."""
+        """Make all work that is queued from now on wait until the slot has been copied out."""
         if self.copy_out is not None:
             self.copy_out.wait(prefetched=True)
             self.copy_out = None
@@ -319,7 +326,7 @@ class _StateSlot:
 
 @contextmanager
 def _restricted_to(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Hide all parameters except those of some buckets from the optimizer."""
+    """Remove all parameters except those of these buckets from the optimizer, in the context."""
     all_parameters = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [p for b in buckets if b.group == index for p in b.parameters]
@@ -343,37 +350,37 @@ def _numel(parameters: Sequence[Parameter]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One state tensor of a parameter in host memory, such as a moment."""
+    """One tensor of a parameter's optimizer state in host memory, such as a moment."""
 
     parameter: Parameter
     key: str
-    """Key in the parameter's state."""
+    """Key of the tensor in the parameter's state, such as `exp_avg`."""
     host: Tensor
     """The tensor, as a view of the bucket's host memory."""
     offset: int
-    """Start in the bucket, in bytes."""
+    """Position of the tensor in the bucket, in bytes."""
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the tensor as a view of memory that holds the bucket."""
+        """Return this tensor as a view of `memory`, a slot that holds a copy of the bucket."""
         span = memory[self.offset : self.offset + self.host.nbytes]
         return span.view(self.host.dtype).as_strided(self.host.size(), self.host.stride())
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Parameters of one group that are stepped together, and their state in host memory."""
+    """Some parameters of one group that are updated together, and their state in host memory."""
 
     group: int
-    """Index of the parameter group."""
+    """Index of the optimizer's parameter group."""
     parameters: list[Parameter]
     tensors: list[StateTensor] = field(default_factory=list)
-    """State in host memory; empty if the state is on the device or does not exist yet."""
+    """State tensors in host memory; empty if the state is on the device or does not exist yet."""
     host_pieces: list[Tensor] = field(default_factory=list)
-    """Allocations of host memory, in the order of the bucket's bytes."""
+    """Allocations of pinned host memory. One after the other, they are the bucket's bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the state in host memory."""
+        """Bytes of host memory that the bucket's state takes."""
         return sum(len(piece) for piece in self.host_pieces)
 
     @property
@@ -386,17 +393,17 @@ class Bucket:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def spans(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each piece of host memory with its place in a slot."""
+        """Yield each allocation of host memory with the part of a slot's `memory` for its copy."""
         start = 0
         for piece in self.host_pieces:
             yield piece, memory[start : start + len(piece)]
             start += len(piece)
 
     def move_to_host(self, state: State, engine: CopyEngine, min_nbytes: int) -> bool:
-        """Move state that is not in host memory there. Return True if there was any.
+        """Move all state of the bucket to host memory; return True if any was not there yet.
 
-        New state appears when an optimizer sees the first gradient of a parameter, and when a state
-        dict is loaded.
+        New state appears at the first gradient of a parameter, and when a state dict is loaded.
+        State tensors smaller than `min_nbytes` are not moved.
         """
         new = list(self._state_outside_host(state, min_nbytes))
         if not new:
@@ -422,7 +429,7 @@ class Bucket:
         return True
 
     def free_host_memory(self, engine: CopyEngine) -> None:
-        """Free the host memory. Its tensors must not be in use any more."""
+        """Free the bucket's host memory. The tensors in it must not be in use any more."""
         for piece in self.host_pieces:
             engine.free_host(piece)
         self.host_pieces.clear()
@@ -439,7 +446,10 @@ class Bucket:
 
 
 def is_worth_moving(value: object, min_nbytes: int) -> bool:
-    """Return True for a large dense tensor; False for step counters and the like."""
+    """Return True if a state value is a dense tensor of at least `min_nbytes`.
+
+    Small values such as step counters stay on the device.
+    """
     return isinstance(value, Tensor) and value.nbytes >= min_nbytes and _is_dense(value)
 
 
@@ -455,9 +465,9 @@ def make_buckets(groups: Sequence[dict[str, Any]], bucket_numel: int) -> list[Bu
 
 
 def split_by_numel(numels: Sequence[int], max_numel: int) -> list[range]:
-    """Split a list into consecutive ranges of at most `max_numel` in total.
+    """Split a list of sizes into consecutive index ranges with a total of at most `max_numel`.
 
-    A single entry that is larger gets a range of its own.
+    A single size that is larger gets a range of its own.
     """
     ranges: list[range] = []
     remaining = 0
@@ -471,7 +481,7 @@ def split_by_numel(numels: Sequence[int], max_numel: int) -> list[range]:
 
 
 def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the aligned byte offset of each tensor, and the total size."""
+    """Return the aligned offset of each tensor in a common buffer, and the buffer's size (bytes)."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -480,10 +490,10 @@ def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill one run of memory without gaps, in any dimension order."""
+    """Return True if a tensor's elements are contiguous in memory, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _tensor_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor (not of its whole storage)."""
+    """Return a dense tensor's elements as a uint8 view, without the rest of its storage."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

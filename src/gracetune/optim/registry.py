@@ -1,8 +1,8 @@
-"""List the optimizers a run file can name, with what each of them can do.
+"""List the optimizers that a run file can name, with the capabilities of each.
 
-This module does not import torch, so that `config` can check a run file without it. An optimizer is
-added by one entry here and one builder function (see `optim/build.py`). Other packages add theirs
-with an entry point of the group `gracetune.optimizer`; nothing is known about those in advance.
+This module does not import torch, so that `config` can check a run file without it. A new optimizer
+needs one entry here and one builder function (see `optim/build.py`). Other packages add optimizers
+with an entry point of the group `gracetune.optimizer`; their capabilities are not known.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ class OptimizerInfo:
     """The builder of one optimizer and its capabilities."""
 
     builder: str
-    """Function that builds it, as `module:function`. See `optim.build.BuildOptimizer`."""
+    """Function that builds the optimizer, as `module:function`. Its type is
+    `optim.build.OptimizerBuilder`."""
     whole_state_reason: str = ""
-    """The reason why its state cannot be split by parameter. Empty if it can be split."""
+    """The reason why the optimizer's state cannot be split by parameter; empty if it can be."""
     default_lr: float = DEFAULT_LR
-    """Peak learning rate where `optimizer.lr` is not set."""
+    """Peak learning rate if `optimizer.lr` is not set."""
     manages_lr: bool = False
-    """True if it chooses its own learning rates. The schedule then only scales them."""
+    """True if the optimizer chooses its own learning rates, which the schedule only scales."""
     settings: tuple[str, ...] = ()
-    """Keys of the optimizer section that only this optimizer has."""
+    """Keys of the run file's optimizer section that only this optimizer uses."""
     setting_notes: Mapping[str, str] = field(default_factory=dict)
-    """Common keys that it ignores or uses only in part -> what to tell a user who sets one."""
+    """Messages for users who set a key that this optimizer ignores or uses only in part, by key."""
 
     @property
     def state_can_be_split(self) -> bool:
-        """True if each parameter is updated on its own, without looking at the others.
+        """True if the update of a parameter does not depend on other parameters.
 
-        Then the state can live in host memory and visit the device piece by piece, and weights in
-        bf16 can be trained with fp32 master weights.
+        Then the state can stay in host memory and be copied to the device piece by piece, and bf16
+        weights can be trained with fp32 master weights.
         """
         return not self.whole_state_reason
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """Return the capabilities of an optimizer; of one from another package, the safe defaults."""
+    """Return the capabilities of an optimizer.
+
+    An optimizer from another package is assumed to need its whole state at once.
+    """
     return OPTIMIZERS.get(name) or OptimizerInfo(
         builder="",
         whole_state_reason="comes from another package and may need all parameters at once",

@@ -1,4 +1,4 @@
-"""Compute the learning rate of each step, and handle optimizers between steps.
+"""Compute the learning rate of each step, and switch an optimizer to its averaged weights.
 
 The learning rate is a pure function of the step, so a resumed run has nothing to restore.
 """
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 
 SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
-"""True for a schedule whose learning rate at a given step depends on the total number of steps."""
+"""True for schedules whose learning rate at a given step depends on the total number of steps."""
 
 
 def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
-    """Return the factor of the peak learning rate in a step, counted from 0."""
+    """Return the factor by which the schedule multiplies the peak learning rate in a step.
+
+    The first step is 0.
+    """
     warmup = section.warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -50,7 +53,7 @@ def set_lr(optimizer: Optimizer, scale: float) -> None:
 def effective_lr(optimizer: Optimizer) -> float | Tensor:
     """Return the learning rate of the last step.
 
-    A tensor is returned without a copy to the host, so that reading it does not block the step.
+    Automagic's is a tensor, which may be on the device: copying it to the host would block.
     """
     if isinstance(optimizer, Automagic):
         return optimizer.mean_lr()
@@ -61,9 +64,10 @@ def effective_lr(optimizer: Optimizer) -> float | Tensor:
 
 @runtime_checkable
 class AveragingOptimizer(Protocol):
-    """An optimizer with two sets of weights: one for training and an average for everything else.
+    """An optimizer that trains one set of weights and averages them into another.
 
-    schedule-free optimizers are of this kind.
+    The averaged weights are used for validation and saving. Schedule-free optimizers are of this
+    kind.
     """
 
     def train(self) -> None:
@@ -77,7 +81,7 @@ class AveragingOptimizer(Protocol):
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Set the parameters to the averaged weights, if the optimizer has any, inside the context.
+    """Set the parameters to the optimizer's averaged weights, if it has any, inside the context.
 
     Afterwards the training weights are restored bit for bit, so that validating or saving does not
     change the run. (`train()` alone would recompute them with rounding errors.)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 MIN_FP8_CAPABILITY = (8, 9)
-"""First compute capability with fp8 tensor cores."""
+"""Lowest CUDA compute capability with fp8 tensor cores."""
 FP8_ALIGNMENT = 16
-"""Kernels need both dimensions of a weight to be multiples of this."""
+"""Number that both dimensions of a weight must be multiples of, for fp8 matmul kernels."""
 BASE_LAYER = "base_layer"
-"""Attribute under which adapters, peft's and ours, keep the layer that they wrap."""
+"""Attribute of an adapter module, peft's or gracetune's, that holds the layer that it wraps."""
 
 
 class Fp8Linear(nn.Module):
@@ -37,7 +37,7 @@ class Fp8Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
-        """Type of the original weight."""
+        """Data type of the original weight."""
         weight, scales = quantize_rows(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
@@ -47,11 +47,11 @@ class Fp8Linear(nn.Module):
         self.outlier_weight = (
             None if outlier_basis is None else _project_weight(linear.weight, outlier_basis)
         )
-        """W V^T, the weight that outliers are multiplied with in bf16."""
+        """W V^T, the weight that the outlier part of the input is multiplied with, in bf16."""
 
     @property
     def frozen_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of this layer in the order in which the fp8 matmuls take them."""
+        """The tensors of this layer, in the order of the arguments of `FrozenMatmulFp8`."""
         return (
             self.weight,
             self.weight_scales,
@@ -61,14 +61,14 @@ class Fp8Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the linear layer, up to rounding."""
+        """Return the output of the original linear layer, up to rounding."""
         y: Tensor = FrozenMatmulFp8.apply(  # type: ignore[no-untyped-call]
             x.to(FP8_OUTPUT_DTYPE).flatten(0, -2), *self.frozen_tensors
         )
         return self.to_layer_dtype(y).view(*x.shape[:-1], -1)
 
     def to_layer_dtype(self, y: Tensor) -> Tensor:
-        """Cast an output to the type that the original layer would have returned."""
+        """Cast an output to the data type that the original layer would have returned."""
         if self.dtype == FP8_OUTPUT_DTYPE or torch.is_autocast_enabled(y.device.type):
             return y
         return y.to(self.dtype)
@@ -76,14 +76,15 @@ class Fp8Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Conversion:
-    """Counts of the frozen linear layers of some blocks after conversion."""
+    """The result of converting frozen linear layers to fp8: counts of layers."""
 
     converted: int
-    """Layers that now compute in fp8."""
+    """Number of layers that now compute in fp8."""
     skipped: int
-    """Layers left as they were, because no kernel takes their dimensions."""
+    """Number of layers that were not converted, because no fp8 kernel supports their dimensions."""
     uncalibrated: int = 0
-    """Converted layers without an outlier subspace, because no input of theirs was observed."""
+    """Number of converted layers without an outlier subspace, because none of their inputs was
+    observed."""
 
 
 def check_fp8_support(device: torch.device) -> None:
@@ -115,9 +116,10 @@ def convert_to_fp8_calibrated(
 ) -> Fp8Conversion:
     """Replace the frozen linear layers of the blocks by fp8 layers with outlier subspaces.
 
-    `run` must pass samples through the model. Each block is moved to the device for its own forward
-    pass, converted right after it, and moved back. If `run` catches a failed pass (out of memory)
-    and tries again with fewer samples, the blocks converted so far stay as they are.
+    `run` must run the model on some samples. Hooks move each block to the device for its own
+    forward pass, convert it right after the pass, and move it back. If `run` catches an
+    out-of-memory error and tries again with fewer samples, blocks that are already converted stay
+    as they are.
     """
     calibrations = {block: _BlockCalibration(block, device) for block in blocks}
     try:
@@ -145,7 +147,7 @@ class _BlockCalibration:
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.conversion: Fp8Conversion | None = None
-        """Set once the block has run and been converted."""
+        """Result of converting the block; None until the block has run."""
         frozen = [p for p in block.parameters() if not p.requires_grad]
         self._block = block
         # The largest weight tells where the block lives; small ones may be on the device already.
@@ -201,7 +203,7 @@ def _convert_block(block: nn.Module, observer: InputObserver | None) -> Fp8Conve
 
 
 def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield each frozen linear layer with its parent module and its name there."""
+    """Yield (parent module, name in the parent, layer) for each frozen linear layer of a block."""
     for module in list(block.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad:
@@ -209,7 +211,7 @@ def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
 
 
 def _add_up(parts: Sequence[Fp8Conversion]) -> Fp8Conversion:
-    """Return the sum of the counts; raise an error if no layer could be converted."""
+    """Add up the counts of several blocks; raise an error if no layer was converted."""
     converted, skipped, uncalibrated = (
         sum(each) for each in zip(*map(astuple, parts), strict=True)
     )

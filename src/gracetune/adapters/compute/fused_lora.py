@@ -1,10 +1,9 @@
 """Run peft's LoRA layers through the fused matmuls of lora_matmul.py.
 
-peft's modules keep their weights and names; only `forward` is replaced. peft's own forward is used
-for whatever it alone can do: dropout, DoRA, several adapters at once, an adapter that is disabled
-or merged.
+peft's modules keep their weights and names; only `forward` is replaced. Layers with dropout, DoRA
+or several adapters keep peft's forward, and so does an adapter while it is disabled or merged.
 
-LoRA weights are trained in fp32. A hook on the model casts all of them to the compute type at the
+LoRA weights are trained in fp32. A hook on the model casts all of them to the compute dtype at the
 start of each forward pass, in a few kernels instead of two for each layer.
 """
 
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
-    """Replace the forward of the model's plain LoRA layers by the fused one; return how many.
+    """Replace the forward of a model's plain LoRA layers by the fused one.
 
-    Callbacks that restore the model are pushed onto `undo`.
+    Returns the number of replaced layers. Callbacks that restore the model are pushed onto `undo`.
     """
     layers = [module for module in model.modules() if type(module) is LoraLinear]
     fused = [FusedLora(layer) for layer in layers if _is_fusable(layer)]
@@ -48,9 +47,9 @@ def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
 
 
 def runs_in_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Return True if the model computes in this type throughout, so that autocast is not needed.
+    """Return True if the whole model computes in this dtype, so that autocast is not needed.
 
-    Every parameter must have the type, or be a LoRA weight that is used in a cast copy of it.
+    Every parameter must have the dtype, or be a LoRA weight that is cast to it before use.
     """
     cast = {
         weight
@@ -69,7 +68,7 @@ def runs_in_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 class FusedLora:
-    """The fused forward of one LoRA layer."""
+    """Replaces the forward of one of peft's LoRA layers by a fused matmul."""
 
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
@@ -77,31 +76,35 @@ class FusedLora:
         self.dtype = (
             FP8_OUTPUT_DTYPE if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
         )
-        """Type that the matmuls compute in."""
+        """Data type of the matmuls."""
         self.layer = layer
         self.peft_forward = layer.forward
         self.cast_weights: tuple[Tensor, Tensor] | None = None
-        """Copies of both factors in `dtype`; None if they are trained in that type."""
+        """Copies of the factors A and B in `dtype`; None if they are trained in that dtype."""
         layer.forward = self.forward
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The factors A and B as the layer holds them now; a tracer may have replaced them."""
+        """The trained factors A and B, read from the layer because a tracer may replace them."""
         down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
         return down.weight, up.weight
 
     @property
     def scale(self) -> float:
-        """Factor of the LoRA term, alpha / rank."""
+        """The LoRA's scale, alpha / rank."""
         scaling: float = self.layer.scaling[self.name]
         return scaling
 
     def compute_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the factors A and B in `dtype`."""
+        """Return the factors A and B in `dtype`, the data type of the matmuls."""
         return self.weights if self.cast_weights is None else self.cast_weights
 
     def is_active(self, x: Tensor) -> bool:
-        """Return True if the layer is a plain LoRA at the moment and autocast is not in the way."""
+        """Return True if the fused forward can be used now.
+
+        The adapter must be enabled, active and not merged, and an fp32 layer must not be under
+        autocast.
+        """
         layer = self.layer
         off = layer.disable_adapters or layer.merged or layer.active_adapters != [self.name]
         # Autocast computes fp32 layers in bf16. The fused matmul would stay in fp32, and be slow.
@@ -109,7 +112,7 @@ class FusedLora:
         return not (off or needs_autocast)
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Compute what peft's forward would, fused if the layer is active."""
+        """Return the layer's output, from the fused matmul if it can be used, else from peft."""
         if not self.is_active(x):
             plain: Tensor = self.peft_forward(x, *args, **kwargs)
             return plain
@@ -144,7 +147,7 @@ def _is_fusable(layer: LoraLinear) -> bool:
 
 
 class MultiTensorCast(torch.autograd.Function):
-    """Cast many small tensors with a few kernels, and their gradients back likewise."""
+    """Cast many small tensors with a few kernels, and in backward their gradients."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +158,7 @@ class MultiTensorCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the original types; unused copies have none."""
+        """Return the gradients in the tensors' original dtypes; None where there is none."""
         used = [index for index, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         dtypes = [ctx.dtypes[index] for index in used]
@@ -164,7 +167,7 @@ class MultiTensorCast(torch.autograd.Function):
 
 
 def _refresh_casts(fused: Sequence[FusedLora]) -> None:
-    """Cast the current LoRA weights of all layers for the forward pass that is about to start."""
+    """Cast the LoRA weights of all layers to the compute dtype, before each forward pass."""
     for dtype in {one.dtype for one in fused}:
         group = [one for one in fused if one.dtype == dtype]
         weights = [weight for one in group for weight in one.weights]
@@ -190,13 +193,13 @@ def _cast_copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> li
 
 
 class SharedInputLora:
-    """LoRA layers that are always called with the same input."""
+    """Calls several LoRA layers that always have the same input, such as query, key and value."""
 
     def __init__(self, layers: Sequence[FusedLora]) -> None:
         self._layers = tuple(layers)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """Return the output of each layer, in order."""
+        """Return the output of each layer for the input `x`, in the order of the layers."""
         layers = self._layers
         if not all(layer.is_active(x) for layer in layers):
             return [layer.forward(x) for layer in layers]
@@ -213,9 +216,10 @@ class SharedInputLora:
 
 
 def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:
-    """Combine fused LoRA layers with one input; None if they differ too much to be combined.
+    """Combine LoRA layers that share their input; return None if they cannot be combined.
 
-    They need the same compute type, scale and A shape, and a plain frozen layer with a bias.
+    All must be fused, with the same compute dtype, scale and shape of A, and their frozen layers
+    must be plain `nn.Linear` layers with a bias.
     """
     fused = [
         layer.forward.__self__
@@ -230,13 +234,17 @@ def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:
 
 
 class SharedInputLoraMatmul(torch.autograd.Function):
-    """`lora_linears` with gradients for the input and all LoRA factors."""
+    """Autograd function for `lora_linears`, with gradients for the input and all LoRA factors."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, down: Tensor, scale: float, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return all outputs; `rest` is all weights, then all biases, then all B factors."""
+        """Return the output of each layer.
+
+        `down` is the stacked A factors. `rest` is all frozen weights, then all biases, then all B
+        factors.
+        """
         weights, biases, ups = _split_thirds(rest)
         *outputs, hidden = lora_linears(x, weights, biases, down, ups, scale)
         ctx.save_for_backward(x, hidden, down, *weights, *ups)
@@ -245,7 +253,7 @@ class SharedInputLoraMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; the frozen weights and biases have none."""
+        """Return the gradients of the arguments of `forward`; None for frozen tensors."""
         x, hidden, down, *rest = ctx.saved_tensors
         weights, ups = rest[: len(grads)], rest[len(grads) :]
         incoming = list(grads)
@@ -267,7 +275,10 @@ def lora_linears(
     ups: list[Tensor],
     scale: float,
 ) -> list[Tensor]:
-    """Return the output of each layer, then `hidden`: x times all A factors, side by side."""
+    """Return the output of each LoRA layer for the same input x, and `hidden` as the last tensor.
+
+    `down` is the stacked A factors of all layers, and `hidden` is x down^T.
+    """
     hidden = x @ down.t()
     parts = hidden.chunk(len(ups), dim=1)
     outputs = [
@@ -297,7 +308,7 @@ def lora_linears_gradients(
 def lora_linears_input_gradient(
     grads: list[Tensor], grad_hidden: Tensor, weights: list[Tensor], down: Tensor
 ) -> Tensor:
-    """Return the gradient of the input, summed over all layers."""
+    """Return the gradient of the common input, summed over all layers."""
     grad_x = grad_hidden @ down
     for grad, weight in zip(grads, weights, strict=True):
         grad_x.addmm_(grad, weight)

@@ -1,4 +1,4 @@
-"""Multiply by a frozen weight and its LoRA with as few passes over memory as possible.
+"""Compute a frozen linear layer and its LoRA with as few passes over memory as possible.
 
 For rows x, frozen weight W (bf16), bias b and LoRA factors A ("down"), B ("up") with scale s:
 
@@ -10,18 +10,18 @@ accumulates onto it in place (`y.addmm_`, a GEMM with beta = 1). The frozen matm
 arithmetic, so reading y in its epilogue costs nothing, and the extra pass is gone. The gradient of
 the input, `g W + s (g B) A`, is computed in the same order.
 
-**fp8.** `Q` rounds a row to e4m3 with a scale of its own, max |row| / 448. A rounded number is off
-by at most eps = 2^-4 of itself (numbers below 2^-6 of the scaled range by a fixed step). To keep
-large inputs out of the rounding, the component of x in the outlier subspace is removed first and
-multiplied in bf16. With V the orthonormal basis of that subspace, one row each
-(see outlier_subspace.py):
+**fp8.** `Q` rounds a row to e4m3 with a scale of its own, max |row| / 448. The relative error of a
+rounded number is at most eps = 2^-4 (for numbers below 2^-6 of the scaled range, the absolute error
+is bounded instead). So that large inputs are not rounded, the component of x in the outlier
+subspace is removed first and multiplied in bf16. The rows of V are an orthonormal basis of that
+subspace (see outlier_subspace.py):
 
     z = x V^T                       coefficients, (rows, dimensions)
     r = x - z V                     the rest, which is small
     y = Q(r) Q(W)^T  +  z (W V^T)^T  +  b + s (x A^T) B^T
         fp8 tensor cores  bf16: one matmul of [s x A^T, z] with [B, W V^T]
 
-What is rounded is r and W, so the error is bounded by the rest instead of by the whole input:
+Only r and W are rounded, so the error is bounded by |r| instead of by |x|:
 
     |y - exact| <= (2 eps + eps^2) |r| |W_j|      for each row r and output column j
 
@@ -33,7 +33,7 @@ cannot apply them. With W = diag(w) W8 they move into the gradient, g W = (g dia
 stored copy of W serves forward and backward. Gradients are rounded without outlier correction:
 their rounding errors average out over tokens (docs/precision.md).
 
-All of it is registered as custom operators: compiled graphs call them unchanged, and the
+These computations are registered as custom operators: compiled graphs call them unchanged, and the
 checkpointing policy recognises them as matmuls by name (offload/checkpointing.py).
 """
 
@@ -51,13 +51,16 @@ if TYPE_CHECKING:
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_OUTPUT_DTYPE = torch.bfloat16
-"""Output type of fp8 matmuls: the only one that every kernel offers."""
+"""Output dtype of fp8 matmuls: the only one that every kernel supports."""
 MIN_SCALE = 1e-12
-"""Lower bound of a row's largest value before it is divided by `FP8_MAX`, for rows of zeros."""
+"""Smallest value that is used as a row's maximum, so that the scale of a row of zeros is not 0."""
 
 
 class LoraMatmul(torch.autograd.Function):
-    """`lora_linear` with gradients for the input and both LoRA factors."""
+    """Autograd function for `lora_linear`: a frozen linear layer with a LoRA.
+
+    It has gradients for the input and both LoRA factors.
+    """
 
     @staticmethod
     def forward(
@@ -69,7 +72,7 @@ class LoraMatmul(torch.autograd.Function):
         up: Tensor,
         scale: float,
     ) -> Tensor:
-        """Return y for `x` of shape (rows, columns)."""
+        """Return x W^T + b + s (x A^T) B^T for `x` of shape (rows, columns)."""
         y: Tensor
         y, hidden = lora_linear(x, weight, bias, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, down, up)
@@ -78,7 +81,7 @@ class LoraMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; the frozen weight and bias have none."""
+        """Return the gradients of the arguments of `forward`; None for frozen weight and bias."""
         grad = grads[0]
         x, hidden, weight, down, up = ctx.saved_tensors
         grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
@@ -89,7 +92,7 @@ class LoraMatmul(torch.autograd.Function):
 
 
 class LoraMatmulFp8(torch.autograd.Function):
-    """`LoraMatmul` with the frozen matmul in fp8, in forward and in backward."""
+    """Autograd function like `LoraMatmul`, with the frozen matmul in fp8 in both directions."""
 
     @staticmethod
     def forward(  # noqa: PLR0913  autograd functions take tensors one by one
@@ -104,7 +107,10 @@ class LoraMatmulFp8(torch.autograd.Function):
         up: Tensor,
         scale: float,
     ) -> Tensor:
-        """Return y; `weight` is fp8 and `weight_scales` has one number for each of its rows."""
+        """Return the layer's output for `x` of shape (rows, columns).
+
+        `weight` is in fp8, and `weight_scales` has the scale of each of its rows.
+        """
         outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
         frozen = (*quantize_rows(rest), weight, weight_scales, bias, outliers, outlier_weight)
         y: Tensor
@@ -115,7 +121,7 @@ class LoraMatmulFp8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; the frozen tensors have none."""
+        """Return the gradients of the arguments of `forward`; None for frozen tensors."""
         grad = grads[0]
         x, hidden, weight, weight_scales, down, up = ctx.saved_tensors
         grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
@@ -128,7 +134,7 @@ class LoraMatmulFp8(torch.autograd.Function):
 
 
 class FrozenMatmulFp8(torch.autograd.Function):
-    """A frozen linear layer in fp8 without a LoRA."""
+    """Autograd function for a frozen linear layer in fp8 without a LoRA."""
 
     @staticmethod
     def forward(
@@ -140,7 +146,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
         outlier_basis: Tensor | None,
         outlier_weight: Tensor | None,
     ) -> Tensor:
-        """Return y for `x` of shape (rows, columns)."""
+        """Return the layer's output for `x` of shape (rows, columns)."""
         ctx.save_for_backward(weight, weight_scales)
         outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
         rows, scales = quantize_rows(rest)
@@ -151,7 +157,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the input."""
+        """Return the gradient of the input, and None for all frozen tensors."""
         grad = grads[0]
         weight, weight_scales = ctx.saved_tensors
         quantized = quantize_rows(grad.float() * weight_scales.t())
@@ -166,7 +172,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y and `hidden`."""
+    """Return y = x W^T + b + s hidden B^T, and `hidden` = x A^T."""
     hidden = functional.linear(x, down)
     return lora_output(hidden, up, bias, scale).addmm_(x, weight.t()), hidden
 
@@ -185,10 +191,10 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     up: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return y and `hidden`, with the frozen matmul in fp8.
+    """Return the results of `lora_linear`, with the frozen matmul in fp8.
 
-    `quantized` and `row_scales` are Q(r), `outliers` is z and `outlier_weight` is W V^T. The LoRA
-    is given x itself.
+    In the symbols of the module's formula, `quantized` and `row_scales` are Q(r), `outliers` is z
+    and `outlier_weight` is W V^T. The input of the LoRA is x, which is not rounded.
     """
     y = _scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
     hidden = functional.linear(x, down)
@@ -202,7 +208,8 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
 def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return z, the coefficients of x in the outlier subspace, and r, the rest of x.
 
-    An operator of its own, so that checkpointing does not save its result as it saves a matmul's.
+    This is a custom operator so that checkpointing, which saves the results of matmuls, does not
+    save its result.
     """
     outliers = functional.linear(x, outlier_basis)
     return outliers, torch.addmm(x, outliers, outlier_basis, alpha=-1)
@@ -212,7 +219,7 @@ def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
 def lora_gradients(
     grad: Tensor, x: Tensor, hidden: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `down`, `up` and `hidden`."""
+    """Return the gradients of the LoRA's factors `down` and `up`, and of `hidden`."""
     grad_hidden, grad_up = grad @ up, grad.t() @ hidden
     if scale != 1.0:
         torch._foreach_mul_([grad_hidden, grad_up], scale)
@@ -221,7 +228,10 @@ def lora_gradients(
 
 @torch.library.custom_op("gracetune::lora_input_gradient", mutates_args=())
 def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down: Tensor) -> Tensor:
-    """Return the gradient of x: the LoRA's share, with the frozen matmul accumulated onto it."""
+    """Return the gradient of the input x of a LoRA layer.
+
+    The part from the LoRA is computed first, and the part from the frozen weight is added in place.
+    """
     return (grad_hidden @ down).addmm_(grad, weight)
 
 
@@ -229,9 +239,11 @@ def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down:
 def lora_input_gradient_fp8(
     quantized: Tensor, row_scales: Tensor, grad_hidden: Tensor, weight_t: Tensor, down: Tensor
 ) -> Tensor:
-    """Return the gradient of x from a quantized gradient that already includes W's scales.
+    """Return the gradient of the input x of a LoRA layer with an fp8 weight W.
 
-    `weight_t` is W^T, contiguous. The caller transposes it, because a compiler does that faster.
+    `quantized` and `row_scales` are the output's gradient, already multiplied by W's scales.
+    `weight_t` is W^T, contiguous. The caller transposes it, because `torch.compile` does that
+    faster outside of a custom operator.
     """
     return input_gradient_fp8(quantized, row_scales, weight_t, down.dtype).addmm_(grad_hidden, down)
 
@@ -265,14 +277,14 @@ def _empty_outputs(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Ten
 
 
 def lora_output(hidden: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return `b + s hidden B^T`, which the frozen matmul accumulates onto."""
+    """Return b + s hidden B^T, to which the caller adds the frozen matmul in place."""
     if bias is None:
         return (hidden * scale) @ up.t()
     return torch.addmm(bias, hidden, up.t(), alpha=scale)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of x in fp8 and the scale of each row; their product is Q(x)."""
+    """Round x to fp8, with a scale for each row; return the fp8 numbers and the scales."""
     scales = x.abs().amax(dim=-1, keepdim=True).float().clamp(min=MIN_SCALE) / FP8_MAX
     return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
@@ -280,7 +292,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def input_gradient_fp8(
     quantized: Tensor, row_scales: Tensor, weight_t: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the frozen matmul's share of the gradient of x."""
+    """Return the part of the input's gradient that comes from a frozen fp8 weight.
+
+    The arguments are those of `lora_input_gradient_fp8`.
+    """
     ones = torch.ones(1, len(weight_t), device=weight_t.device)
     return _scaled_matmul(quantized, weight_t.t(), row_scales, ones, dtype, None)
 
@@ -293,7 +308,7 @@ def _scaled_matmul(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """Multiply two fp8 matrices; on a CPU, multiply the same rounded numbers in fp32."""
+    """Multiply two fp8 matrices with their scales; on a CPU, the same numbers in fp32."""
     if left.is_cuda:
         cast_bias = None if bias is None else bias.to(dtype)
         rows = left.contiguous()  # rounding keeps the input's strides; the kernel needs rows

@@ -1,24 +1,25 @@
 """Add LyCORIS adapters (LoCon, LoHa, LoKr) and full weight deltas next to frozen layers.
 
 LyCORIS itself replaces a layer's `forward` from outside and keeps the new weights out of the
-model's parameters. Here an `AdaptedLayer` takes the layer's place and owns both, so that
-optimizers, checkpoints and wrappers see the new weights. LyCORIS's modules only compute the delta.
+model's parameters. Here an `AdaptedLayer` replaces the layer and owns the frozen layer and the
+adapter, so that optimizers, checkpoints and wrappers see the new weights. LyCORIS's modules only
+compute the delta, the adapter's part of the output.
 
-LoKr on a linear layer is computed by our own matmuls, in the order that moves the least memory. A
-row x of u * v numbers is a matrix X with u rows, and
+LoKr on a linear layer is computed by matmuls of this module, in the order that moves the least
+memory. A row x of u * v numbers is reshaped to a matrix X with u rows, and
 
     kron(w1, w2) x = w1 X w2^T
 
-With a low-rank w2 = a b, the matrix kron(w1, b) is small enough to build (at most `MAX_FUSED_ROWS`
-rows), so everything before the last matmul is narrow, like a LoRA of that rank:
+With a low-rank w2 = a b, the matrix kron(w1, b) is built if it has at most `MAX_FUSED_ROWS` rows.
+Then everything before the last matmul is narrow, like a LoRA of that rank:
 
     hidden = kron(w1, b) x        one matmul over all rows
-    y      = hidden a^T           on the groups of hidden
+    y      = hidden a^T           with hidden reshaped to rows of length rank
 
-LyCORIS multiplies by w1 last, at full width and between two transposes: twice the activations of a
-LoRA. Next to a plain frozen layer, `lokr_linear` computes the frozen matmul and this one as a
-single operator: the delta accumulates onto the frozen output in place, and checkpointing saves one
-tensor.
+LyCORIS multiplies by w1 last, at full width and between two transposes, which takes twice the
+activation memory of a LoRA. If the frozen layer is a plain `nn.Linear`, `lokr_linear` computes the
+frozen matmul and the delta as a single operator: the delta is added to the frozen output in place,
+and checkpointing saves one tensor.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ LYCORIS_MODULES = {
     "loha": ("lycoris.modules.loha", "LohaModule"),
     "lokr": ("lycoris.modules.lokr", "LokrModule"),
 }
-"""Module and class of each adapter kind in LyCORIS."""
+"""LyCORIS's Python module and class for each adapter kind."""
 MAX_FUSED_ROWS = 256
-"""Rows of kron(w1, b) up to which building it is worth the arithmetic: a LoRA of that rank."""
+"""Largest number of rows of kron(w1, b) for which the matrix is built. Its matmul costs as much as
+that of a LoRA whose rank is the number of rows."""
 
 
 def add_lycoris_adapter(
@@ -67,7 +69,7 @@ def add_lycoris_adapter(
 class AdaptedLayer(nn.Module):
     """A frozen layer with an adapter: y = layer(x) + adapter(dropout(x)).
 
-    `weight`, `bias` and the sizes are those of the frozen layer, because models read them.
+    Models read `weight`, `bias` and the sizes of a layer; these are the frozen layer's.
     """
 
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
@@ -146,10 +148,10 @@ class LokrLinear(AdaptedLayer):
         return base + delta.to(base.dtype)
 
     def _fused_layer(self, x: Tensor) -> nn.Linear | None:
-        """Return the frozen layer if `lokr_linear` may be used now.
+        """Return the frozen layer if `lokr_linear` can be used now, else None.
 
-        The base layer may have been replaced by an `Fp8Linear` since, and autocast would round an
-        fp32 layer where `lokr_linear` does not.
+        It cannot if the frozen layer has been replaced by an `Fp8Linear`, or if autocast would
+        compute an fp32 layer in a lower precision.
         """
         layer = self.base_layer
         if not self.is_fused or type(layer) is not nn.Linear:
@@ -159,9 +161,10 @@ class LokrLinear(AdaptedLayer):
 
 
 class FullDelta(nn.Module):
-    """A delta of the whole weight, and of the bias if there is one, both zero at the start.
+    """A trainable delta with the shape of the weight, and one for the bias; both start at zero.
 
-    LyCORIS's `full` module copies every frozen weight and cannot compute the delta by itself.
+    It replaces LyCORIS's `full` module, which copies every frozen weight and cannot compute the
+    delta's output by itself.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -172,7 +175,7 @@ class FullDelta(nn.Module):
         self._layer = [layer]  # in a list, so that it is not registered as a submodule twice
 
     def bypass_forward_diff(self, x: Tensor) -> Tensor:
-        """Return the delta's output; the name is LyCORIS's."""
+        """Return the delta's part of the layer's output. LyCORIS's modules have the same method."""
         weight = self.diff.to(x.dtype)
         bias = None if self.diff_b is None else self.diff_b.to(x.dtype)
         (layer,) = self._layer
@@ -217,13 +220,13 @@ def _parameter_shapes(layer: nn.Module) -> tuple[torch.Size | tuple[int, int], t
 
 
 class LokrMatmul(torch.autograd.Function):
-    """`lokr_linear` with gradients; `x` is (rows, columns)."""
+    """Autograd function for `lokr_linear`, a frozen linear layer with a low-rank LoKr."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
     ) -> Tensor:
-        """Return y."""
+        """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
         y, hidden = lokr_linear(x, weight, bias, kron_b, a)
         ctx.save_for_backward(x, hidden, weight, kron_b, a)
@@ -231,7 +234,7 @@ class LokrMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; the frozen weight and bias have none."""
+        """Return the gradients of the arguments of `forward`; None for frozen weight and bias."""
         x, hidden, weight, kron_b, a = ctx.saved_tensors
         grad_kron_b, grad_a, grad_hidden = lokr_gradients(grads[0], x, hidden, a)
         grad_x = None
@@ -244,7 +247,10 @@ class LokrMatmul(torch.autograd.Function):
 def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return x W^T + b plus the low-rank LoKr, and `hidden`."""
+    """Return the output of a frozen linear layer plus a low-rank LoKr, and `hidden`.
+
+    `kron_b` is kron(w1, b), `a` and `b` are the factors of w2, and `hidden` is x kron_b^T.
+    """
     hidden = functional.linear(x, kron_b)
     y = functional.linear(x, weight, bias)
     y.view(-1, len(a)).addmm_(hidden.view(-1, a.shape[1]), a.t())
@@ -277,12 +283,12 @@ lokr_gradients.register_fake(
 
 
 def can_fuse(w1: Tensor, b: Tensor) -> bool:
-    """Return True if kron(w1, b) is small enough to build."""
+    """Return True if kron(w1, b) has few enough rows (`MAX_FUSED_ROWS`) to be built."""
     return len(w1) * len(b) <= MAX_FUSED_ROWS
 
 
 def low_rank_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return kron(w1, a b) x for every row x; the weights may have another type than the rows."""
+    """Return kron(w1, a b) x for every row of `x`. The weights are cast to the dtype of `x`."""
     if can_fuse(w1, b):
         hidden = functional.linear(x, torch.kron(w1, b).to(x.dtype))
         groups = _rows_to_matrices(hidden, len(w1))
@@ -293,7 +299,10 @@ def low_rank_kron_linear(x: Tensor, w1: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Return kron(w1, w2) x for every row x, in the order with the narrower intermediate result."""
+    """Return kron(w1, w2) x for every row of `x`.
+
+    w1 or w2 is applied first, whichever gives the smaller intermediate result.
+    """
     (out1, in1), (out2, in2) = w1.shape, w2.shape
     groups = _rows_to_matrices(x, in1)
     if in1 * out2 <= out1 * in2:
@@ -302,10 +311,10 @@ def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def _rows_to_matrices(x: Tensor, height: int) -> Tensor:
-    """Reshape each row to a matrix X of this height."""
+    """Reshape each row of `x` to a matrix with `height` rows."""
     return x.reshape(*x.shape[:-1], height, -1)
 
 
 def _left_matmul(groups: Tensor, w1: Tensor) -> Tensor:
-    """Return w1 X for every matrix X, as one large matmul instead of many small ones."""
+    """Return w1 X for every matrix X in `groups`, by one large matmul instead of many small."""
     return functional.linear(groups.mT, w1).mT

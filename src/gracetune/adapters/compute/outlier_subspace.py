@@ -1,10 +1,11 @@
 """Find the outlier subspace of a layer's input: the few directions that hold most of its energy.
 
-Rounding to fp8 is off by a share of each number, so large numbers have the largest errors. In
-trained models the large part of an activation lies in a few directions that all tokens share, and
-there the errors do not average out over tokens: the rounded weight is the same for every token, and
-so, nearly, is the activation. A layer that knows the basis V of this subspace multiplies the
-component along V in bf16 and rounds only the small rest. lora_matmul.py has the formula.
+Rounding to fp8 has a relative error, so large numbers have the largest absolute errors. In trained
+models the large part of an activation lies in a few directions that all tokens share. Errors in
+these directions do not average out over tokens, because the rounded weight is the same for every
+token, and so, nearly, is the activation. A layer that knows the basis V of this subspace multiplies
+the component of its input in the subspace in bf16, and rounds only the small rest to fp8.
+lora_matmul.py has the formula.
 
 V holds the leading right singular vectors of the input (rows x columns), found by subspace
 iteration: V <- qr(X^T X V), a fixed number of times from a fixed start, so that a resumed run finds
@@ -25,23 +26,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAX_DIMENSIONS = 32
-"""Dimensions of a layer's subspace at most; more improved little."""
+"""Largest number of dimensions of a layer's outlier subspace; more improved accuracy little."""
 COLUMNS_PER_DIMENSION = 4
-"""Narrow layers get one dimension for this many input columns."""
+"""Input columns of a layer for each dimension of its subspace, in narrow layers."""
 ALIGNMENT = 8
-"""bf16 kernels need the number of dimensions to be a multiple of this."""
+"""Number that the dimensions of a subspace are a multiple of, as bf16 kernels need it."""
 MAX_ROWS = 8192
-"""Rows of an input that are used, evenly spread over it."""
+"""Largest number of rows of an input that are used, evenly spread over the input."""
 ITERATIONS = 8
-"""Steps of the subspace iteration."""
+"""Number of subspace iterations."""
 
 
 class InputObserver:
-    """Computes the outlier subspace of linear layers from the inputs of a forward pass.
+    """Computes the outlier subspaces of linear layers from their inputs in a forward pass.
 
-    It observes from construction until `close`. Each layer comes as a pair with the module whose
-    input to watch: the layer itself, or the adapter around it, which may use the layer's weight
-    without calling the layer.
+    Hooks observe the inputs from construction until `close`. `layers` has pairs (module to observe,
+    layer). The module is the layer itself, or the adapter around it, which may use the layer's
+    weight without calling the layer.
     """
 
     def __init__(self, layers: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -53,15 +54,16 @@ class InputObserver:
         ]
 
     def basis(self, layer: nn.Module) -> nn.Parameter | None:
-        """Return V for a layer, or None if it was not called or its input was not finite.
+        """Return the basis V of a layer's outlier subspace.
 
-        Layers that are given the same tensor, such as query, key and value, share one parameter.
+        The result is None if the layer was not called, or if its input was not finite. Layers with
+        the same input tensor, such as query, key and value, share one parameter.
         """
         found = self._found.get(layer)
         return found if found is not None and bool(found.isfinite().all()) else None
 
     def close(self) -> None:
-        """Stop observing."""
+        """Stop observing: remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._last = None
@@ -76,7 +78,7 @@ class InputObserver:
 
 
 def num_dimensions(columns: int) -> int:
-    """Return the dimension of the subspace for a layer with this many input columns."""
+    """Return the number of dimensions of the outlier subspace, for a number of input columns."""
     return min(
         MAX_DIMENSIONS, max(ALIGNMENT, columns // COLUMNS_PER_DIMENSION // ALIGNMENT * ALIGNMENT)
     )
@@ -84,9 +86,9 @@ def num_dimensions(columns: int) -> int:
 
 @torch.no_grad()
 def find_outlier_subspace(rows: Tensor) -> Tensor:
-    """Return an orthonormal basis, (dimensions, columns), of the directions with most energy.
+    """Return an orthonormal basis of the directions in which the rows have the most energy.
 
-    The result depends only on the rows.
+    Its shape is (dimensions, columns). The result depends only on the rows.
     """
     columns = rows.shape[1]
     start = torch.Generator().manual_seed(0)
