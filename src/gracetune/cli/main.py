@@ -1,8 +1,8 @@
 """The entry point of the command line: find the verb, run it, turn errors into exit codes.
 
 A verb is a subcommand, such as `train`. Each is a module with `HELP`, `add_arguments(parser)` and
-`run(args) -> int`, which is imported only when the verb is used, so that `gracetune --help` does not
-load torch.
+`run(args) -> int`. It is imported only when it is used, so that `gracetune --help` does not load
+torch.
 """
 
 from __future__ import annotations
