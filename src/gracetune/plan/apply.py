@@ -40,22 +40,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """A plan's decisions, as `apply_plan` needs them; two experts get the same layout."""
+    """A plan's decisions in the form that `apply_plan` takes; two experts get the same layout."""
 
     blocks: Sequence[BlockPlan]
     compiled: bool
     slots: int = DEFAULT_SLOTS
-    """Slots of the weight ring."""
+    """Number of slots of the weight ring."""
     offload: OffloadSettings | None = None
-    """Settings of the activation offload; None: its defaults, within `spare_nbytes`."""
+    """Settings of the activation offload; None: defaults, with prefetching within
+    `spare_nbytes`."""
     min_offload_nbytes: int = MIB
-    """Activations smaller than this stay on the device."""
+    """Activations of fewer bytes stay on the device."""
     spare_nbytes: int = 0
-    """Device memory that the plan leaves free, in which more activations may be prefetched."""
+    """Bytes of device memory that the plan leaves free. They may be used to prefetch more."""
 
 
 class AppliedPlan:
-    """A model that runs as planned. `close` leaves streamed weights in host memory."""
+    """The hooks and wrappers of a plan that is applied to a model.
+
+    `close` removes them and leaves streamed weights in host memory.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class AppliedPlan:
         self._undo = undo
 
     def allow_ring_growth(self, nbytes: int) -> None:
-        """Let the ring add slots within this much device memory while steps wait for weights."""
+        """Let the ring add slots, using at most `nbytes` of device memory, while steps stall."""
         if self.ring is not None:  # the activation offload may use the other half
             self.ring.enable_autosize(nbytes if self.offload is None else nbytes // 2)
 
@@ -79,20 +83,20 @@ class AppliedPlan:
         return self.ring is not None and self.ring.release_extra_slots()
 
     def stall_seconds(self) -> float:
-        """Return how long compute has waited for copies so far; synchronizes with the device."""
+        """Return how many seconds compute has waited for copies; synchronizes with the device."""
         ring = 0.0 if self.ring is None else self.ring.counters().stalled_s
         return ring + (0.0 if self.offload is None else self.offload.counters().stalled_s)
 
     def close(self) -> None:
-        """Remove all hooks and wrappers, the last one first."""
+        """Remove all hooks and wrappers, in the reverse order of their installation."""
         self._undo.close()
         self.ring = self.offload = self.compiler = None
 
 
 def fuse_operations(transformer: nn.Module, undo: ExitStack | None = None) -> None:
-    """Fuse LoRA with its base matmul, and rotary embedding with attention; same results.
+    """Fuse each LoRA with its base matmul, and rotary embedding with attention.
 
-    `undo` receives the callbacks that restore the transformer.
+    The callbacks that restore the transformer are pushed to `undo`.
     """
     fuse_lora(transformer, undo)
     use_fused_processors(transformer, undo)
@@ -106,11 +110,11 @@ def apply_plan(
     emit: Emit,
     backend: str = "inductor",
 ) -> AppliedPlan:
-    """Move a model to the device as planned.
+    """Move a model to the device, and install the hooks and wrappers of its plan.
 
-    `transformers` maps each transformer of the model to its blocks. Decide what is trained before
-    this call: only frozen weights can be streamed. If anything does not fit, an exception is raised
-    and the model is left without hooks.
+    `transformers` maps each transformer of the model to its blocks. Set `requires_grad` before this
+    call: only frozen weights can be streamed. If anything does not fit, an exception is raised and
+    all hooks are removed.
     """
     blocks = [block for blocks in transformers.values() for block in blocks]
     plans = [plan for _ in transformers for plan in layout.blocks]
@@ -133,10 +137,10 @@ def apply_plan(
 
 
 def _checkpoint_mode(plan: BlockPlan, compiled: bool) -> CheckpointMode:
-    """Return what a block keeps.
+    """Return the checkpoint mode for a block's plan.
 
-    An offloaded block keeps the lean set if compiled. If eager, it keeps everything: tensors that a
-    checkpoint policy stores do not pass the offload's hooks.
+    A compiled block that is offloaded uses `lean`. An eager one uses `keep`, because saved-tensor
+    hooks do not see the tensors that selective checkpointing stores.
     """
     if plan.activations == "offload":
         return "lean" if compiled else "keep"

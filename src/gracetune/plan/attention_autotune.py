@@ -2,10 +2,12 @@
 
 1. One forward pass over the largest batch records the run's attention calls.
 2. Every installed backend is timed on the heaviest of these calls.
-3. The fastest backend is tried on the calls of every other bucket; one that fails there is dropped.
+3. The fastest backend is tried on the calls of every other bucket. If it fails there, it is dropped
+   and the next fastest is tried.
 
 The choice is written to `attention.json` in the run's folder, so that a resumed run computes the
-same numbers. Another device, other buckets or another version of torch or diffusers measures again.
+same numbers. On another device, with other buckets, or with another version of torch or diffusers,
+the backends are measured again.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CHOICE_FILE = "attention.json"
 RECORDED_TIMESTEP = 0.5
-"""Noise level of the recorded pass; attention calls do not depend on it."""
+"""Timestep of the recorded pass; any would do, because the shapes of attention stay the same."""
 
 
 def autotune_attention(
@@ -70,9 +72,10 @@ def autotune_attention(
     folder: Path,
     emit: Emit,
 ) -> None:
-    """Time the backends on this GPU and switch the transformers to the fastest.
+    """Time all attention backends on this GPU and switch the transformers to the fastest.
 
-    `shapes` describes what decides the attention calls: model, precision, batch size and buckets.
+    `shapes` is a text that changes with the model, precision, batch size or buckets, and so with
+    the shapes of attention. If it changes, a recorded choice is not used again.
     """
     device = accelerator.device
     environment = {
@@ -102,10 +105,10 @@ def pick_attention(
     choose: Choose,
     emit: Emit,
 ) -> None:
-    """Switch to the backend recorded in `file`, or to the one that `choose` picks.
+    """Switch to the attention backend recorded in `file`, or to the one that `choose` picks.
 
-    The first rank decides and every rank follows. Models whose attention does not go through
-    diffusers' dispatcher are left as they are.
+    The main process decides, and the other processes use the same backend. Models whose attention
+    does not go through diffusers' dispatcher are left as they are.
     """
     transformers = list(transformers_of(family.transformer).values())
     if not all(map(dispatched_processors, transformers)):
@@ -140,7 +143,7 @@ def _recorded_or_chosen(
 
 
 def read_choice(file: Path, environment: dict[str, str]) -> str:
-    """Return the backend recorded for this environment, or an empty string."""
+    """Return the attention backend recorded for this environment, or an empty string."""
     # No file yet, an unreadable file, or a backend that is no longer installed.
     with suppress(OSError, ValueError, RuntimeError, ImportError):
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -153,7 +156,10 @@ def read_choice(file: Path, environment: dict[str, str]) -> str:
 def record_calls(
     family: Family, accelerator: Accelerator, batches: Batches
 ) -> tuple[Calls, Callable[[], Sequence[AttentionCall]]]:
-    """Return the heaviest calls of the largest batch, and a function that finds all other calls."""
+    """Return the most expensive attention calls of the largest batch.
+
+    Also returns a function that records the calls of the other buckets.
+    """
     recorder = AttentionRecorder()
     _forward_once(family, accelerator, batches[0](), recorder)
     calls = recorder.heaviest_calls()
@@ -184,7 +190,7 @@ def _forward_once(
 
 
 def describe_choice(timings: Sequence[BackendTiming]) -> str:
-    """Return the notice: the fastest backend, all times, and why others were left out."""
+    """Return the notice's text: the fastest backend, all times, and why others were left out."""
     timed = [timing for timing in timings if isfinite(timing.seconds)]
     times = ", ".join(f"{timing.name} {timing.seconds * 1e3:.2f} ms" for timing in timed)
     text = f"attention: {fastest(timings)} (fastest of {len(timed)}: {times})"

@@ -1,7 +1,8 @@
-"""Predict what a compiled block saves, which kernels it runs, and its peaks.
+"""Predict what a compiled block saves for backward, which kernels it runs, and its memory peaks.
 
 AOTAutograd traces forward and backward as one joint graph, and torch's own partitioner decides what
-is saved between them; that needs no GPU. Inductor itself is modelled:
+is saved between them; that needs no GPU. Inductor is not run. Its result is predicted with three
+rules:
 
 - Matmuls and attention are kernels of their own and read their operands from memory.
 - Every other operation is fused into the kernel that needs its result.
@@ -38,15 +39,18 @@ from gracetune.plan.kernels import (
 from gracetune.plan.shapes import HostCalls, Op, Trace
 
 COMPILED_ENTRY_COST = 20.0
-"""CPU time to enter a compiled block (guards and wrappers), in operator calls."""
+"""CPU time to enter a compiled block (guards and wrappers), in units of one operator call."""
 Function = Callable[..., tuple[Tensor, ...]]
 SavedSet = Literal["all", "matmuls", "attention"]
-"""What forward saves: what the partitioner chooses, the outputs of matmuls and attention, or the
-outputs of attention alone."""
+"""The tensors that forward saves. `all`: those that torch's partitioner chooses; `matmuls`: the
+outputs of matmuls and attention; `attention`: the outputs of attention alone."""
 
 
 def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """Return forward and backward as one graph; call it under the arguments' fake mode."""
+    """Return forward and backward of a function as one graph.
+
+    The arguments are fake tensors; call this under their `FakeTensorMode`.
+    """
     graph = cast(
         "fx.GraphModule",
         aot_export_joint_simple(
@@ -69,10 +73,10 @@ def partition(
     trained: Sequence[bool],
     hidden: Sequence[int],
 ) -> Trace:
-    """Partition a joint graph and return the block's trace.
+    """Split a joint graph into forward and backward, and return the block's trace.
 
-    The graph's arguments begin with the weights; `trained` says which of these are trained.
-    `hidden` holds the positions of the hidden states that come from the previous block.
+    The first arguments of the graph are the weights; `trained` tells for each whether it is
+    trained. `hidden` has the positions of the arguments that are hidden states.
     """
     graph = _copy(joint)  # partitioning modifies the graph
     if saved_set == "matmuls":
@@ -119,7 +123,7 @@ def partition(
 
 
 def _mark(graph: fx.Graph, is_saved: Callable[[Any], bool]) -> None:
-    """Mark the nodes of forward as selective checkpointing does: save or recompute."""
+    """Mark each node of forward to be saved or recomputed, as selective checkpointing would."""
     after_loss: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and str(node.target).startswith("tangents"):
@@ -144,17 +148,17 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel of the compiled graph."""
+    """A kernel of the compiled graph, with the storages that it reads and writes."""
 
     node: fx.Node
     reads: frozenset[int]
     writes: dict[int, int]
     is_matmul: bool
-    """True for matmuls and attention, which cannot write in place of what they read."""
+    """True for matmuls and attention, which cannot write their output over an input."""
 
 
 class _FusedGraph:
-    """The kernels that Inductor would make of a graph, and the peak of memory while they run."""
+    """The kernels that Inductor would generate for a graph, and their peak of memory."""
 
     def __init__(
         self,
@@ -167,14 +171,14 @@ class _FusedGraph:
         self._outputs = outputs
         self._sizes: dict[int, int] = {}
         self._roots: dict[fx.Node, frozenset[int]] = {}
-        """The storages in memory from which a node can be computed by fusion."""
+        """For each node, the storages that a fused kernel reads to compute it."""
         kernels = self._kernels(graph)
         self.ops = tuple(op for kernel in kernels for op in self._ops(kernel))
         self.peak_nbytes = self._peak(graph, kernels, owned)
         self._num_custom_ops = sum(is_custom_op(kernel.node.target) for kernel in kernels)
 
     def calls(self, saved: int) -> HostCalls:
-        """Return the host's calls: one entry, the kernel launches, and our custom operators."""
+        """Return what the CPU does to launch the graph, if `saved` tensors are saved or read."""
         return HostCalls(
             kernels=len(self.ops),
             custom_ops=self._num_custom_ops,
@@ -219,14 +223,14 @@ class _FusedGraph:
         return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Return the lowest peak of the kernel orders that Inductor tries."""
+        """Return the lower peak, in bytes, of the two kernel orders that Inductor tries."""
         orders = (kernels, self._freeing_first(kernels, owned))
         return min(self._highest(graph, order, owned) for order in orders)
 
     def _freeing_first(self, kernels: list[_Kernel], owned: set[int]) -> list[_Kernel]:
-        """Return an order that runs kernels early if they free at least as much as they write.
+        """Return a kernel order in which kernels that free as much as they write run early.
 
-        Of parallel branches, the wide one is finished before the other one starts.
+        Of parallel branches, the one with the larger tensors is finished before the other starts.
         """
         written_inside = {storage for kernel in kernels for storage in kernel.writes}
         kept = {root for node in self._outputs for root in self._roots.get(node, ())} | owned
@@ -247,8 +251,10 @@ class _FusedGraph:
         return order
 
     def _highest(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Return the peak of an order: memory of the caller does not count, the rest dies at its
-        last use.
+        """Return the peak of memory, in bytes, if kernels run in this order.
+
+        A tensor is freed after its last use. Tensors in `owned` belong to the caller and do not
+        count.
         """
         last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
         for node in self._outputs:
@@ -276,7 +282,10 @@ class _FusedGraph:
 
 
 def _is_needed_in_memory(node: fx.Node) -> bool:
-    """Return True if a matmul, attention or the caller reads the node, maybe through views."""
+    """Return True if a node's result must be written to memory, so that it cannot be fused.
+
+    That is so if a matmul, attention or the caller reads it, possibly through views.
+    """
     waiting, mine = list(node.users), set(_storages(node))
     while waiting:
         user = waiting.pop()
@@ -294,7 +303,7 @@ def _workspace(node: fx.Node) -> int:
 
 
 def _value(argument: object) -> Any:
-    """Return the fake value of an argument; None for states of random generators."""
+    """Return the fake tensor of a node, None if it has none, or an argument that is no node."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
@@ -314,7 +323,7 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _output_slots(graph: fx.Graph) -> list[fx.Node | None]:
-    """Return the outputs of a graph by position; None where an output is no node."""
+    """Return the outputs of a graph by position; None for an output that is not a node."""
     (node,) = [node for node in graph.nodes if node.op == "output"]
     given = cast("Sequence[object]", node.args[0])
     return [leaf if isinstance(leaf, fx.Node) else None for leaf in given]

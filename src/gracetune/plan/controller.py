@@ -46,35 +46,43 @@ if TYPE_CHECKING:
 
 
 PIN_NBYTES_PER_S = 2e9
-"""Host memory that is pinned and filled per second, roughly."""
+"""Rough rate, in bytes per second, at which host memory is pinned and filled with weights."""
 MIN_GAIN = 0.03
-"""Share of a micro-batch's time that another plan must save to be worth the change."""
+"""A new plan must save at least this share of a micro-batch's time to replace the current one."""
 SMALLER_SHARES = (0.85, 0.92, 0.97)
-"""Memory of the next smaller plan, as shares of what the failed plan needed; tried in order."""
+"""After an out-of-memory error, a plan is searched within these shares of the failed plan's memory,
+tried in order."""
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10
-"""Deviations from the plan, as shares of it, up to which it counts as correct."""
+"""A prediction is accepted if the measurement differs by at most this share of it."""
 MIN_LINK_FACTOR, MAX_LINK_FACTOR, LINK_BISECTIONS = 0.25, 4.0, 12
-"""Range in which calibration looks for the link's bandwidth, relative to the assumed one."""
+"""Range of the link's bandwidth, relative to the assumed one, and number of bisection steps in
+which calibration searches it."""
 
 
 class MemoryMeter(Protocol):
-    """Measures the device memory that steps use."""
+    """Measures the peak of device memory during steps."""
 
     def restart(self) -> None:
         """Start a new measurement."""
         ...
 
     def peak_nbytes(self) -> int | None:
-        """Return the peak since `restart`, without memory used before planning; None: unknown."""
+        """Return the peak since `restart` in bytes, without what was allocated before the plan.
+
+        None: the peak is unknown.
+        """
         ...
 
     def clear(self) -> None:
-        """Return cached memory to the device: another plan allocates blocks of other sizes."""
+        """Free memory that the allocator caches, before another plan allocates other sizes."""
         ...
 
 
 class CudaMemoryMeter:
-    """Reads torch's CUDA allocator. Create it before anything that is planned is on the device."""
+    """Measures the peak with torch's CUDA allocator.
+
+    Create the meter before the model is on the device: memory allocated earlier is not counted.
+    """
 
     def __init__(self, device: torch.device, gc_freeze: GcFreeze) -> None:
         self._device = device
@@ -86,7 +94,7 @@ class CudaMemoryMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_nbytes(self) -> int:
-        """Return the peak of allocated memory; memory that the allocator caches does not count."""
+        """Return the peak of allocated bytes, without memory that the allocator only caches."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
 
     def clear(self) -> None:
@@ -121,8 +129,9 @@ class PlanController:
     ) -> None:
         """Apply the plan.
 
-        `apply` takes a plan and the bytes of device memory that it leaves free. `largest_numel` is
-        the size of one sample's latents in the largest bucket, for which the plan is made.
+        `apply` applies a plan to the transformer; its second argument is the device memory, in
+        bytes, that the plan leaves free. `largest_numel` is the number of elements in the latents
+        of one sample of the largest bucket, for which the plan is made.
         """
         self.plan = plan
         self._problem = problem
@@ -136,7 +145,7 @@ class PlanController:
         self.start_measuring()
 
     def start_measuring(self) -> None:
-        """Reset the counters that `check` compares with the plan."""
+        """Reset the meters of time and memory that `check` compares with the plan."""
         self._meter.restart()
         self._micro_batches = self._full_size = 0
         self._stalled_before = self._applied.stall_seconds()
@@ -153,14 +162,14 @@ class PlanController:
         return batch
 
     def has_compiled(self) -> bool:
-        """Return True if blocks were compiled since `start_measuring`, for a new bucket."""
+        """Return True if a block was compiled since `start_measuring`, which distorts the times."""
         return self._num_graphs > self._graphs_before
 
     def check(self, seconds: float, remaining: int) -> bool:
-        """Compare a measured micro-batch with the plan; return True if the plan was changed.
+        """Compare measured time and memory with the plan; return True if the plan was changed.
 
-        `remaining` is the number of micro-batches still to come. Only the first call may change
-        the plan.
+        `seconds` is the measured time per micro-batch, and `remaining` the number of micro-batches
+        still to come. Only the first call may change the plan.
         """
         stalled = self._applied.stall_seconds() - self._stalled_before
         peak = self._meter.peak_nbytes()
@@ -177,16 +186,16 @@ class PlanController:
         return False
 
     def reduce_memory(self, reason: str) -> bool:
-        """Continue with less device memory after an out-of-memory error.
+        """Release ring slots or apply a smaller plan, after an out-of-memory error.
 
-        Returns False if no smaller plan is left.
+        `reason` is the error's text for the warning. Returns False if no smaller plan exists.
         """
         if self.shrink_ring(reason):
             return True
         while (smaller := self._smaller_plan()) is not None:
             text = f"{reason} Continuing with a smaller plan: {describe(smaller)}; expect "
             self._emit(Notice(text + describe_speed(smaller), level="warning", fallback=True))
-            # A correction would fill the memory again that has just proved to be too small.
+            # No later correction: it would plan for the memory that has just proved insufficient.
             self._was_checked = True
             room = int(smaller.device.total * (1 + self._problem.budget.fragmentation))
             budget = replace(self._problem.budget, device_nbytes=room)
@@ -206,14 +215,14 @@ class PlanController:
 
     @property
     def slots_nbytes(self) -> int:
-        """Device memory of the ring's slots; synchronizes with the device."""
+        """Device memory of the weight ring's slots in bytes; synchronizes with the device."""
         if self._applied.ring is None:
             return 0
         counters = self._applied.ring.counters()
         return counters.slots * counters.slot_nbytes
 
     def streaming_stats(self, step: int) -> WeightsStreamed | None:
-        """Return what weight streaming has cost so far, under earlier plans too.
+        """Return the totals of weight streaming so far, including those of earlier plans.
 
         Returns None if no weight was ever streamed. Synchronizes with the device.
         """
@@ -235,7 +244,7 @@ class PlanController:
         )
 
     def close(self) -> None:
-        """Undo the plan; streamed weights remain in host memory, so the model cannot run."""
+        """Remove the plan's hooks. Streamed weights stay on the host, so the model cannot run."""
         self._applied.close()
 
     @property
@@ -263,7 +272,7 @@ class PlanController:
         return text
 
     def _correct(self, measured: StepMeasurement, remaining: int) -> bool:
-        """Plan again with the calibrated model; apply the new plan if it is worth the change."""
+        """Calibrate the cost model and plan again; apply the new plan if it is worth the change."""
         model, fixed = calibrate(self._problem.model, self._problem.fixed, self.plan, measured)
         self._problem = replace(self._problem, model=model, fixed=fixed)
         current = predict(model, candidate_of(self.plan), fixed, simulated=False)
@@ -285,7 +294,10 @@ class PlanController:
         return True
 
     def _better_plan(self, current: Plan, remaining: int) -> Plan | None:
-        """Return a plan that pays for the change within the rest of the run, or None."""
+        """Return a plan that saves more time in the rest of the run than the change costs, or None.
+
+        A plan that fits is also returned if the current one does not fit.
+        """
         problem = replace(self._problem, micro_batches=remaining)
         if current.compiled:  # the graphs exist: compiled plans cost nothing extra
             constraints = replace(problem.constraints, compile=(True,))
@@ -311,9 +323,9 @@ class PlanController:
         return None
 
     def _try_to_change_to(self, plan: Plan) -> str:
-        """Apply a plan; if memory does not suffice, return the error's first line.
+        """Apply a plan. Return an empty string, or the error's first line if memory ran out.
 
-        The exception is dropped here because its traceback would keep tensors alive.
+        The exception itself is dropped, because its traceback would keep tensors alive.
         """
         try:
             self._change_to(plan)
@@ -336,7 +348,7 @@ class PlanController:
 
 
 def _change_seconds(current: Plan, other: Plan) -> float:
-    """Return the time of a change of plan: pinning weights, and compiling new kinds of blocks."""
+    """Return the seconds that a change of plan takes: pinning weights and compiling blocks."""
     new_kinds, kinds = (
         {(block.weights, block.activations) for block in plan.blocks} for plan in (other, current)
     )
@@ -349,35 +361,35 @@ def _change_seconds(current: Plan, other: Plan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Measured means of one micro-batch."""
+    """Measured time and memory of a micro-batch, averaged over a few steps."""
 
     seconds: float | None
-    """None if some micro-batches were smaller than those the plan is for."""
+    """Seconds per micro-batch; None if some were smaller than those that the plan is made for."""
     stalled_s: float
-    """Of these seconds, how long compute waited for copies."""
+    """Seconds per micro-batch in which compute waited for copies."""
     peak_nbytes: int | None
-    """None if unknown, or if no micro-batch had full size."""
+    """Peak of device memory; None if unknown, or if no micro-batch had full size."""
 
 
 def is_off(plan: Plan, measured: StepMeasurement) -> bool:
-    """Return True if memory or time missed the prediction clearly, in either direction."""
+    """Return True if measured memory or time differs from the plan by more than the tolerance."""
     return _is_memory_off(plan, measured) or _is_time_off(plan, measured)
 
 
 def calibrate(
     model: CostModel, fixed: FixedMemory, plan: Plan, measured: StepMeasurement
 ) -> tuple[CostModel, FixedMemory]:
-    """Return a cost model and fixed memory that predict this plan as it was measured.
+    """Adjust the cost model and the fixed memory, so that they predict what was measured.
 
-    Unpredicted memory is taken to be needed by every plan:
+    The difference in memory is assumed to be the same in every plan:
 
         library_nbytes += measured peak - predicted peak
 
-    Time is fitted in two steps. First the compute rate, from the time without stalls:
+    Time is fitted in two steps. First the compute times are scaled, from the time without stalls:
 
         compute_factor = (seconds - stalled) / (predicted step - predicted waits)
 
-    then the link's bandwidth, such that the simulated step takes the measured time.
+    Then the link's bandwidth is chosen such that the simulated step takes the measured time.
     """
     if _is_memory_off(plan, measured):
         assert measured.peak_nbytes is not None
@@ -417,12 +429,15 @@ def _fit_rates(
 
 
 def _fit_link(seconds: float, step_with: Callable[[float], float]) -> float:
-    """Return the link factor for which the simulated step takes this long, by bisection."""
+    """Return the factor of the link's bandwidth for which a simulated step takes `seconds`.
+
+    It is found by bisection; `step_with` simulates a step with a given factor.
+    """
     if abs(step_with(1.0) - seconds) <= 0.01 * seconds:
         return 1.0
     low, high = MIN_LINK_FACTOR, MAX_LINK_FACTOR
     for _ in range(LINK_BISECTIONS):  # a faster link never makes the step longer
         middle = (low * high) ** 0.5
         low, high = (middle, high) if step_with(middle) > seconds else (low, middle)
-    # If compute dominates, the step does not depend on the link: then nothing was learned about it.
+    # If compute dominates, the step hardly depends on the link, so keep the assumed bandwidth.
     return low if abs(step_with(low) - seconds) <= abs(step_with(1.0) - seconds) * 0.5 else 1.0

@@ -1,15 +1,17 @@
-"""Turn a trace into seconds and bytes for any batch size on one machine.
+"""Cost model: predict the time and memory of each block, at any batch size, on one machine.
 
-Time of a kernel, with the batch scaled by s relative to the traced batch:
+The model is traced once, at a small batch. For a batch that is s times as large, a kernel takes
 
     bytes(s)          = weight bytes + s * other bytes
     matmul, attention = max(s * flops / rate, bytes(s) / memory bandwidth)
     elementwise       = bytes(s) / elementwise bandwidth (eager or compiled)
     gap               = a constant after each kernel
 
-On the machine at hand single kernels are timed instead (`EffectiveRates.timer`); the rates are for
-machines that are only known by name. Everything grows with the batch except weights and their
-gradients, so one trace is enough.
+and a pass over a block takes the sum over its kernels. Saved activations and peaks of memory are s
+times the traced ones; weights and their gradients do not depend on s.
+
+On the machine at hand, measured times of single kernels replace the formulas
+(`EffectiveRates.timer`). The rates are for machines that are only known by name.
 
 The second half of the file estimates the overhead of fp8.
 """
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """Compute seconds of one pass by kind of kernel."""
+    """Compute time of one forward or backward pass in seconds, by kind of kernel."""
 
     gemm: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     gaps: float = 0.0
-    """Idle time between kernels."""
+    """Idle time between consecutive kernels."""
 
     @property
     def total(self) -> float:
@@ -54,7 +56,7 @@ class PassSeconds:
         )
 
     def scaled(self, factor: float) -> PassSeconds:
-        """Return every part multiplied by a factor."""
+        """Return a copy with every part multiplied by a factor."""
         return PassSeconds(
             gemm=self.gemm * factor,
             attention=self.attention * factor,
@@ -65,30 +67,30 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class ModeCosts:
-    """The costs of one block in one activation mode at one batch size."""
+    """Time and memory of one block in one activation mode at one batch size."""
 
     forward: PassSeconds
     backward: PassSeconds
-    """Includes recomputed forward work."""
+    """Time of backward, including the forward work that it recomputes."""
     saved_nbytes: int
     """Bytes kept from forward to backward, without weights and the block's input."""
     saves_input: bool
-    """Whether the block's input is kept too."""
+    """True if the block's input is kept too."""
     forward_peak_nbytes: int
     backward_peak_nbytes: int
     forward_host_s: float = 0.0
-    """CPU seconds to launch forward."""
+    """CPU seconds to launch the kernels of forward."""
     backward_host_s: float = 0.0
-    """CPU seconds to launch backward, with recomputed work."""
+    """CPU seconds to launch the kernels of backward and of recomputed forward work."""
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
     num_saved: float = 0.0
-    """Tensors that autograd saves."""
+    """Number of tensors that autograd saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostsByMode:
-    """The costs of one block at one batch size, by activation mode."""
+    """Time and memory of one block at one batch size, by activation mode."""
 
     keep: ModeCosts
     lean: ModeCosts
@@ -97,7 +99,7 @@ class CostsByMode:
 
 @dataclass(frozen=True, slots=True)
 class BlockCosts:
-    """The costs of one block at one batch size, eager and compiled."""
+    """Time and memory of one block at one batch size, eager and compiled."""
 
     frozen_nbytes: int
     trained_nbytes: int
@@ -105,13 +107,13 @@ class BlockCosts:
     eager: CostsByMode
     compiled: CostsByMode
     gradients_nbytes: int
-    """Gradients of weights that its backward leaves."""
+    """Bytes of weight gradients that the block's backward adds."""
 
     def costs_of(self, activations: ActivationMode, compiled: bool) -> ModeCosts:
-        """Return the costs in an activation mode.
+        """Return the block's costs in an activation mode.
 
-        An offloaded block costs as much compute as a block that keeps the same tensors: the lean
-        set if compiled, everything if eager.
+        An offloaded block takes as much compute as a block that keeps the same tensors on the
+        device: mode `lean` if compiled, mode `keep` if eager.
         """
         modes = self.compiled if compiled else self.eager
         if activations == "recompute":
@@ -120,7 +122,7 @@ class BlockCosts:
         return modes.lean if is_lean else modes.keep
 
     def recompute_seconds(self, activations: ActivationMode, compiled: bool) -> float:
-        """Return the extra compute time compared with keeping everything."""
+        """Return how many more seconds of compute the mode takes than `keep`."""
         mode, keep = self.costs_of(activations, compiled), self.costs_of("keep", compiled)
         return (mode.forward + mode.backward).total - (keep.forward + keep.backward).total
 
@@ -130,10 +132,10 @@ class BlockCosts:
         return mode.saved_nbytes + (self.input_nbytes if mode.saves_input else 0)
 
     def offloaded_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """Return the bytes of them that are kept in host memory.
+        """Return the bytes of saved activations that are kept in host memory.
 
-        In an eager recomputed block that is the input alone: tensors that selective checkpointing
-        stores itself do not pass the offload's hooks.
+        In an eager recomputed block that is the input alone. The other tensors are stored by
+        selective checkpointing, where saved-tensor hooks do not see them.
         """
         if not is_offloaded(plan):
             return 0
@@ -142,7 +144,7 @@ class BlockCosts:
         return self.saved_nbytes(plan, compiled)
 
     def resident_nbytes(self, plan: BlockPlan, compiled: bool) -> int:
-        """Return the bytes of them that stay on the device."""
+        """Return the bytes of saved activations that stay on the device."""
         return self.saved_nbytes(plan, compiled) - self.offloaded_nbytes(plan, compiled)
 
 
@@ -153,20 +155,20 @@ def is_offloaded(plan: BlockPlan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """The costs of a whole model at one batch size on one machine."""
+    """Time and memory of a whole model at one batch size on one machine."""
 
     batch: int
     blocks: tuple[BlockCosts, ...]
     outside: ModeCosts
-    """Embeddings, head and loss."""
+    """Costs of everything outside of blocks: embeddings, head and loss."""
     outside_frozen_nbytes: int
     trained_nbytes: int
     batch_nbytes: int
-    """The batch itself: latents, text, timesteps."""
+    """Bytes of the batch itself: latents, text, timesteps."""
     cast_copies_nbytes: int = 0
-    """Copies of trained weights in the compute dtype, held from one pass to the next."""
+    """Bytes of the copies of trained weights in the compute dtype, which exist all step long."""
     optimizer_host_s: float = 0.0
-    """CPU seconds to launch an optimizer step."""
+    """CPU seconds to launch the kernels of an optimizer step."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -175,7 +177,7 @@ class ModelCosts:
 
 
 class CostModel:
-    """A traced model on a machine: returns the costs at any batch size."""
+    """Predicts time and memory of a traced model on one machine, at any batch size."""
 
     def __init__(
         self,
@@ -185,11 +187,11 @@ class CostModel:
         stored_share: float = 1.0,
         plain_checkpointing: bool = False,
     ) -> None:
-        """Set up the model; nothing is computed until `at` is called.
+        """Store the inputs of the prediction; `at` computes it.
 
-        `stored_share` is the size of quantized frozen weights relative to the traced ones. With
-        `plain_checkpointing`, recomputed blocks recompute attention too, as torch's own
-        checkpointing does.
+        `stored_share` is the size of the frozen weights as stored (quantized or not), as a share of
+        their traced size. With `plain_checkpointing`, recomputed blocks recompute attention too, as
+        torch's own checkpointing does.
         """
         self.name = shapes.name
         self.rates = rates
@@ -203,7 +205,7 @@ class CostModel:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks."""
+        """The number of blocks of the model."""
         return len(self._shapes.order)
 
     @property
@@ -212,7 +214,7 @@ class CostModel:
         return self._shapes.trained_nbytes
 
     def rescaled(self, compute_factor: float, link_factor: float) -> CostModel:
-        """Return the model with compute times and link bandwidth multiplied by factors."""
+        """Return a copy with compute times and the link's bandwidth multiplied by these factors."""
         other = copy(self)
         other.rates = replace(
             self.rates,
@@ -224,7 +226,7 @@ class CostModel:
         return other
 
     def at(self, batch: int) -> ModelCosts:
-        """Return the costs at a batch size."""
+        """Return the predicted costs at a batch size."""
         if batch not in self._costs:
             self._costs[batch] = self._model_costs(batch)
         return self._costs[batch]
@@ -304,7 +306,7 @@ class CostModel:
         return PassSeconds(**spent)
 
     def _timed(self, op: Op, scale: float) -> float | None:
-        """Return the kernel's time as measured on this machine, or None."""
+        """Return the kernel's time as measured on this machine; None if it cannot be measured."""
         is_fp8 = op.frozen and self.frozen_compute == "fp8"  # the timer runs bf16 kernels
         return None if self.rates.timer is None or is_fp8 else self.rates.timer(op, scale)
 
@@ -325,33 +327,37 @@ class CostModel:
 # fp8 overhead
 #
 # A model is traced in bf16, before its weights are converted. Frozen layers in fp8 do more than the
-# traced matmul:
+# traced matmul x W^T. With V the basis of the layer's outlier subspace (adapters/compute/
+# lora_matmul.py) and fp8() for scaling and rounding:
 #
-#     y = fp8(x - x P) @ W_fp8 + (x P) @ (P^T W),   P: the layer's outlier subspace, in bf16
+#     z = x V^T                               split the input: the part in the subspace, in bf16,
+#     r = x - z V                             and the rest, which is small
+#     y = fp8(r) fp8(W)^T + z (W V^T)^T       one fp8 and one bf16 matmul
 #
-# So they split the input along P, scale and round it to fp8, and in backward transpose the weight.
-# The functions below derive this from the traced matmuls. The constants were checked against a
-# block of Wan-14B that was converted first: compiled on a CPU, and eager on fake tensors.
+# Backward also transposes the weight. The functions below add the time, memory and kernel launches
+# of these steps to the trace. The constants were checked against a block of Wan-14B that was
+# converted before tracing: compiled on a CPU, and eager on fake tensors.
 
 
 EAGER_FORWARD_NBYTES, EAGER_BACKWARD_NBYTES = 2.8, 7.0
-"""Extra bytes per element of the widest input in eager blocks: rounding makes fp32 copies of it, in
-backward also of the gradient with the weight's scales applied."""
+"""Extra peak memory of eager fp8 blocks in forward and in backward, in bytes per element of the
+largest matmul input. Rounding makes fp32 copies of the input, and in backward also of the
+gradient."""
 SUBSPACE_DIMENSIONS = 32
-"""Dimensions of the outlier subspace, in most layers."""
+"""Number of dimensions of the outlier subspace, in most layers."""
 BF16_NBYTES, SCALE_NBYTES = 2, 4
 SPLIT_PASSES = 3
-"""Passes over an input that is split: one read for the part inside the subspace, one read and one
-write for the rest."""
+"""Times that splitting an input reads or writes it: one read for the part inside the subspace, one
+read and one write for the rest."""
 ROUNDING_KERNELS = {False: 9, True: 2}
-"""Kernels that scale and round a matrix, by whether the block is compiled."""
+"""Number of kernels that scale and round a matrix to fp8; True: in a compiled block."""
 SPLIT_KERNELS, MATMUL_KERNELS = 2, 6
-"""Kernels inside our operators that split the input, and that multiply with everything around."""
+"""Number of kernels per fp8 layer in forward: to split the input, and to multiply it."""
 LORA_GRADIENT_KERNELS, INPUT_GRADIENT_KERNELS, TRANSPOSE_KERNELS = 3, 3, 1
-"""Kernels of backward: gradients of LoRA's two matrices, the input's gradient without rounding,
-and the transposed weight."""
+"""Number of kernels per fp8 layer in backward: for the gradients of LoRA's two matrices, for the
+input's gradient (without rounding), and to transpose the weight."""
 SAVED_PER_LAYER, VIEWS_PER_LAYER = 1.5, 2
-"""Extra tensors that autograd saves for a layer, and extra views in its eager backward."""
+"""Per fp8 layer: extra tensors that autograd saves, and extra views in an eager backward."""
 
 
 def fp8_extra_nbytes(keep: Trace) -> int:
@@ -394,7 +400,10 @@ def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
 
 
 def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
-    """Replace the calls of traced layers by those of fp8 layers, which never share an operator."""
+    """Replace the host's calls for bf16 layers by those for fp8 layers.
+
+    Each fp8 layer calls its own operators, while bf16 layers with the same input may share one.
+    """
     rounding = ROUNDING_KERNELS[compiled]
     num_layers, num_input_grads = _num_layers(keep.forward), _num_layers(keep.backward)
     num_recomputed = _num_layers(trace.backward) - num_input_grads
@@ -435,7 +444,7 @@ def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
 
 
 def _exchange_calls(calls: HostCalls, ops: Sequence[Op], fp8_calls: HostCalls) -> HostCalls:
-    """Return the calls with those of our operators in `ops` exchanged for `fp8_calls`."""
+    """Return `calls` without the calls of the bf16 custom operators in `ops`, plus `fp8_calls`."""
     dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + fp8_calls.dispatched
     return replace(
         calls,
@@ -453,12 +462,12 @@ def _num_layers(ops: Sequence[Op]) -> int:
 
 
 def _num_frozen_kernels(ops: Sequence[Op]) -> int:
-    """Return the kernels of frozen layers, with those of the LoRA beside them."""
+    """Return the number of kernels of frozen layers, including those of their LoRA."""
     return sum(op.frozen for op in ops)
 
 
 def _with_splitting(trace: Trace, keep: Trace) -> Trace:
-    """Add the time to split inputs, in forward and where forward is recomputed."""
+    """Add the kernels that split the inputs of fp8 layers, in forward and in recomputed forward."""
 
     def split(numel: int) -> Op:
         return Op("elementwise", 0.0, float(SPLIT_PASSES * BF16_NBYTES * numel))
@@ -470,14 +479,14 @@ def _with_splitting(trace: Trace, keep: Trace) -> Trace:
 
 
 def _recomputed_numel(trace: Trace, keep: Trace) -> int:
-    """Return the elements in inputs of frozen matmuls that backward recomputes."""
+    """Return the number of elements in the inputs of frozen matmuls that backward recomputes."""
     return max(0, sum(_input_sizes(trace.backward)) - sum(_input_sizes(keep.backward)))
 
 
 def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
-    """Add the memory of a compiled backward that recomputes matmuls.
+    """Add the extra memory of a compiled fp8 backward that recomputes matmuls.
 
-    Inductor rounds the inputs of all recomputed matmuls first and holds them in fp8, beside one
+    Inductor first rounds the inputs of all recomputed matmuls to fp8 and keeps them, beside one
     transposed weight.
     """
     recomputed = _recomputed_numel(trace, keep)
@@ -489,9 +498,9 @@ def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
 
 
 def _input_sizes(ops: Sequence[Op]) -> list[int]:
-    """Return the elements in each input of frozen matmuls.
+    """Return the number of elements of each input of frozen matmuls.
 
-    Matmuls inside one of our operators share their input, which counts once.
+    Matmuls inside one custom operator share their input, which counts once.
     """
     found: list[int] = []
     in_custom_op = is_shared = False

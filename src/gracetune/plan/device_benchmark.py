@@ -42,16 +42,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WARM_UP, REPEATS = 3, 10
-"""Untimed and timed repetitions."""
+"""Number of untimed and of timed repetitions of each measurement."""
 EDGE, COPIED_NBYTES = 8192, 512 * MIB
-"""Matrix edge and bytes of the measured matmul and copies, if there is room for them."""
+"""Size of the measured matmul (rows and columns) and of the measured copies (bytes), if free memory
+allows them."""
 MAX_TIMED_ROWS = 16384
-"""Rows of a timed matmul; the time of more rows is extrapolated."""
+"""Maximum number of rows of a timed matmul; the time of more rows is extrapolated."""
 MAX_TIMED_NBYTES = 4 * GIB
-"""Bytes that a timed elementwise kernel may touch; larger ones are estimated from their bytes."""
+"""Maximum number of bytes that a timed elementwise kernel reads and writes. The time of a larger
+one is estimated from its bytes."""
 BLOCKING_MATMULS = (1, 4, 16)
-"""Numbers of large matmuls, tried in turn, that keep the device busy while short kernels are
-launched behind them."""
+"""Numbers of large matmuls to queue before short kernels are timed, tried in turn. They keep the
+device busy while the host launches the short kernels."""
 
 
 def measure_device(
@@ -62,10 +64,10 @@ def measure_device(
     clock: Callable[[], float] = time.perf_counter,
     make_probe_model: ProbeModelFactory | None = None,
 ) -> MachineRates:
-    """Measure for a few seconds with a few GiB of memory, which is freed again.
+    """Measure the rates of a device: matmuls, memory, the link to the host, and kernel launches.
 
-    `make_probe_model` builds the models for the launch probe; without it, typical launch costs are
-    assumed.
+    This takes a few seconds and a few GiB of memory, which is freed again. `make_probe_model`
+    builds the models for the launch probe; without it, typical launch costs are assumed.
     """
     host = (
         TYPICAL_LAUNCH_COSTS
@@ -98,7 +100,7 @@ def _both_ways_share(
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seconds: Callable[[Callable[[], object]], float],
 ) -> float:
-    """Return the share of its bandwidth that a direction keeps while the other is busy."""
+    """Return the share of its bandwidth that the link keeps per direction while both are busy."""
     if device.type != "cuda":
         return 1.0  # a CPU has no link
     pinned, source, target = buffers
@@ -125,7 +127,7 @@ class KernelTimer:
         clock: Callable[[], float],
         edge: int = EDGE,
     ) -> None:
-        """Set up the timer; `edge` is the largest matrix edge that fits in memory."""
+        """`edge`: rows and columns of the matmul that keeps the device busy (`_time_short`)."""
         self._device = device
         self._synchronize = synchronize
         self._clock = clock
@@ -138,8 +140,11 @@ class KernelTimer:
     def seconds(self, op: Op, scale: float) -> float | None:
         """Return a kernel's time at `scale` times the traced batch; None if it cannot be timed.
 
-        Elementwise kernels are timed at the traced batch and extrapolated:
-        fixed + (time - fixed) * scale, where `fixed` is the time of the shortest kernel.
+        Elementwise kernels are timed at the traced batch and extrapolated,
+
+            seconds(scale) = fixed + (seconds(1) - fixed) * scale,
+
+        where `fixed` is the time of a kernel for a single element.
         """
         if op.replay is not None:
             once = self._replay(op.replay) if op.nbytes <= MAX_TIMED_NBYTES else None
@@ -159,9 +164,10 @@ class KernelTimer:
         return None if once is None else once * first
 
     def _once(self, what: Hashable, work: Callable[[], float]) -> float | None:
-        """Return the remembered or measured time; None if the device cannot run the kernel.
+        """Measure a kernel at the first call, and return the remembered time later.
 
-        It may lack memory, or the operator may exist on the CPU only.
+        Returns None if the device cannot run the kernel: it may lack memory, or the operator may
+        exist on the CPU only.
         """
         if what not in self._known:
             try:
@@ -195,7 +201,10 @@ class KernelTimer:
         return self._once(("matmul", *dims), work)
 
     def _attention(self, is_backward: bool, *dims: int) -> float | None:
-        """Return the time of forward, or of backward: both together minus forward."""
+        """Return the time of attention's forward or backward.
+
+        The time of backward is that of forward and backward together, minus forward.
+        """
         forward = self._once(("attention", *dims), lambda: self._attend(False, *dims))
         if not is_backward:
             return forward
@@ -264,13 +273,13 @@ def _timed(
 
 
 BUFFER_PART = 8
-"""Each buffer of the measurement may take 1/8 of the free device memory."""
+"""Each buffer of the benchmark may take 1/BUFFER_PART of the free device memory."""
 MIN_BUFFER_NBYTES = MIB
 BF16_NBYTES = 2
 
 
 def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None]) -> MachineRates:
-    """Measure a GPU and its host with the memory that is free; all of it is freed again."""
+    """Measure the rates of a GPU and its host, with buffers that fit into the free memory."""
     free = free_nbytes(device)
     room = free // BUFFER_PART
     if room < MIN_BUFFER_NBYTES:
@@ -289,7 +298,10 @@ def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None
 def probe_model_factory(
     family: str, free: int, emit: Callable[[Notice], None]
 ) -> ProbeModelFactory:
-    """Return the factory of a family's probe models; emit a notice if they are a compromise."""
+    """Return the factory of a family's probe models for the launch probe.
+
+    Emits a notice if another family's model, or small tensors, must be used instead.
+    """
     if family not in PLANNABLE:
         emit(Notice(f"launch overhead is measured with {PROXY_FAMILY} in place of {family}"))
     if free >= REALISTIC_NBYTES:
@@ -304,10 +316,11 @@ def probe_model_factory(
 
 
 def free_nbytes(device: torch.device, system_free_nbytes: int | None = None) -> int:
-    """Return the device memory that torch can still allocate.
+    """Return the bytes of device memory that torch can still allocate.
 
-    It is limited by free memory and by the process's memory fraction. `system_free_nbytes` replaces
-    the driver's free memory, which is too low where host and device share one memory.
+    They are limited by free memory and by the process's memory fraction. `system_free_nbytes`
+    replaces the free memory that the driver reports, which is too low where host and device share
+    one memory.
     """
     taken = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - taken

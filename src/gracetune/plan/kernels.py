@@ -1,8 +1,8 @@
-"""Count kernels and memory while a model runs on fake tensors; nothing is computed.
+"""Record the kernels and the memory of a model that runs on fake tensors; nothing is computed.
 
 - `ops_of` turns one operator call into the kernels that it launches, with their flops and bytes.
-- `KernelRecorder` is a dispatch mode that records these, every allocation, and the host's calls.
-- `CudaKernels` makes operators look as on CUDA where the CPU decomposes them.
+- `KernelRecorder` is a dispatch mode that records kernels, allocations, and operator calls.
+- `CudaKernels` replaces operators that the CPU decomposes, so that they are recorded as on CUDA.
 
 Fake tensors are on the CPU, because a CPU build of torch has no other device for them. Attention is
 therefore the CPU's operator here. Our custom operators (a frozen matmul with its LoRA) are expanded
@@ -46,10 +46,10 @@ GEMMS = {
     aten._scaled_mm,
 }
 CUSTOM_OP_NAMESPACE = "gracetune"
-"""The namespace of our custom operators."""
+"""Namespace under which our custom operators are registered in torch."""
 _ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 ATTENTION_BACKWARD_FACTOR = 2.5
-"""Attention has five matmuls in backward and two in forward."""
+"""Flops of attention's backward relative to its forward: five matmuls instead of two."""
 
 
 def tensors_of(tree: object) -> list[Tensor]:
@@ -58,7 +58,7 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def touched_nbytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that a kernel reads; expanded dimensions count once."""
+    """Return the bytes of memory behind a tensor; expanded dimensions count once."""
     whole = int(tensor.untyped_storage().nbytes())
     return min(int(tensor.numel()) * tensor.element_size(), whole)
 
@@ -121,7 +121,10 @@ def ops_of(
 def matmul_ops(
     func: OpOverload, args: Any, out: Any, nbytes: float, weights: WeightStorages, backward: bool
 ) -> list[Op]:
-    """Return the kernels of a matmul, attention or custom operator that moves `nbytes` bytes."""
+    """Return the kernels of a matmul, attention or custom operator.
+
+    `nbytes` is the number of bytes that the operator reads and writes.
+    """
     if is_custom_op(func):
         return _custom_op_kernels(func, args, weights, backward)
     written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
@@ -145,9 +148,10 @@ def matmul_ops(
 def _custom_op_kernels(
     func: OpOverload, args: Any, weights: WeightStorages, backward: bool
 ) -> list[Op]:
-    """Run one of our operators on fake tensors and return its kernels.
+    """Run one of our custom operators on fake tensors and return its kernels.
 
-    Only the last kernel has an output: the operator is saved or recomputed as a whole.
+    Only the last kernel gets the output's bytes, because activation checkpointing saves or
+    recomputes the operator as a whole.
     """
     recorder = _CustomOpRecorder(weights, backward)
     with recorder:
@@ -197,7 +201,7 @@ def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written:
 
 
 class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every kernel, and the life of every allocation, while it is entered."""
+    """While entered, records every kernel, and when each tensor is allocated and freed."""
 
     def __init__(self, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,20 +210,21 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kinds[weight.requires_grad].add(storage_id(weight))
         self._weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
         self._known = kinds[False] | kinds[True] | {storage_id(tensor) for tensor in inputs}
-        """Storages that existed before; they are not counted."""
+        """Storages of weights and inputs, which are not counted."""
         self._alive: dict[int, tuple[int, int]] = {}
-        """Live allocations by storage: (serial number, bytes). Storage addresses may be reused."""
+        """Live allocations: storage address -> (serial number, bytes). Addresses may be reused,
+        serial numbers are not."""
         self._num_allocations = 0
         self._nbytes_at_take = 0
-        """Bytes alive when `take` was last called."""
+        """Bytes that were allocated when `take` was last called."""
         self._changes: list[tuple[int, int]] = []
-        """Allocations and frees since then: (serial number, bytes; negative if freed)."""
+        """Changes since the last `take`: (serial number, bytes), with negative bytes for frees."""
         self._ops: list[Op] = []
         self._dispatched = self._custom_ops = self._views = 0
         self.backward = False
 
     def take(self, excluded: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
-        """Return the kernels since the last call and the peak of live bytes.
+        """Return the kernels since the last `take`, and the peak of allocated bytes.
 
         Tensors in `excluded` do not count towards the peak.
         """
@@ -234,7 +239,10 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return taken
 
     def take_calls(self, saved: int) -> HostCalls:
-        """Return the host's calls since the last time; autograd saved `saved` tensors meanwhile."""
+        """Return the counts of operator calls and launches since the last `take_calls`.
+
+        `saved` is the number of tensors that autograd saved or read meanwhile.
+        """
         taken = HostCalls(
             dispatched=self._dispatched,
             kernels=self.num_ops,
@@ -257,7 +265,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_dispatched(self) -> int:
-        """Number of operators since the last `take_calls`."""
+        """Number of operator calls since the last `take_calls`."""
         return self._dispatched
 
     def is_alive(self, storage: int) -> bool:
@@ -302,7 +310,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CudaKernels(TorchFunctionMode):
-    """While entered, RMSNorm is one operator that saves its input, as on CUDA."""
+    """While entered, calls of RMSNorm become one operator that saves its input, as on CUDA."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -7,8 +7,8 @@ surrounds an operator. Instead a tiny version of the planned model is run (`buil
 all its blocks and operators, hardly any numbers. Three variants are timed:
 
     bare      the model as it is                                -> cost per operator
-    fused     with a LoRA, fused as in a run                    -> cost per custom operator, update
-    policy    that under a selective-checkpoint policy          -> cost of the policy per operator
+    fused     the model with a LoRA, fused as in a run          -> cost per custom operator, update
+    policy    fused, under a selective-checkpoint policy        -> cost of the policy per operator
 
 The time of a variant, divided by the calls that the tracer counts in it, is the cost of one call:
 
@@ -16,8 +16,8 @@ The time of a variant, divided by the calls that the tracer counts in it, is the
     custom_op_s = (t(fused forward) - ops(fused forward) * forward_s) / custom ops
     policy_s    = (t(policy forward) - t(fused forward)) / policy calls
 
-What the weight ring and the activation offload do in Python is expressed in multiples of
-`policy_s`, since all of these are bound by the interpreter.
+The hooks of the weight ring and of the activation offload are not timed. Their cost is estimated as
+a multiple of `policy_s`, because all of them are Python code.
 """
 
 from __future__ import annotations
@@ -53,67 +53,71 @@ if TYPE_CHECKING:
 
 
 ProbeModelFactory = Callable[[bool, bool], MetaModel]
-"""Builds a probe model: (with an adapter, with tensors of realistic size) -> model."""
+"""Function that builds a probe model. Its arguments tell whether the model has an adapter, and
+whether its tensors have realistic sizes."""
 
 WARM_UP, REPEATS = 1, 6
-"""Untimed and timed passes of each variant."""
+"""Number of untimed and of timed passes of each variant."""
 DROPPED_SHARE = 0.2
-"""Share of the slowest passes that is ignored: another process interrupted them."""
+"""The slowest passes are ignored, this share of all: other processes may have interrupted them."""
 
 VIEW_COST = 0.7
-"""Cost of an operator without a kernel, in operators with one. Measured on a CPU, tiny tensors."""
+"""CPU time of an operator that launches no kernel, relative to one that does. Measured on a CPU
+with tiny tensors."""
 POLICY_SAVE_COST = 2.2
-"""Cost for a policy to save a result, in calls that it does not save. Measured on a CPU with tiny
-Flux and Qwen-Image models."""
+"""Extra CPU time of a selective-checkpoint policy if it saves an operator's result, in units of
+`LaunchCosts.policy_s`. Measured on a CPU with tiny Flux and Qwen-Image models."""
 PACK_COSTS = (0.1, 0.07)
-"""Cost of the ring's saved-tensor hooks per tensor, (forward, backward), in policy calls. Measured
-on a CPU with three tiny models."""
+"""CPU time of the ring's saved-tensor hooks per saved tensor, in forward and in backward, in units
+of `LaunchCosts.policy_s`. Measured on a CPU with three tiny models."""
 STREAM_COSTS = (11.0, 10.0)
-"""Cost of the ring per streamed block, (forward, backward), in policy calls. Timed on an H200 with
-half and all of Flux's blocks streamed; without events and streams, on a CPU, it is (7, 5)."""
+"""CPU time of the ring per streamed block, in forward and in backward, in units of
+`LaunchCosts.policy_s`. Timed on an H200 with half and with all of Flux's blocks streamed. On a CPU,
+which has no events and streams, it is (7, 5)."""
 OFFLOAD_COSTS = (1.2, 0.65)
-"""Cost of the offload per tensor, (forward, backward), in policy calls. Measured on a CPU."""
+"""CPU time of the activation offload per saved tensor, in forward and in backward, in units of
+`LaunchCosts.policy_s`. Measured on a CPU."""
 
 PROXY_FAMILY = "wan22"
-"""The family that is probed in place of one without published shapes."""
+"""Model family that is probed instead of a family without published shapes."""
 TINY_EDGE, TINY_TOKENS, TINY_RANK = 64, 8, 2
 """Sample edge in pixels, text tokens and LoRA rank of a tiny probe model."""
 REALISTIC_CONFIG = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1024}
 REALISTIC_EDGE, REALISTIC_TOKENS = 1024, 3072
-"""The same for probe models whose tensors have a MiB or more and real head sizes. torch's allocator
-and kernels treat smaller tensors differently, and launching is faster with those."""
+"""Sample edge in pixels and text tokens of a realistic probe model, whose tensors have a MiB or
+more. torch's allocator and kernels treat smaller tensors differently, and launch them faster."""
 REALISTIC_NBYTES = 2 * GIB
-"""Free device memory that realistic probe models require. The largest, Qwen-Image's, takes 1.3 GiB
-for weights and saved activations."""
+"""Bytes of free device memory that realistic probe models require. The largest, Qwen-Image's, takes
+1.3 GiB for weights and saved activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCosts:
-    """CPU seconds per call, by kind of call."""
+    """CPU seconds per operator call, by kind of call."""
 
     forward_s: float = 0.0
-    """An operator called by the model, with the model's own Python around it."""
+    """Time of an operator called by the model, including the model's own Python code around it."""
     backward_s: float = 0.0
-    """An operator called by autograd."""
+    """Time of an operator called by autograd."""
     custom_op_s: float = 0.0
-    """One of our custom operators called by the model, without its kernels."""
+    """Time of a custom operator called by the model, without launching its kernels."""
     custom_op_backward_s: float = 0.0
-    """One of our custom operators called by autograd, without its kernels."""
+    """Time of a custom operator called by autograd, without launching its kernels."""
     policy_s: float = 0.0
-    """What a selective-checkpoint policy adds to an operator in forward."""
+    """Time that a selective-checkpoint policy adds to an operator in forward."""
     policy_recompute_s: float = 0.0
-    """What it adds when forward is recomputed."""
+    """Time that a selective-checkpoint policy adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
-    """An optimizer step, per trained tensor."""
+    """Time of an optimizer step, per trained tensor."""
 
     def forward_seconds(self, trace: Trace) -> float:
-        """Return the time to launch a forward pass."""
+        """Return the CPU time to launch a forward pass."""
         calls = trace.forward_calls
         policy_calls = calls.policy_calls + POLICY_SAVE_COST * calls.policy_saves
         return self._model_seconds(calls) + policy_calls * self.policy_s
 
     def backward_seconds(self, trace: Trace) -> float:
-        """Return the time to launch a backward pass, with what it recomputes."""
+        """Return the CPU time to launch a backward pass, including recomputed forward work."""
         recompute, backward = trace.recompute_calls, trace.backward_calls
         seconds = self._model_seconds(recompute)
         seconds += recompute.policy_calls * self.policy_recompute_s
@@ -123,11 +127,11 @@ class LaunchCosts:
     def hook_seconds(
         self, num_saved: float, *, streamed: bool, packed: bool, sent: bool
     ) -> tuple[float, float]:
-        """Return the time of the ring's and the offload's hooks in a block, (forward, backward).
+        """Return the CPU time of hooks in a block's forward and backward.
 
-        `num_saved` tensors are saved. `streamed`: the block's weights are. `packed`: some block of
-        the model is streamed, so the ring's hooks see every saved tensor. `sent`: the block's
-        activations are offloaded.
+        `num_saved` is the number of tensors that the block saves. `streamed`: its weights are
+        streamed. `packed`: the model has a weight ring, whose hooks see every saved tensor.
+        `sent`: the block's activations are offloaded.
         """
         per_tensor = OFFLOAD_COSTS if sent else PACK_COSTS if packed else (0.0, 0.0)
         forward, backward = (
@@ -141,7 +145,10 @@ class LaunchCosts:
 
 
 def equivalent_ops(calls: HostCalls) -> float:
-    """Return the calls of torch's operators, expressed in operators that launch a kernel."""
+    """Return how many operators with one kernel would take as much CPU time as these calls.
+
+    Custom operators are not included.
+    """
     return calls.kernels + VIEW_COST * calls.views + calls.entry_cost
 
 
@@ -149,7 +156,7 @@ def equivalent_ops(calls: HostCalls) -> float:
 
 
 class HostSeconds(NamedTuple):
-    """CPU seconds of the parts of one step."""
+    """CPU seconds of one step: forward, backward and update."""
 
     forward: float
     backward: float
@@ -162,12 +169,12 @@ def measure_launch_costs(
     clock: Callable[[], float],
     make_model: ProbeModelFactory,
 ) -> LaunchCosts:
-    """Build the probe models, measure for a few seconds, and return the costs."""
+    """Build the probe models, time them for a few seconds, and return the launch costs."""
     return LaunchProbe(device, synchronize, clock, make_model).measure()
 
 
 class LaunchProbe:
-    """Probe models on a device, which can be measured several times."""
+    """The probe models on a device. They can be measured several times."""
 
     def __init__(
         self,
@@ -213,17 +220,17 @@ class LaunchProbe:
 
 
 def _start_autograd_thread(device: torch.device) -> None:
-    """Run one operator in autograd's thread, which creates its CUDA context.
+    """Run one operator in autograd's thread, so that the thread creates its CUDA context.
 
-    If the first operator there were a matmul, torch would warn about a missing context.
+    If a matmul were the first operator in that thread, torch would warn about a missing context.
     """
     torch.autograd.backward(torch.ones(1, device=device, requires_grad=True).neg())
 
 
 def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
-    """Return the mean without the slowest passes.
+    """Return the mean time of the passes, without the slowest ones.
 
-    The mean, not the minimum: a step adds up the times of all its calls, fast and slow.
+    The minimum would be too optimistic: a step consists of fast and slow calls.
     """
     counted = len(times) - int(DROPPED_SHARE * len(times))
     return HostSeconds(*(fmean(sorted(part)[:counted]) for part in zip(*times, strict=True)))
@@ -268,10 +275,9 @@ class _ProbePass:
         )
 
     def count(self) -> tuple[HostCalls, HostCalls]:
-        """Return the calls of forward and backward, as the tracer counts them.
+        """Count the calls of forward and backward in a tiny copy of the model on the CPU.
 
-        They are counted in a tiny copy of the model on the CPU. `policy_calls` of forward are the
-        operators inside blocks.
+        `policy_calls` of forward is the number of operators inside blocks.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
         return _ProbePass(self._make, torch.device("cpu"))._count_under(kernels)
@@ -324,7 +330,7 @@ def _save_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointP
 
 @functools.cache
 def _decide(op: Any) -> CheckpointPolicy:
-    """Decide as a real policy does: by a cached lookup of the operator."""
+    """Choose recomputation for every operator, by a cached lookup like that of a real policy."""
     is_saved = op.name() == "none"
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -333,9 +339,9 @@ def _decide(op: Any) -> CheckpointPolicy:
 
 
 def build_probe_model(family: str, has_adapter: bool, is_realistic: bool = False) -> MetaModel:
-    """Build the family's model with hardly any numbers, as it is or with a LoRA as in a run.
+    """Build a tiny version of a family's model: as it is, or with a LoRA as in a run.
 
-    Realistic tensor sizes are for GPUs; a CPU would compute for seconds.
+    With `is_realistic`, its tensors are large enough for a GPU. A CPU would compute for seconds.
     """
     name = family if family in PLANNABLE else PROXY_FAMILY
     changes = planner_shapes(name).probe_config
@@ -353,7 +359,7 @@ def build_probe_model(family: str, has_adapter: bool, is_realistic: bool = False
 
 
 def prepare_for_training(model: MetaModel, section: AdapterSection) -> None:
-    """Add an adapter to a model and fuse its operations, as a run does."""
+    """Add an adapter to a model and fuse its operations, as a training run does."""
     with next(model.model.parameters()).device:
         add_adapter({"": model.model}, section, model.shapes.targets, seed=0)
     fuse_operations(model.model)

@@ -1,8 +1,8 @@
 """Memory sizes and rates of known machines, each figure with its source.
 
-`MACHINES` lists what a program sees of one GPU and its share of the host. A figure is measured by
-us, published by others, inferred from the nearest measurement, or assumed, and says which. Plans
-for these machines are called simulated wherever they are printed.
+`MACHINES` describes one GPU of each machine and its share of the host. Each figure says whether it
+was measured by us, published by others, inferred from a similar measurement, or assumed. A plan for
+one of these machines is marked as simulated wherever it is printed.
 
 `FITTED_CONSTANTS` are the shares of these rates that a training step reaches, fitted on an H200:
 
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from gracetune.plan.shapes import Op
 
     Timer = Callable[[Op, float], float | None]
-    """Returns the seconds of one kernel at a multiple of the traced batch; None if it cannot."""
+    """Returns the seconds of one kernel at a multiple of the traced batch; None if it cannot time
+    the kernel."""
 
 
 Kind = Literal["measured", "published", "inferred", "assumed"]
-"""How a figure is known."""
+"""Origin of a figure: measured by us, published by others, inferred from a measurement, assumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourcedFigure:
-    """A number with its source."""
+    """A number, with the source that it comes from."""
 
     value: float
     kind: Kind
@@ -48,14 +49,14 @@ class MachineSpec:
     title: str
     link: Link
     device_memory: SourcedFigure
-    """Bytes that a program can see, which is less than the advertised size."""
+    """Bytes of device memory that a program can use, which is less than the advertised size."""
     host_memory: SourcedFigure
     page_bytes: int
     attributes: Mapping[str, int]
     bf16_flops: SourcedFigure
     """Flops per second that large bf16 matmuls reach."""
     figures: Mapping[str, SourcedFigure]
-    """Rates by field name of `memory.platform.Rates`."""
+    """Bandwidths, by field name of `memory.platform.Rates`."""
 
     @property
     def host_bytes(self) -> int:
@@ -63,7 +64,7 @@ class MachineSpec:
         return int(self.host_memory.value)
 
     def rates(self) -> Rates:
-        """Return the figures without their sources."""
+        """Return the bandwidths without their sources."""
         return Rates(**{name: figure.value for name, figure in self.figures.items()})
 
     def device(self) -> DeviceSpec:
@@ -71,7 +72,7 @@ class MachineSpec:
         return DeviceSpec(int(self.device_memory.value), self.attributes, self.rates())
 
     def platform(self) -> Platform:
-        """Return the platform that detection would find, with all host memory free."""
+        """Return the platform that would be detected on this machine, with all host memory free."""
         shared = self.link is Link.INTEGRATED
         why = f"published data of {self.title}, not this machine"
         return Platform(
@@ -108,7 +109,7 @@ _SPARK = "NVIDIA DGX Spark data sheet"
 _GH200_SHEET = "NVIDIA GH200 data sheet"
 
 _MATMUL_SHARE = 769 / 989.4
-"""Share of the published dense rate that an 8192 x 8192 x 8192 matmul reached on an H200."""
+"""Share of the published dense bf16 rate that an 8192 x 8192 x 8192 matmul reached on an H200."""
 _STREAM_SHARE = 4194 / 4800
 """Share of the published memory bandwidth that a device copy reached on an H200."""
 _PREFETCH_IN_SHARE = 49.5 / 55.5
@@ -347,13 +348,14 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
         0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN, from measured peaks"
     ),
 }
-"""Constants of the cost model. Shares relate to the machine's matmul rate or memory bandwidth."""
+"""Constants of the cost model. A share is the part of the machine's matmul rate or memory bandwidth
+that a kind of kernel reaches in a training step."""
 NO_LAUNCH_COSTS = LaunchCosts()
-"""Launching takes no time, for tests with round numbers."""
+"""Launch costs of zero, for tests with round numbers."""
 TYPICAL_LAUNCH_COSTS = LaunchCosts(
     **{field.name: FITTED_CONSTANTS[field.name].value for field in fields(LaunchCosts)}
 )
-"""Launch costs of machines that are only known by name; the machine at hand is measured."""
+"""Launch costs assumed for machines known only by name. On this machine they are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,42 +371,42 @@ class EffectiveRates:
     eager: float
     """Bandwidth of eager elementwise kernels."""
     memory: float
-    """Peak memory bandwidth, which bounds thin matmuls."""
+    """Bandwidth of a plain copy, which limits matmuls with few flops per byte."""
     gap_s: float
-    """Seconds between two kernels."""
+    """Idle seconds between two consecutive kernels."""
     link_in: float
     """Bandwidth from host to device."""
     link_out: float
     """Bandwidth from device to host."""
     both_ways_share: float
-    """Share of its bandwidth that a direction keeps while the other is busy."""
+    """Share of its bandwidth that the link keeps per direction while both are busy."""
     timer: Timer | None = None
     """Times single kernels on the machine at hand; None: use the rates above."""
     step_share: float = 1.0
-    """Share of a matmul's speed in isolation that remains inside a long compiled step."""
+    """Speed of a matmul inside a long compiled step, as a share of its speed when timed alone."""
     host: LaunchCosts = NO_LAUNCH_COSTS
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """Basic rates of a machine, measured here or published."""
+    """Peak rates of a machine (of large matmuls and plain copies), measured or published."""
 
     flops: float
     """Flops per second of large bf16 matmuls."""
     memory: float
-    """Bandwidth of a copy on the device, counting reads and writes."""
+    """Bytes per second that a copy within device memory reads and writes."""
     link_in: float
     link_out: float
     both_ways_share: float = 1.0
-    """Share of its bandwidth that a direction keeps while the other is busy."""
+    """Share of its bandwidth that the link keeps per direction while both are busy."""
     timer: Timer | None = None
     """Times single kernels on the machine at hand; None for other machines."""
     host: LaunchCosts = TYPICAL_LAUNCH_COSTS
-    """CPU launch costs, measured or typical."""
+    """CPU time to launch kernels, measured or typical."""
 
 
 def machine_rates(machine: MachineSpec) -> MachineRates:
-    """Return the basic rates of a known machine."""
+    """Return the peak rates of a known machine."""
     rates = machine.rates()
     return MachineRates(
         flops=machine.bf16_flops.value,
@@ -418,7 +420,7 @@ def machine_rates(machine: MachineSpec) -> MachineRates:
 def effective_rates(
     rates: MachineRates, fitted: Mapping[str, SourcedFigure] = FITTED_CONSTANTS
 ) -> EffectiveRates:
-    """Return the rates that a training step reaches: basic rates times fitted shares."""
+    """Return the rates that a training step reaches: peak rates times fitted shares."""
     share = {name: figure.value for name, figure in fitted.items()}
     return EffectiveRates(
         gemm=rates.flops * share["gemm_share"],

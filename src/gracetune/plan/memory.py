@@ -2,16 +2,23 @@
 
 Device memory consists of a constant part and a part that changes during the step:
 
-    peak = constant + max over moments (activations held + workspace + gradients)
+    peak = constant + max over moments (activations + workspace + gradients)
 
-Constant are resident weights, the ring's slots, adapters, optimizer state, caches and library
-workspaces. The moments are: each block's forward, the loss, each block's backward, and the end of
-the step. For block i with saved bytes s_i, of which o_i go to the host:
+The constant part is resident weights, the ring's slots, adapters, optimizer state, caches and
+library workspaces. The changing part is computed at each moment that could be the peak: forward of
+each block, the loss, backward of each block, and the end of the step. Saved activations pile up in
+forward and are freed in backward:
 
-    held before block i         H_i = outside + sum over j < i of (s_j - o_j)
-    forward of block i          H_i + s_i + its workspace + copies still leaving
-    backward of block i         H_(i+1) + offloaded activations fetched for blocks i, i-1, ...
-                                + its workspace + gradients so far
+    moment       forward 0   forward 1   ...   loss   ...   backward 1   backward 0   end of step
+    on device    H_0         H_1         ...   H_n    ...   H_2          H_1          gradients
+
+If block i saves s_i bytes, of which o_i are offloaded to the host, then
+
+    H_i        = bytes saved outside of blocks + sum of (s_j - o_j) over the blocks j < i
+    forward i  = H_i + s_i + copies of earlier blocks that are still leaving for the host
+                 + workspace of block i + accumulated gradients
+    backward i = H_(i+1) + offloaded activations that were fetched for blocks i, i-1, ...
+                 + workspace of block i + gradients so far
 """
 
 from __future__ import annotations
@@ -33,15 +40,16 @@ class FixedMemory:
     """Memory that a run needs whatever plan is chosen. All sizes are in bytes."""
 
     optimizer_nbytes: int
-    """The optimizer's state, of all experts."""
+    """State of the optimizer, for all experts together."""
     experts: int = 1
-    """Transformers of this shape. A step uses one of them; all get the same plan."""
+    """Number of transformers of this shape. A step uses one of them; all get the same plan."""
     device_caches_nbytes: int = 0
     """Text embeddings that stay on the device."""
     text_nbytes: int = 0
-    """All text embeddings that may stay on the device."""
+    """Text embeddings of the whole dataset: the most that could stay on the device."""
     text_part: int = 0
-    """Text embeddings may fill 1/text_part of the device budget; 0: they have a fixed limit."""
+    """Text embeddings may fill 1/text_part of the device budget; 0: `device_caches_nbytes` is
+    fixed."""
     host_caches_nbytes: int = 0
     """Encoded samples in host memory."""
     host_weights_nbytes: int = 0
@@ -51,12 +59,12 @@ class FixedMemory:
     averages_nbytes: int = 0
     """Exponential moving averages of the trained weights."""
     state_slots_nbytes: int = 0
-    """Device buffers through which optimizer state passes, if any of it lives in host memory."""
+    """Device buffers through which optimizer state is copied, if any of it is in host memory."""
     batches_ahead: int = 1
-    """Batches prefetched to the device beside the one in use."""
+    """Number of batches prefetched to the device besides the one in use."""
 
     def for_budget(self, device_nbytes: int) -> FixedMemory:
-        """Return a copy whose text embeddings fill their share of this device budget."""
+        """Return a copy in which text embeddings may fill their share of this device budget."""
         if not self.text_part:
             return self
         text = min(self.text_nbytes, device_nbytes // self.text_part)
@@ -77,7 +85,7 @@ class _Moment:
 
 
 def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
-    """Return device memory by role at its peak."""
+    """Return the device memory at its peak, by role."""
     peak = max(_moments(costs, candidate, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
@@ -98,7 +106,7 @@ def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
 
 
 def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
-    """Return host memory by role at the end of forward, when all activations have arrived."""
+    """Return the host memory by role at the end of forward, when it holds all offloaded tensors."""
     offloaded = sum(
         block.offloaded_nbytes(plan, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -118,13 +126,13 @@ def _state_on_device(host_share: float, fixed: FixedMemory) -> int:
 
 
 def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Iterator[_Moment]:
-    """Yield every moment of a step that could be the peak."""
-    # With accumulation, gradients of earlier micro-batches are held all the time; of two experts,
-    # both may have some.
+    """Yield the changing part of device memory at every moment of a step that could be the peak."""
+    # With accumulation, gradients of earlier micro-batches exist all the time, possibly for each of
+    # two experts.
     accumulated = experts * costs.trained_nbytes if candidate.accumulation > 1 else 0
     gradients = accumulated
     held = [costs.outside.saved_nbytes]
-    """Activations on the device before each block's forward, and so after its backward."""
+    """H_i of the module docstring: bytes saved on the device before the forward of block i."""
     offloaded = [
         block.offloaded_nbytes(plan, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)

@@ -1,9 +1,9 @@
 """Build a family's transformer from its configuration alone, usually on the meta device.
 
 `gracetune plan` and the launch probe need a model's structure but not its weights. If the run
-file's `model.path` is a local folder, its config.json is used; otherwise the family's published
-configuration, and the plan says so. The per-family knowledge is in `PlannerShapes`
-(models/family.py).
+file's `model.path` is a local folder, the transformer's config.json in it is used. Otherwise it is
+the family's published configuration, and the report says so. Each family describes its shapes in
+`PlannerShapes` (models/family.py).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A transformer without pretrained weights, with the shapes of one sample."""
+    """A transformer without pretrained weights, and the shapes of one encoded sample."""
 
     name: str
     model: nn.Module
     shapes: PlannerShapes
     experts: int
     encoded: EncodedShape
-    """The shapes of one encoded sample of the run."""
+    """Shapes of one sample's latents and text embeddings."""
     dtype: torch.dtype
     source: str
-    """Where the configuration comes from, for the report."""
+    """Origin of the configuration (a file, or the published model's name), for the report."""
 
     def trace_target(self) -> TraceTarget:
-        """Return what the tracer needs; add the adapter before."""
+        """Return the inputs of the tracer. Add the adapter to the model before this call."""
         blocks = [
             b for name in self.shapes.blocks for b in self.model.get_submodule(name).children()
         ]
@@ -66,9 +66,9 @@ def build_meta_model(
     changes: Mapping[str, Any] | None = None,
     device: str = "meta",
 ) -> MetaModel:
-    """Build the model that a run file names, or the published one of its family.
+    """Build the transformer of a run file's `model` section without loading weights.
 
-    `changes` override its configuration, such as the number of layers. On another device than
+    `changes` override its configuration, such as the number of layers. On a device other than
     `meta`, the weights are random.
     """
     if section.family not in PLANNABLE:
@@ -106,7 +106,7 @@ def build_meta_model(
 def _build(
     class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> nn.Module:
-    """Build a frozen model of diffusers."""
+    """Build a diffusers model from its configuration, with frozen parameters."""
     cls = getattr(import_module("diffusers"), class_name)
     with torch.device(device):
         model = cast("nn.Module", cls.from_config(dict(config)))

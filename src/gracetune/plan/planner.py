@@ -1,8 +1,9 @@
-"""Plan a run on the machine at hand, when its model and data are loaded, and apply the plan.
+"""Plan a run on the machine at hand, after its model and data are loaded, and apply the plan.
 
-The plan is for the memory that is free at this moment: caches and encoders that are loaded already
-are not counted again. The micro-batch stays as the run file says, because noise is drawn per
-micro-batch and a run must be repeatable; `gracetune plan` names a faster one if there is one.
+The plan is for the memory that is free at this moment, without the caches and encoders that are
+already loaded. The micro-batch size stays as in the run file: noise is drawn per micro-batch, so
+another size would change the results of the run. `gracetune plan` names a faster size if there is
+one.
 """
 
 from __future__ import annotations
@@ -57,19 +58,20 @@ if TYPE_CHECKING:
 HOST_RESERVE_SHARE = 0.05
 """Share of the free host memory that is left to other processes."""
 CPU_EDGE, CPU_COPY = 512, 1 << 22
-"""Matmul size and copied bytes for measuring a CPU: small, since only rehearsals plan for one."""
+"""Size of the measured matmul (rows and columns) and of the measured copies (bytes) on a CPU. They
+are small, because plans for a CPU are only made for rehearsals."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerInputs:
-    """Inputs of the planner that come from the data pipeline and from training."""
+    """Inputs of the planner that the data pipeline and the trainer provide."""
 
     load_largest: Callable[[], Batch]
     """Loads one sample of the largest bucket."""
     batches_ahead: int
-    """Batches that are prefetched to the device beside the one in use."""
+    """Number of batches that are prefetched to the device besides the one in use."""
     convert_to_fp8: Callable[[], None]
-    """Converts the frozen layers; called if `model.frozen_compute` is fp8."""
+    """Converts the frozen layers to fp8; called if `model.frozen_compute` is fp8."""
 
 
 def plan_run(
@@ -82,7 +84,7 @@ def plan_run(
     gc_freeze: GcFreeze,
     emit: Emit,
 ) -> PlanController:
-    """Plan with the memory that is free now, apply the plan, and return its controller."""
+    """Plan a run for the memory that is free now, apply the plan, and return its controller."""
     # The meter's baseline must not include the workspaces that libraries allocate while rates are
     # measured: the plan counts those itself.
     is_cuda = device.type == "cuda"
@@ -129,7 +131,10 @@ def build_problem(
     *,
     one_memory: bool = False,
 ) -> PlanProblem:
-    """Return the problem of a loaded run: its largest bucket, within the memory that is free."""
+    """Return the planning problem of a loaded run, for the device memory given.
+
+    `model` is the cost model of the run's largest bucket.
+    """
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
     counts = [p.numel() for p in parameters]
@@ -163,7 +168,7 @@ def apply_to_family(
     emit: Emit,
     spare_nbytes: int = 0,
 ) -> AppliedPlan:
-    """Apply a plan to the family's transformers; two experts are treated alike and share a ring."""
+    """Apply a plan to the family's transformers; two experts get the same plan and share a ring."""
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
     num_blocks = len(blocks) // len(transformers)
@@ -187,7 +192,7 @@ def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRate
 
 
 def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
-    """Return the device memory to plan with: what is free, limited by `plan.device_memory`."""
+    """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`."""
     limit = plan_settings(run).device_memory
     if device.type != "cuda":
         assert limit is not None, "a rehearsal on the CPU without plan.device_memory"
@@ -199,7 +204,7 @@ def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memor
 
 
 def _host_nbytes(run: RunFile, family: Family) -> int:
-    """Return the host memory to plan with: what is free, limited by `plan.host_memory`."""
+    """Return the host memory to plan for, in bytes: what is free, up to `plan.host_memory`."""
     limit = plan_settings(run).host_memory
     free = _free_host_nbytes(family)
     return free if limit is None else min(free, parse_bytes(limit))
@@ -211,9 +216,10 @@ def _free_host_nbytes(family: Family) -> int:
 
 
 def _frozen_host_nbytes(family: Family) -> int:
-    """Return the host memory of the loaded frozen weights, which every plan frees.
+    """Return the bytes of host memory that the loaded frozen weights occupy.
 
-    A plan moves them to the device or into the ring's own host memory.
+    They count as free, because every plan moves these weights to the device or into the ring's own
+    host memory.
     """
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]

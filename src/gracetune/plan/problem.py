@@ -1,8 +1,8 @@
-"""Turn a run into a planning problem: the model to trace, the memory budget, and what is open.
+"""Turn a run into a planning problem: the model, the memory budget, and the decisions to make.
 
-`gracetune plan` builds the pieces from the run file alone, with a model on the meta device, and
-calls `make_plan`. `gracetune train` builds a `PlanProblem` from the loaded model (plan/planner.py),
-which can be solved again later with less memory.
+`gracetune plan` builds the inputs from the run file alone, with a model on the meta device, and
+calls `make_plan`. `gracetune train` builds a `PlanProblem` from the loaded model (plan/planner.py).
+It can be solved again during training, if less memory is available than expected.
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ if TYPE_CHECKING:
 
 
 COMPILE_SECONDS = 90.0
-"""Rough time to compile a model's blocks for the first time."""
+"""Rough time in seconds to compile a model's blocks for the first time."""
 TRACED_BATCH = 2
-"""Batch size of the trace. With one sample, some copies would be views and not be counted."""
+"""Batch size of the trace. With a batch of one, some copies would be views and not be counted."""
 HOT_TEXT_PART = 64
 """By default, text embeddings may fill 1/64 of the device budget (`cache_config`)."""
 MASTER_NBYTES = 4
-"""Bytes per trained number of an fp32 master copy."""
+"""Bytes per trained parameter of an fp32 master copy."""
 STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the optimizer's state that `optimizer.state: auto` may place in host memory."""
 QUANTIZED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
-"""Size of quantized weights relative to bf16; nf4 stores a scale for every 64 numbers."""
+"""Size of quantized weights relative to bf16, by `model.quantize`; nf4 adds a scale for every 64
+values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanProblem:
-    """Everything that determines the plan of a run; solved again if memory turns out smaller."""
+    """All inputs of the search for a run's plan. It can be solved again with another budget."""
 
     model: CostModel
     fixed: FixedMemory
     budget: PlanBudget
     constraints: Constraints
     micro_batches: int
-    """Micro-batches of the whole run, over which compiling must pay for itself."""
+    """Number of micro-batches of the whole run. Compiling must save its own time in them."""
 
     def solve(self, budget: PlanBudget) -> Plan:
-        """Return the plan with which the whole run, compilation included, ends first."""
+        """Return the plan that makes the whole run shortest, including compilation."""
         plans = []
         for compiled in self.constraints.compile:
             constraints = replace(self.constraints, compile=(compiled,))
@@ -88,9 +89,9 @@ class PlanProblem:
         return self.spare_nbytes(plan) >= 0
 
     def spare_nbytes(self, plan: Plan, peak_nbytes: int | None = None) -> int:
-        """Return the device budget that a plan leaves free.
+        """Return how many bytes of the device budget a plan leaves free; negative: it does not fit.
 
-        `peak_nbytes` is its measured peak; without it, the predicted one counts.
+        `peak_nbytes` is the plan's measured peak; if it is None, the predicted peak is used.
         """
         required = required_device_nbytes(self.model, candidate_of(plan), self.fixed, self.budget)
         unpredicted = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
@@ -114,7 +115,7 @@ def make_plan(
     stored_share: float = 1.0,
     simulated: bool = False,
 ) -> SearchResult:
-    """Trace a model and return its best plan, compared with the run file's own micro-batch."""
+    """Trace a model and return its best plan, and the plan for the run file's own micro-batch."""
     model = build_cost_model(target, rates, frozen_compute, stored_share)
     result = find_best_plan(model, fixed, budget, constraints, simulated)
     return compare_with_run_file(result, model, fixed, budget, constraints)
@@ -127,7 +128,7 @@ def build_cost_model(
     stored_share: float = 1.0,
     plain_checkpointing: bool = False,
 ) -> CostModel:
-    """Trace a model and return its cost model; `CostModel` explains the last arguments."""
+    """Trace a model and return its cost model; `CostModel` explains the other arguments."""
     shapes = trace_model(target, TRACED_BATCH)
     return CostModel(
         shapes, effective_rates(rates), frozen_compute, stored_share, plain_checkpointing
@@ -137,10 +138,10 @@ def build_cost_model(
 def family_trace_target(
     family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
 ) -> TraceTarget:
-    """Return what the tracer needs of a loaded family with its adapter in place.
+    """Return the inputs of the tracer for a loaded model that has its adapter.
 
-    Of two experts, one that is trained is traced. `latent_shape` is the shape of one encoded
-    sample; `text` is a batch of text embeddings of any size, as `stack_text` returns it.
+    Of two experts, the first that is trained is traced. `latent_shape` is the shape of one encoded
+    sample; `text` is a batch of text embeddings of any batch size, as `stack_text` returns it.
     """
     transformers = transformers_of(family.transformer)
     number = next(
@@ -174,7 +175,7 @@ def family_trace_target(
 def _compute_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of most frozen weights; None if nothing is frozen.
 
-    A model in bf16 may keep a few tables in fp32, so the first weight's dtype would not do.
+    The first weight's dtype may be another one: a bf16 model may keep a few tables in fp32.
     """
     numels: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
@@ -187,12 +188,12 @@ def _compute_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def plan_settings(run: RunFile) -> PlanSection:
-    """Return the run file's `plan` section; defaults where it only says `auto` or `off`."""
+    """Return the run file's `plan` section, or the defaults if it only says `auto` or `off`."""
     return run.plan if isinstance(run.plan, PlanSection) else PlanSection()
 
 
 def largest_sample(run: RunFile) -> SampleShape:
-    """Return the largest sample of the run: a plan that fits it fits every bucket."""
+    """Return the size of the run's largest sample. A plan that fits it fits every bucket."""
     if not run.datasets:
         raise ConfigError(
             "datasets is empty, so the planner does not know the size of a sample. Add a dataset "
@@ -214,7 +215,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
 
 
 def constraints_of(run: RunFile) -> Constraints:
-    """Return what the run file leaves to the planner."""
+    """Return the choices that the run file leaves to the planner."""
     settings = plan_settings(run)
     batch = run.train.batch_size
     ramp = run.gh200_optimizations
@@ -234,9 +235,9 @@ def constraints_of(run: RunFile) -> Constraints:
 
 
 def _host_state(run: RunFile) -> tuple[float, ...]:
-    """Return the shares of optimizer state to try in host memory.
+    """Return the shares of the optimizer's state that the planner may keep in host memory.
 
-    The state of an adapter is too small to be worth moving.
+    With `auto`, the state of an adapter stays on the device: it is too small to be worth moving.
     """
     if run.optimizer.state == "host":
         return (1.0,)
@@ -249,23 +250,23 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSize:
-    """Sizes of what one expert trains, in bytes."""
+    """Sizes in bytes of the trained weights of one expert and of their optimizer state."""
 
     nbytes: int
-    """The trained weights."""
+    """Size of the trained weights."""
     state_nbytes: int
-    """The optimizer's state for them."""
+    """Size of the optimizer's state."""
     state_slots_nbytes: int = 0
-    """Device buffers through which the state passes, if it lives in host memory."""
+    """Size of the device buffers through which the state is copied, if it is in host memory."""
 
 
 def fixed_memory_of(
     run: RunFile, model: MetaModel, trained: TrainedSize, samples: int | None, device_nbytes: int
 ) -> FixedMemory:
-    """Return the memory that the run needs whatever is planned.
+    """Return the memory that the run needs whatever plan is chosen.
 
-    `samples` is the size of the dataset; None if it is unknown, then caches are not counted in
-    host memory.
+    `samples` is the size of the dataset. If it is None (unknown), the caches in host memory are not
+    counted.
     """
     latents, text = cached_sample_nbytes(model)
     cache = run.cache_config
@@ -305,7 +306,7 @@ def _host_caches_nbytes(cache: CacheSection, latents: int, text: int, samples: i
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One line of the memory table."""
+    """One line of the memory table in docs/planning.md."""
 
     item: str
     nbytes: int
@@ -317,7 +318,7 @@ class MemoryRow:
 def memory_table(
     model: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
 ) -> Iterator[MemoryRow]:
-    """Yield what a dataset of `samples` samples and a step with one of them take, item by item."""
+    """Yield the memory of each part of a run: the dataset's `samples`, and a step with batch 1."""
     latents, text = cached_sample_nbytes(model)
     experts = model.experts
     both = " of both experts" if experts == 2 else ""

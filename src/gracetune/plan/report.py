@@ -27,26 +27,26 @@ MODE_NAMES = {
     ("recompute", True): "recomputed from an input in host memory",
 }
 NOTICEABLE = 0.01
-"""Share of a step from which a wait is mentioned."""
+"""A wait is mentioned in the report if it takes more than this share of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHeading:
-    """The head of the report: model, sample, machine and budget."""
+    """The first lines of the report: model, sample, machine and memory budget."""
 
     model: str
-    """The family, and where its configuration comes from."""
+    """The model family, and the origin of its configuration."""
     sample: str
     machine: str
     budget: PlanBudget
     notes: tuple[str, ...] = ()
-    """Assumptions that the user should know."""
+    """Assumptions of the plan that the user should know."""
     has_ramp: bool = False
     """True if a batch-size ramp sets the gradient accumulation."""
 
 
 def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
-    """Yield the lines of the report."""
+    """Yield the lines that `gracetune plan` prints."""
     best = result.best
     simulated = ", simulated from published figures" if best.simulated else ", measured now"
     yield f"{heading.model}, {heading.sample} a sample, on {heading.machine}{simulated}"
@@ -73,7 +73,7 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
 
 
 def report_json(result: SearchResult, heading: ReportHeading) -> dict[str, object]:
-    """Return the report for programs; sizes are in bytes."""
+    """Return the report as a dictionary for JSON; sizes are in bytes."""
     return {
         "model": heading.model,
         "sample": heading.sample,
@@ -106,9 +106,9 @@ def describe_speed(plan: Plan) -> str:
 
 
 def settings_to_change(plan: Plan, has_ramp: bool) -> dict[str, int]:
-    """Return the run-file settings that give a run this plan's micro-batch.
+    """Return the run-file settings, with their values, that make a run use this plan's micro-batch.
 
-    With a batch-size ramp, the ramp sets the accumulation.
+    With a batch-size ramp (`has_ramp`), the ramp sets the gradient accumulation.
     """
     settings = {"train.batch_size": plan.batch}
     if not has_ramp:
@@ -117,7 +117,7 @@ def settings_to_change(plan: Plan, has_ramp: bool) -> dict[str, int]:
 
 
 def reasons(result: SearchResult, budget: PlanBudget) -> list[str]:
-    """Return why this plan was chosen: what each decision costs or saves."""
+    """Return the reasons for this plan, one sentence each: what each decision costs or saves."""
     best, found = result.best, []
     seconds = best.seconds
     if budget.one_memory:
@@ -202,7 +202,7 @@ def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, 
 
 
 def _close(result: SearchResult) -> str:
-    """Explain why an alternative may be slightly faster than the plan."""
+    """Return an explanation if an alternative is slightly faster than the chosen plan, else ''."""
     if result.others[0].samples_per_second <= result.best.samples_per_second:
         return ""
     return f" (a simpler plan is preferred to one that is up to {TIE_MARGIN:.1%} faster)"

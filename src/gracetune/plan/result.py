@@ -10,32 +10,34 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 WeightPlacement = Literal["resident", "streamed"]
-"""`resident`: on the device throughout. `streamed`: fetched from host memory through the ring."""
+"""Place of a block's frozen weights. `resident`: always on the device. `streamed`: in host memory,
+fetched through the weight ring."""
 ActivationMode = Literal["keep", "lean", "recompute", "offload"]
-"""What is kept of a block's forward pass until backward.
+"""The tensors that a block keeps from forward to backward.
 
 - `keep`: everything that autograd saves.
 - `lean`: the outputs of matmuls and attention; the cheap work between them is recomputed.
 - `recompute`: the block's input and attention's outputs; matmuls are recomputed too.
-- `offload`: the lean set in host memory; in an eager block, everything that autograd saves.
+- `offload`: the tensors of `lean` (in an eager block: of `keep`), but in host memory.
 """
 FrozenCompute = Literal["bf16", "fp8"]
-"""The precision of matmuls with frozen weights."""
+"""Precision of matmuls with frozen weights."""
 Role = Literal[
     "weights", "adapters", "gradients", "optimizer", "activations", "caches", "workspace"
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 MAX_BLOCKS_IN_FLIGHT = 2
-"""Blocks whose activations may be on their way to the host at once, including the running block."""
+"""Maximum number of blocks, including the running one, whose activations are being copied to the
+host at the same time."""
 ACTIVATION_PREFETCH = 1
-"""Blocks whose offloaded activations are fetched before backward reaches them. A run starts with
-this distance and may raise it."""
+"""Number of blocks whose offloaded activations are fetched before backward reaches them. A run
+starts with this distance and may raise it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The treatment of one block."""
+    """The plan for one block: where its weights are, and what it keeps for backward."""
 
     weights: WeightPlacement
     activations: ActivationMode
@@ -48,9 +50,10 @@ class Bytes:
     """Bytes of device or host memory by role, at the moment of the peak."""
 
     weights: int = 0
-    """Frozen weights: resident ones and the ring's slots, or the ring's copy in host memory."""
+    """Frozen weights. On the device: resident weights and the ring's slots. On the host: streamed
+    weights, and models that are kept there."""
     adapters: int = 0
-    """Everything that is trained."""
+    """Trained weights (an adapter's, or in full training all), their copies and moving averages."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -79,7 +82,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The time of one micro-batch and its parts.
+    """The time of one micro-batch and its parts, in seconds.
 
     Compute (gemm, attention, elementwise, recompute, overhead) and the waits add up to `step`.
     """
@@ -89,51 +92,52 @@ class Seconds:
     attention: float
     elementwise: float
     recompute: float
-    """Forward work that backward repeats, of any kind; not included in the three above."""
+    """Time of forward work that backward recomputes; `gemm`, `attention` and `elementwise` do not
+    include it."""
     overhead: float
-    """Gaps between kernels, the optimizer, and everything outside of blocks."""
+    """Time of gaps between kernels, of the optimizer, and of everything outside of blocks."""
     wait_weights: float
-    """Compute waits for streamed weights."""
+    """Time in which compute waits for streamed weights."""
     wait_activations: float
-    """Compute waits for offloaded activations."""
+    """Time in which compute waits for offloaded activations."""
     link_in: float
-    """How long copies to the device take; they overlap with compute."""
+    """Duration of all copies to the device; they overlap with compute."""
     link_out: float
-    """How long copies to the host take; they overlap with compute."""
+    """Duration of all copies to the host; they overlap with compute."""
     wait_state: float = 0.0
-    """How much longer an optimizer step takes because its state comes over the link."""
+    """Extra time of the optimizer step, because its state is copied from and to the host."""
     wait_host: float = 0.0
-    """How long the device is idle because the CPU launches kernels too slowly."""
+    """Time in which the device is idle because the CPU launches kernels too slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way to run a step, with its predicted memory and time."""
+    """The decisions on how to run a training step, with the predicted memory and time."""
 
     blocks: tuple[BlockPlan, ...]
-    """The blocks of one transformer, in forward order; a second expert gets the same plan."""
+    """The plan of each block, in forward order. A second expert gets the same plan."""
     batch: int
     """Samples per micro-batch."""
     accumulation: int
     """Micro-batches per optimizer step."""
     slots: int
-    """Slots of the weight ring; 0 if nothing is streamed."""
+    """Number of slots of the weight ring; 0 if nothing is streamed."""
     compiled: bool
     frozen_compute: FrozenCompute
     device: Bytes
     host: Bytes
     seconds: Seconds
     simulated: bool
-    """True if the time was predicted from a machine's published figures, not measured rates."""
+    """True if the time was predicted from published figures of a machine, not measured rates."""
     host_state: float = 0.0
-    """Share of the optimizer's state that lives in host memory, 0 to 1."""
+    """Share of the optimizer's state that is kept in host memory, 0 to 1."""
 
     @property
     def samples_per_second(self) -> float:
-        """The speed by which plans are compared."""
+        """Predicted training speed, by which plans are compared."""
         return self.batch / self.seconds.step
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The numbers of the streamed blocks."""
+        """The indices of the blocks whose weights are streamed."""
         return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")

@@ -8,8 +8,9 @@ block. `candidates` yields those that fit. `find_best_plan` then
 2. simulates candidates in the order of these bounds (expensive),
 3. stops when no remaining bound can beat the plans that will be reported.
 
-Late blocks get the faster activation modes and early blocks the leaner ones: late blocks are the
-first in backward, so what they keep is held briefly and is gone before early blocks recompute.
+The last blocks get the faster activation modes, which keep more, and the first blocks the leaner
+ones. Backward reaches the last blocks first, so their activations are held only briefly, and are
+freed before the first blocks are recomputed.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
 TIE_MARGIN = 0.005
 """Plans whose speed differs by less than this share count as equally fast; the simpler one wins."""
 MAX_ALTERNATIVES = 4
-"""Plans of other kinds that are reported beside the best."""
+"""Maximum number of alternative plans that are reported besides the best one."""
 STREAMED_FRACTIONS = 8
-"""The number of streamed blocks is tried in steps of 1/8 of all blocks."""
+"""The number of streamed blocks is tried in steps of 1/STREAMED_FRACTIONS of all blocks."""
 
 KEEP: Treatment = ("keep", False)
 LEAN: Treatment = ("lean", False)
@@ -65,7 +66,8 @@ COMPILED_MIXES: tuple[Mix, ...] = (
     ((OFFLOAD, RECOMPUTE, RECOMPUTE, RECOMPUTE), LEAN),
     ((RECOMPUTE_FROM_HOST,), LEAN),
 )
-"""Mixes for compiled blocks. As many last blocks as fit get the second treatment."""
+"""Combinations of activation modes to try for compiled blocks: (modes of the first blocks, mode of
+the last blocks). As many last blocks as fit get the second one."""
 EAGER_MIXES: tuple[Mix, ...] = (
     ((LEAN,), KEEP),
     ((RECOMPUTE,), KEEP),
@@ -86,30 +88,30 @@ class PlanBudget:
     device_nbytes: int
     host_nbytes: int
     fragmentation: float = 0.0
-    """Memory that the allocator holds beyond the peak, as a share of the peak."""
+    """Memory that torch's allocator reserves beyond the peak, as a share of the peak."""
     one_memory: bool = False
-    """True: host and device share one memory, and `device_nbytes` is for both together."""
+    """True if host and device share one memory; `device_nbytes` is then for both together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """The decisions that a run leaves to the planner."""
+    """The choices among which the planner may decide."""
 
     samples: int = 1
-    """Samples per optimizer step on this device: micro-batch times accumulation."""
+    """Number of samples per optimizer step on this device: micro-batch size times accumulation."""
     batches: tuple[int, ...] | None = None
     """Micro-batch sizes to try; None: every divisor of `samples`."""
     compile: tuple[bool, ...] = (True, False)
     stream: bool = True
-    """Whether weights may be streamed."""
+    """True if weights may be streamed."""
     offload: bool = True
-    """Whether activations may be offloaded."""
+    """True if activations may be offloaded."""
     slots: tuple[int, ...] = (3, 2, 4)
     """Numbers of ring slots to try."""
     host_state: tuple[float, ...] = (0.0,)
-    """Shares of the optimizer's state that may live in host memory."""
+    """Shares of the optimizer's state to try in host memory."""
     run_file_batch: int | None = None
-    """The run file's micro-batch, for comparison with the plan's; None: do not compare."""
+    """The run file's micro-batch size, for which a second plan is made; None: no second plan."""
 
     def batch_sizes(self) -> list[int]:
         """Return the micro-batch sizes to try, largest first."""
@@ -117,7 +119,7 @@ class Constraints:
         return [n for n in divisors if self.batches is None or n in self.batches]
 
     def for_budget(self, budget: PlanBudget) -> Constraints:
-        """Return the constraints without streaming and offloading if there is only one memory."""
+        """Return a copy for this budget: with one shared memory, nothing may stream or offload."""
         if not budget.one_memory:
             return self
         return replace(self, stream=False, offload=False, host_state=(0.0,))
@@ -125,13 +127,13 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True)
 class RunFileBatchPlan:
-    """The plan for the run file's own micro-batch, which training does not change."""
+    """The plan for the run file's own micro-batch size, which `gracetune train` keeps."""
 
     batch: int
     plan: Plan | None
-    """None: nothing fits with this micro-batch."""
+    """The best plan with this micro-batch size; None: no plan fits."""
     why: str = ""
-    """The reason, if nothing fits."""
+    """The reason why no plan fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +142,12 @@ class SearchResult:
 
     best: Plan
     others: tuple[Plan, ...]
-    """The best plan of each other kind, fastest first."""
+    """Alternatives: the best plan of each other kind (see `_kind`), fastest first."""
     num_tried: int
-    """Candidates that were simulated."""
+    """Number of candidates that were simulated."""
     as_written: RunFileBatchPlan | None = None
-    """None if the best plan has the run file's micro-batch, or nobody asked for a comparison."""
+    """The plan for the run file's micro-batch size; None if the best plan has the same size, or if
+    `Constraints.run_file_batch` is None."""
 
 
 def find_best_plan(
@@ -154,7 +157,11 @@ def find_best_plan(
     constraints: Constraints,
     simulated: bool,
 ) -> SearchResult:
-    """Return the fastest plan within the budget; the error names the smallest budget that fits."""
+    """Return the fastest plan within the budget.
+
+    Raises:
+        PlanError: No plan fits; the message names the smallest budget that would do.
+    """
     constraints = constraints.for_budget(budget)
     if not constraints.batch_sizes():
         raise PlanError(
@@ -170,7 +177,7 @@ def find_best_plan(
         raise PlanError(_explain_no_fit(model, fixed, budget, constraints))
     plans: list[Plan] = []
     best_of_kind: dict[object, float] = {}
-    """Seconds per sample of the fastest plan of each kind so far."""
+    """Seconds per sample of the fastest plan so far, by kind of plan."""
     for bound, _, candidate in by_bound:
         fastest = sorted(best_of_kind.values())
         if len(fastest) > MAX_ALTERNATIVES and bound > fastest[MAX_ALTERNATIVES]:
@@ -192,7 +199,7 @@ def compare_with_run_file(
     budget: PlanBudget,
     constraints: Constraints,
 ) -> SearchResult:
-    """Add the plan for the run file's own micro-batch, if the best plan has another one."""
+    """Add the plan for the run file's micro-batch size, if the best plan has another size."""
     best, batch = result.best, constraints.run_file_batch
     if batch is None or best.batch == batch:
         return result
@@ -226,13 +233,13 @@ def predict(
 
 
 def _kind(plan: Plan | PlanCandidate) -> object:
-    """Return what makes two plans different enough to report both."""
+    """Return a key for the kind of a plan: plans are reported as alternatives if it differs."""
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
     return plan.batch, plan.compiled, bool(plan.streamed), treatments, bool(plan.host_state)
 
 
 def _simplest(plans: list[Plan]) -> Plan:
-    """Return the plan that moves least data, of those that are about as fast as the fastest."""
+    """Return the plan that moves least data, among the plans about as fast as the fastest."""
     top = max(plan.samples_per_second for plan in plans)
     close = [plan for plan in plans if plan.samples_per_second >= top * (1 - TIE_MARGIN)]
     return min(
@@ -250,7 +257,7 @@ def _simplest(plans: list[Plan]) -> Plan:
 def _stream_less(
     model: CostModel, plan: Plan, fixed: FixedMemory, budget: PlanBudget, simulated: bool
 ) -> Plan:
-    """Stream only as many blocks as necessary: the search tried coarse numbers."""
+    """Return the plan with as few streamed blocks as fit; the search tried coarse numbers only."""
     low, high = 0, len(plan.streamed)
     while low < high:
         count = (low + high) // 2
@@ -274,7 +281,7 @@ def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
 
 
 def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
-    """Return the fastest plan of each other kind."""
+    """Return the fastest plan of each kind other than that of the best plan."""
     shown = {_kind(best)}
     others = []
     for plan in sorted(plans, key=lambda plan: -plan.samples_per_second):
@@ -289,7 +296,7 @@ def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
-    """A candidate whose activation modes are still open."""
+    """A candidate plan whose activation modes are not chosen yet."""
 
     num_blocks: int
     streamed: tuple[int, ...]
@@ -302,9 +309,9 @@ class PartialCandidate:
     def candidate(
         self, first: Sequence[Treatment], last: Treatment, num_last: int
     ) -> PlanCandidate:
-        """Return the candidate whose last `num_last` blocks are treated as `last`.
+        """Return the complete candidate: its last `num_last` blocks use the activation mode `last`.
 
-        The other blocks take turns with the treatments in `first`.
+        The other blocks alternate between the modes in `first`.
         """
         streamed = set(self.streamed)
         blocks = []
@@ -322,7 +329,10 @@ class PartialCandidate:
 def candidates(
     model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> Iterator[PlanCandidate]:
-    """Yield the candidates that fit, each with as many fast last blocks as there is room for."""
+    """Yield the candidates that fit the budget.
+
+    In each, as many of the last blocks as fit use the faster activation mode.
+    """
 
     def fits_on_device(candidate: PlanCandidate) -> bool:
         return fits_device(model, candidate, fixed, budget)
@@ -330,7 +340,7 @@ def candidates(
     for partial in _partial_candidates(model, constraints):
         for first, last in _mixes(partial.compiled, constraints):
             found = _with_most_last_blocks(partial, first, last, fits_on_device)
-            # Host memory is checked last: the more blocks stay on the device, the less it holds.
+            # Host memory is checked last: the more the device keeps, the less is offloaded.
             if found is not None and fits(model, found, fixed, budget):
                 yield found
 
@@ -363,9 +373,9 @@ def fits_device(
 def required_device_nbytes(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> int:
-    """Return the peak of device memory plus fragmentation.
+    """Return the bytes of device memory that a candidate needs: its peak plus fragmentation.
 
-    If host and device share one memory, host memory is included.
+    If host and device share one memory, the candidate's host memory is included.
     """
     costs = model.at(candidate.batch)
     required = ceil(device_bytes(costs, candidate, fixed).total * (1 + budget.fragmentation))
@@ -389,14 +399,14 @@ def smallest_candidate(
 
 
 def evenly_spaced(count: int, num_blocks: int) -> tuple[int, ...]:
-    """Return `count` block numbers spread evenly, so that the link always has work."""
+    """Return the indices of `count` evenly spread blocks, so that fetches are evenly spread too."""
     return tuple(index * num_blocks // count for index in range(count))
 
 
 def _streaming_choices(
     num_blocks: int, constraints: Constraints
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (streamed blocks, slots)."""
+    """Yield the choices to try for streaming: (indices of streamed blocks, number of slots)."""
     yield (), 0
     if not constraints.stream:
         return
@@ -422,7 +432,10 @@ def _with_most_last_blocks(
     last: Treatment,
     fits_on_device: Callable[[PlanCandidate], bool],
 ) -> PlanCandidate | None:
-    """Return the candidate with the most `last` blocks that fit; None if not even zero fit."""
+    """Return the candidate in which as many last blocks as fit use the mode `last`.
+
+    Returns None if the candidate does not fit even without such blocks.
+    """
     low, high = 0, partial.num_blocks
     best = partial.candidate(first, last, low)
     if not fits_on_device(best):
@@ -443,7 +456,7 @@ def _with_most_last_blocks(
 def _explain_no_fit(
     model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> str:
-    """Return which memory is too small, how much is needed, and what would help."""
+    """Return the error message: which memory is too small, how much is needed, what would help."""
     smallest = smallest_candidate(model, fixed, budget, constraints)
 
     def required(device_nbytes: int) -> int:
@@ -472,10 +485,10 @@ def _explain_no_fit(
 
 
 def _smallest_sufficient(required: Callable[[int], int]) -> str:
-    """Return the smallest printable size that is enough.
+    """Return the smallest size that is enough, as a text that is not rounded down.
 
-    What is required may grow with the budget, since caches fill a small share of it. The loop ends
-    soon because that share is small.
+    The required size may grow with the budget, because caches fill a small share of it. That share
+    is small, so the loop ends soon.
     """
     nbytes = required(0)
     while True:
@@ -487,7 +500,7 @@ def _smallest_sufficient(required: Callable[[int], int]) -> str:
 
 
 def _rounded_up(nbytes: int) -> str:
-    """Format a size like `format_bytes`, but never smaller than it is."""
+    """Format a size like `format_bytes`, but round it up."""
     text = format_bytes(nbytes)
     if parse_bytes(text) >= nbytes:
         return text

@@ -1,7 +1,8 @@
-"""The planner's view of a model: the kernels, the saved bytes and the peaks of each kind of block.
+"""Records of a traced model: kernels, saved bytes and memory peaks of each kind of block.
 
-`trace.trace_model` makes these records from fake tensors; `cost.CostModel` reads them. The second
-half records elementwise calls such that they can be repeated on a device and timed there.
+`trace.trace_model` creates these records by running a model on fake tensors; `cost.CostModel` reads
+them. The second half of the file records elementwise operator calls, so that they can be repeated
+and timed on a device.
 """
 
 from __future__ import annotations
@@ -23,91 +24,96 @@ Kind = Literal["gemm", "attention", "elementwise"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kernel: its arithmetic and its memory traffic, at the traced batch size."""
+    """One kernel: its flops and its memory traffic, at the traced batch size."""
 
     kind: Kind
     flops: float
     nbytes: float
-    """Bytes read and written."""
+    """Bytes that the kernel reads and writes."""
     weights_nbytes: float = 0.0
-    """Of these, bytes of weights, which do not grow with the batch."""
+    """The part of `nbytes` that is weights, which do not grow with the batch."""
     out_nbytes: float = 0.0
-    """Of these, bytes written."""
+    """The part of `nbytes` that is written."""
     frozen: bool = False
-    """True for a matmul with a frozen weight, or a kernel inside the same operator; may be fp8."""
+    """True for a matmul with a frozen weight, and for other kernels of the same custom operator.
+    These may be computed in fp8."""
     backward: bool = False
     dims: tuple[int, ...] = ()
-    """Sizes from which the kernel can be timed. Matmul with a weight: rows, in features, out
-    features. Attention: batch, heads, queries, keys, head width. The first grows with the batch.
-    Empty: the kernel cannot be timed."""
+    """Sizes of a kernel that can be timed. Matmul with a weight: rows, in features, out features.
+    Attention: batch, heads, queries, keys, head width. The first size grows with the batch. Empty
+    for other kernels."""
     starts_custom_op: bool = False
     """True for the first kernel of one of our custom operators."""
     reads_frozen_weight: bool = False
-    """True if the weight itself is frozen, unlike an adapter's inside the same operator."""
+    """True for a matmul whose own weight is frozen, unlike an adapter's in the same operator."""
     replay: ReplayCall | None = None
-    """For an eager elementwise kernel: the call that runs it on a device."""
+    """For an eager elementwise kernel: the operator call that can be repeated and timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCalls:
-    """Counts of what the CPU does to launch one pass. Averages may make them fractional."""
+    """Counts of the CPU's calls to launch one pass. Scaled counts may be fractional."""
 
     dispatched: float = 0.0
-    """Operators that are called, whatever they do inside."""
+    """Number of operator calls; a custom operator counts as one."""
     kernels: float = 0.0
-    """Kernels that are launched, including those inside our operators."""
+    """Number of launched kernels, including those inside custom operators."""
     views: float = 0.0
-    """Operators that launch no kernel: views and allocations."""
+    """Number of operator calls that launch no kernel: views and allocations."""
     custom_ops: float = 0.0
-    """Calls of our custom operators, which run Python."""
+    """Number of calls of our custom operators, which run Python code."""
     saved_tensors: float = 0.0
-    """Tensors that autograd saves in forward and reads in backward."""
+    """Number of tensors that autograd saves in forward, or reads in backward."""
     policy_calls: float = 0.0
-    """Operators about which a selective-checkpoint policy is asked."""
+    """Number of operator calls for which torch asks a selective-checkpoint policy."""
     policy_saves: float = 0.0
-    """Of these, operators whose results the policy saves."""
+    """Number of operator calls whose results the selective-checkpoint policy saves."""
     entry_cost: float = 0.0
-    """Cost to enter a compiled block, in operator calls that would take as long."""
+    """CPU time to enter a compiled block, in units of one operator call."""
 
     def scaled(self, factor: float) -> HostCalls:
-        """Return every count multiplied by a factor."""
+        """Return a copy with every count multiplied by a factor."""
         return HostCalls(*(count * factor for count in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Forward and backward of one block, or of the model outside of blocks, in one mode."""
+    """Kernels, memory and CPU calls of one block in one activation mode.
+
+    There is also one trace for the model outside of blocks.
+    """
 
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     saved_nbytes: int
     """Bytes kept from forward to backward, without weights and the block's own input."""
     saves_input: bool
-    """Whether backward needs the block's input as well."""
+    """True if the block's input is kept for backward as well."""
     forward_peak_nbytes: int
-    """Peak of forward's allocations, including its output and what it saves."""
+    """Peak of the memory that forward allocates, including its output and saved tensors."""
     backward_peak_nbytes: int
-    """Peak of backward: saved tensors still needed plus workspace, without gradients of weights."""
+    """Peak of memory in backward: saved tensors still needed, and workspace. Gradients of weights
+    are not included."""
 
     transposed_nbytes: int = 0
-    """Extra peak of backward that does not grow with the batch: a transposed weight."""
+    """Memory of a transposed weight in backward, which adds to the peak at any batch size."""
     num_needed: int | None = None
-    """Kernels of forward up to the last one that saves a tensor; None: all. Checkpointing stops
-    recomputing there."""
+    """Number of forward kernels up to the last one that saves a tensor, where checkpointing stops
+    recomputing; None: all kernels."""
     forward_calls: HostCalls = HostCalls()
     recompute_calls: HostCalls = HostCalls()
-    """Calls of forward that backward repeats."""
+    """CPU calls of the forward work that backward recomputes."""
     backward_calls: HostCalls = HostCalls()
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of both passes."""
+        """Number of floating-point operations of forward and backward."""
         return sum(op.flops for op in (*self.forward, *self.backward))
 
 
 @dataclass(frozen=True, slots=True)
 class TracesByMode:
-    """The traces of a block by activation mode; `backward` includes recomputed kernels."""
+    """The traces of a block by activation mode. Their `backward` includes recomputed kernels."""
 
     keep: Trace
     lean: Trace
@@ -117,11 +123,11 @@ class TracesByMode:
 def recomputed_trace(
     keep: Trace, saved: Sequence[Op], input_nbytes: int, has_policy: bool = True
 ) -> Trace:
-    """Return the trace of an eager block that keeps its input and the outputs of some kernels.
+    """Return the trace of an eager block that keeps its input and the outputs of `saved` kernels.
 
-    Backward first repeats forward up to the last kernel that it needs, without the `saved` kernels.
-    With a selective-checkpoint policy (`has_policy`), Python is run for every operator; saved ones
-    launch no kernel but still cost the host time.
+    `keep` is the trace of the same block without recomputation. Backward first recomputes forward
+    up to the last kernel that it needs, without the `saved` kernels. With a selective-checkpoint
+    policy (`has_policy`), every operator also runs the policy's Python code, even a saved one.
     """
     saved_ids = {id(op) for op in saved}
     repeated = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in saved_ids)
@@ -129,7 +135,7 @@ def recomputed_trace(
     share = 1.0 if keep.num_needed is None else keep.num_needed / len(keep.forward)
     recompute_calls = replace(forward_calls.scaled(share), kernels=float(len(repeated)))
     if has_policy:
-        # In a custom operator, only the last kernel has an output: it is saved as one operator.
+        # Only the last kernel of a custom operator has an output, so the operator counts once.
         num_saved = sum(op.out_nbytes > 0 for op in saved)
         forward_calls = replace(
             forward_calls, policy_calls=forward_calls.dispatched, policy_saves=float(num_saved)
@@ -153,42 +159,43 @@ def recomputed_trace(
 
 
 def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
-    """Return the trace under torch's own checkpointing: keep the input, recompute everything."""
+    """Return the trace of a block that keeps only its input, as torch's own checkpointing does."""
     return recomputed_trace(keep, (), input_nbytes, has_policy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShapes:
-    """One kind of block; most models have one or two kinds."""
+    """Sizes and traces of one kind of block; most models have one or two kinds."""
 
     frozen_nbytes: int
     trained_nbytes: int
     input_nbytes: int
-    """Bytes of the hidden states that enter the block: what `recompute` keeps."""
+    """Bytes of the hidden states that enter the block, which mode `recompute` keeps."""
     eager: TracesByMode
     compiled: TracesByMode
     cast_copies_nbytes: int = 0
-    """Copies of trained weights in the compute dtype, made once per pass; 0: used as they are."""
+    """Bytes of the copies of trained weights in the compute dtype, which are made once per pass; 0
+    if the weights are used as they are."""
     num_trained: int = 0
-    """Number of trained tensors."""
+    """Number of trained parameters (tensors)."""
 
     @property
     def gradients_nbytes(self) -> int:
-        """Gradients that backward leaves: of the copies if there are any, else of the weights."""
+        """Bytes of weight gradients after backward, in the dtype in which weights are used."""
         return self.cast_copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A traced model at one batch size."""
+    """Sizes and traces of a whole model at one batch size."""
 
     name: str
     batch: int
     kinds: tuple[BlockShapes, ...]
     order: tuple[int, ...]
-    """The kind of each block, in forward order."""
+    """The kind of each block (an index into `kinds`), in forward order."""
     outside: Trace
-    """Everything outside of blocks: embeddings, head and loss."""
+    """Trace of everything outside of blocks: embeddings, head and loss."""
     outside_frozen_nbytes: int
     outside_trained_nbytes: int
     batch_nbytes: int
@@ -211,7 +218,7 @@ class ModelShapes:
 
     @property
     def cast_copies_nbytes(self) -> int:
-        """Bytes of their copies in the compute dtype."""
+        """Bytes of all copies of trained weights in the compute dtype."""
         return sum(block.cast_copies_nbytes for block in self.blocks)
 
 
@@ -223,12 +230,12 @@ class ModelShapes:
 
 aten = torch.ops.aten
 FP32_ARGUMENTS = {aten.native_layer_norm_backward.default: (3, 4)}
-"""Positions of arguments that CUDA expects in fp32 and the CPU in the input's dtype."""
+"""Positions of arguments that CUDA expects in fp32, and the CPU in the dtype of the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCall:
-    """An operator call without data; equal calls take equally long."""
+    """An operator call with shapes and dtypes instead of data. Equal calls take equally long."""
 
     func: OpOverload
     args: tuple[object, ...]
@@ -248,7 +255,7 @@ class _TensorSpec:
     conjugate: bool
 
     def build(self, device: torch.device) -> Tensor:
-        """Return a tensor of zeros, which are valid indices too."""
+        """Return a tensor of zeros with this layout. Zeros are valid indices, too."""
         spans = ((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         numel = 0 if 0 in self.shape else 1 + sum(spans)
         flat = torch.zeros(numel, dtype=self.dtype, device=device)
@@ -258,7 +265,7 @@ class _TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _TypedNumber:
-    """A number with its type: 2 == 2.0 in Python, but not for an operator."""
+    """A number with its type, because 2 == 2.0 in Python but operators treat them differently."""
 
     kind: type
     value: complex
@@ -266,13 +273,13 @@ class _TypedNumber:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A list among the arguments, in hashable form."""
+    """A list or tuple among the arguments, in hashable form."""
 
     members: tuple[object, ...]
 
 
 def record_call(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
-    """Return a hashable description of a call."""
+    """Return a hashable description of an operator call."""
     named = tuple((name, _describe(value)) for name, value in sorted(kwargs.items()))
     placed = [_describe(value) for value in args]
     for place in FP32_ARGUMENTS.get(func, ()):
@@ -283,7 +290,7 @@ def record_call(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def replay_on(call: ReplayCall, device: torch.device) -> Callable[[], object]:
-    """Return a function that repeats the call on a device, with tensors of its own."""
+    """Return a function that repeats a recorded call on a device, with new tensors of zeros."""
     args = [_rebuild(value, device) for value in call.args]
     kwargs = {name: _rebuild(value, device) for name, value in call.kwargs}
     return lambda: call.func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Predict the time of one step by simulating its CUDA streams.
 
-A candidate plan becomes a list of tasks, each with a duration and the tasks that it waits for:
+A candidate plan becomes a list of tasks. Each belongs to a stream and has a duration and a list of
+tasks that must end before it starts. The streams are:
 
     host              launches the kernels of each pass, at most LAUNCH_QUEUE_DEPTH kernels ahead
     compute           runs the passes: forward of each block, loss, backward of each block, update
@@ -8,16 +9,25 @@ A candidate plan becomes a list of tasks, each with a duration and the tasks tha
     activations_out   copies offloaded activations to the host after (eager: during) a block
     activations_in    copies them back before the block's backward
 
-Tasks of one stream run in order. Copies in the same direction share the link's bandwidth; copies in
-both directions slow each other down by `both_ways_share`. The step takes
+Example: three blocks whose weights are streamed through two slots. W is a fetch of weights, F a
+forward, B a backward, and dots are time in which compute waits:
+
+    weights_in   W0----- W1----- W2-----                    W0-----
+    compute      ....... F0----. F1----. F2---- loss B2---- B1----. B0---- update
+
+W2 overwrites the slot of block 0, so it starts after F0; the second W0 starts after B2.
+
+Tasks of one stream run in order. Copies in the same direction share the link's bandwidth. While
+copies run in both directions, each gets only `both_ways_share` of its bandwidth. The step takes
 
     step = end of the last compute task - start of the step,
 
 and the gaps between compute tasks are attributed to the stream that compute was waiting for.
 
 Several steps are simulated and the last one is timed, because the ring fetches the first blocks of
-a step while the previous one still computes. Two steps are enough unless the host spent the first
-one building up a lead that it cannot hold; then eight are simulated.
+a step while the previous step still computes. Two steps are enough, unless the second one runs
+kernels that the host had queued in advance during the first, which hides a slow host; then eight
+are simulated.
 """
 
 from __future__ import annotations
@@ -43,14 +53,16 @@ COMPUTE, WEIGHTS_IN, ACTIVATIONS_IN, ACTIVATIONS_OUT, HOST = range(len(STREAMS))
 INWARD = (WEIGHTS_IN, ACTIVATIONS_IN)
 
 NUM_STEPS, MORE_STEPS = 2, 8
-"""Steps that are simulated, and how many if the host's lead of the first step does not last."""
+"""Number of simulated steps, first try and second try. The second is needed if the last step is
+shorter than its kernel launches, because kernels were still queued from the step before."""
 ROUNDING_S = 1e-9
 LAUNCH_QUEUE_DEPTH = 1021
-"""Kernels that may be launched and not yet started; launching one more blocks the host. Counted on
-an H200 with CUDA 13: the size of the driver's channel, whatever the kernels are."""
+"""Maximum number of kernels that are launched but not yet started; launching one more blocks the
+host. Counted on an H200 with CUDA 13. It is the size of the driver's queue and the same for all
+kernels."""
 EAGER_COPY_PARTS = 8
-"""Copies in which an eager block's activations leave and return. In reality each saved tensor is
-copied on its own, as soon as it exists."""
+"""Number of copies in which the simulation moves an eager block's activations, each way. In a real
+run every saved tensor is copied separately, as soon as it exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +80,11 @@ class PlanCandidate:
     host_state: float = 0.0
     """Share of the optimizer's state that lives in host memory, 0 to 1."""
     activation_prefetch: int = ACTIVATION_PREFETCH
-    """Blocks whose offloaded activations are fetched before backward reaches them."""
+    """Number of blocks whose offloaded activations are fetched before backward reaches them."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The numbers of the streamed blocks."""
+        """The indices of the blocks whose weights are streamed."""
         return tuple(i for i, block in enumerate(self.blocks) if block.weights == "streamed")
 
 
@@ -86,7 +98,7 @@ def candidate_of(plan: Plan) -> PlanCandidate:
 def predict_seconds(
     costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates, optimizer_nbytes: int
 ) -> Seconds:
-    """Simulate steps and return the time of a micro-batch, with its share of the update."""
+    """Simulate steps and return the time of one micro-batch, including its share of the update."""
     for num_steps in (NUM_STEPS, MORE_STEPS):
         script = _StepScript(costs, candidate, rates, optimizer_nbytes, num_steps)
         for _ in range(num_steps):
@@ -95,7 +107,8 @@ def predict_seconds(
         first = script.first_of_last_step
         start = times.ends[first - 1] if first else 0.0
         step = times.ends[script.last_compute] - start
-        # No step can be shorter than its launches: if this one is, it used up an earlier lead.
+        # A steady step cannot be shorter than its launches. If this one is, it ran kernels that
+        # were queued during an earlier step.
         shortfall = script.seconds_of(HOST) - step
         if shortfall < ROUNDING_S:
             break
@@ -129,9 +142,9 @@ def predict_seconds(
 def lower_bound_seconds(
     costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates
 ) -> float:
-    """Return a time that no simulation of this candidate can beat, much faster than simulating it.
+    """Return a lower bound of the simulated time, which is much cheaper than the simulation.
 
-    It is the longest of compute, kernel launches and each direction of the link, each on its own.
+    It is the longest of the compute time, the launch time, and the copy time in each direction.
     """
     compute = _kept_seconds(costs, candidate).total + _recompute_seconds(costs, candidate)
     compute += costs.outside.forward.total + costs.outside.backward.total
@@ -144,7 +157,7 @@ def lower_bound_seconds(
 
 
 def _min_launch_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
-    """Return the host's time to launch all blocks, without hooks."""
+    """Return the CPU time to launch the kernels of all blocks, without the time of hooks."""
     modes = (
         block.costs_of(plan.activations, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -153,7 +166,10 @@ def _min_launch_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
 
 
 def _min_incoming_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> float:
-    """Return the bytes that must come in: weights that no slot kept, and offloaded activations."""
+    """Return the bytes that a step must at least copy to the device.
+
+    These are weights, except those still in a slot from before, and offloaded activations.
+    """
     weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in candidate.streamed])
     fetches = max(0, 2 * (len(candidate.streamed) - candidate.slots))
     never_left = min(MAX_BLOCKS_IN_FLIGHT, 1 + candidate.activation_prefetch)
@@ -161,7 +177,10 @@ def _min_incoming_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> float:
 
 
 def _offloaded_nbytes(costs: ModelCosts, candidate: PlanCandidate, except_last: int) -> float:
-    """Return the bytes that blocks offload, except the last blocks, which may never leave."""
+    """Return the bytes that all blocks except the last `except_last` offload.
+
+    Backward reaches the last blocks so soon that their activations may never leave the device.
+    """
     count = len(candidate.blocks) - except_last
     return sum(
         block.offloaded_nbytes(plan, candidate.compiled)
@@ -192,25 +211,29 @@ def _recompute_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work on one stream."""
+    """A piece of work on one stream: a pass over a block, a copy, or kernel launches."""
 
     stream: int
     seconds: float
-    """Its duration if no other stream slowed it down."""
+    """Duration in seconds if no other stream slows the task down."""
     dependencies: tuple[int, ...] = ()
-    """Numbers of tasks that must end first; each is lower than this task's own number."""
+    """Indices of the tasks that must end before this one starts. They precede it in the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTimes:
-    """The start and end of each task, in seconds since the first."""
+    """The start and end of each task, in seconds since the start of the simulation."""
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
 
 
 def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
-    """Run the tasks from event to event and return their times."""
+    """Simulate the tasks and return when each starts and ends.
+
+    The clock jumps to the next moment at which any running task ends. Between two such moments
+    every stream has a constant speed (`_stream_speeds`).
+    """
     queues: list[list[int]] = [[] for _ in STREAMS]
     for number, task in enumerate(tasks):
         assert all(other < number for other in task.dependencies), (
@@ -219,7 +242,7 @@ def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
         queues[task.stream].append(number)
     heads = [0] * len(STREAMS)
     left = [-1.0] * len(STREAMS)
-    """Seconds of work left of each stream's running task; negative: none runs."""
+    """Remaining seconds of each stream's running task; negative if none runs."""
     starts = [0.0] * len(tasks)
     ends = [-1.0] * len(tasks)
     now = 0.0
@@ -247,7 +270,12 @@ def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
 
 
 def _stream_speeds(left: Sequence[float], both_ways_share: float) -> list[float]:
-    """Return each stream's speed relative to running alone; 0 if it has no running task."""
+    """Return each stream's speed relative to running alone; 0 if it has no running task.
+
+    With n incoming copies at the same time (weights, activations), and copies in both directions:
+
+        incoming copy = both_ways_share / n      outgoing copy = both_ways_share      others = 1
+    """
     speeds = [0.0 if seconds < 0 else 1.0 for seconds in left]
     incoming = sum(speeds[stream] for stream in INWARD)
     share = both_ways_share if incoming and speeds[ACTIVATIONS_OUT] else 1.0
@@ -266,16 +294,16 @@ class _Pass:
 
     seconds: float
     launch_s: float
-    """The host's time to launch it."""
+    """CPU seconds to launch the kernels of the pass."""
     kernels: float = 0.0
 
     def part(self, count: int) -> _Pass:
-        """Return one of `count` equal parts."""
+        """Return one of `count` equal parts of the pass."""
         return _Pass(self.seconds / count, self.launch_s / count, self.kernels / count)
 
 
 def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
-    """Return the forward and the backward pass."""
+    """Return the forward and the backward pass of a block, with their launch times."""
     forward_s, backward_s = launch_s
     return (
         _Pass(mode.forward.total, forward_s, mode.forward_kernels),
@@ -285,7 +313,7 @@ def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pas
 
 @dataclass
 class _StepScript:
-    """Writes the tasks of a candidate's steps, in the order in which a run queues them."""
+    """Lists the tasks of a candidate's steps, in the order in which a run queues them."""
 
     costs: ModelCosts
     candidate: PlanCandidate
@@ -294,9 +322,9 @@ class _StepScript:
     num_steps: int
     tasks: list[Task] = field(default_factory=list)
     first_of_last_step: int = 0
-    """Number of the first task of the last step."""
+    """Index of the first task of the last step."""
     last_compute: int = -1
-    """Number of the last compute task so far."""
+    """Index of the last compute task so far."""
 
     def __post_init__(self) -> None:
         candidate, rates = self.candidate, self.rates
@@ -307,10 +335,10 @@ class _StepScript:
         uses = order + (order[1:] * (self.num_steps - 1) if len(streamed) > 1 else [])
         self._fetches = iter(fetches(uses, candidate.slots) if streamed else [])
         self._fetch_task: dict[int, int] = {}
-        """The latest task that fetched each block's weights."""
+        """Index of the latest task that fetched the weights of each block."""
         self._block_in_use: int | None = None
-        # An update reads and writes the weights and reads their gradients, and reads and writes the
-        # optimizer's state. One micro-batch bears its share of it.
+        # An update reads and writes the weights, reads their gradients, and reads and writes the
+        # optimizer's state. Its time is divided by the number of micro-batches.
         traffic = 3 * self.costs.trained_nbytes + 2 * self.optimizer_nbytes
         self._update_s = traffic / rates.memory / candidate.accumulation
         moved = candidate.host_state * self.optimizer_nbytes / candidate.accumulation
@@ -329,20 +357,20 @@ class _StepScript:
             )
             if (nbytes := block.offloaded_nbytes(plan, candidate.compiled))
         }
-        """Offloaded bytes of each block that offloads anything."""
+        """Offloaded bytes by block index, for blocks that offload anything."""
         self._launch_s = self._launch_seconds()
         outside_launch_s = outside.forward_host_s, outside.backward_host_s
         self._outside_launch_s = outside_launch_s if self._launch_s else (0.0, 0.0)
         self._compute_tasks: list[int] = []
         self._kernels: list[float] = []
-        """Kernels launched up to and including each compute task."""
+        """Total number of kernels launched up to and including each compute task."""
         self._last_launch = -1
 
     def _launch_seconds(self) -> list[tuple[float, float]]:
-        """Return the host's time for each block's forward and backward.
+        """Return the CPU time to launch each block's forward and backward.
 
-        The list is empty if launching is faster than computing in every block: the host is then
-        always ahead and need not be simulated.
+        The list is empty if launching is faster than computing in every block: then the host is
+        always ahead of the device and need not be simulated.
         """
         found, is_behind = [], False
         has_ring = bool(self.candidate.streamed)
@@ -362,11 +390,11 @@ class _StepScript:
 
     @property
     def outside_s(self) -> float:
-        """Compute time outside of blocks, with the update."""
+        """Compute time outside of blocks, including the update."""
         return sum(self._outside_s) + self._update_s
 
     def seconds_of(self, *streams: int) -> float:
-        """Return how much work the last step gives to these streams."""
+        """Return the total duration of the last step's tasks on these streams."""
         last_step = self.tasks[self.first_of_last_step :]
         return sum(task.seconds for task in last_step if task.stream in streams)
 
@@ -374,7 +402,7 @@ class _StepScript:
         """Add the tasks of one step: forward, loss, backward, update."""
         self.first_of_last_step = len(self.tasks)
         copies_out: dict[int, list[int]] = {}
-        """The tasks that copy each block's activations to the host."""
+        """Indices of the tasks that copy the activations of each block to the host."""
         outside_forward, outside_backward = _passes(self.costs.outside, self._outside_launch_s)
         self._compute(outside_forward)
         for index, plan in enumerate(self.candidate.blocks):
@@ -419,27 +447,30 @@ class _StepScript:
         return _passes(mode, self._launch_s[index] if self._launch_s else (0.0, 0.0))
 
     def _num_parts(self, index: int, plan: BlockPlan) -> int:
-        """Return in how many copies a block's activations leave.
+        """Return the number of copies in which a block's activations are sent to the host.
 
-        An eager block's leave while it runs. A compiled block returns all of them at its end, and
-        an offloaded input is a single tensor.
+        An eager block sends its activations while it runs. A compiled block returns all of them at
+        its end, and an offloaded input is a single tensor.
         """
         leaves_early = plan.activations == "offload" and not self.candidate.compiled
         return EAGER_COPY_PARTS if index in self._offloaded and leaves_early else 1
 
     def _copy_out(self, index: int, num_parts: int) -> int:
-        """Add a copy to the host of what the last compute task produced."""
+        """Add a task that copies the activations of the last compute task to the host."""
         seconds = self._offloaded[index] / self.rates.link_out / num_parts
         return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._last_launch])
 
     def _copy_in(self, index: int, copies_out: list[int]) -> list[int]:
-        """Add copies back to the device, into memory that the last compute task freed."""
+        """Add tasks that copy a block's activations back to the device.
+
+        They start after the last compute task, which frees the memory that they need.
+        """
         seconds = self._offloaded[index] / self.rates.link_in / len(copies_out)
         dependencies = [copies_out[-1], self.last_compute, self._last_launch]
         return [self._add(ACTIVATIONS_IN, seconds, dependencies) for _ in copies_out]
 
     def _queue_fetches(self, index: int) -> None:
-        """Add the fetches that the ring queues before it uses a block."""
+        """Add the weight fetches that the ring queues when it is about to use a block."""
         is_streamed = self.candidate.blocks[index].weights == "streamed"
         if not is_streamed or index == self._block_in_use:
             return
@@ -453,10 +484,10 @@ class _StepScript:
         return [self._fetch_task[index]] if index in self._fetch_task else []
 
     def _compute(self, work: _Pass, dependencies: Sequence[int] = ()) -> None:
-        """Add a pass and its launches.
+        """Add a compute task for a pass, and a host task that launches its kernels.
 
-        A pass starts once the previous pass is launched: its own launches overlap with it. The host
-        stops while LAUNCH_QUEUE_DEPTH kernels wait to be started.
+        The pass starts once the kernels of the previous pass are launched; its own launches overlap
+        with it. The host waits while LAUNCH_QUEUE_DEPTH launched kernels have not started.
         """
         previous_launch = self._last_launch
         launched = self._kernels[-1] if self._kernels else 0.0
@@ -481,12 +512,12 @@ class _StepScript:
 
 @dataclass(slots=True)
 class _SimulatedSlot:
-    """A slot of the ring without memory, for the ring's fetch policy."""
+    """A slot without memory, with which the ring's fetch policy is simulated."""
 
     block: int | None = None
 
     def held(self) -> bool:
-        """Return False: in a simulated step no tensor outlives its block."""
+        """Return False: in the simulation no tensor outlives its block."""
         return False
 
 
@@ -509,7 +540,7 @@ def fetches(uses: Sequence[int], num_slots: int) -> list[list[int]]:
 
 
 def _upcoming(uses: Sequence[int]) -> list[dict[int, int]]:
-    """Return, for each use, the blocks used after it with their ranks, soonest first."""
+    """Return, for each use of a block, the ranks of the blocks used later: 0 is used next."""
     found: list[dict[int, int]] = []
     order: list[int] = []
     for block in reversed(uses):

@@ -1,9 +1,9 @@
 """Trace one training step of a model on fake tensors and return its `ModelShapes`.
 
-1. A pass over the whole model records the inputs of each block (`record_block_calls`).
+1. A forward pass of the whole model records the inputs of each block (`record_block_calls`).
 2. Blocks with equal weights and inputs are one kind. One block of each kind is traced: eagerly by
    running it under a `KernelRecorder`, compiled by partitioning its joint graph.
-3. The rest of the model is traced with stubs instead of blocks.
+3. The rest of the model is traced with stubs in place of the blocks.
 
 The model may be loaded or on the meta device. Its weights are not read and nothing is computed.
 """
@@ -41,41 +41,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceTarget:
-    """A model to trace, with its adapter in place."""
+    """A model to trace, which already has its adapter, and how to call it."""
 
     name: str
     model: nn.Module
     blocks: Sequence[nn.Module]
-    """The repeated modules, in forward order."""
+    """The transformer blocks, in forward order."""
     inputs: Callable[[int], dict[str, Tensor]]
-    """Returns a batch of the given size, as the data loader would; called under fake tensors."""
+    """Function that returns a batch of the given size, as the data loader would. It is called under
+    `FakeTensorMode`."""
     predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    """Calls the model with such a batch and returns its prediction."""
+    """Function that calls the model with such a batch and returns the model's prediction."""
     compute_dtype: torch.dtype | None = None
-    """The dtype to which trained weights are copied once per pass; None: used as they are."""
+    """Dtype to which trained weights are cast once per pass; None: they are used as they are."""
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """The arguments and outputs of a block in a forward pass, as flattened leaves."""
+    """The arguments and outputs of one call of a block, flattened into lists of leaves."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     hidden: tuple[int, ...]
-    """Positions of the leaves that are hidden states: outputs of the previous block, or of the
-    embeddings for the first block."""
+    """Positions of the argument leaves that are hidden states. They come from earlier blocks, or
+    for the first block from the embeddings."""
     outputs: tuple[Any, ...]
-    """The leaves of its outputs; the last block may return None for unused ones."""
+    """The leaves of the block's outputs; the last block may return None for unused ones."""
     out_spec: TreeSpec
 
     @property
     def hidden_states(self) -> list[Tensor]:
-        """The hidden states themselves."""
+        """The arguments that are hidden states."""
         return [self.leaves[place] for place in self.hidden]
 
 
 class CalledModel(nn.Module):
-    """A model together with its call, as one module for `functional_call`."""
+    """A module whose forward calls `TraceTarget.predict`, so that `functional_call` can run it."""
 
     def __init__(self, target: TraceTarget) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class CalledModel(nn.Module):
 
 
 def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
-    """Trace a training step at this batch size."""
+    """Trace a training step of a model at this batch size."""
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -120,7 +121,7 @@ def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
 
 
 def _forget_fakes(model: nn.Module) -> None:
-    """Clear the model's `lru_cache` tables, which have just been filled with fake tensors."""
+    """Clear the `lru_cache`s of the model's methods, which tracing has filled with fake tensors."""
     for kind in {type(module) for module in model.modules()}:
         for method in vars(kind).values():
             inside = method.__closure__ or () if isfunction(method) else ()
@@ -130,7 +131,7 @@ def _forget_fakes(model: nn.Module) -> None:
 
 
 def _fresh(call: TracedCall) -> list[Any]:
-    """Return the arguments with memory of their own; hidden states require gradients."""
+    """Return new tensors like a call's arguments; hidden states require gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.hidden:
         leaves[place].requires_grad_(True)
@@ -157,9 +158,9 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
 
 
 def _eager_modes(keep: Trace, input_nbytes: int) -> TracesByMode:
-    """Return the traces of all modes of an eager block, from the one that keeps everything.
+    """Derive the traces of an eager block in all modes from that of mode `keep`.
 
-    The lean mode saves the outputs of attention and of matmuls with frozen weights. A LoRA's own
+    Mode `lean` saves the outputs of attention and of matmuls with frozen weights. A LoRA's own
     matmuls are part of the same operator and are not saved separately.
     """
     attention = [op for op in keep.forward if op.kind == "attention"]
@@ -218,7 +219,10 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
 def _compiled(
     block: nn.Module, fakes: dict[int, Tensor], call: TracedCall
 ) -> Callable[[SavedSet], Trace]:
-    """Trace a block's joint graph and return a function that partitions it for a mode."""
+    """Trace a block's joint graph. Return a function that partitions it and returns a trace.
+
+    The function's argument selects the tensors that forward saves.
+    """
     weights = named_fakes(block, fakes)
     names = list(weights)
     leaves = _fresh(call)
@@ -308,7 +312,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def check_blocks(target: TraceTarget) -> None:
-    """Raise an error if the family does not name its blocks."""
+    """Raise an error if the target has no blocks."""
     if not target.blocks:
         children = ", ".join(name for name, _ in target.model.named_children())
         raise ModelError(
@@ -319,7 +323,10 @@ def check_blocks(target: TraceTarget) -> None:
 
 
 def fake_weights(model: nn.Module, compute_dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """Return a fake CPU tensor for each parameter and buffer, by the id of the real one."""
+    """Return a fake CPU tensor for each parameter and buffer, keyed by the `id` of the real tensor.
+
+    Trained parameters get the compute dtype, if there is one.
+    """
     fakes = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         is_cast = compute_dtype is not None and tensor.requires_grad
@@ -338,11 +345,11 @@ def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -
 def record_block_calls(
     target: TraceTarget, fakes: dict[int, Tensor], batch: int
 ) -> list[TracedCall]:
-    """Run the whole model once and return the call of each block."""
+    """Run the whole model once and return the recorded call of each block."""
     seen: dict[nn.Module, TracedCall] = {}
     hidden_storages: set[int] = set()
     known: dict[object, tuple[list[Any], TreeSpec]] = {}
-    """Outputs by kind of block: equal blocks are run once."""
+    """Outputs by block signature: of several equal blocks, only the first is run."""
 
     def recording(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -390,7 +397,7 @@ def block_signature(block: nn.Module, leaves: Sequence[Any]) -> object:
 
 
 def _fresh_outputs(outputs: Sequence[Any]) -> list[Any]:
-    """Return copies of the outputs; slices of one tensor remain slices of one tensor."""
+    """Return new tensors like the outputs. Outputs that share a storage share a new one."""
     bases: dict[int, Tensor] = {}
     fresh: list[Any] = []
     for leaf in outputs:
@@ -408,7 +415,7 @@ def _like_any(leaf: Tensor, outputs: Sequence[Any]) -> bool:
 
 
 class _BlockStub(torch.autograd.Function):
-    """Stands for a block: returns outputs and gradients of the right size and saves nothing."""
+    """Stub of a block: returns outputs and gradients of the right shapes, and saves nothing."""
 
     @staticmethod
     def forward(
@@ -425,7 +432,7 @@ class _BlockStub(torch.autograd.Function):
 
 @contextmanager
 def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[TracedCall]) -> Iterator[None]:
-    """Replace blocks by stubs while the rest of the model is traced."""
+    """Replace the forward of blocks by stubs while the rest of the model is traced."""
     anchor = torch.empty(1, requires_grad=True)  # without it, frozen embeddings would need no graph
 
     def stub(call: TracedCall) -> Callable[..., Any]:
