@@ -2,8 +2,8 @@
 
 A batch may mix datasets with different `augmentations_cache_mode`s. Latents of `static` datasets
 are read from the cache, those of `refresh_each_epoch` from the store of the current epoch, and
-those of `disable_cache` are decoded and encoded now. Cached entries were encoded before training
-started, so a missing one is an error.
+those of `disable_cache` are decoded and encoded now. Cached entries were encoded beforehand, so a
+missing one is an error.
 
 `SampleTransforms` determines how a sample is cropped, and `PromptNames` under which name its prompt
 is cached. Encoding and reading share them, so that reading finds the entries that were encoded.

@@ -65,7 +65,7 @@ STAGING_SLOTS = 2
 DEVICE_ALIGNMENT = 512
 """Granularity of device allocations, in bytes."""
 BATCH_PLACEMENT = {"latents": "staged", "audio": "staged"}
-"""Default placement by tensor name: copied to the device before use, not read over the link."""
+"""Default placement by role: copied to the device before use, not read over the link."""
 LATENTS = "latents of the batch"
 """Name of the latents among the staged tensors; no text tensor has this name."""
 
@@ -290,7 +290,7 @@ class _StagingSlot:
 
 
 def copy_into(tensor: Tensor, allocate: Allocate) -> Tensor:
-    """Copy a tensor into memory from `allocate`."""
+    """Copy a tensor into memory that `allocate` returns, and return the copy."""
     return allocate(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

@@ -1,8 +1,8 @@
-"""Encode what a cache does not hold yet: the latents of samples, and the embeddings of prompts.
+"""Encode the samples and prompts that a cache lacks: samples to latents, prompts to embeddings.
 
 Worker threads decode files while the encoder runs on the device. With several ranks, each encodes
 the share that the keys assign to it and finds the others' entries in the shared store. This module
-knows models only by the `SampleEncoder` protocol.
+uses models only through the `SampleEncoder` protocol.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SampleEncoder(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the family."""
+        """Name of the model family, such as `flux`."""
         ...
 
     @property
@@ -259,7 +259,10 @@ def fill_text(
 def find_unreadable(
     items: Sequence[EncodeItem], emit: Emit, decoders: Decoders, prefetch: Prefetch
 ) -> list[tuple[Sample, str]]:
-    """Return the unreadable samples, found by decoding all; for runs that encode as they train."""
+    """Decode every sample once and return the unreadable ones with the reason.
+
+    For runs that encode during training: they fail early instead of in the middle of an epoch.
+    """
     progress = EncodingProgress("checking samples", len(items), "samples", emit)
     bad = []
     for item, pixels in zip(items, decode_items(items, decoders, prefetch), strict=True):
@@ -340,9 +343,9 @@ class _HalvingEncoder(Generic[Item, Result]):
     def _halve(self, tried: int, error: RuntimeError) -> None:
         if tried == 1:
             raise RunFailedError(
-                f"Encoding runs out of memory with one of the {self._unit} at a time: {error}. "
-                "Set cache_config.vae_tiling: true, lower datasets[].resolution, or end other "
-                "programs on the GPU."
+                f"Encoding runs out of memory even with one of the {self._unit} at a time: "
+                f"{error}. Set cache_config.vae_tiling: true, lower datasets[].resolution, or end "
+                "other programs on the GPU."
             ) from error
         self._batch_size = tried // 2
         text = f"encoding {tried} {self._unit} at a time ran out of memory; continuing with"
@@ -350,7 +353,7 @@ class _HalvingEncoder(Generic[Item, Result]):
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return True for out-of-memory errors of torch, and of cuBLAS and cuDNN for workspaces."""
+    """Return True if torch ran out of memory, or cuBLAS or cuDNN had none for a workspace."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         mark in str(error) for mark in ("ALLOC_FAILED", "unable to find an engine")
     )
@@ -468,7 +471,7 @@ def choose_tiling(setting: bool | Literal["auto"], family: str, can_tile: bool) 
     if setting is True and not can_tile:
         raise ConfigError(
             f"cache_config.vae_tiling is true, but the encoder of {family} cannot work in tiles. "
-            "Remove it."
+            "Remove the setting."
         )
     if setting is False or not can_tile:
         return NO_TILING

@@ -175,7 +175,9 @@ class _LatentImporter:
         shape = tuple(entry.tensors["latents"].shape)
         expected = tuple(self._encoder.latent_shape(*sample.item.size))
         if shape != expected:
-            raise CacheError(f"its latents are {shape}; {self._encoder.name} makes {expected}")
+            raise CacheError(
+                f"its latents have shape {shape}, but {self._encoder.name} produces {expected}"
+            )
         _check_crop_metadata(entry.metadata, sample.item.size)
         return sample.item
 
@@ -212,7 +214,7 @@ def _check_centre_crop(item: EncodeItem) -> None:
 def _check_crop_metadata(metadata: dict[str, object], size: Shape) -> None:
     """Raise an error if ai-toolkit's metadata record a flip or a crop other than the centre."""
     if metadata.get("flip_x") or metadata.get("flip_y"):
-        raise CacheError("it is flipped")
+        raise CacheError("the entry is flipped, but the run's sample is not")
     for edge, axis, place in (("width", "x", 0), ("height", "y", 1)):
         cropped = metadata.get(f"crop_{edge}")
         if cropped is None:
@@ -222,7 +224,7 @@ def _check_crop_metadata(metadata: dict[str, object], size: Shape) -> None:
             int(str(cropped)) != size[place]
             or abs(int(str(metadata[f"crop_{axis}"])) * 2 - margin) > 2
         ):
-            raise CacheError(f"its crop is not the centre at {size[0]}x{size[1]}")
+            raise CacheError(f"its crop is not the centre crop at {size[0]}x{size[1]}")
 
 
 def _compare_encodings(theirs: Tensor, ours: Tensor) -> tuple[bool, float]:

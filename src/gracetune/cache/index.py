@@ -383,7 +383,7 @@ def _cache_error(path: Path, error: sqlite3.DatabaseError) -> CacheError:
         return unwritable_error(path.parent, error)
     problem = f"The cache index {path} cannot be used: {error}."
     if kind == sqlite3.SQLITE_BUSY:
-        fix = "Another process has locked it: stop it, or use another cache_config.cache_dir."
+        fix = "Another process has locked it: stop that process, or set another cache_dir."
         return CacheError(f"{problem} {fix}")
     fix = f"`gracetune cache verify {path.parent} --repair` rebuilds it from the shards."
     return DamagedIndexError(f"{problem} {fix}")

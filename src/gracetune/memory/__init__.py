@@ -1,1 +1,1 @@
-"""Unified memory on stock PyTorch: what the hardware is, pools, hints, stages, statistics."""
+"""CUDA unified (managed) memory on stock PyTorch: hardware detection, pools, hints, statistics."""

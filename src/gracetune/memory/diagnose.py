@@ -1,8 +1,8 @@
-"""Checks of `gracetune diagnose`, each of which returns a finding with a status and advice.
+"""The checks of `gracetune diagnose`; each returns a `Finding` with a status and advice.
 
-Host checks judge what can be read: versions, environment, platform, memory, pages, NUMA. They need
-no torch, so a machine where torch cannot be imported is diagnosed, too. Device checks try and time
-memory through a `DeviceBench`; tests build theirs on the simulated driver.
+Host checks read versions, environment variables, memory sizes, page settings and NUMA nodes. They
+do not import torch, so they also work where importing it fails. Device checks use and time device
+memory through a `DeviceBench`; tests build one on the simulated driver.
 """
 
 from __future__ import annotations
@@ -32,64 +32,64 @@ if TYPE_CHECKING:
 
 
 Figure = int | float | str | bool | None
-"""A value in the report."""
+"""Type of a measured or read value in the JSON report of `gracetune diagnose`."""
 
 
 class Status(StrEnum):
-    """Result of a check."""
+    """Result of a check of `gracetune diagnose`."""
 
     OK = "OK"
     WARN = "WARN"
     FAIL = "FAIL"
     SKIP = "SKIP"
-    """The check was not made, for the reason given."""
+    """The check was not made; the finding's text says why."""
 
 
 STATUS_MARKS = MappingProxyType({"OK": "✅", "WARN": "⚠️", "FAIL": "❌", "SKIP": "⏭️"})
-"""Marks in the JSON report, which existing GH200 checklists look for."""
+"""Emoji of each status in the JSON report, for existing GH200 checklists that expect them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check of `gracetune diagnose`."""
 
     name: str
     status: Status
     text: str
-    """One sentence with what was found."""
+    """What the check found, in one sentence."""
     advice: str = ""
-    """What the user should do; empty if nothing."""
+    """What the user should do; empty if there is nothing to do."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Measured and read values, for the JSON report."""
+    """Measured values by name, for the JSON report."""
 
 
 def ok(name: str, text: str, **figures: Figure) -> Finding:
-    """Return a finding that needs no action."""
+    """Return a finding with status OK, which needs no action."""
     return Finding(name, Status.OK, text, "", figures)
 
 
 def warn(name: str, text: str, advice: str, **figures: Figure) -> Finding:
-    """Return a finding about something that works, but not as well as it could."""
+    """Return a finding with status WARN: something works, but not as well as it could."""
     return Finding(name, Status.WARN, text, advice, figures)
 
 
 def fail(name: str, text: str, advice: str, **figures: Figure) -> Finding:
-    """Return a finding about something that does not work."""
+    """Return a finding with status FAIL: something does not work."""
     return Finding(name, Status.FAIL, text, advice, figures)
 
 
 def skip(name: str, text: str, advice: str = "", **figures: Figure) -> Finding:
-    """Return a finding for a check that was not made."""
+    """Return a finding with status SKIP, for a check that was not made."""
     return Finding(name, Status.SKIP, text, advice, figures)
 
 
 def gb_per_s(rate: float) -> float:
-    """Convert bytes per second to GB/s (10^9), rounded to one decimal."""
+    """Convert bytes per second to GB/s (10^9 bytes/s), rounded to one decimal."""
     return round(rate / 1e9, 1)
 
 
 def exit_code(findings: Sequence[Finding], *, has_gpu: bool, allow_cpu: bool) -> int:
-    """Return 1 if a check failed, or if there is no GPU and `allow_cpu` is False."""
+    """Return exit code 1 if a check failed, or if there is no GPU and `allow_cpu` is False."""
     failed = any(finding.status is Status.FAIL for finding in findings)
     return int(failed or not (has_gpu or allow_cpu))
 
@@ -97,7 +97,7 @@ def exit_code(findings: Sequence[Finding], *, has_gpu: bool, allow_cpu: bool) ->
 def build_report(
     findings: Sequence[Finding], code: int, date: str, version: str
 ) -> dict[str, object]:
-    """Return the JSON report. It contains no host name, user name or path."""
+    """Return the JSON report of `gracetune diagnose`, without host name, user name or paths."""
     counts = Counter(finding.status for finding in findings)
     return {
         "tool": "gracetune diagnose",
@@ -121,7 +121,7 @@ def build_report(
 
 
 def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the findings as lines of text."""
+    """Yield the lines of text that `gracetune diagnose` prints."""
     width = max((len(finding.name) for finding in findings), default=0)
     for number, finding in enumerate(findings, start=1):
         yield f"{number:>2} {finding.status:<4} {finding.name:<{width}}  {finding.text}"
@@ -136,17 +136,17 @@ MIN_TORCH_VERSION = (2, 11)
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """Kernel settings that matter for large host memory; empty texts if unknown."""
+    """Linux kernel settings that matter for large host memory; unknown ones are empty."""
 
     release: str
     machine: str
-    """Architecture, such as aarch64."""
+    """CPU architecture, such as aarch64."""
     numa_balancing: str
-    """`kernel.numa_balancing`: 0 is off."""
+    """Value of the sysctl `kernel.numa_balancing`; `0` is off."""
     huge_pages: str
-    """Transparent huge pages: always, madvise or never."""
+    """Setting of transparent huge pages: `always`, `madvise` or `never`."""
     node_cpus: Mapping[int, frozenset[int]]
-    """CPUs of each NUMA node."""
+    """CPU numbers of each NUMA node."""
     gpu_driver: str = ""
     """Version of NVIDIA's kernel module."""
 
@@ -177,7 +177,7 @@ def _text(path: Path) -> str:
 
 
 def _cpus(text: str) -> frozenset[int]:
-    """Parse the kernel's CPU list format: `0-3,8`."""
+    """Parse a CPU list in the kernel's format, such as `0-3,8`."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -210,7 +210,7 @@ def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> Fi
 def check_environment(
     variables: Mapping[str, str], effects: Sequence[str], problem: str
 ) -> Finding:
-    """Check gracetune's environment variables; `problem` is the error of an invalid one."""
+    """Check gracetune's environment variables; `problem` is the error message of an invalid one."""
     figures = dict(variables)
     if problem:
         return fail(
@@ -229,7 +229,7 @@ def check_environment(
 def check_torch_build(
     version: str | None, cuda: str | None, problem: str, device: str = ""
 ) -> Finding:
-    """Check that torch sees a GPU; `problem` says why it does not."""
+    """Check that torch sees a GPU; `problem` is the error message if it does not."""
     name = "torch and CUDA"
     if version is None:
         advice = "Run `pip install 'torch>=2.11'`."
@@ -253,7 +253,7 @@ def check_torch_build(
 
 
 def check_platform(platform: Platform) -> Finding:
-    """Report the link between host and device, and why it was detected so."""
+    """Report the kind of link between host and device, and how it was detected."""
     why = platform.reasons["link"]
     figures: dict[str, Figure] = {
         "link": platform.link.value,
@@ -358,22 +358,22 @@ def check_numa(platform: Platform, kernel: KernelInfo, affinity: frozenset[int])
 
 @dataclass(frozen=True, slots=True)
 class DeviceBench:
-    """Operations on one device that device checks time."""
+    """A GPU, and the operations on it that device checks call and time."""
 
     driver: Driver
     platform: Platform
     clock: Callable[[], float]
-    """Returns seconds."""
+    """Returns the current time in seconds."""
     synchronize: Callable[[], object]
     """Waits for all work queued on the device."""
     copy: Callable[[int, int, int], None]
-    """Copies between pinned and device memory: (nbytes, source, target)."""
+    """Copies bytes between pinned host and device memory; arguments: nbytes, source, target."""
     touch: Callable[[int, int, int], None]
-    """Lets a kernel or the CPU touch every byte of a range: (pointer, nbytes, location)."""
+    """Touches a memory range from the device or the CPU; arguments: pointer, nbytes, location."""
     stream: int = 0
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds from an idle device until `work` is complete."""
+        """Return the seconds that `work` takes on the device, synchronizing before and after."""
         self.synchronize()
         start = self.clock()
         work()
@@ -383,7 +383,7 @@ class DeviceBench:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """A range of device-visible memory that torch can view without a copy."""
+    """A memory range that torch can view as a CUDA tensor without a copy."""
 
     pointer: int
     nbytes: int
@@ -400,20 +400,20 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class PoolTrial:
-    """Result of `try_pool`."""
+    """Result of `try_pool`, which allocates a tensor in a managed pool."""
 
     kind: PointerKind
-    """Kind of memory of the tensor."""
+    """Kind of memory in which the tensor was allocated."""
     correct: bool
     """True if the device read back what it wrote."""
     live_bytes: int
-    """Managed bytes while the tensor existed."""
+    """Managed bytes of the pool while the tensor existed."""
     held_bytes: int
-    """Managed bytes that were not freed when the pool was closed."""
+    """Managed bytes that closing the pool did not free."""
 
 
 def try_pool(pool: ManagedPool, driver: Driver, nbytes: int) -> PoolTrial:
-    """Allocate a tensor in the pool, use it, free it and close the pool."""
+    """Test a managed pool: allocate a tensor in it, use it, free it and close the pool."""
     import torch
 
     with pool.allocating():
@@ -426,7 +426,7 @@ def try_pool(pool: ManagedPool, driver: Driver, nbytes: int) -> PoolTrial:
 
 
 def open_torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> DeviceBench:
-    """Open the bench of a CUDA device, with a pinned and a device buffer of `copy_bytes`."""
+    """Return the `DeviceBench` of a CUDA device, with copy buffers of `copy_bytes`."""
     import torch
 
     device = torch.device("cuda", platform.device)
@@ -460,17 +460,17 @@ def open_torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Dev
 # the device has and therefore runs only where that is safe.
 
 MIN_COPY_RATE = {Link.COHERENT: 200e9, Link.MANAGED: 12e9, Link.COPY: 6e9}
-"""Pinned copies below this rate (bytes per second) are far too slow for the link."""
+"""Rate of pinned copies (bytes/s) below which `check_copies` warns, by kind of link."""
 MIN_PREFETCH_GAIN = 5.0
-"""Minimum speed-up of a first touch after a prefetch, compared with one that faults."""
+"""Speed-up of a first touch by a prefetch below which `check_faults` warns."""
 SWEEP_CHUNK_BYTES = 256 * MIB
-"""Bytes that the oversubscription check prefetches and touches at a time."""
+"""Number of bytes that the oversubscription check prefetches and touches at a time."""
 HOST_RESERVE_BYTES = 8 * GIB
-"""Host memory that the oversubscription check leaves free."""
+"""Host memory in bytes that the oversubscription check leaves free."""
 
 
 class DriverCallError(Exception):
-    """A driver call within a check returned an error code."""
+    """Raised if a CUDA driver call in a check returns an error code."""
 
 
 @contextmanager
@@ -489,7 +489,7 @@ def _require_success(code: int, call: str) -> None:
 
 
 def check_copies(bench: DeviceBench, nbytes: int) -> Finding:
-    """Time pinned copies in both directions."""
+    """Time copies between pinned host memory and the device, in both directions."""
     name, device = "pinned copies", bench.platform.device
     bench.copy(nbytes, HOST, device)
     rate_in = nbytes / bench.seconds(lambda: bench.copy(nbytes, HOST, device))
@@ -508,7 +508,7 @@ def check_copies(bench: DeviceBench, nbytes: int) -> Finding:
 
 
 def check_faults(bench: DeviceBench, nbytes: int) -> Finding:
-    """Time a first touch that faults, and one after a prefetch."""
+    """Time how fast the device first touches managed memory, with page faults and prefetched."""
     name = "faults against prefetch"
     refusal = _managed_memory_refusal(bench)
     if refusal:
@@ -557,7 +557,7 @@ def check_faults(bench: DeviceBench, nbytes: int) -> Finding:
 
 
 def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
-    """Give hints, and read them back from the driver."""
+    """Give the driver memory hints, and check that it reports them back."""
     name = "hint round trip"
     refusal = _managed_memory_refusal(bench)
     if refusal:
@@ -590,7 +590,7 @@ def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
 
 
 def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
-    """Judge the trial of a managed pool (see `try_pool`)."""
+    """Return the finding for the test of a managed pool (see `try_pool`)."""
     name = "pool round trip"
     if isinstance(trial, PoolUnavailable):
         return skip(name, trial.reason)
@@ -616,7 +616,7 @@ def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
 
 
 def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> Finding:
-    """Allocate more managed memory than the device has, and let the device touch all of it."""
+    """Allocate `scale` times the device's memory as managed memory and touch all of it."""
     name = "oversubscription"
     refusal = _managed_memory_refusal(bench)
     if refusal:
@@ -663,7 +663,7 @@ def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> 
 
 
 def _sweep(bench: DeviceBench, pointer: int, nbytes: int) -> None:
-    """Prefetch and touch one chunk after the other; the driver evicts older chunks."""
+    """Prefetch and touch a managed range chunk by chunk, so that the driver evicts old chunks."""
     device = bench.platform.device
     for offset in range(0, nbytes, SWEEP_CHUNK_BYTES):
         code = bench.driver.prefetch(pointer + offset, SWEEP_CHUNK_BYTES, device, bench.stream)
@@ -672,7 +672,7 @@ def _sweep(bench: DeviceBench, pointer: int, nbytes: int) -> None:
 
 
 def _managed_memory_refusal(bench: DeviceBench) -> str:
-    """Return why managed memory should not be tried on this machine, or an empty string."""
+    """Return why managed memory must not be tested on this machine; empty if it may."""
     link = bench.platform.link
     if link is Link.COPY:
         return "managed memory is unsafe without concurrent access"

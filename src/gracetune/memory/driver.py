@@ -1,8 +1,8 @@
 """CUDA driver calls for managed memory, behind a protocol.
 
-`CudaDriver` calls the real driver through cuda-bindings; tests use a simulated driver that keeps
-pages, residency and a clock. Pointers are integers. A location is a device ordinal or `HOST`. Calls
-return the driver's error code, 0 for success; the caller decides what an error means.
+`CudaDriver` calls the real driver through cuda-bindings; tests use a simulated driver that models
+pages and time. Pointers are integers. A location is a device ordinal or `HOST`. Calls return the
+driver's error code, 0 for success; the caller decides what an error means.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 HOST = -1
-"""The location that means host memory."""
+"""Location number of host memory; devices have their ordinal."""
 
 
 class CudaCode(IntEnum):
-    """CUDA error codes that this package returns or distinguishes."""
+    """The CUDA error codes that `gracetune.memory` handles."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -34,7 +34,7 @@ class CudaCode(IntEnum):
 
 
 class PointerKind(Enum):
-    """Kind of memory at an address, as far as the driver knows it."""
+    """Kind of memory at an address, according to the CUDA driver."""
 
     UNKNOWN = "unknown"
     """Pageable host memory, or no memory at all."""
@@ -45,7 +45,7 @@ class PointerKind(Enum):
 
 
 class Advice(Enum):
-    """Kinds of memory advice (`CUmem_advise`), with CUDA's numbers."""
+    """Kinds of memory advice for `cuMemAdvise`, with the numbers of `CUmem_advise`."""
 
     SET_READ_MOSTLY = 1
     UNSET_READ_MOSTLY = 2
@@ -57,22 +57,22 @@ class Advice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RangeState:
-    """Advice and prefetch in effect for a managed range, read back to verify a hint."""
+    """The advice and the last prefetch of a managed memory range, as the driver reports them."""
 
     preferred: int | None
-    """Preferred location; None if there is none, or pages differ."""
+    """Preferred location of the range; None if it has none, or if its pages differ."""
     last_prefetch: int | None
-    """Location of the last prefetch; None if there was none, or pages differ."""
+    """Target of the last prefetch; None if there was none, or if the range's pages differ."""
     read_mostly: bool
     accessed_by: tuple[int, ...]
-    """Locations that keep a mapping of the range, in ascending order."""
+    """Locations into which the range stays mapped (accessed-by advice), in ascending order."""
 
 
 class Driver(Protocol):
-    """Driver calls that the memory package needs, implemented by CUDA and by a simulation."""
+    """The CUDA driver calls that `gracetune.memory` needs; tests have a simulated driver."""
 
     def attribute(self, name: str, device: int) -> int | None:
-        """Return a device attribute by its CUDA name in snake case; None if it is unknown."""
+        """Return a device attribute by its CUDA name in lower case; None if it is unknown."""
         ...
 
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -80,15 +80,15 @@ class Driver(Protocol):
         ...
 
     def allocate_managed(self, nbytes: int) -> tuple[int, int]:
-        """Allocate managed memory; return (code, pointer)."""
+        """Allocate managed memory; return (error code, pointer)."""
         ...
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """Allocate page-locked host memory; return (code, pointer)."""
+        """Allocate pinned host memory; return (error code, pointer)."""
         ...
 
     def free(self, pointer: int) -> int:
-        """Free memory from `allocate_managed` or `allocate_pinned`; return a code."""
+        """Free memory from `allocate_managed` or `allocate_pinned`; return an error code."""
         ...
 
     def pointer_kind(self, pointer: int) -> PointerKind:
@@ -96,19 +96,19 @@ class Driver(Protocol):
         ...
 
     def advise(self, pointer: int, nbytes: int, advice: Advice, location: int) -> int:
-        """Apply advice to a managed range; return a code."""
+        """Give the driver advice about a managed memory range; return an error code."""
         ...
 
     def prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> int:
-        """Move a managed range to a location, in stream order; return a code."""
+        """Move a managed memory range to a location, in stream order; return an error code."""
         ...
 
     def discard(self, pointer: int, nbytes: int, stream: int) -> int:
-        """Drop the contents of a managed range without writing them back; return a code."""
+        """Discard the contents of a managed memory range; return an error code."""
         ...
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
-        """Return the advice and prefetch in effect for a managed range."""
+        """Return the advice and the last prefetch of a managed memory range."""
         ...
 
 
@@ -124,11 +124,14 @@ _NO_LOCATION = -2
 _MEMORY_TYPE_DEVICE = 2
 _LEGACY_STREAM = 0
 _PER_THREAD_STREAM = 2
-"""CU_STREAM_PER_THREAD, which is ordered with the legacy stream. `discard` rejects the latter."""
+"""CU_STREAM_PER_THREAD. `discard` uses it instead of the legacy stream, which CUDA rejects there.
+
+The two streams are ordered with each other.
+"""
 
 
 class NoDriverError(GracetuneError):
-    """There is no usable CUDA driver."""
+    """Raised if there is no usable CUDA driver or device."""
 
 
 def open_cuda_driver() -> CudaDriver:
@@ -145,7 +148,7 @@ def open_cuda_driver() -> CudaDriver:
 
 
 class CudaDriver:
-    """The CUDA driver of a machine that has at least one device."""
+    """The real CUDA driver, called through cuda-bindings; needs at least one device."""
 
     def __init__(self, bindings: ModuleType) -> None:
         self._cuda = bindings
@@ -180,7 +183,7 @@ class CudaDriver:
         self._advices = {advice: bindings.CUmem_advise(advice.value) for advice in Advice}
 
     def error_name(self, code: int) -> str:
-        """Return CUDA's name of an error code."""
+        """Return CUDA's name for an error code."""
         try:
             failed, name = self._cuda.cuGetErrorName(self._cuda.CUresult(code))
         except ValueError:  # newer than the bindings
@@ -188,7 +191,7 @@ class CudaDriver:
         return f"CUDA error {code}" if int(failed) else str(name.decode())
 
     def attribute(self, name: str, device: int) -> int | None:
-        """Return a device attribute; None if these bindings or this driver do not know it."""
+        """Return a device attribute; None if cuda-bindings or the driver do not know it."""
         known = self._cuda.CUdevice_attribute.__members__
         key = f"CU_DEVICE_ATTRIBUTE_{name.upper()}"
         if key not in known:
@@ -214,13 +217,13 @@ class CudaDriver:
         return int(code), 0 if int(code) else int(pointer)
 
     def allocate_pinned(self, nbytes: int) -> tuple[int, int]:
-        """Allocate page-locked host memory that every device may use."""
+        """Allocate pinned host memory that every device may use."""
         self._ensure_context()
         code, pointer = self._cuda.cuMemHostAlloc(nbytes, _PORTABLE)
         return int(code), 0 if int(code) else int(pointer)
 
     def free(self, pointer: int) -> int:
-        """Free managed or page-locked memory."""
+        """Free managed or pinned memory."""
         self._ensure_context()
         if self.pointer_kind(pointer) is PointerKind.HOST:
             return int(self._cuda.cuMemFreeHost(pointer)[0])
@@ -266,7 +269,7 @@ class CudaDriver:
             return CudaCode.NOT_SUPPORTED
 
     def range_state(self, pointer: int, nbytes: int) -> RangeState:
-        """Return what holds for every page of the range; nothing if it is not managed memory."""
+        """Return the advice and last prefetch that all pages of a managed memory range share."""
         self._ensure_context()
         attributes = self._cuda.CUmem_range_attribute
         preferred = self._range_attribute(
@@ -306,7 +309,7 @@ class CudaDriver:
         return device
 
     def _context(self, ordinal: int) -> object:
-        """Return the device's primary context, which torch uses too. It is never released."""
+        """Return a device's primary context, which torch uses too; it is never released."""
         if ordinal not in self._contexts:
             code, context = self._cuda.cuDevicePrimaryCtxRetain(self._device(ordinal))
             if int(code):

@@ -1,4 +1,4 @@
-"""Tell the CUDA driver where managed tensors should live, and report what became of each hint.
+"""Give the CUDA driver hints about where managed tensors should live, and report each outcome.
 
 A hint is applied, unsupported (with the reason) or failed (with the driver's code), never silently
 dropped. The driver is only given whole pages that belong to the tensor alone, and only if they are
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from gracetune.memory.driver import Driver
 
 Location = int | str | torch.device | None
-"""A device ordinal, `HOST`, a torch device or its name; None: the device of the platform."""
+"""A device ordinal, `HOST`, a torch device or its name; None means the tensor's device."""
 
 HINTS_OFF = (
     "hints are off: set gh200_optimizations.enable_uvm_hints, "
     "SIMPLETUNER_GH200_ENABLE_UVM_HINTS=1 or set_uvm_hint_override(True)"
 )
-"""Reason of every hint while hints are switched off."""
+"""Reason that every hint gives for not being applied while hints are off."""
 _NOT_MANAGED = {
     PointerKind.UNKNOWN: "pageable host memory; allocate it in ManagedPool.allocating() instead",
     PointerKind.HOST: "pinned host memory, which never moves",
@@ -61,7 +61,7 @@ _NO_HINTS_HERE = {
 
 
 class Verdict(StrEnum):
-    """Outcome of a hint."""
+    """Outcome of a memory hint: applied, unsupported or failed."""
 
     APPLIED = "applied"
     UNSUPPORTED = "unsupported"
@@ -70,17 +70,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Outcome of one hint; truthy only if it was applied."""
+    """A memory hint that was given, and its outcome; truthy if it was applied."""
 
     verb: str
     """Name of the method that gave the hint, such as `prefetch_to_device`."""
     verdict: Verdict
     reason: str = ""
-    """Why the hint was not applied; for `residency`, what the answer is based on."""
+    """Why the hint was not applied; for `residency`, how the location is known."""
     nbytes: int = 0
-    """Bytes that were passed to the driver."""
+    """Number of bytes that the hint covers."""
     code: int = 0
-    """The driver's error code, if it refused."""
+    """The CUDA driver's error code; 0 if there was none."""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.APPLIED
@@ -88,20 +88,20 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Residency(Hint):
-    """Location of a tensor; for managed memory, the location that was last requested."""
+    """Location of a tensor's memory; for managed memory, the last requested location."""
 
     location: int | None = None
-    """A device ordinal or `HOST`; None: managed memory for which none was requested yet."""
+    """A device ordinal or `HOST`; None for managed memory without a requested location."""
     kind: PointerKind = PointerKind.UNKNOWN
     state: RangeState | None = None
-    """Advice and prefetch in effect, for managed memory."""
+    """Advice and last prefetch of managed memory; None for other memory."""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.APPLIED
 
 
 class Span(NamedTuple):
-    """A range of whole pages that belong to one tensor alone."""
+    """A memory range of whole pages that only one tensor uses."""
 
     pointer: int
     nbytes: int
@@ -109,12 +109,12 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class HintCounts:
-    """Counts of hints since the start."""
+    """Counts of the memory hints given so far, and of their bytes."""
 
     verdicts: Counter[tuple[str, Verdict]] = field(default_factory=Counter)
-    """Calls by verb and verdict."""
+    """Number of hints by method name and outcome."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes of applied hints by effect: `prefetched_to_device`, `discarded`, ..."""
+    """Bytes of applied hints by effect, such as `prefetched_to_device` or `discarded`."""
 
     def copy(self) -> HintCounts:
         """Return an independent copy."""
@@ -122,21 +122,21 @@ class HintCounts:
 
 
 def legacy_stream(device: int) -> int:  # noqa: ARG001  it has the same number on every device
-    """Return the legacy default stream, which waits for all others. Used without CUDA torch."""
+    """Return the handle of CUDA's legacy default stream; used if torch has no CUDA."""
     return 0
 
 
 def torch_stream(device: int) -> int:
-    """Return the handle of torch's current stream without creating a stream object."""
+    """Return the handle of torch's current CUDA stream, without creating a stream object."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def ignore_notice(notice: Notice) -> None:
-    """Ignore a notice, for callers that read verdicts themselves."""
+    """Ignore a notice; for callers that check the returned hints themselves."""
 
 
 class Hints:
-    """Gives hints for the tensors of one device, and counts their outcomes."""
+    """Gives the CUDA driver memory hints for tensors, and counts their outcomes."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Hints:
         current_stream: Callable[[int], int] = legacy_stream,
         emit: Callable[[Notice], None] = ignore_notice,
     ) -> None:
-        """`driver` is None exactly if there is no GPU; `emit` gets each refusal once."""
+        """`driver` is None without a GPU; `emit` gets a notice for each new kind of failure."""
         assert (driver is None) == (platform.link is Link.NONE), platform.link
         self.platform = platform
         self.enabled = enabled
@@ -158,21 +158,24 @@ class Hints:
         self._lock = threading.Lock()
         self._counts = HintCounts()
         self._applied: dict[tuple[str, int], Hint] = {}
-        """Applied hints by verb and bytes, reused to avoid an allocation per hint."""
+        """Applied hints by method name and bytes, reused to avoid an allocation per hint."""
         self._reported: set[tuple[str, str]] = set()
 
     def prefer_cpu_residency(self, tensor: Tensor) -> Hint:
-        """Prefer host memory for a tensor; kernels then read it over the link, in place."""
+        """Ask the driver to keep a tensor in host memory; kernels then read it over the link."""
         return self._advise("prefer_cpu_residency", tensor, HOST)
 
     def prefer_gpu_residency(self, tensor: Tensor) -> Hint:
-        """Prefer device memory for a tensor."""
+        """Ask the driver to keep a tensor in device memory."""
         return self._advise("prefer_gpu_residency", tensor, self._device_of(tensor))
 
     def prefetch_to_device(
         self, tensor: Tensor, device: Location = None, stream: torch.cuda.Stream | int | None = None
     ) -> Hint:
-        """Move a tensor now, in stream order, so that kernels do not fault; "cpu" moves it back."""
+        """Move a managed tensor to a device in stream order, before kernels would fault on it.
+
+        The device "cpu" moves it back to host memory.
+        """
         verb = "prefetch_to_device"
         location = self._resolve_location(tensor, device)
         if location is None:
@@ -187,7 +190,7 @@ class Hints:
         return self._finish(verb, span, code, counted)
 
     def discard(self, tensor: Tensor, stream: torch.cuda.Stream | int | None = None) -> Hint:
-        """Drop a tensor's contents, so that they are not written back when pages are evicted."""
+        """Discard a tensor's contents, so that evicting its pages needs no write-back."""
         verb = "discard"
         target = self._target(verb, tensor)
         if isinstance(target, Hint):
@@ -197,7 +200,7 @@ class Hints:
         return self._finish(verb, span, code, "discarded")
 
     def residency(self, tensor: Tensor) -> Residency:
-        """Return the location of a tensor. This works while hints are off, too."""
+        """Return the location of a tensor's memory, also while hints are off."""
         found = self._residency(tensor)
         self._count(found, "")
         return found
@@ -244,7 +247,7 @@ class Hints:
         )
 
     def _target(self, verb: str, tensor: Tensor) -> tuple[Driver, Span] | Hint:
-        """Return the driver and the pages for a hint, or the hint that says why there are none."""
+        """Return the driver and a tensor's pages; if no hint is possible, the unsupported hint."""
         if not self.enabled:
             return self._unsupported(verb, HINTS_OFF)
         if self._driver is None or self._platform_refusal:
@@ -258,7 +261,7 @@ class Hints:
         return self._driver, span
 
     def _device_of(self, tensor: Tensor) -> int:
-        """Return the tensor's device; for a managed CPU tensor, the device of the platform."""
+        """Return the ordinal of a tensor's device; for a CPU tensor, that of the platform."""
         index = tensor.get_device()
         return self.platform.device if index < 0 else index
 
@@ -294,7 +297,7 @@ class Hints:
             why = "the driver or cuda-bindings is too old"
             hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
         else:
-            hint = Hint(verb, Verdict.FAILED, "the driver refused", span.nbytes, code)
+            hint = Hint(verb, Verdict.FAILED, "the driver refused it", span.nbytes, code)
         self._count(hint, counted)
         return hint
 
@@ -319,21 +322,21 @@ class Hints:
 
 
 def _platform_refusal(platform: Platform) -> str:
-    """Return why hints are useless on this platform, or an empty string."""
+    """Return why memory hints are impossible on this platform; empty if they are possible."""
     if platform.link not in _NO_HINTS_HERE:
         return ""
     return f"{_NO_HINTS_HERE[platform.link]}: {platform.reasons['link']}"
 
 
 def page_span(tensor: Tensor, page_bytes: int) -> Span | str:
-    """Return the whole pages inside a tensor's own bytes, or the reason why there are none."""
+    """Return the range of whole pages within a tensor's bytes, or the reason why there is none."""
     if tensor.layout is not torch.strided:
-        return "a sparse tensor is not one range of bytes; hint its indices and values"
+        return "a sparse tensor is not one range of bytes; give hints for its indices and values"
     if tensor.is_meta:
         return "a meta tensor has no memory"
     nbytes = dense_nbytes(tensor)
     if nbytes is None:
-        return "other tensors' bytes lie between its own; use a contiguous tensor"
+        return "there are gaps between its elements; use a contiguous tensor"
     if nbytes == 0:
         return "the tensor is empty"
     try:
@@ -350,9 +353,9 @@ def page_span(tensor: Tensor, page_bytes: int) -> Span | str:
 
 
 def dense_nbytes(tensor: Tensor) -> int | None:
-    """Return the bytes from the first to the last element; None if there are gaps between them.
+    """Return the bytes from a tensor's first to its last element; None if there are gaps.
 
-    Permuted and expanded (stride 0) dimensions are fine.
+    Permuted and expanded (stride 0) dimensions are no gaps.
     """
     if tensor.is_contiguous():
         return tensor.nbytes

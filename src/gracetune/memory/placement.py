@@ -1,8 +1,9 @@
-"""Place the tensors of a batch: a table maps names to roles and roles to placements.
+"""Give placement hints for the tensors of a batch, according to a table.
 
-A run file changes the table through `placement_table`; library users pass their own. `place_batch`
-finds tensors in nested mappings, lists, tuples and dataclasses. The nearest enclosing key or field
-name that the table knows gives a tensor its role.
+The table maps tensor names to roles (`prompt_embeds` is `text`) and roles to placements (`text` is
+`device`). `gh200_optimizations.placement` in a run file changes it; library users may pass their
+own. `place_batch` finds tensors in nested mappings, lists, tuples and dataclasses. A tensor's role
+is that of the nearest enclosing key or field name that is in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Placement(StrEnum):
-    """Where the tensors of a role live."""
+    """Where the tensors of a role are kept."""
 
     HOST = "host"
     """In host memory, read in place by the device."""
@@ -36,15 +37,15 @@ class Placement(StrEnum):
     DEVICE = "device"
     """In device memory, prefetched there at once."""
     LEAVE = "leave"
-    """Wherever they are: no hints are given."""
+    """No hints are given; the tensors stay where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
-    """Role of each tensor name, and placement of each role."""
+    """Maps tensor names to roles, and roles to placements."""
 
     roles: Mapping[str, str]
-    """Roles by name: `prompt_embeds` has the role `text`."""
+    """Roles by tensor name, such as `text` for `prompt_embeds`."""
     placements: Mapping[str, Placement]
     """Placements by role."""
 
@@ -97,7 +98,7 @@ DEFAULT_TABLE = PlacementTable(
         }
     ),
 )
-"""Default policy: large tensors that are read once stay in host memory, others move."""
+"""Default placements: latents and audio, read once, stay in host memory; others move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class BatchReport:
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        """All hints, in the order they were given."""
+        """All hints for the batch, in the order in which they were given."""
         return tuple(hint for placed in self.placed for hint in placed.hints)
 
     def __bool__(self) -> bool:
@@ -131,7 +132,10 @@ class BatchReport:
 def placement_table(
     changes: Mapping[str, str], table: PlacementTable = DEFAULT_TABLE
 ) -> PlacementTable:
-    """Return a table with other placements for roles or single names: `{"latents": "staged"}`."""
+    """Return a copy of `table` with changed placements.
+
+    `changes` maps roles or tensor names to placements, such as `{"latents": "staged"}`.
+    """
     roles, placements = dict(table.roles), dict(table.placements)
     for name, value in changes.items():
         if value not in list(Placement):
@@ -154,7 +158,7 @@ def placement_table(
 
 
 def place_batch(batch: object, hints: Hints, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Give the hints that place each tensor of a batch according to its role."""
+    """Give placement hints for every tensor in a nested batch, and report their outcomes."""
     placed, unknown = [], []
     for path, name, tensor in _tensors(batch, table.roles):
         if name is None:
@@ -178,7 +182,7 @@ def _give_hints(tensor: Tensor, placement: Placement, hints: Hints) -> tuple[Hin
 
 
 def _tensors(root: object, roles: Mapping[str, str]) -> Iterator[tuple[str, str | None, Tensor]]:
-    """Yield each tensor once, with its path and the nearest name in the table.
+    """Yield each tensor in `root` once, with its path and the nearest name that has a role.
 
     Uses a stack instead of recursion, so deeply nested and self-referencing batches work.
     """

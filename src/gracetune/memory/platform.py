@@ -1,8 +1,9 @@
-"""Detect the hardware: how a device reaches host memory, how much there is of both, and why.
+"""Detect the hardware: the link between a device and host memory, memory sizes and NUMA nodes.
 
-The platform is detected once per device, from the attributes that the driver reports and never from
-the name of a card: one machine can hold a coherent GPU next to PCIe ones. /proc and /sys are
-passed as arguments, so that tests can use recorded machines.
+Each detected value comes with the reason for it. The platform is detected once per device, from the
+attributes that the driver reports and never from the name of the GPU: one machine can have a
+coherent GPU next to PCIe ones. /proc and /sys are passed as arguments, so that tests can use
+recordings of other machines.
 """
 
 from __future__ import annotations
@@ -43,69 +44,69 @@ __all__ = [
 
 
 class Link(Enum):
-    """Connection between a device and host memory."""
+    """Kind of connection between a device and host memory."""
 
     NONE = "none"
     """There is no GPU."""
     COPY = "copy"
-    """Explicit copies only: the host must not touch managed memory while a kernel runs."""
+    """Explicit copies only: the CPU must not touch managed memory while a kernel runs."""
     MANAGED = "managed"
     """Managed pages migrate over PCIe; host and device may touch them at any time."""
     COHERENT = "coherent"
     """NVLink-C2C: the GPU uses the host's page tables and reads any host memory in place."""
     INTEGRATED = "integrated"
-    """One physical memory for host and device: there is nothing to move."""
+    """Host and device share one physical memory: there is nothing to move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bandwidths in bytes per second, measured here or published (plan/machines.py)."""
+    """Bandwidths of a machine in bytes per second, measured or published (plan/machines.py)."""
 
     copy_in: float
-    """Copy engine, pinned host memory to device."""
+    """Bandwidth of copies from pinned host memory to the device."""
     copy_out: float
-    """Copy engine, device to pinned host memory."""
+    """Bandwidth of copies from the device to pinned host memory."""
     prefetch_in: float
-    """Prefetch of managed pages to the device."""
+    """Bandwidth of prefetching managed pages to the device."""
     prefetch_out: float
-    """Prefetch of managed pages to the host."""
+    """Bandwidth of prefetching managed pages to the host."""
     fault: float
-    """Migration of managed pages by page faults."""
+    """Bandwidth of moving managed pages by page faults."""
     read_in_place: float
-    """A kernel reading host memory over the link."""
+    """Bandwidth of a kernel that reads host memory over the link."""
     device: float
-    """A kernel reading or writing device memory."""
+    """Bandwidth of a kernel that reads or writes device memory."""
     host: float
-    """The CPU reading or writing host memory."""
+    """Bandwidth of the CPU reading or writing host memory."""
     both_ways_share: float = 1.0
-    """Share of its rate that each direction keeps while the other one is busy as well."""
+    """Share of its bandwidth that a direction keeps while the other is busy too (0 to 1)."""
     copy_call_s: float = 6e-6
     """Seconds that the calling thread needs to queue one copy."""
     prefetch_call_s: float = 18e-6
     """Seconds that the calling thread needs to queue one prefetch, however small."""
     prefetch_blocking_share: float = 0.7
-    """Share of a prefetch's transfer time during which the call blocks."""
+    """Share of a prefetch's transfer time for which the call blocks the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A device described by data, for the simulated driver and for published machines."""
+    """A device described by its specifications, for the simulated driver and for planning."""
 
     nbytes: int
     attributes: Mapping[str, int] = field(hash=False)
-    """Device attributes by CUDA name in snake case; absent ones are unknown to the driver."""
+    """Device attributes by CUDA name in lower case; missing ones are unknown to the driver."""
     rates: Rates
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One device, its host memory, and the reason for each value."""
+    """One device, its link to host memory, and the reason for each detected value."""
 
     link: Link
     device: int
     """Ordinal of the device; -1 without a GPU."""
     device_bytes: int
-    """Total device memory; for an integrated device, the host memory it could use."""
+    """Total device memory; for an integrated device, the available host memory."""
     host_bytes: int
     """Host memory that a process could allocate now without swapping."""
     host_total_bytes: int
@@ -118,15 +119,15 @@ class Platform:
     c2c: bool | None
     """True if an NVLink-C2C link is up; None if unknown."""
     rates: Rates | None
-    """Bandwidths of the link; None if they were not measured."""
+    """Bandwidths of the machine; None if they were not measured."""
     reasons: Mapping[str, str] = field(hash=False)
-    """Reason for each value, by field name."""
+    """How each value was detected, by field name."""
     numa_nodes: tuple[NumaNode, ...] = ()
     """All NUMA nodes with memory, including those of devices."""
 
     @property
     def has_managed(self) -> bool:
-        """True if host and device may touch managed memory at any time."""
+        """True if managed memory is safe: host and device may touch it at the same time."""
         return self.link in (Link.MANAGED, Link.COHERENT, Link.INTEGRATED)
 
 
@@ -148,7 +149,7 @@ NO_GPU = Platform(
 
 @dataclass(frozen=True, slots=True)
 class LinkRule:
-    """A link, and the device attributes that prove it."""
+    """A kind of link, and the device attributes that identify it."""
 
     link: Link
     required: Mapping[str, int]
@@ -182,7 +183,7 @@ LINK_RULES = (
         "the driver has no concurrent managed access (WSL, Windows, old or virtual GPUs)",
     ),
 )
-"""Rules in order; the first one whose attributes all match decides."""
+"""Rules that identify the link; the first one whose attributes all match decides."""
 
 _LINK_ATTRIBUTES = (
     "integrated",
@@ -199,7 +200,7 @@ def detect_platform(
     nvml: NvmlFacts | None = None,
     rates: Rates | None = None,
 ) -> Platform:
-    """Detect the platform of one device from the driver, the kernel's files and NVML if present."""
+    """Detect the platform of one device from the driver, /proc and /sys, and NVML if present."""
     facts = {name: driver.attribute(name, device) for name in _LINK_ATTRIBUTES}
     c2c, c2c_reason = _c2c(nvml)
     rule = _find_rule(facts | {"c2c": c2c})
@@ -279,7 +280,7 @@ def _spell(facts: Mapping[str, int | None]) -> str:
 
 def _c2c(nvml: NvmlFacts | None) -> tuple[int | None, str]:
     if nvml is None:
-        return None, "NVML was not asked"
+        return None, "NVML was not queried"
     if nvml.c2c is None:
         return None, nvml.c2c_reason
     return int(nvml.c2c), nvml.c2c_reason
@@ -294,7 +295,7 @@ def _node(value: int | None) -> int | None:
 
 
 def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | None, str]:
-    """Return the NUMA node of the device's memory: present in NUMA mode, not in CDMM or on PCIe."""
+    """Return the NUMA node of the device's memory and the reason; None in CDMM mode and on PCIe."""
     if driver.attribute("numa_config", device) == 1:
         node = _node(driver.attribute("numa_id", device))
         if node is not None:
@@ -305,7 +306,7 @@ def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | No
 
 
 def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
-    """Return MemAvailable minus GPU memory, limited to what the container may use."""
+    """Return the available host memory, without GPU memory and within the cgroup limit, and why."""
     nbytes, nodes = host.usable_bytes(device_node), host.gpu_nodes(device_node)
     if nbytes == host.cgroup_free_bytes:
         return nbytes, "the memory limit of this container (cgroup)"
@@ -319,29 +320,29 @@ def _host_bytes(host: HostFacts, device_node: int | None) -> tuple[int, str]:
 # Not Supported. Neither is an error; each becomes a reason in the platform.
 
 ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
-"""NVML's names of addressing modes, by number."""
+"""Names of NVML's addressing modes, by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """NVML's information about one device."""
+    """The information that NVML has about one device."""
 
     c2c: bool | None
     """True if the NVLink-C2C link is up; None if unknown."""
     c2c_reason: str
     addressing: str | None
-    """`ats`, `hmm` or `none`; None if unknown."""
+    """Addressing mode: `ats`, `hmm` or `none`; None if unknown."""
     addressing_reason: str
 
 
 class C2cMode(Protocol):
-    """NVML's struct with the state of NVLink-C2C."""
+    """The NVML struct that tells if NVLink-C2C is enabled."""
 
     isC2cEnabled: int  # noqa: N815  NVML's spelling
 
 
 class Nvml(Protocol):
-    """The functions of `pynvml` that are used; tests pass their own."""
+    """The functions of `pynvml` that gracetune calls; tests pass their own."""
 
     NVMLError: type[Exception]
 
@@ -363,7 +364,7 @@ def import_nvml() -> Nvml | None:
 
 
 def read_nvml(nvml: Nvml | None, driver: Driver, device: int) -> NvmlFacts:
-    """Query NVML about a device, which is matched by its PCI address."""
+    """Query NVML about a CUDA device, which is found by its PCI address."""
     if nvml is None:
         return _no_nvml_facts("pynvml is not installed (pip install nvidia-ml-py)")
     try:
@@ -379,7 +380,7 @@ def read_nvml(nvml: Nvml | None, driver: Driver, device: int) -> NvmlFacts:
 
 
 def pci_bus_id(driver: Driver, device: int) -> str:
-    """Return the PCI address of a device. CUDA and NVML may number devices differently."""
+    """Return a device's PCI address, since CUDA and NVML may number devices differently."""
     domain, bus, slot = (
         driver.attribute(name, device) or 0
         for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -414,7 +415,7 @@ def _no_nvml_facts(reason: str) -> NvmlFacts:
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)", re.MULTILINE)
 _LINE = re.compile(r"^(?:Node \d+ )?([A-Za-z_()]+):\s+(\d+) kB", re.MULTILINE)
 _NVIDIA_REGION = "System RAM (NVIDIA)"
-"""Label in /proc/iomem of GPU memory that the NVIDIA driver added to the kernel's memory."""
+"""Label in /proc/iomem of GPU memory that the kernel uses as system memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,30 +425,30 @@ class NumaNode:
     id: int
     total_bytes: int
     available_bytes: int
-    """Free memory, and page cache that could be dropped."""
+    """Free memory plus page cache that the kernel could drop."""
     has_cpus: bool
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Host memory as the kernel counts it, which may include GPU memory."""
+    """Host memory as the kernel reports it; the numbers may include GPU memory."""
 
     total_bytes: int
     available_bytes: int
     page_bytes: int
     nodes: tuple[NumaNode, ...] = ()
     cgroup_free_bytes: int | None = None
-    """Bytes that the cgroup's limit leaves; None without a limit."""
+    """Bytes that the process may still allocate under its cgroup limit; None without a limit."""
     coherent_memory_mode: str = ""
-    """CoherentGPUMemoryMode of the NVIDIA kernel module: `driver` means CDMM; may be empty."""
+    """CoherentGPUMemoryMode of the NVIDIA kernel module: `driver` is CDMM; empty if unknown."""
 
     includes_gpu_memory: bool = False
-    """True if the kernel's counts include GPU memory (NUMA mode)."""
+    """True if the kernel's memory sizes include GPU memory (NUMA mode)."""
 
     def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
-        """Return the nodes that are GPU memory; `known` is one that the driver has named.
+        """Return the NUMA nodes that are GPU memory; `known` is one that the driver has named.
 
-        If one GPU's memory is a node, every node without CPUs is taken for GPU memory.
+        If one GPU's memory is a node, every node without CPUs counts as GPU memory.
         """
         if known is None and not (
             self.includes_gpu_memory and any(node.has_cpus for node in self.nodes)
@@ -456,23 +457,23 @@ class HostFacts:
         return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
 
     def usable_bytes(self, gpu_node: int | None = None) -> int:
-        """Return the host memory that a process could still allocate, without GPU memory."""
+        """Return the host memory in bytes that this process could still allocate."""
         on_gpus = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
         usable = max(0, self.available_bytes - on_gpus)
         return usable if self.cgroup_free_bytes is None else min(usable, self.cgroup_free_bytes)
 
     def total_host_bytes(self, gpu_node: int | None = None) -> int:
-        """Return the total host memory, without GPU memory."""
+        """Return the total host memory in bytes, without GPU memory."""
         return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
 
     def capacity_bytes(self) -> int:
-        """Return the total host memory, limited by the cgroup."""
+        """Return the total host memory in bytes, or what the cgroup leaves if that is less."""
         total = self.total_host_bytes()
         return total if self.cgroup_free_bytes is None else min(total, self.cgroup_free_bytes)
 
 
 def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
-    """Read host memory; `page_bytes` is `os.sysconf("SC_PAGE_SIZE")` on this machine."""
+    """Read the host memory sizes from /proc and /sys; `page_bytes` is the kernel's page size."""
     memory = _kilobytes(proc / "meminfo")
     for name in ("MemTotal", "MemAvailable"):
         if name not in memory:
@@ -492,9 +493,9 @@ def read_host(proc: Path, sys: Path, page_bytes: int) -> HostFacts:
 
 
 def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
-    """Return how many bytes of the spans (address, bytes) are anonymous memory of this process.
+    """Return how many bytes of the spans (address, bytes) are not in memory-mapped files.
 
-    Freeing those makes memory available. Pages of mapped files count as available anyway.
+    Only freeing those makes memory available: pages of mapped files count as available anyway.
     """
     mapped = [
         (int(match[1], 16), int(match[2], 16))
@@ -511,7 +512,7 @@ def anonymous_nbytes(proc: Path, spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """Parse the `Name: 123 kB` lines of a meminfo file into bytes; empty if it is missing."""
+    """Parse the `Name: 123 kB` lines of a meminfo file to bytes; empty if there is no file."""
     return {name: int(value) * 1024 for name, value in _LINE.findall(_text(path))}
 
 
@@ -523,7 +524,7 @@ def _text(path: Path) -> str:
 
 
 def _nodes(folder: Path) -> tuple[NumaNode, ...]:
-    """Read the nodes with memory. GPUs also create empty ones, one per possible MIG slice."""
+    """Read the NUMA nodes that have memory; GPUs also create empty ones for MIG slices."""
     nodes = []
     for path in folder.glob("node[0-9]*"):
         number = int(path.name.removeprefix("node"))
@@ -543,9 +544,9 @@ def _nodes(folder: Path) -> tuple[NumaNode, ...]:
 
 
 def _includes_gpu_memory(proc: Path) -> bool:
-    """Return True if the kernel counts GPU memory as its own; when in doubt, True.
+    """Return True if the kernel's memory sizes include GPU memory; when in doubt, True.
 
-    /proc/iomem shows it, but is readable by root only.
+    /proc/iomem has the answer, but only root can read it.
     """
     regions = _text(proc / "iomem")
     if regions:
@@ -555,7 +556,7 @@ def _includes_gpu_memory(proc: Path) -> bool:
 
 
 def _cgroup_free_bytes(proc: Path, mount: Path) -> int | None:
-    """Return the bytes that the tightest cgroup (v2) up to the root leaves to this process.
+    """Return the bytes that this process's cgroup (v2) and its parents leave; None without a limit.
 
     Inactive page cache counts as free, because the kernel can drop it.
     """
@@ -582,10 +583,10 @@ def _coherent_mode(params: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A device's platform and its driver."""
+    """The platform of a device, and the driver to call it."""
 
     driver: Driver | None
-    """None exactly if the platform has no GPU."""
+    """The CUDA driver; None if the machine has no GPU."""
     platform: Platform
 
 
@@ -596,14 +597,17 @@ class CountedDriver(Driver, Protocol):
 
 
 def read_this_host() -> HostFacts:
-    """Read the host memory of this machine now."""
+    """Read the current host memory sizes of this machine."""
     return read_host(Path("/proc"), Path("/sys"), os.sysconf("SC_PAGE_SIZE"))
 
 
 def open_machine(
     device: int = 0, open_driver: Callable[[], CountedDriver] = open_cuda_driver
 ) -> Machine:
-    """Open one device of this machine; without a GPU, the platform's reasons say why."""
+    """Open the driver and detect the platform of one device.
+
+    Without a usable GPU, the platform has the link NONE and the reason.
+    """
     host = read_this_host()
     try:
         driver = open_driver()

@@ -1,7 +1,7 @@
 """Allocate torch tensors in CUDA managed memory, through a `torch.cuda.MemPool` with a byte cap.
 
-Tensors from a pool are ordinary CUDA tensors, cached by torch's allocator. Beyond its cap the pool
-refuses, and the user sees torch's OutOfMemoryError.
+Tensors from a pool are ordinary CUDA tensors, cached by torch's allocator. Beyond the cap, torch
+raises its OutOfMemoryError.
 
 Keep a pool open only around the lines that allocate, never around a loop. While a pool is open,
 torch defers frees of tensors that other streams have used, does not retry before it reports out of
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from gracetune.memory.shim import Shim, ShimCounters
 
 MAX_OPEN_S = 5.0
-"""A pool that stays open for longer is probably open around a loop; a warning says so."""
+"""Seconds after which a warning says that a pool was open too long, probably around a loop."""
 
 
 class PoolError(GracetuneError):
-    """A pool was used in a way that torch does not support."""
+    """Raised if a managed pool is used after it was closed, or in a way torch does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUnavailable:
-    """A managed pool cannot be opened on this machine, for this reason."""
+    """The reason why this machine cannot have a managed pool."""
 
     reason: str
 
@@ -53,9 +53,9 @@ class PoolSettings:
     """Options of a managed pool."""
 
     cap_bytes: int
-    """Maximum managed bytes, counted in whole segments of torch's allocator."""
+    """Maximum size of the pool in bytes, in whole segments of torch's allocator."""
     pattern: AccessPattern = AccessPattern.GPU_FIRST
-    """Where new segments are placed."""
+    """Where the pool's segments are placed: mainly device or host memory."""
     no_split: bool = False
     """Give each tensor a segment of its own, so that hints never affect a neighbour."""
     use_on_oom: bool = False
@@ -65,7 +65,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class PoolCloseResult:
-    """Memory freed by closing a pool; truthy if everything was freed."""
+    """Bytes that closing a pool freed and could not free; truthy if all were freed."""
 
     freed_bytes: int
     held_bytes: int
@@ -76,14 +76,14 @@ class PoolCloseResult:
 
 
 class MemPoolApi(Protocol):
-    """Functions of torch that a pool needs; hides differences between torch releases."""
+    """The torch functions that a managed pool needs; hides differences between torch releases."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        """Create a MemPool that allocates through a slot of the shim."""
+        """Create a `torch.cuda.MemPool` that allocates through a slot of the C shim."""
         ...
 
     def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
-        """Route this thread's allocations to the pool inside the block."""
+        """Return a context manager that makes this thread allocate from the pool."""
         ...
 
     def is_capturing(self) -> bool:
@@ -103,7 +103,7 @@ class TorchMemPools:
     """`MemPoolApi` for torch 2.11 to 2.15."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        """Create a MemPool on the given device."""
+        """Create a `torch.cuda.MemPool` on the given device."""
         import torch
 
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
@@ -119,7 +119,7 @@ class TorchMemPools:
             )
 
     def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:
-        """Return torch's context manager for the pool's device."""
+        """Return `torch.cuda.use_mem_pool` for the pool and its device."""
         import torch
 
         assert isinstance(pool, torch.cuda.MemPool)
@@ -127,7 +127,7 @@ class TorchMemPools:
         return opened
 
     def is_capturing(self) -> bool:
-        """Return True if the current stream is being captured."""
+        """Return True if the current stream is being captured into a CUDA graph."""
         import torch
 
         return bool(torch.cuda.is_current_stream_capturing())
@@ -153,7 +153,7 @@ def open_pool(
     emit: Callable[[Notice], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> ManagedPool | PoolUnavailable:
-    """Open a managed pool on the platform's device, or return why that is impossible."""
+    """Open a managed pool on the platform's device; return the reason if that is impossible."""
     if settings.cap_bytes <= 0:
         raise ConfigError(
             f"The cap of a managed pool is {settings.cap_bytes} bytes, but it must be above 0. "
@@ -203,7 +203,10 @@ class ManagedPool:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Allocate from this pool inside the block, in this thread. Keep the block short."""
+        """Make torch allocate from this pool inside the `with` block, in this thread.
+
+        Keep the block short: torch frees less memory while it is open.
+        """
         if self._torch.is_capturing():
             raise PoolError(
                 "A managed pool was opened during CUDA graph capture; its prefetches would break "
@@ -232,14 +235,17 @@ class ManagedPool:
             return self._shim.counters(self._slot)
 
     def set_cap(self, cap_bytes: int) -> None:
-        """Change the cap. Memory above a lower cap stays until its tensors are freed."""
+        """Change the maximum size of the pool. Lowering it frees no existing tensors."""
         with self._lock:
             if self._slot is None:
                 raise PoolError("This managed pool is closed; its cap cannot be changed.")
             self._shim.set_cap(self._slot, cap_bytes)
 
     def close(self) -> PoolCloseResult:
-        """Free every segment without live tensors; call again once the last tensor is gone."""
+        """Free all memory of the pool that no tensor uses.
+
+        If tensors are still alive, call it again once they are gone.
+        """
         with self._lock:
             if self._num_open:
                 raise PoolError(

@@ -1,8 +1,8 @@
-"""Open and connect the memory objects of one process or run.
+"""Create and connect the objects of `gracetune.memory` for one process or run.
 
-Platform, hints, stages, accounting and statistics know nothing of each other; `MemorySession` puts
-them together and opens each when it is first needed. A training run has one session, and the free
-functions of `gracetune.gh200` share another.
+Platform, hints, stages, accounting and statistics do not depend on each other; `MemorySession`
+connects them and creates each on first use. A training run has one session, and the functions of
+`gracetune.gh200` share another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class MemorySettings(Protocol):
-    """Memory settings that environment variables can make; None: the variable is not set."""
+    """Memory settings from environment variables; None if the variable is not set."""
 
     @property
     def uvm_hints(self) -> bool | None: ...
@@ -68,7 +68,7 @@ class MemorySettings(Protocol):
 
 
 class MemorySession:
-    """Hardware, hints, stages, accounting and statistics of one process or run."""
+    """The platform, hints, stages, accounting and statistics of one process or run."""
 
     def __init__(
         self,
@@ -77,30 +77,33 @@ class MemorySession:
         emit: Callable[[Notice], None],
         gc_freeze: GcFreeze | None = None,
     ) -> None:
-        """`gc_freeze` is the run's own if it freezes objects, so that reclaiming collects them."""
+        """Pass the run's `gc_freeze`, so that reclaiming memory also collects frozen objects."""
         self.hints_override: bool | None = None
-        """Turns hints on or off regardless of the environment; None: the environment decides."""
+        """Turns hints on or off; None leaves the decision to environment variables and platform."""
         self._open_machine = open_machine
         self._read_settings = read_settings
         self._emit = emit
         self._gc_freeze = gc_freeze or GcFreeze()
         self._pool: ManagedPool | PoolUnavailable | None = None
         self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
-        """Called by light reclamations; each frees refillable memory and returns its bytes."""
+        """Functions that free memory and return the bytes freed; light reclamations call them."""
 
     @property
     def settings(self) -> MemorySettings:
-        """The environment's settings, read each time: a script may set variables after import."""
+        """Settings from environment variables, read on every access: scripts may change them."""
         return self._read_settings()
 
     @cached_property
     def machine(self) -> Machine:
-        """The device and its platform, detected once."""
+        """The device's driver and platform, detected on first use."""
         return self._open_machine()
 
     @property
     def hints_enabled(self) -> bool:
-        """True if hints are on: by the override, else the environment, else a coherent GPU."""
+        """True if memory hints are on.
+
+        `hints_override` decides, else the environment; the default is on for coherent GPUs.
+        """
         if self.hints_override is not None:
             return self.hints_override
         setting = self.settings.uvm_hints
@@ -108,13 +111,13 @@ class MemorySession:
 
     @property
     def wants_pool(self) -> bool:
-        """True if a managed pool should be used: by `use_uvm` if it is set, else as hints are."""
+        """True if a managed pool should be used: `use_uvm` if it is set, else `hints_enabled`."""
         setting = self.settings.use_uvm
         return self.hints_enabled if setting is None else setting
 
     @property
     def hints(self) -> Hints:
-        """The hints, switched on or off according to `hints_enabled`."""
+        """The object that gives memory hints, switched on or off by `hints_enabled`."""
         self._hints.enabled = self.hints_enabled
         return self._hints
 
@@ -129,7 +132,7 @@ class MemorySession:
 
     @cached_property
     def policy(self) -> StagePolicy:
-        """The stage policy, from the environment and the defaults."""
+        """Thresholds for memory stages, from environment variables and defaults."""
         settings, default = self.settings, StagePolicy()
         return StagePolicy(
             threshold=settings.stage1_threshold or default.threshold,
@@ -141,18 +144,18 @@ class MemorySession:
 
     @property
     def managed_cap(self) -> int:
-        """Maximum managed bytes: the oversubscription ratio, limited by host memory."""
+        """Maximum managed memory in bytes, by the oversubscription ratio and host memory."""
         platform = self.machine.platform
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
     @cached_property
     def accounting(self) -> MemoryAccounting:
-        """Bytes held by this process by tier and role, with the cap on managed bytes."""
+        """Counts of the memory that gracetune allocates, with a cap on managed memory."""
         return MemoryAccounting({Tier.MANAGED: self.managed_cap})
 
     @cached_property
     def stages(self) -> Stages:
-        """The run's memory stage; it reclaims through `trimmers` and torch's allocator."""
+        """Tracks the run's memory stage; reclaims memory by `trimmers` and torch's allocator."""
         device = self.machine.platform.device
         light = light_reclamation(self.trimmers)
         hard = hard_reclamation(device, self._gc_freeze)
@@ -160,7 +163,7 @@ class MemorySession:
 
     @cached_property
     def faults(self) -> FaultCounter | str:
-        """CUPTI's page fault counter, started on first use, or the reason why there is none."""
+        """The CUPTI page fault counter, started on first use; the reason if there is none."""
         if self.machine.driver is None:
             return f"no GPU: {self.machine.platform.reasons['link']}"
         cupti = import_cupti()
@@ -169,7 +172,7 @@ class MemorySession:
         return start_fault_counter(cupti, self.machine.platform.device)
 
     def pool(self) -> ManagedPool | PoolUnavailable:
-        """Return the managed pool of this process, opening it on the first call."""
+        """Return the managed pool, opened on the first call, or the reason why there is none."""
         if self._pool is None:
             platform = self.machine.platform
             if self.machine.driver is None:
@@ -181,9 +184,9 @@ class MemorySession:
         return self._pool
 
     def observe(self, *, reclaim: bool) -> Stage:
-        """Take a memory reading and return the stage; reclaim memory if `reclaim` and needed.
+        """Read the memory in use and return the stage; with `reclaim`, free memory if needed.
 
-        Without a managed pool nothing can be oversubscribed, so no reading is taken.
+        Without a managed pool, memory is not read, since nothing can be oversubscribed.
         """
         if not isinstance(self._pool, ManagedPool):
             return self.stages.state.stage
@@ -192,7 +195,7 @@ class MemorySession:
         return self.stages.update_and_reclaim(reading) if reclaim else self.stages.update(reading)
 
     def stats(self) -> Stats:
-        """Return torch's memory statistics together with ours (`uvm.*`)."""
+        """Return torch's memory statistics, extended by gracetune's (`uvm.*`)."""
         self.observe(reclaim=False)
         return memory_stats(
             torch.cuda.memory_stats(),

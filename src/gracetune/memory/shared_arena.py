@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 
 OFFSET_BITS = 44
-"""An address is a segment number followed by an offset of this many bits (segments to 16 TiB)."""
+"""Bits of an address that are the offset in a segment; the bits above are its number."""
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems that `sendfile` cannot read from."""
+"""Error codes of `sendfile` on file systems that it cannot read from."""
 _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
-"""Errors when memory is full or the file size limit is reached."""
+"""Error codes when memory is full or a file size limit is reached."""
 _COPY_NBYTES = 512 * 1024
-"""Buffer size without `sendfile`: efficient for a disk, small enough for a core's L2 cache."""
+"""Buffer size in bytes for copies without `sendfile`; fits into a core's L2 cache."""
 
 
 class ArenaFullError(Exception):
-    """The machine has no memory left for the arena. The caller tells the user what to do."""
+    """Raised if there is no memory left for an arena; the caller tells the user what to do."""
 
 
 class ArenaWriter:
-    """An arena while it is being filled, by any number of threads."""
+    """Fills a new arena, from any number of threads, and seals it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class ArenaWriter:
 
     @contextmanager
     def segment_writer(self) -> Iterator[SegmentWriter]:
-        """Lend out a segment that no other thread writes to meanwhile."""
+        """Yield a segment to write to, which no other thread uses inside the `with` block."""
         with self._lock:
             if self._free:
                 writer = self._free.pop()
@@ -87,7 +87,7 @@ class ArenaWriter:
 
 
 class SegmentWriter:
-    """Appends to one segment of an arena, without gaps. Methods return the address of the data."""
+    """Appends data to one segment of an arena, and returns the address of the data."""
 
     def __init__(self, number: int) -> None:
         self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -96,7 +96,7 @@ class SegmentWriter:
         self._end = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data` and return its address."""
+        """Append `data` to the segment and return its address."""
         address = self._base + self._end
         left = memoryview(data)
         try:
@@ -109,10 +109,10 @@ class SegmentWriter:
         return address
 
     def write_with(self, write: Callable[[int], int]) -> int:
-        """Let a function append to the segment's descriptor; return the address of its data.
+        """Append data by calling `write`; return the address of the data.
 
-        `write` gets the descriptor and returns the number of bytes it wrote. If it raises OSError,
-        there was no memory for them.
+        `write` gets the segment's file descriptor and returns the number of bytes that it wrote.
+        An OSError from it means that there was no memory left.
         """
         address = self._base + self._end
         try:
@@ -124,11 +124,11 @@ class SegmentWriter:
     def copy_from(
         self, source_fd: int, offset: int, nbytes: int, expected_nbytes: int = -1
     ) -> tuple[int, int]:
-        """Append bytes of an open file, copied inside the kernel; return their address and count.
+        """Append bytes of an open file, copied by the kernel; return their address and number.
 
-        The count is less than `nbytes` if the file ends before. Once `expected_nbytes` have been
-        copied, the end of the file is not looked for any more, which saves a system call. Raises
-        OSError if the file cannot be read.
+        The number is below `nbytes` if the file ends earlier. If the caller knows the file's end,
+        passing `expected_nbytes` saves the system call that would detect it. Raises OSError if the
+        file cannot be read.
         """
         done = 0
         while done < nbytes:
@@ -149,7 +149,7 @@ class SegmentWriter:
         return address, done
 
     def seal(self) -> int:
-        """Make the segment immutable and return a descriptor that is open for reading."""
+        """Make the segment immutable and return a file descriptor for reading it."""
         os.ftruncate(self._fd, self._end)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         descriptor = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -170,30 +170,33 @@ class SegmentWriter:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Identifies an arena to other processes of the machine, for as long as its holder lives."""
+    """Lets other processes find an arena, as long as the process that created the handle lives."""
 
     pid: int
     segments: tuple[tuple[int, int, int], ...]
-    """Descriptor, device and inode of each segment.
+    """File descriptor, device number and inode of each segment.
 
     Device and inode detect a process ID or a descriptor that was reused for something else.
     """
 
 
 class Arena:
-    """Sealed segments, mapped for reading. Forks inherit them; others attach with a handle."""
+    """A sealed arena, mapped for reading.
+
+    Forked children inherit it; other processes attach to it with a handle.
+    """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Take ownership of descriptors that are open for reading."""
+        """Map the segments of these file descriptors; the arena closes them."""
         self._fds = tuple(descriptors)
         for descriptor in self._fds:
             weakref.finalize(self, os.close, descriptor)
         self.segments = tuple(_map(descriptor) for descriptor in self._fds)
-        """The mapped segments; slices of them copy nothing and keep the mapping alive."""
+        """The mapped segments. A slice of one is no copy and keeps the mapping alive."""
 
     @classmethod
     def attach(cls, handle: ArenaHandle) -> Arena:
-        """Map another process's arena; raise OSError if it is gone or access is denied."""
+        """Map the arena of another process; raise OSError if it is gone or access is denied."""
         opened: list[int] = []
         try:
             for descriptor, *identity in handle.segments:
@@ -205,18 +208,18 @@ class Arena:
         return cls(opened)
 
     def view(self, address: int, nbytes: int) -> memoryview:
-        """Return the bytes at an address that a `SegmentWriter` returned."""
+        """Return the bytes at an address that a `SegmentWriter` returned, without a copy."""
         offset = address & OFFSET_MASK
         return self.segments[address >> OFFSET_BITS][offset : offset + nbytes]
 
     @property
     def handle(self) -> ArenaHandle:
-        """A handle with which another process can attach."""
+        """A handle with which another process can map the arena."""
         return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
 
     @property
     def resident_nbytes(self) -> int:
-        """Memory that the machine spends on the arena, however many processes map it."""
+        """Host memory that the arena takes in bytes, however many processes map it."""
         return sum(os.fstat(descriptor).st_blocks * 512 for descriptor in self._fds)
 
 
@@ -225,9 +228,9 @@ class SharedArena(NamedTuple):
 
     arena: Arena
     owner_pid: int
-    """The process that built it."""
+    """ID of the process that built the arena."""
     attach_error: str | None
-    """Why an existing arena could not be mapped; None if it was, or there was none."""
+    """Why another process's arena could not be mapped, so that one was built; None otherwise."""
 
     @property
     def is_owner(self) -> bool:
@@ -242,10 +245,10 @@ def share_arena(
     on_wait: Callable[[], None],
     proc: Path = Path("/proc"),
 ) -> SharedArena:
-    """Map the arena that another process shares under `name`, or build and share it.
+    """Map the arena that another process shares as `name`; if there is none, build and share it.
 
-    `name` must identify everything that the contents depend on. `on_wait` is called once if another
-    process is building the arena.
+    `name` must identify everything that the contents depend on. `on_wait` is called if another
+    process is building the arena, before waiting for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     base = folder / f"{name}-{pid_namespace_id(proc)}"
@@ -267,10 +270,10 @@ def share_arena(
 
 
 def pid_namespace_id(proc: Path) -> str:
-    """Return a text that is equal for processes which see each other's process IDs.
+    """Return an id of this PID namespace: processes with the same id share process IDs.
 
-    It identifies the boot and the PID namespace, so containers that share a folder do not mix up
-    their processes.
+    It consists of the boot id and the namespace's inode, so that containers which share a folder
+    do not mix up their processes.
     """
     boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{(proc / 'self/ns/pid').stat().st_ino}"
@@ -279,10 +282,10 @@ def pid_namespace_id(proc: Path) -> str:
 def open_process_file(
     pid: int, descriptor: int, identity: tuple[int, ...], proc: Path = Path("/proc")
 ) -> int:
-    """Open a descriptor of another process for reading, if it still is the file it was.
+    """Open a file of another process for reading, by the process's file descriptor.
 
-    `identity` is the file's device and inode. Raises OSError if the file is gone or access is
-    denied.
+    `identity` is the expected device and inode. Raises OSError if the descriptor is closed or now
+    another file, or if access is denied.
     """
     path = proc / str(pid) / "fd" / str(descriptor)
     # Check before opening: a reused descriptor may be a pipe or a device, where open has effects.
@@ -296,9 +299,9 @@ def open_process_file(
 
 @contextmanager
 def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a lock file exclusively; the kernel releases it if the process dies.
+    """Hold an exclusive lock on a file; the kernel releases it if the process dies.
 
-    `on_wait` is called before waiting for another process.
+    `on_wait` is called before waiting, if another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -324,7 +327,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _read_offer(path: Path) -> ArenaHandle | None:
-    """Return the handle in an offer; None if there is none, or it was not written by us."""
+    """Return the arena handle in a JSON file; None if there is no file or it is invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return ArenaHandle(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))

@@ -1,10 +1,10 @@
 /* Managed memory for torch's caching allocator.
  *
  * A torch MemPool allocates and frees its segments through two C functions. The functions here
- * allocate managed memory from the driver, advise where it should live, count it, and return NULL
- * beyond a cap, which torch turns into an OutOfMemoryError. torch passes no user data, so each pool
- * owns a slot, and each slot has its own pair of functions. No CUDA header is needed: libcuda is
- * opened at run time, and the used part of its ABI is declared here.
+ * allocate managed memory from the CUDA driver, advise where it should live, count it, and return
+ * NULL beyond a cap, which torch turns into an OutOfMemoryError. torch passes no user data, so each
+ * pool owns a slot, and each slot has its own pair of functions. No CUDA header is needed: libcuda
+ * is opened at run time, and the part of its ABI that is used is declared here.
  *
  * torch calls these functions on any thread, with its allocator lock held. They must never call
  * back into Python.
@@ -24,7 +24,7 @@
 #define SLOTS 16
 #define DEVICES 64
 
-/* The used part of the driver's ABI, in CUDA 12 and 13. */
+/* The part of the driver's ABI that is used; the same in CUDA 12 and 13. */
 typedef int CUresult;
 typedef int CUdevice;
 typedef uint64_t CUdeviceptr;
@@ -69,7 +69,7 @@ typedef struct Segment {
     struct Segment *next;
 } Segment;
 
-/* Read by Python as an array of 64-bit integers: only append fields, and raise ABI. */
+/* Python reads this struct as an array of 64-bit integers: only append fields, and raise ABI. */
 typedef struct {
     uint64_t live_bytes, live_segments, peak_bytes, cap_bytes;
     uint64_t allocations, frees;
@@ -232,7 +232,8 @@ EXPORT int gracetune_shim_counters(int number, uint64_t *target, int count) {
     return known;
 }
 
-/* Make the device's primary context current unless it is; `pushed` is 1 if it must be popped. */
+/* Make a device's primary context current if it is not yet. Sets `pushed` to 1 if the caller must
+   call pop_device afterwards. */
 static CUresult push_device(Slot *slot, int ordinal, int *pushed) {
     Driver *driver = &slot->driver;
     CUcontext current = NULL;
@@ -273,7 +274,7 @@ static void advise(Slot *slot, CUdeviceptr pointer, size_t nbytes, int advice, i
                                             type == AT_HOST ? CPU_DEVICE : id));
 }
 
-/* Advise and prefetch a new segment. A failed hint only costs speed, so it is counted, no error. */
+/* Advise and prefetch a new segment. A failed hint costs only speed, so it is just counted. */
 static void settle(Slot *slot, CUdeviceptr pointer, size_t nbytes, int device, CUstream stream) {
     if (slot->pattern == GPU_FIRST)
         advise(slot, pointer, nbytes, SET_PREFERRED_LOCATION, AT_DEVICE, device);
@@ -293,8 +294,8 @@ static void *fail(Slot *slot, CUresult code) {
     return NULL;
 }
 
-/* The slot stays locked during the driver calls, which makes the cap exact. torch serializes the
-   allocations of a device anyway. */
+/* Allocate a segment, or return NULL. The caller has locked the slot. It stays locked during the
+   driver calls, which makes the cap exact; torch serializes the allocations of a device anyway. */
 static void *allocate_locked(Slot *slot, size_t nbytes, int device, CUstream stream) {
     Counters *counters = &slot->counters;
     if (nbytes > counters->cap_bytes || counters->live_bytes > counters->cap_bytes - nbytes) {

@@ -1,7 +1,7 @@
 """Python bindings of shim.c, the C library that gives torch's allocator managed memory.
 
-Installing the package compiles shim.c next to this file. Without a C compiler the installation
-succeeds as well, and `find_shim` returns the reason why managed pools are unavailable.
+Installing gracetune compiles shim.c to a library next to this file. If there is no C compiler, the
+installation still succeeds, and `find_shim` returns the reason why managed pools are unavailable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from gracetune.errors import GracetuneError, RunFailedError
 
 ABI = 1
-"""Interface version; must equal ABI in shim.c. Raise both when the interface changes."""
+"""Interface version of the C shim; equals ABI in shim.c. Raise both if the interface changes."""
 LIBRARY = "_shim.so"
 SOURCE = Path(__file__).with_name("shim.c")
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -26,14 +26,14 @@ _BUSY = -6
 
 
 class AccessPattern(Enum):
-    """Placement of a pool's segments, by the values of `uvm_access_pattern`."""
+    """Where a pool's memory is placed; the values are those of `uvm_access_pattern`."""
 
     GPU_FIRST = "gpu_first"
-    """Prefer the device, and prefetch new segments to it."""
+    """Prefer device memory, and prefetch new segments to it."""
     BALANCED = "balanced"
     """No preferred location: pages appear where they are first touched."""
     CPU_FIRST = "cpu_first"
-    """Prefer the host; the device reads the pages in place."""
+    """Prefer host memory; the device reads it in place."""
 
     @property
     def number(self) -> int:
@@ -42,12 +42,12 @@ class AccessPattern(Enum):
 
 
 class ShimError(GracetuneError):
-    """The shim cannot be built, loaded or opened."""
+    """Raised if the C shim cannot be built, loaded or opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShimCounters:
-    """Counters of one pool, in the order of the C struct."""
+    """Allocation counters of one managed pool, in the order of the C struct."""
 
     live_bytes: int
     live_segments: int
@@ -56,31 +56,31 @@ class ShimCounters:
     allocations: int
     frees: int
     denied: int
-    """Segments refused because of the cap."""
+    """Number of segments refused because of the cap."""
     denied_bytes: int
     failed: int
-    """Segments refused by the driver."""
+    """Number of segments that the CUDA driver refused to allocate."""
     hints: int
-    """Advice calls and prefetches for new segments."""
+    """Number of advice calls and prefetches for new segments."""
     failed_hints: int
     failed_frees: int
     leaked_bytes: int
-    """Bytes that the driver failed to free; they stay counted as live."""
+    """Bytes that the CUDA driver failed to free; `live_bytes` still includes them."""
     foreign_frees: int
-    """Frees of pointers that the pool did not allocate."""
+    """Number of frees of pointers that the pool did not allocate."""
     last_code: int
-    """The driver's last error code; 0 if there was none."""
+    """The CUDA driver's last error code; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingShim:
-    """The shim is not available, for this reason."""
+    """The reason why the C shim is not available."""
 
     reason: str
 
 
 class Shim:
-    """The loaded C library."""
+    """The loaded C library of shim.c."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -118,7 +118,10 @@ class Shim:
     def open(
         self, pattern: AccessPattern, cap_bytes: int, driver_library: str = DRIVER_LIBRARY
     ) -> int:
-        """Reserve a slot for one pool; its number names the C functions that torch calls."""
+        """Reserve a slot for one pool and return its number.
+
+        torch calls the C functions `gracetune_alloc_N` and `gracetune_free_N` of slot N.
+        """
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         slot: int = self._library.gracetune_shim_open(
             driver_library.encode(), pattern.number, cap_bytes, error, _ERROR_BYTES
@@ -132,18 +135,18 @@ class Shim:
         return slot
 
     def close(self, slot: int) -> bool:
-        """Release a slot; return False while torch still holds segments of it."""
+        """Release a pool's slot; return False while torch still holds segments of it."""
         code: int = self._library.gracetune_shim_close(slot)
         assert code in (0, _BUSY), f"slot {slot} is not open"
         return code == 0
 
     def set_cap(self, slot: int, cap_bytes: int) -> None:
-        """Change the cap. Segments above a lower cap stay until torch frees them."""
+        """Change the maximum size of a pool. Lowering it frees no existing segments."""
         code = self._library.gracetune_shim_set_cap(slot, cap_bytes)
         assert code == 0, f"slot {slot} is not open"
 
     def counters(self, slot: int) -> ShimCounters:
-        """Return a consistent snapshot of a slot's counters."""
+        """Return a consistent snapshot of the counters of a pool's slot."""
         count = len(ShimCounters.__slots__)
         values = (ctypes.c_uint64 * count)()
         known = self._library.gracetune_shim_counters(slot, values, count)
@@ -152,7 +155,7 @@ class Shim:
 
 
 def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
-    """Load the shim next to this file, or return why there is none."""
+    """Load the compiled C shim from `folder`, or return the reason why there is none."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingShim(
@@ -164,7 +167,7 @@ def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
 
 
 def build_shim(target: Path, compiler: str = "cc", source: Path = SOURCE) -> Path:
-    """Compile the shim, for a source tree that was not installed."""
+    """Compile the C shim to `target`, for a source tree that was not installed."""
     command = [compiler, *COMPILE_FLAGS, str(source), "-o", str(target), *LINK_FLAGS]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,10 +1,10 @@
 """Decide when device memory is oversubscribed, and reclaim memory between steps.
 
-With a managed pool a run has two stages: everything resident on the device (1), or oversubscribed,
-with managed pages moving between host and device (2). `advance` is a pure state machine: a memory
-reading goes in, the next state and an action come out. It uses only the reading, never a running
-count, so an `empty_cache()` elsewhere cannot confuse it. `Stages` holds the state of one run and
-performs the actions.
+A run with a managed pool is in one of two stages: in stage 1 everything is resident on the device;
+in stage 2 device memory is oversubscribed, and managed pages move between host and device.
+`advance` is a pure state machine: it takes a memory reading and returns the next state and an
+action. It keeps no running count of memory, so an `empty_cache()` elsewhere cannot confuse it.
+`Stages` holds the state of one run and performs the actions.
 
     free memory        < threshold               -> stage 2
     free memory        > threshold + hysteresis  -> stage 1
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """Memory stage of a run. The numbers are the values of `uvm.stage` in the statistics."""
+    """Memory stage of a run; the numbers are reported as `uvm.stage` in memory statistics."""
 
     RESIDENT = 1
     OVERSUBSCRIBED = 2
 
 
 class Action(StrEnum):
-    """Reclamation that a reading calls for."""
+    """Kind of memory reclamation to perform now."""
 
     NONE = "none"
     LIGHT = "light"
-    """Trim memory that gracetune owns and can refill."""
+    """Collect Python garbage and call other registered functions that free memory."""
     HARD = "hard"
-    """Synchronize, then return the cached segments of torch's allocator to the device."""
+    """Synchronize the device, then free the cached segments of torch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Memory at one moment, in bytes."""
+    """Device and host memory in use at one moment, in bytes."""
 
     reserved: int
-    """Device memory held by torch's allocator, in use or cached."""
+    """Device memory that torch's allocator holds, in use or cached."""
     allocated: int
-    """Device memory in use by tensors."""
+    """Device memory that tensors use."""
     device_free: int
     device_total: int
     host_available: int
@@ -62,22 +62,22 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """Thresholds for stages and reclamations, named after the PYTORCH_CUDA_ALLOC_CONF keys."""
+    """Thresholds for memory stages and reclamations; `uvm_*` are PYTORCH_CUDA_ALLOC_CONF keys."""
 
     threshold: float = 0.10
-    """`uvm_stage1_threshold`: stage 2 begins below this free share of device memory."""
+    """`uvm_stage1_threshold`: stage 2 begins if a smaller share of device memory is free."""
     hysteresis: float = 0.05
-    """Additional free share that stage 1 needs to return."""
+    """Additional share of device memory that must be free to return to stage 1."""
     min_free_bytes: int = 0
-    """`uvm_stage1_min_bytes`: the threshold in bytes; the larger of the two counts."""
+    """`uvm_stage1_min_bytes`: like `threshold`, in bytes; the larger of the two counts."""
     oversubscription_ratio: float = 5.0
     """`uvm_oversubscription_ratio`: maximum managed bytes, as a multiple of device memory."""
     host_reserve_bytes: int = 4 * GIB
-    """Host memory that managed pages must leave free."""
+    """Host memory in bytes that managed memory must leave free."""
     interval: int = 100
-    """Minimum number of readings between two reclamations of one kind.
+    """Minimum number of memory readings between two reclamations of the same kind.
 
-    Trimmed memory is refilled by the following steps; trimming it at once again gains nothing.
+    The next steps refill reclaimed memory, so reclaiming it again at once gains nothing.
     """
 
     def __post_init__(self) -> None:
@@ -104,33 +104,33 @@ class StagePolicy:
             )
 
     def stage2_below(self, device_total: int) -> int:
-        """Return the free bytes below which stage 2 begins."""
+        """Return the bytes of free device memory below which stage 2 begins."""
         return max(int(self.threshold * device_total), self.min_free_bytes)
 
     def stage1_above(self, device_total: int) -> int:
-        """Return the free bytes above which stage 1 returns."""
+        """Return the bytes of free device memory above which a run returns to stage 1."""
         return self.stage2_below(device_total) + int(self.hysteresis * device_total)
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Current stage, and counts of transitions and reclamations since the start."""
+    """Current memory stage, and counts of transitions and reclamations since the start."""
 
     stage: Stage = Stage.RESIDENT
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0
     readings_since_light: int | None = None
-    """Readings since the last light reclamation; None before the first one."""
+    """Number of memory readings since the last light reclamation; None before the first."""
     readings_since_hard: int | None = None
-    """Readings since the last hard reclamation; None before the first one."""
+    """Number of memory readings since the last hard reclamation; None before the first."""
 
 
 def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
-    """Return the maximum number of managed bytes.
+    """Return the maximum size of managed memory in bytes.
 
-    The driver may evict every managed page to the host, so the host must have room for all of them
-    besides its reserve. The ratio alone would leave enforcement to the out-of-memory killer.
+    The driver may evict every managed page to the host, so all of them must fit into host memory
+    minus its reserve. By the ratio alone, the kernel might kill the process for using too much.
     """
     by_ratio = int(policy.oversubscription_ratio * device_total)
     by_host = max(0, host_available - policy.host_reserve_bytes)
@@ -138,7 +138,7 @@ def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> 
 
 
 def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
-    """Return the next state and the action to take now."""
+    """Return the next stage state and the reclamation to perform, given a memory reading."""
     stage = _next_stage(policy, state.stage, reading)
     entered = stage is Stage.OVERSUBSCRIBED and state.stage is Stage.RESIDENT
     following = replace(
@@ -169,7 +169,7 @@ def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
 def _choose_action(
     policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool
 ) -> Action:
-    """Choose a light reclamation first, and a hard one only if it would reach the threshold."""
+    """Choose a light reclamation first, and a hard one later if it would free enough memory."""
     threshold = policy.stage2_below(reading.device_total)
     if reading.device_free >= threshold:
         return Action.NONE
@@ -191,7 +191,7 @@ def _is_due(readings_since: int | None, interval: int) -> bool:
 
 
 class Stages:
-    """The stage of one run: takes readings, reclaims memory and counts what it freed."""
+    """Tracks the memory stage of one run, reclaims memory, and counts the bytes freed."""
 
     def __init__(
         self,
@@ -209,14 +209,14 @@ class Stages:
         self._emit = emit
 
     def update(self, reading: Reading) -> Stage:
-        """Update the stage from a reading without reclaiming anything."""
+        """Update the stage from a memory reading, without reclaiming memory."""
         seen, _ = advance(self.policy, self.state, reading)
         return self._enter(
             replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
         )
 
     def update_and_reclaim(self, reading: Reading) -> Stage:
-        """Update the stage and reclaim memory if needed. Call this between steps only."""
+        """Update the stage from a memory reading and reclaim memory if needed, between steps."""
         state, action = advance(self.policy, self.state, reading)
         self._enter(state, reading)
         if action is Action.LIGHT:
@@ -241,7 +241,7 @@ def _describe(stage: Stage, reading: Reading) -> str:
 
 
 def read_memory(device: int, host_available: int) -> Reading:
-    """Take a reading of a CUDA device; the caller supplies the available host memory."""
+    """Read the memory in use on a CUDA device; the caller passes the available host memory."""
     free, total = torch.cuda.mem_get_info(device)
     return Reading(
         reserved=torch.cuda.memory_reserved(device),
@@ -253,7 +253,7 @@ def read_memory(device: int, host_available: int) -> Reading:
 
 
 def light_reclamation(trimmers: Sequence[Callable[[], int]]) -> Callable[[], int]:
-    """Return a function that calls every trimmer and returns the bytes they freed in total."""
+    """Return a function that calls all `trimmers` and returns the total bytes freed."""
 
     def reclaim() -> int:
         return sum(trim() for trim in trimmers)
@@ -278,22 +278,22 @@ def hard_reclamation(device: int, gc_freeze: GcFreeze) -> Callable[[], int]:
 
 
 class GcFreeze:
-    """Keeps start-up objects out of Python's garbage collections (`gc.freeze`).
+    """Excludes start-up objects from Python's garbage collections (`gc.freeze`).
 
     A full collection visits every object: half a million with torch and diffusers loaded, which
-    takes as long as a short training step. Eager steps trigger one every few dozen steps, in the
-    middle of a step. After `freeze`, collections visit only objects created since.
+    takes as long as a short training step. Without this class, eager training triggers one every
+    few dozen steps. After `freeze`, collections visit only objects created since.
 
-    The collector is global to the process. If someone else has called `gc.freeze` before, all
-    methods leave their frozen objects alone.
+    The garbage collector is global to the process. Objects that other code has frozen before stay
+    frozen.
     """
 
     def __init__(self) -> None:
         self._is_frozen = False
-        """True if this object called `gc.freeze`."""
+        """True if `freeze` has frozen objects and `unfreeze` was not called since."""
 
     def freeze(self) -> None:
-        """Collect garbage, then exclude all existing objects from collections."""
+        """Collect garbage, then exclude all existing objects from later collections."""
         if gc.get_freeze_count() and not self._is_frozen:
             return
         self.collect()
@@ -301,13 +301,13 @@ class GcFreeze:
         self._is_frozen = True
 
     def unfreeze(self) -> None:
-        """Let collections visit every object again."""
+        """Include the frozen objects in collections again."""
         if self._is_frozen:
             gc.unfreeze()
             self._is_frozen = False
 
     def collect(self) -> None:
-        """Run a full collection that includes the frozen objects: they may hold tensors by now."""
+        """Run a full collection, including frozen objects, since these may refer to tensors."""
         if self._is_frozen:
             gc.unfreeze()
         gc.collect()

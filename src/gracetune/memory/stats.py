@@ -1,7 +1,7 @@
 """Memory statistics: torch's dictionary plus `uvm.*` keys, accounting, and page fault counters.
 
-If a number is unavailable its key is absent, and another key has the reason:
-`uvm.faults_unavailable`, `uvm.pool_unavailable`.
+If page fault or pool counters are unavailable, their keys are absent, and
+`uvm.faults_unavailable` or `uvm.pool_unavailable` has the reason.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def memory_stats(
     faults: FaultCounter | str,
     pool: ShimCounters | str,
 ) -> Stats:
-    """Combine torch's statistics (empty without CUDA) with ours.
+    """Return torch's memory statistics (empty without CUDA), extended by `uvm.*` keys.
 
-    `faults` and `pool` are texts if those counters are unavailable; the text is the reason.
+    `faults` and `pool` are the reason as text if those counters are unavailable.
     """
     return {
         **torch_stats,
@@ -97,7 +97,7 @@ def _pool_stats(pool: ShimCounters | str) -> Stats:
 
 
 def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> MemoryUsed:
-    """Return the periodic memory event of a run; `host` is the process's resident bytes."""
+    """Build the event that reports the memory in use; `host` is the process's resident bytes."""
     return MemoryUsed(
         step=step,
         host=host,
@@ -112,23 +112,23 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
 
 
 class Tier(StrEnum):
-    """Kind of memory."""
+    """Kind of memory: device, host or managed."""
 
     DEVICE = "device"
     HOST = "host"
     MANAGED = "managed"
-    """On the host or the device, wherever the driver has moved the pages."""
+    """CUDA managed memory, whose pages the driver moves between host and device."""
 
 
 class MemoryAccounting:
-    """Counts the bytes that gracetune itself allocates, by tier and role; thread-safe.
+    """Counts the bytes that gracetune itself allocates, by kind of memory and role; thread-safe.
 
-    A cache or a pool reserves bytes here before it allocates, and releases them after it frees.
+    Code that allocates reserves the bytes here before, and releases them after it has freed them.
     torch's own allocations are in torch's statistics.
     """
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
-        """`caps` limits the bytes of a tier; a tier without a cap is unlimited."""
+        """`caps` limits the bytes of a kind of memory; kinds without a cap are unlimited."""
         self.caps = MappingProxyType(dict(caps))
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
@@ -137,7 +137,7 @@ class MemoryAccounting:
         self._denied: Counter[Tier] = Counter()
 
     def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
-        """Count bytes before allocating them; return False and count nothing beyond the cap."""
+        """Count bytes that will be allocated; if they exceed the cap, return False instead."""
         assert nbytes >= 0, f"{role} reserves {nbytes} bytes"
         with self._lock:
             total = self._total[tier] + nbytes
@@ -150,7 +150,7 @@ class MemoryAccounting:
             return True
 
     def release(self, tier: Tier, role: str, nbytes: int) -> None:
-        """Uncount bytes after freeing them."""
+        """Subtract bytes that were freed."""
         with self._lock:
             held = self._held[tier, role]
             assert 0 <= nbytes <= held, f"{role} releases {nbytes} of {held} bytes in {tier}"
@@ -158,19 +158,19 @@ class MemoryAccounting:
             self._total[tier] -= nbytes
 
     def current(self, tier: Tier) -> int:
-        """Return the bytes of a tier that are reserved now."""
+        """Return the bytes of a kind of memory that are reserved now."""
         return self._total[tier]
 
     def peak(self, tier: Tier) -> int:
-        """Return the maximum bytes of a tier that were reserved at once."""
+        """Return the maximum bytes of a kind of memory that were reserved at the same time."""
         return self._peak[tier]
 
     def denied(self, tier: Tier) -> int:
-        """Return how many reservations the cap has refused."""
+        """Return how many reservations of a kind of memory its cap has refused."""
         return self._denied[tier]
 
     def by_role(self) -> dict[tuple[Tier, str], int]:
-        """Return the reserved bytes by tier and role, without roles that hold none."""
+        """Return the reserved bytes by kind of memory and role, without roles that hold none."""
         with self._lock:
             return {key: nbytes for key, nbytes in self._held.items() if nbytes}
 
@@ -189,16 +189,16 @@ CUPTI_COUNTERS = (
     "GPU_PAGE_FAULT",
     "THRASHING",
 )
-"""Names of the CUPTI counters that are enabled."""
+"""Names of the CUPTI unified memory counters that `start_fault_counter` enables."""
 
 
 class FaultRecord(Protocol):
-    """One record of CUPTI's unified memory counter."""
+    """A record of a CUPTI unified memory counter."""
 
     kind: int
     counter_kind: int
     flags_: int
-    """Cause of a migration, for byte counters."""
+    """Cause of the migration (CUPTI's number), for counters of transferred bytes."""
     value: int
 
 
@@ -209,7 +209,7 @@ class _CuptiMember(Protocol):
 
 
 class _CuptiEnum(Protocol):
-    """One of CUPTI's enumerations."""
+    """An enumeration of CUPTI, which maps names to numbers."""
 
     def __getitem__(self, name: str) -> int: ...
     def __iter__(self) -> Iterator[_CuptiMember]: ...
@@ -229,7 +229,7 @@ class _ConfigEntry(Protocol):
 
 
 class Cupti(Protocol):
-    """The functions of `cupti.cupti` that are used; tests pass their own."""
+    """The functions of the package `cupti` that gracetune calls; tests pass their own."""
 
     cuptiError: type[Exception]  # noqa: N815  CUPTI's spelling
     ActivityKind: _CuptiEnum
@@ -251,7 +251,7 @@ class Cupti(Protocol):
 
 
 def import_cupti() -> Cupti | str:
-    """Import CUPTI's bindings, or return why that failed."""
+    """Import the CUPTI bindings; return the reason if that fails."""
     try:
         from cupti import cupti
     except ImportError as error:
@@ -261,7 +261,7 @@ def import_cupti() -> Cupti | str:
 
 
 def start_fault_counter(cupti: Cupti, device: int) -> FaultCounter | str:
-    """Start counting page faults on one device, or return why CUPTI refused."""
+    """Start counting page faults on one device; return the reason if CUPTI refuses."""
     counter = FaultCounter(cupti)
     kinds = [cupti.ActivityUnifiedMemoryCounterKind[name] for name in CUPTI_COUNTERS]
     config = cupti.ActivityUnifiedMemoryCounterConfig(len(kinds))
@@ -287,7 +287,7 @@ def _offer_buffer() -> tuple[int, int]:
 
 
 class FaultCounter:
-    """Sums up CUPTI's records, which arrive on a thread of CUPTI."""
+    """Sums up CUPTI's records of page faults and migrations; thread-safe."""
 
     def __init__(self, cupti: Cupti) -> None:
         self._cupti = cupti
@@ -298,14 +298,14 @@ class FaultCounter:
         self._counts: Counter[str] = Counter()
 
     def add_records(self, records: Sequence[FaultRecord]) -> None:
-        """Add the records of one buffer."""
+        """Add records to the totals; called by CUPTI on its own thread."""
         with self._lock:
             for record in records:
                 if record.kind == self._kind:
                     self._counts[self._name(record)] += record.value
 
     def read(self) -> dict[str, int]:
-        """Return the totals so far, by their names in `memory_stats()` without the prefix."""
+        """Return the totals so far, by their key in `memory_stats` without the prefix `uvm.`."""
         self._cupti.activity_flush_all(_FLUSH_NORMALLY)
         with self._lock:
             counts = self._counts.copy()
@@ -322,7 +322,7 @@ class FaultCounter:
         }
 
     def close(self) -> None:
-        """Stop counting."""
+        """Stop counting page faults."""
         self._cupti.activity_disable(self._kind)
 
     def _name(self, record: FaultRecord) -> str:
@@ -334,5 +334,5 @@ class FaultCounter:
 
 
 def _names(members: _CuptiEnum) -> dict[int, str]:
-    """Return the members' names by number. A newer CUPTI may report unknown numbers."""
+    """Return the names of an enumeration's members, in lower case, by number."""
     return {int(member): member.name.lower() for member in members}

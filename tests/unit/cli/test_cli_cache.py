@@ -248,7 +248,7 @@ def test_entries_that_do_not_fit_are_left_out_with_a_reason(root, foreign, capsy
     assert "no latents" in reasons["i"]
     assert "not the centre" in reasons["j"]
     assert "flipped" in reasons["k"]
-    assert "its latents are" in reasons["l"]
+    assert "its latents have shape" in reasons["l"]
     every = " ".join(found["left_out"].values())
     for reason in ("another encoder", "newer than the entry", "'stranger'", "like our 'tokens'"):
         assert reason in every
