@@ -6,8 +6,9 @@ the blocks that come next are fetched into free slots. Where autograd saves a st
 backward, saved-tensor hooks keep a `WeightReference` instead, and backward fetches the block again,
 in reverse order.
 
-Example: block 3 is fetched into the slot of block 0, while block 1 computes. C is the compute
-stream, H the weight copy stream, `ready` and `done` are CUDA events, and time runs to the right:
+Example with three slots: block 3 is fetched into the slot of block 0 while block 1 computes. C is
+the compute stream, H the weight copy stream, `ready` and `done` are CUDA events, and time runs to
+the right:
 
     C:  block 0 | record ready | block 1 ---------- | block 2 ---------- | wait done | block 3
     H:                           wait ready | copy block 3 | record done
