@@ -1,7 +1,7 @@
 """Errors that a user can fix, with their exit codes.
 
-Each message gives the setting, its value, the rule it breaks and the fix. A bug in gracetune raises
-AssertionError instead.
+Each message gives the setting, its value, the rule it breaks and the fix. Bugs in gracetune raise
+other exceptions, such as AssertionError.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load(kind: str, name: str, known: Mapping[str, str]) -> object:
-    """Import and return the object with this name; raise an error that lists all valid names."""
+    """Import and return the object with this name; for an unknown name, list the valid ones."""
     if name in known:
         module, _, attribute = known[name].partition(":")
         return getattr(import_module(module), attribute)

@@ -261,7 +261,7 @@ def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 
 def _confirmation(yes: bool) -> Callable[[str], None]:
-    """Return a function that asks the user to confirm a step and raises PortError if not.
+    """Return a function that asks the user to confirm a step, and raises PortError for a no.
 
     With `yes`, the function only prints the step.
     """

@@ -60,7 +60,8 @@ STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
 WAIT_SHARE = 0.1
 """Share of a run's time that steps may spend waiting before a warning is shown."""
 UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
-"""Events whose lines do not require that a step line that was held back is printed first."""
+"""Events that are printed at once. Before other events, `PlainConsole` prints the last step, if its
+line was held back."""
 
 
 def console_sink(

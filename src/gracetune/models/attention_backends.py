@@ -267,7 +267,7 @@ def drop_incapable_backends(
     device: torch.device,
     stopwatch: Stopwatch,
 ) -> list[BackendTiming]:
-    """Mark fast backends that fail on attention calls that were not timed as left out.
+    """Leave out backends that would be chosen but fail on attention calls that were not timed.
 
     The fastest backend is tried on these calls until one passes or only the baseline is left.
     `other_calls` runs the model to find the calls, so it is not called if the baseline is fastest.
@@ -283,7 +283,7 @@ def drop_incapable_backends(
 
 
 def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch: Stopwatch) -> str:
-    """Return the reason why a backend cannot run this call in place of the baseline, or ''."""
+    """Return why a backend cannot replace the baseline for this call; empty if it can."""
     trial = BackendTrial(call, device, stopwatch, seconds=0.0)
     _, reason = trial.time_backend(find_backend(BASELINE))
     if not reason:

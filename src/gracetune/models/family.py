@@ -45,7 +45,7 @@ v of Salimans and Ho (2022). Loss weights depend on it."""
 
 
 class AudioFormat(NamedTuple):
-    """The format that an audio family needs its clips in."""
+    """The audio format that a family requires of its clips."""
 
     channels: int
     sample_rate: int
@@ -255,7 +255,7 @@ class SampleRequest:
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
     """The empty caption encoded with each image, for families that encode text with an image."""
     tiled: bool = False
-    """True to decode in tiles, if the family can."""
+    """True to decode in tiles, which saves memory, if the family supports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class Experts(nn.Module):
         self.low = low
 
     def forward(self, *args: Any, expert: Expert, **kwargs: Any) -> Any:
-        """Run one expert. Callers use this method so that wrappers of this module, as DDP, work."""
+        """Run one expert. Callers use this method so that wrappers such as DDP see every call."""
         return (self.high if expert == "high" else self.low)(*args, **kwargs)
 
 

@@ -25,7 +25,7 @@ class FamilyInfo:
     settings: frozenset[str] = FOLDER_SETTINGS
     """Run-file settings that this family uses and some other families do not."""
     has_key_table: bool = False
-    """True if the module has a `KEY_TABLE`, the names of its modules in other tools' files."""
+    """True if the module has a `KEY_TABLE`: the names of the model's layers in other tools."""
     has_planner_shapes: bool = True
     """True if the module has `PLANNER_SHAPES`, so that a run can be planned without the weights."""
 

@@ -193,7 +193,7 @@ class StableAudio(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the predicted v. The model takes t itself as its timestep.
+        """Return the predicted v. Stable Audio takes timesteps from 0 to 1, like sigmas.
 
         For an empty caption, all inputs of cross-attention are zero, even those for the seconds.
         diffusers' pipeline does the same for classifier-free guidance.

@@ -187,7 +187,7 @@ class Tiny:
         captions: Sequence[str],
         images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
-        """Encode each caption as one vector per word (`tokens`), plus a vector for its position."""
+        """Encode each word of a caption (`tokens`) as the sum of a word and a position vector."""
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

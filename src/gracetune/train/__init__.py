@@ -1,1 +1,1 @@
-"""The training run: objective, step, loop, state, checkpoint, validation."""
+"""Training. To follow a run, read `run.py`, `loop.py`, `step.py`, `objective.py` in this order."""

@@ -99,9 +99,10 @@ class Session:
     state: TrainState
     pipeline: DataPipeline
     ramp: AccumulationRamp | None
-    """None: every step accumulates `train.gradient_accumulation_steps` micro-batches."""
+    """The ramp of the effective batch size. None: every step accumulates the same number of
+    micro-batches, `train.gradient_accumulation_steps`."""
     validation: ValidationSetup | None
-    """None: the run never validates."""
+    """Encoded prompts and held-out samples for validation. None: the run never validates."""
     checkpoints: Path
     """Folder that contains all checkpoints of the run."""
     identity: Mapping[str, object]
@@ -122,7 +123,7 @@ class Session:
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
         """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
 
-        Without one, the run starts at step 0.
+        Without a checkpoint, the run starts at step 0.
         """
         if snapshot is None:
             return TrainProgress()
@@ -463,7 +464,7 @@ def prepare_transformer(
 
 
 def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Forward pre-hook: cast inputs to bf16. The caller, such as a sampler, keeps its fp32."""
+    """Forward pre-hook that casts inputs to bf16; the caller's own tensors are not changed."""
     return tuple(map(_to_bf16, args[:1])) + args[1:], {
         name: _to_bf16(value) if name in BF16_ARGUMENTS else value for name, value in kwargs.items()
     }

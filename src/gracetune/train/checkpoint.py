@@ -50,7 +50,7 @@ class Snapshot:
     identity: Mapping[str, object]
     """Settings and digests that a resumed run must share; see `identity.py`."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Tensors by file name without ending: `weights`, `optimizer`, `ema`, and the RNG states of
+    """Tensors by file name without suffix: `weights`, `optimizer`, `ema`, and the RNG states of
     each rank, `generators-0`, ..."""
 
 

@@ -44,12 +44,12 @@ class ExpertTurn:
     """The expert that one step trains, and the range of timesteps it is trained on."""
 
     expert: Expert | None = None
-    """None: the model has a single transformer."""
+    """The expert, `high` or `low`. None for a model with a single transformer."""
     window: TimestepWindow = FULL_WINDOW
 
 
 SINGLE_TRANSFORMER = ExpertTurn()
-"""The turn of every step of a model without experts."""
+"""The value for every step of a model without experts: no expert, all timesteps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 WARMUP_STEPS, TIMED_STEPS = 2, 3
-"""To time a memory plan, skip the first number of steps and measure the second."""
+"""Number of steps to skip before a memory plan is timed, and number of steps to time."""
 GC_FREEZE_STEPS = 20
 """Steps after which caches and pools are filled. The objects that exist then live until the end of
 the run, so they are excluded from garbage collection (`gc.freeze`)."""

@@ -10,8 +10,8 @@ path from the clean latents x_0 (t = 0) to pure noise (t = 1):
     epsilon     cos(pi t / 2)  sin(pi t / 2)  noise                        Ho 2020
     v           cos(pi t / 2)  sin(pi t / 2)  alpha_t noise - sigma_t x_0  Salimans 2022
 
-The loss is the mean squared error between prediction and target. With flow matching t = sigma_t. In
-a discrete noise schedule, the step with t = 2 / pi atan(sigma_t / alpha_t) corresponds to t.
+The loss is the mean squared error between prediction and target. With flow matching t = sigma_t. A
+step of a discrete noise schedule has t = 2 / pi atan(sigma / alpha), from its own alpha and sigma.
 """
 
 from __future__ import annotations

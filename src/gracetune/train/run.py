@@ -168,7 +168,7 @@ def check_result_absent(result: Path) -> None:
 def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
     """Raise if the settings do not allow the run to continue from this checkpoint.
 
-    Called before the data are encoded, which can take hours. Their contents are compared later.
+    Called before the data are encoded, which can take hours. The data are compared later.
     """
     check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
     done, total = snapshot.progress.step, run.train.max_train_steps

@@ -54,7 +54,7 @@ class TrainState:
     accelerator: Accelerator
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
-    """None: the model has a single transformer."""
+    """Decides which expert each step trains. None for a model with a single transformer."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context manager that swaps in averaged weights, of the EMA or the optimizer.
@@ -69,7 +69,7 @@ class TrainProgress:
     """The counters of a run. Field names are keys in checkpoints: do not rename them."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     micro_batches: int = 0
     """Micro-batches done by each rank; the accumulation ramp depends on it."""
     consumed: int = 0
@@ -222,7 +222,7 @@ class PositionalRng:
 
 
 class Ema:
-    """Exponential moving average of the trained weights; its samples are often better."""
+    """Exponential moving average of the trained weights, which often generates better samples."""
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         self._decay = decay

@@ -30,7 +30,7 @@ FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 
 class TimestepWindow(NamedTuple):
-    """The half-open interval [low, high) of timesteps."""
+    """A half-open interval [low, high) of timesteps."""
 
     low: float
     high: float
@@ -197,7 +197,7 @@ def _mode(count: int, generator: Generator, section: TrainSection) -> Tensor:
 
 
 def _mode_quantile(u: Tensor, _: TrainSection) -> Tensor:
-    """Return u - k (sin^2(pi u / 2) - u): dense in the middle, and never empty at the ends."""
+    """Return u - k (sin^2(pi u / 2) - u), k = `MODE_SCALE`: most timesteps are in the middle."""
     return u - MODE_SCALE * ((u * (math.pi / 2)).sin().square() - u)
 
 
