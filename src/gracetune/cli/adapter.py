@@ -157,7 +157,7 @@ def _run_action(action: Action, args: argparse.Namespace) -> int:
     try:
         return action(args)
     except BrokenPipeError:
-        raise  # the reader of our output went away; that is not a problem of a file
+        raise  # the reader of our output has gone, which is no error of a file
     except OSError as error:
         raise AdapterError(
             f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}. "
@@ -318,7 +318,7 @@ def _read_one_or_two(args: argparse.Namespace) -> Adapter:
     if set(by_stage) == {"high", "low"}:
         return join_stages(by_stage["high"], by_stage["low"])
     if set(by_stage) == {None}:
-        return join_stages(given[0][0], given[1][0])  # taken as high, low
+        return join_stages(given[0][0], given[1][0])  # assumed order: high, low
     names = " and ".join(str(stage) for _, stage in given)
     raise AdapterError(
         f"the two files are for the experts {names}. Give one for high and one for low.",

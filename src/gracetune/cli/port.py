@@ -248,7 +248,7 @@ def _find_manifest(git: Git, folder: Path) -> Manifest:
 
 
 def _rollback(args: argparse.Namespace, git: Git, folder: Path) -> int:
-    del folder  # everything a rollback needs is in the git folder
+    del folder  # not needed: the state of the port is in the .git folder
     result = roll_back(git, _timestamp(), _confirmation(args.yes))
     print(f"HEAD is on {result.branch} at {result.commit[:10]}, as before the port.")
     if result.restored:

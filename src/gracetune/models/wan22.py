@@ -120,7 +120,7 @@ def assemble(
         tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
         boundary=None if low is None else index.get("boundary_ratio") or DEFAULT_BOUNDARIES[task],
         starts_from=task,
-        # An image that is given as the first frame would leave nothing to learn.
+        # Not images: a single frame that is also the given first frame leaves nothing to learn.
         kinds=("video",) if task == "image" else ("image", "video"),
         expand_timesteps=bool(index.get("expand_timesteps")),
         pixel_step=pixels_per_token,

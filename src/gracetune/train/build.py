@@ -222,10 +222,10 @@ def build_session(
     # Memory: either a plan decides where weights, activations and optimizer state live, or the
     # transformer simply stays on the device.
     copy_engine = open_copy_engine(device, transfer.link)
-    update = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
+    stepper = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
     controller = None
     if not unplanned:
-        # The tracer takes seconds to import.
+        # Imported here, because the planner takes seconds to import.
         from gracetune.plan.planner import PlannerInputs, plan_run
         from gracetune.train.fp8_calibration import convert_frozen_layers
 
@@ -234,7 +234,7 @@ def build_session(
             batches_ahead=batches_ahead(run),
             convert_to_fp8=partial(convert_frozen_layers, run, family, pipeline, device, emit),
         )
-        controller = plan_run(run, family, inputs, update, transfer.link, device, gc_freeze, emit)
+        controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
     state = TrainState(
         run=run,
         family=family,
@@ -243,7 +243,7 @@ def build_session(
         ),
         parameters=parameters,
         optimizer=optimizer,
-        stepper=update,
+        stepper=stepper,
         ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
@@ -287,7 +287,7 @@ def build_session(
 def start_accelerator(run: RunFile) -> Accelerator:
     """Create the Accelerator: connect to the other ranks, if any, and set the precision."""
     engine = sharding_engine(process_environment())
-    if engine:  # checked first: Accelerate's own error for a missing engine helps nobody
+    if engine:  # checked first: Accelerate's own error does not say what to change
         raise _unsupported_engine(engine)
     # Accelerate keeps its settings in process-wide state; a second run must not inherit them.
     AcceleratorState._reset_state()

@@ -86,7 +86,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         step = progress.step
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
-        if step == first_step + GC_FREEZE_STEPS:
+        if step == first_step + GC_FREEZE_STEPS:  # once in each process
             metrics.flush()
             session.gc_freeze.freeze()
             metrics.restart_clock()
@@ -138,7 +138,7 @@ def _step(
             batches = map(controller.count_batch, stream.take(accumulation))
             return train_step(state, batches, accumulation, progress)
         except torch.OutOfMemoryError as error:
-            # Without the traceback, whose frames keep the tensors of the failed step alive.
+            # Drop the traceback: its frames keep the tensors of the failed step alive.
             out_of_memory = error.with_traceback(None)
         reason = str(out_of_memory).splitlines()[0]
         if state.stepper.num_steps > updates:  # a second try would apply the update twice

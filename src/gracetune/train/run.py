@@ -72,6 +72,7 @@ def run_training(
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations has no effect.")
     with SignalHandler() as signals:
+        # First, everything that can be checked without the model and the data.
         accelerator = start_accelerator(run)
         is_main = accelerator.is_main_process
         folder = Path(run.output_dir)
@@ -83,6 +84,7 @@ def run_training(
             check_result_absent(result_folder(run))
         else:
             check_resumable(run, snapshot, accelerator.mixed_precision)
+        # Then open the event sinks, build the session, resume, train and export.
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
         with (
             RunControl(folder).listening(_supported_requests(run), is_main) as control,
