@@ -261,7 +261,7 @@ def find_unreadable(
 ) -> list[tuple[Sample, str]]:
     """Decode every sample once and return the unreadable ones with the reason.
 
-    For runs that encode during training: they fail early instead of in the middle of an epoch.
+    For datasets that are encoded during training, to find unreadable samples before it starts.
     """
     progress = EncodingProgress("checking samples", len(items), "samples", emit)
     bad = []

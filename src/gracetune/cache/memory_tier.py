@@ -223,7 +223,7 @@ class MemoryTier:
             self._backing.close()
 
     def _load(self, backing: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
-        """Read entries from `backing` into slabs; if slabs are full, return them unkept."""
+        """Read entries from `backing` into slabs; return those that do not fit without a copy."""
         addresses: set[int] = set()
 
         def allocate(nbytes: int) -> Tensor | None:
@@ -250,7 +250,7 @@ class MemoryTier:
             return all(key in self._entries for key in keys)
 
     def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
-        """Copy an entry into a slab; return None if there is no space, also not by evicting."""
+        """Copy an entry into a slab; return None if there is no space, even after evictions."""
         layout, nbytes = _layout(entry)
         buffer = self._allocate(nbytes, evict=evict and self._backing is not None)
         if buffer is None:

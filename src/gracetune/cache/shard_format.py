@@ -425,8 +425,9 @@ def tensor_bytes(tensor: Tensor) -> Bytes:
 def checksum(parts: Iterable[Bytes]) -> bytes:
     """Return the XXH3 checksum of an entry's bytes, in the order of its tensors.
 
-    XXH3 detects damage by disks and crashes, and is faster than memory. A cryptographic hash would
-    add no security, because whoever can change a shard can also change its checksum in the index.
+    XXH3 detects damage by disks and crashes, and takes less time than fetching the bytes from
+    memory. A cryptographic hash would add no security, because whoever can change a shard can also
+    change its checksum in the index.
     """
     hasher = xxh3_128()
     for part in parts:

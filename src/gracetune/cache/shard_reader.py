@@ -379,7 +379,7 @@ class AioQueue:
         return max(0, taken)
 
     def _reap(self, ticket: int = 0) -> None:
-        """Wait for at least one read to finish; return at once if `ticket` or all reads have."""
+        """Wait until a read finishes; return at once if `ticket` or every read is finished."""
         with self._reap_lock:
             if not self._in_flight or ticket in self._results:
                 return

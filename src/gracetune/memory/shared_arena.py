@@ -1,4 +1,4 @@
-"""Host memory that is filled once and then mapped read-only by every process of a machine.
+"""An arena: host memory that is filled once, then mapped read-only by all processes of a machine.
 
 An arena consists of anonymous files (memfd). They have no names, so the kernel frees them when the
 last process that maps them ends, even if it was killed. Data is written with `write` or `sendfile`,
@@ -12,12 +12,12 @@ file, so each writer thread gets a segment of its own. A sealed arena cannot be 
         otherwise                     -> build the arena, then write NAME.json
     unlock                               (the kernel unlocks if the process dies)
 
-Other host memory in gracetune, and how it differs:
+Other modules that manage host memory, and how they differ:
 
 - hosts/shared_tensor_memory.py also keeps one copy per machine, but of a growing set of tensors
   that every process adds to and evicts. Both use `pid_namespace_id`, `exclusive_lock` and
   `open_process_file` below.
-- cache/memory_tier.py `SlabAllocator`: private memory, from which entries come and go.
+- cache/memory_tier.py `SlabAllocator`: private memory, allocated and freed entry by entry.
 - cache/batch_transfer.py `PinnedStaging`: a few pinned slots that batches pass through.
 - offload/host_weights.py: pinned memory for frozen weights, filled once, read by copy engines.
 """
