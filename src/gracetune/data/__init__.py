@@ -1,1 +1,1 @@
-"""Samples: where they come from, how they are grouped, and the order in which a run sees them."""
+"""Datasets: read and decode samples, sort them into buckets of equal size, and form batches."""

@@ -1,7 +1,7 @@
 """Decode audio files to clips with a given sample rate, channel count and length.
 
-soundfile reads the formats of libsndfile (WAV, FLAC, OGG, MP3, ...), PyAV the others (M4A, AAC,
-WMA, ...). Tensor layout is CN: channels, samples.
+The package soundfile decodes the formats of libsndfile (WAV, FLAC, OGG, MP3, ...), and PyAV all
+others (M4A, AAC, WMA, ...). Clips are tensors with the layout CN: channels, audio samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Waves = NDArray[np.float32]
-    """Samples by channels."""
+    """Array of audio samples with the shape (length, channels)."""
 
 EXTENSIONS = frozenset(
     (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".m4a", ".aac", ".aif", ".aiff", ".wma")
@@ -33,17 +33,18 @@ EXTENSIONS = frozenset(
 MAX_SECONDS = 6 * 3600
 MAX_CHANNELS = 64
 MAX_LEVEL = 1e6
-"""Largest absolute value that is accepted. Full scale is 1, or 32768 in unscaled files; larger
-values indicate a damaged file."""
+"""Largest absolute value of an audio sample that is accepted. Full scale is 1, or 32768 in files
+that store unscaled floats; values far above both indicate a damaged file."""
 
 _BLOCK = 1 << 18
 _MARGIN = 256
-"""Samples read past the clip, so that resampling artefacts at the end fall outside it."""
+"""Number of audio samples decoded beyond the end of a clip, so that the artefacts of resampling at
+the end of its input are cut off."""
 _SOUNDFILE_ERRORS = (RuntimeError, OSError, ValueError, TypeError, OverflowError)
 
 
 class AudioFacts(NamedTuple):
-    """Properties of an audio file that bucketing needs."""
+    """Duration, sample rate and channel count of an audio file."""
 
     seconds: float
     sample_rate: int
@@ -51,13 +52,13 @@ class AudioFacts(NamedTuple):
 
 
 def require_packages() -> None:
-    """Raise an error that names the missing extra, before any file is read."""
+    """Raise an error that says what to install if soundfile or soxr is missing."""
     _load("soundfile")
     _load("soxr")
 
 
 def probe_audio(data: bytes) -> AudioFacts:
-    """Decode the whole file to detect truncation and NaNs, and return its properties."""
+    """Return the properties of an audio file; decode all of it to detect truncation and NaNs."""
     _check_not_truncated(data)
     count, facts = 0, None
     for block, facts in _blocks(data):
@@ -73,7 +74,10 @@ def probe_audio(data: bytes) -> AudioFacts:
 def decode_audio(
     data: bytes, channels: int, length: int, sample_rate: int, clip: float = 0.0
 ) -> Tensor:
-    """Return a clip as CN, float32; `clip` 0 takes the start of the file, 1 the end."""
+    """Decode one clip of `length` audio samples to a float32 tensor with the layout CN.
+
+    `clip` is the position of the clip in the file: 0 is the start, 1 the end.
+    """
     import torch
 
     whole, facts = _read(data)
@@ -95,8 +99,10 @@ def decode_audio(
 
 
 def to_channels(waves: Waves, channels: int) -> Waves:
-    """Convert the channel count: mono averages all channels; stereo duplicates a mono file or keeps
-    the first two channels.
+    """Convert audio to one or two channels.
+
+    One channel is the average of all channels. Two channels are the first two, or twice the same if
+    the input has one.
     """
     if waves.shape[1] == channels:
         return waves
@@ -113,7 +119,7 @@ def _read(data: bytes) -> tuple[Waves, AudioFacts]:
 
 
 def _blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
-    """Yield blocks of samples, read by soundfile or, if it refuses the file, by FFmpeg."""
+    """Yield the file's audio in blocks, decoded by soundfile, or by FFmpeg if soundfile cannot."""
     soundfile = _load("soundfile")
     if not data:
         raise UnreadableSampleError("the file is empty")
@@ -159,7 +165,10 @@ def _ffmpeg_blocks(data: bytes) -> Iterator[tuple[Waves, AudioFacts]]:
 
 
 def _check_levels(block: Waves, begin: float, rate: int) -> None:
-    """Reject NaNs, infinities and values above MAX_LEVEL."""
+    """Raise an error if a block contains NaNs, infinities or values above MAX_LEVEL.
+
+    `begin` is the time of the block in the file in seconds, for the error message.
+    """
     is_valid = (np.abs(block) <= MAX_LEVEL).all(axis=1)
     if not is_valid.all():
         at = begin + float(np.argmin(is_valid)) / rate
@@ -177,7 +186,7 @@ def _check_facts(facts: AudioFacts) -> AudioFacts:
 
 
 def _check_not_truncated(data: bytes) -> None:
-    """Reject a truncated file; libsndfile would read it as a shorter one."""
+    """Raise an error if a WAV, AIFF or OGG file is truncated; libsndfile would not report it."""
     end = 0
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         end = _riff_data_end(data)
@@ -191,12 +200,18 @@ def _check_not_truncated(data: bytes) -> None:
 
 
 def _length_is_known(file_format: str, data: bytes) -> bool:
-    """Return whether the reported length is exact; an MP3 without a Xing or VBRI header guesses."""
+    """Return whether libsndfile knows the file's exact length.
+
+    For an MP3 file without a Xing, Info or VBRI header, it only estimates the length.
+    """
     return file_format != "MP3" or any(mark in data[:8192] for mark in (b"Xing", b"Info", b"VBRI"))
 
 
 def _riff_data_end(data: bytes) -> int:
-    """Return where the data chunk should end; 0 if the writer was streaming and left it open."""
+    """Return the offset at which the data chunk of a WAV file should end.
+
+    Returns 0 if the header does not say, as in files that were written to a stream.
+    """
     at = 12
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, at)

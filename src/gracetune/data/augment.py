@@ -1,9 +1,11 @@
-"""Crop, augment and render samples to the tensors that are encoded.
+"""Decode, augment, crop and resize samples to the tensors that the VAE encodes.
 
-A `SampleTransform` says how one sample is rendered: crop position, drawn augmentations, decoder and
-clip position. Its `name` is part of cache keys, so it differs wherever the pixels may differ. Draws
-are pure functions of seed, content digest and augmentation epoch: any process can repeat the draw
-of one sample.
+A `SampleTransform` describes how one sample is rendered: crop position, random augmentations,
+decoder and clip position. Its `name` is part of cache keys, so transforms that may give different
+pixels have different names.
+
+Random choices depend only on the run's seed, the digest of the sample's file and a number, the
+augmentation epoch (`generation` in the code). Any process can therefore repeat them.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ Role = Literal["image", "mask", "control"]
 Parameters = dict[str, float]
 
 VERSION = 1
-"""Part of cache keys; raised whenever the same parameters would give other pixels."""
+"""Version of the augmentation code, part of cache keys. It must be raised with every change that
+gives other pixels for the same parameters."""
 NO_CHANGE = "as it is"
 
 
 class Step(NamedTuple):
-    """One applied augmentation with its drawn parameters."""
+    """One augmentation of a sample with its random parameters, such as the angle of a rotation."""
 
     name: str
     numbers: Parameters
@@ -61,25 +64,25 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AugmentationDraw:
-    """The augmentations of one sample in one augmentation epoch."""
+    """The randomly drawn augmentations of one sample, in the order in which they are applied."""
 
     steps: tuple[Step, ...] = ()
 
     @property
     def name(self) -> str:
-        """Short name that differs for other parameters; part of cache keys."""
+        """Digest of the augmentations and their parameters, for cache keys."""
         if not self.steps:
             return NO_CHANGE
         text = json.dumps([VERSION, *self.steps], sort_keys=True)
         return "augmented " + blake3(text.encode()).hexdigest(length=12)
 
     def as_json(self) -> list[dict[str, object]]:
-        """Return the draw as JSON, for reports and manifests."""
+        """Return the augmentations as a JSON-serialisable list, for reports and manifests."""
         return [{"name": step.name, **step.numbers} for step in self.steps]
 
     @classmethod
     def from_json(cls, steps: list[dict[str, object]]) -> AugmentationDraw:
-        """Read a draw written by `as_json`."""
+        """Return the augmentations from a list that `as_json` returned."""
         return cls(
             tuple(
                 Step(str(step["name"]), {k: float(str(v)) for k, v in step.items() if k != "name"})
@@ -92,19 +95,30 @@ NO_AUGMENTATIONS = AugmentationDraw()
 
 
 class Augmentation(NamedTuple):
-    """One kind of augmentation. Only geometric ones change masks and control images."""
+    """One kind of augmentation, such as `rotate`: how its parameters are drawn and applied.
+
+    Flips, crops and rotations also change masks and control images; `erase` also changes masks.
+    """
 
     amount: float | None
-    """Default strength; None for augmentations without a strength, such as flips."""
+    """Default of `augmentations[].amount`; None for augmentations without an amount, like flips."""
     max_amount: float
+    """Largest value of `augmentations[].amount` that is accepted."""
     draw: Callable[[float, Callable[[str], float]], Parameters]
+    """Function (amount, random) -> parameters. `random(name)` returns a number in [0, 1)."""
     apply: Callable[[Image.Image, Parameters, Role], Image.Image]
+    """Function (image, parameters, role) -> changed image. The role says whether the image is a
+    sample, a mask or a control image."""
 
 
 def draw_augmentations(
     section: DatasetSection, seed: int, sample_digest: str, generation: int
 ) -> AugmentationDraw:
-    """Draw the augmentations of one sample for one augmentation epoch."""
+    """Choose the random augmentations of one sample.
+
+    The result depends only on the arguments. `generation` is the augmentation epoch: another number
+    gives other augmentations.
+    """
     steps = []
     for place, one in enumerate(section.augmentations):
         change, amount = (
@@ -119,7 +133,10 @@ def draw_augmentations(
 
 
 def apply(draw: AugmentationDraw, image: Image.Image, kind: Role = "image") -> Image.Image:
-    """Apply a draw to an image, mask or control image; masks are resampled without blending."""
+    """Apply the drawn augmentations to a sample, its mask or its control image.
+
+    Masks are rotated with nearest-neighbour sampling, so that they keep their values.
+    """
     for name, numbers in draw.steps:
         image = AUGMENTATIONS[name].apply(image, numbers, kind)
     return image
@@ -164,7 +181,11 @@ def _draw_crop(amount: float, chance: Callable[[str], float]) -> Parameters:
 
 
 def _draw_erase(amount: float, chance: Callable[[str], float]) -> Parameters:
-    """Draw a box of up to `amount` of the area with an aspect ratio between 1:2 and 2:1."""
+    """Choose a random box to erase, as fractions of the image's width and height.
+
+    It covers up to `amount` of the area and has an aspect ratio between 1:2 and 2:1, relative to
+    that of the image.
+    """
     edge, stretch = math.sqrt(amount * chance("area")), 2 ** (chance("aspect") - 0.5)
     width, height = min(1.0, edge * stretch), min(1.0, edge / stretch)
     left, top = chance("left") * (1 - width), chance("top") * (1 - height)
@@ -207,7 +228,10 @@ def _blur(image: Image.Image, numbers: Parameters) -> Image.Image:
 
 
 def _erase(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:
-    """Fill the box with grey in the image and black in the mask, so that it is not trained on."""
+    """Fill a box with grey in a sample, or with black in its mask, which excludes it from training.
+
+    Control images are not changed.
+    """
     if kind == "control":
         return image
     left, top = round(numbers["left"] * image.width), round(numbers["top"] * image.height)
@@ -255,23 +279,28 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 """Augmentations by their names in the run file."""
 
 
-# ------------------------------------------------------------------------------------------
-# How one sample becomes pixels beyond the size of its bucket; its name is part of cache keys.
+# Transforms of whole samples
 
 
 NUM_CROP_POSITIONS = 1024
-"""Number of positions of a random crop or clip; discrete, so that cache keys are exact."""
+"""A random crop or clip position is a multiple of 1/NUM_CROP_POSITIONS, so that its decimal text in
+a cache key is exact."""
 TOP_CROP = (0.5, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTransform:
-    """How one sample is rendered: crop, augmentations, decoder and clip."""
+    """Everything besides the bucket that decides how a sample is rendered to a tensor."""
 
     crop: tuple[float, float] = CENTRE_CROP
+    """Position of the crop, horizontally and vertically: 0 keeps the left or top, 1 the right or
+    bottom."""
     draw: AugmentationDraw = NO_AUGMENTATIONS
+    """Random augmentations to apply."""
     fast: bool = False
+    """Decode large JPEG files at reduced size (`decode: fast` in the run file)."""
     lanczos: Lanczos = "pillow"
+    """Library that resizes the image; the two give slightly different pixels."""
     rate: float = 0.0
     """Frames per second of a video or samples per second of audio; 0 for images."""
     clip: float = 0.0
@@ -279,7 +308,7 @@ class SampleTransform:
 
     @property
     def name(self) -> str:
-        """Name that differs wherever the pixels may differ; part of cache keys."""
+        """Text that identifies the transform in cache keys."""
         place = "centre" if self.crop == CENTRE_CROP else f"{self.crop[0]:.10g},{self.crop[1]:.10g}"
         draw = f" {self.draw.name}" if self.draw.steps else ""
         clip = f" {self.rate:.10g} a second from {self.clip:.10g}" if self.rate else ""
@@ -291,7 +320,7 @@ DEFAULT_TRANSFORM = SampleTransform()
 
 
 def check_augmentable(section: DatasetSection, index: int) -> None:
-    """Raise an error if a video or audio dataset asks for augmentations."""
+    """Raise an error if a video or audio dataset has augmentations, which only images support."""
     if section.augmentations and section.dataset_type != "image":
         raise ConfigError(
             f"datasets[{index}].augmentations has {len(section.augmentations)} entries; a "
@@ -306,7 +335,11 @@ def sample_transform(
     generation: int = 0,
     lanczos: Lanczos = "pillow",
 ) -> SampleTransform:
-    """Return the transform of a sample; files with equal bytes get equal transforms."""
+    """Return the transform of a sample according to the dataset's settings.
+
+    Random choices depend on the run's `seed`, the bytes of the file and `generation`, the number of
+    the augmentation epoch.
+    """
     about = f"{seed} {sample.digest} {generation}"
     match section.crop:
         case "center":
@@ -352,7 +385,7 @@ def _clip(section: DatasetSection, about: str) -> float:
 
 
 def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW) -> Tensor:
-    """Render an image at the bucket's size: CHW in [-1, 1]."""
+    """Decode, augment, crop and resize an image to a CHW tensor in [-1, 1] of the given size."""
     if recipe.lanczos == "torch" and not recipe.draw.steps:
         pixels = decode_pixels(data, decoders, size if recipe.fast else FULL_SIZE)
         return fit_pixels(pixels, *size, recipe.crop)
@@ -362,7 +395,10 @@ def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders 
 def render_control(
     data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW
 ) -> Tensor:
-    """Render a control image: same crop and geometry as its sample, unchanged colours."""
+    """Render a control image with the crop, flips and rotation of its sample, as CHW in [-1, 1].
+
+    Its colours are not augmented.
+    """
     return _fit(_decode_and_augment(data, recipe, size, decoders, "control"), recipe, size)
 
 
@@ -373,7 +409,10 @@ def render_mask(
     decoders: Decoders = PILLOW,
     inverted: bool = False,
 ) -> Tensor:
-    """Render a mask as 1HW in [0, 1] with its sample's crop and geometry; 1 is trained on."""
+    """Render a mask with the crop, flips and rotation of its sample, as a 1HW tensor in [0, 1].
+
+    Pixels with the value 1 are trained on. `inverted` exchanges black and white.
+    """
     import torch
 
     mask = _decode_and_augment(
@@ -386,7 +425,7 @@ def render_mask(
 
 
 def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
-    """Render a video clip of the bucket's width, height and frames: CFHW in [-1, 1]."""
+    """Decode and crop a video clip to a CFHW tensor in [-1, 1] of shape (width, height, frames)."""
     width, height, frames = shape
     return decode_video(
         data, (width, height), frames, recipe.rate, recipe.clip, recipe.crop, recipe.lanczos
@@ -394,7 +433,7 @@ def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
 
 
 def render_audio(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
-    """Render an audio clip of the bucket's channels and length: CN."""
+    """Decode an audio clip to a tensor of shape (channels, length)."""
     channels, length = shape
     return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
 

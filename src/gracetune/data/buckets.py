@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Sample, Shape, Size
 
 MAX_LISTED_DROPS = 5
-"""Number of dropped samples that the report lists per reason."""
+"""Number of dropped samples that the bucket report lists for each reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A sample without a bucket, and the setting that excludes it."""
+    """A sample that fits no bucket and is not trained on."""
 
     sample: Sample
     reason: str
+    """The setting that excludes the sample and its value, such as "min_edge is 512, ..."."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The bucket of every sample."""
+    """The assignment of a dataset's samples to buckets."""
 
     buckets: Mapping[Shape, tuple[Sample, ...]]
-    """Non-empty buckets, ordered from tall to wide and from short to long."""
+    """Samples of each non-empty bucket, ordered by aspect ratio from tall to wide."""
     dropped: tuple[Dropped, ...]
+    """Samples that fit no bucket."""
 
 
 def bucket_sizes(
@@ -47,10 +49,11 @@ def bucket_sizes(
     max_aspect: float,
     resolution_type: Literal["area", "edge"] = "area",
 ) -> list[Size]:
-    """Return sizes whose edges are multiples of `step`, from tall to wide, including the square.
+    """Return all bucket sizes (width, height) in pixels for a resolution, from tall to wide.
 
-    With resolution type "area", each size has about resolution^2 pixels. With "edge", the shorter
-    edge equals the resolution.
+    All edges are multiples of `step`, and no aspect ratio exceeds `max_aspect`. With the resolution
+    type "area", each size has about resolution^2 pixels. With "edge", the shorter edge is the
+    multiple of `step` nearest to the resolution.
     """
     if resolution < step:
         raise ConfigError(
@@ -70,7 +73,10 @@ def bucket_sizes(
 
 
 def frame_counts(section: DatasetSection) -> tuple[int, ...]:
-    """Return the clip lengths in frames, in ascending order; video VAEs need 4n+1 frames."""
+    """Return the clip lengths of a video dataset in frames, in ascending order.
+
+    Raises an error for a length that is not of the form 4n+1, which video VAEs need.
+    """
     counts = section.frames if isinstance(section.frames, tuple) else (section.frames,)
     for count in counts:
         if count % 4 != 1:
@@ -82,13 +88,17 @@ def frame_counts(section: DatasetSection) -> tuple[int, ...]:
 
 
 def audio_lengths(section: DatasetSection) -> tuple[int, ...]:
-    """Return the clip lengths in audio samples, in ascending order."""
+    """Return the clip lengths of an audio dataset, in audio samples and in ascending order."""
     seconds = section.seconds if isinstance(section.seconds, tuple) else (section.seconds,)
     return _ascending([max(1, round(s * section.sample_rate)) for s in seconds], section, "seconds")
 
 
 def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> BucketPlan:
-    """Assign each sample to the bucket that crops least; `step` is the model's edge multiple."""
+    """Assign each sample to the bucket that crops it least, or drop it.
+
+    `step` is the number of pixels that edges must be multiples of for the model; the dataset's
+    `bucket_step` takes precedence.
+    """
     place = (
         _audio_bucket_finder(section)
         if section.dataset_type == "audio"
@@ -112,7 +122,10 @@ def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> Buc
 
 
 def cropped_fraction(size: Shape, samples: Sequence[Sample]) -> float:
-    """Return the fraction of the samples' pixels that this bucket crops; 0 for audio."""
+    """Return the fraction of all pixels of these samples that is cropped to fit a bucket.
+
+    `size` is the bucket's shape. For audio, the result is 0.
+    """
     if samples[0].kind == "audio":
         return 0.0
     pixels = sum(sample.width * sample.height for sample in samples)
@@ -124,7 +137,7 @@ def cropped_fraction(size: Shape, samples: Sequence[Sample]) -> float:
 
 
 def report(plan: BucketPlan) -> str:
-    """Format the plan as a text table."""
+    """Format buckets and dropped samples as a text table."""
     lines = ["bucket       samples  cropped"]
     for size, samples in plan.buckets.items():
         shape = "x".join(map(str, size))
@@ -140,7 +153,7 @@ def report(plan: BucketPlan) -> str:
 
 
 def as_json(plan: BucketPlan) -> dict[str, object]:
-    """Return the plan as JSON: every bucket and every dropped sample."""
+    """Return buckets and dropped samples as a JSON-serialisable dictionary."""
     return {
         "buckets": [
             {
@@ -170,7 +183,10 @@ _REMEDY = {
 
 
 def _bucket_finder(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str]:
-    """Return a function from an image or video to its bucket, or to the reason it has none."""
+    """Return a function that maps an image or video to the shape of its bucket.
+
+    If no bucket fits, the function returns the reason as text.
+    """
     sizes = bucket_sizes(
         section.resolution, _step(section, step), section.max_aspect, section.resolution_type
     )
@@ -198,7 +214,7 @@ def _bucket_finder(section: DatasetSection, step: int) -> Callable[[Sample], Sha
 
 
 def available_frames(sample: Sample, section: DatasetSection) -> int:
-    """Return the number of frames of a video at the frame rate of the run file."""
+    """Return the number of frames of a video after conversion to the dataset's `fps`."""
     # Times 0, 1/fps, ... before the end; Matroska rounds the end to milliseconds.
     return max(1, math.ceil((sample.seconds - 1.5e-3) * (section.fps or sample.fps)))
 
@@ -247,9 +263,9 @@ def _step(section: DatasetSection, step: int) -> int:
 def _reason_to_drop(sample: Sample, section: DatasetSection) -> str | None:
     short, long = sorted((sample.width, sample.height))
     if long / short > section.max_aspect:
-        return f"max_aspect is {section.max_aspect:g}, its aspect {long / short:.2f}"
+        return f"max_aspect is {section.max_aspect:g}, its aspect ratio is {long / short:.2f}"
     if short < section.min_edge:
-        return f"min_edge is {section.min_edge}, its shorter edge {short}"
+        return f"min_edge is {section.min_edge}, its shorter edge is {short}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Read captions from text files, a JSONL or parquet table, file names, or one prompt for all."""
+"""Read the captions of a dataset: from text files, tables, file names, or one caption for all."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from gracetune.data.source import Source
 
     Rows = Iterator[tuple[str, str, str]]
-    """Location for error messages, file name and caption of each row."""
+    """Rows of a caption table: location in the table for error messages, file name, caption."""
 
 METADATA = "metadata.jsonl"
 PARQUET = "metadata.parquet"
 MAX_LISTED = 5
-"""Number of samples without a caption that an error lists."""
+"""Number of samples without a caption that an error message lists."""
 
 
 def read_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
 ) -> dict[str, str]:
-    """Return the caption of every sample; a missing caption is an error, an empty one is not."""
+    """Return the caption of each sample by its key, as `caption_strategy` says.
+
+    Raises an error if a sample has no caption. An empty caption is allowed.
+    """
     strategy = section.caption_strategy
     if strategy == "auto":
         strategy = "jsonl" if _tables(source, METADATA) else "textfile"
@@ -81,7 +84,7 @@ def _from_text_files(
 
 
 def _tables(source: Source, name: str) -> list[str]:
-    """Return every table with this file name, outermost folder first."""
+    """Return the keys of all files called `name`, those in outer folders first."""
     found = [key for key in source.keys() if PurePosixPath(key).name == name]  # noqa: SIM118
     return sorted(found, key=lambda key: key.count("/"))
 
@@ -89,7 +92,10 @@ def _tables(source: Source, name: str) -> list[str]:
 def _from_tables(
     source: Source, name: str, rows_of: Callable[[bytes, str], Rows], setting: str
 ) -> dict[str, str]:
-    """Read every table with this file name; the table nearest to a sample wins."""
+    """Read the captions from all tables called `name`.
+
+    If several tables caption the same sample, the one in the innermost folder wins.
+    """
     captions: dict[str, str] = {}
     for table in _tables(source, name):
         where = f"{setting}: {printable(table)}"
@@ -99,7 +105,7 @@ def _from_tables(
 
 
 def _from_names(image_keys: Sequence[str]) -> dict[str, str]:
-    """Turn file names into captions; a name without words gives none."""
+    """Turn file names into captions; leave out names that contain no words."""
     words = {key: re.sub(r"[\s_-]+", " ", PurePosixPath(key).stem).strip() for key in image_keys}
     return {key: caption for key, caption in words.items() if caption}
 
@@ -136,7 +142,10 @@ def _decode(data: bytes, where: str) -> str:
 
 
 def _by_key(rows: Rows, folder: PurePosixPath) -> dict[str, str]:
-    """Return captions by key; `file_name` is relative to the table's folder."""
+    """Return the captions of a table's rows by sample key.
+
+    File names in a table are relative to the table's `folder`.
+    """
     captions: dict[str, str] = {}
     for where, name, caption in rows:
         key = str(folder / name)

@@ -1,4 +1,7 @@
-"""Compression of staged files: the codecs, and how `compression: auto` chooses between them."""
+"""Compress files that are staged in host memory: the codecs, and the choice of `compression: auto`.
+
+`auto` compresses a few sampled files of each suffix, and chooses a codec for all files of it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Codec(NamedTuple):
-    """A compress and a decompress function."""
+    """The compress and the decompress function of a compression format."""
 
     compress: Callable[[bytes], bytes]
     decompress: Callable[[bytes | memoryview], bytes]
@@ -41,22 +44,25 @@ CODECS: dict[str, Codec] = {
 }
 
 CANDIDATES = ("lz4", "zstd")
-"""Codecs that `auto` tries: the fastest, and the smallest that still decodes faster than a disk."""
+"""Codecs that `compression: auto` tries: the fastest one, and the one with the smallest output that
+still decompresses faster than a disk reads."""
 
 MIN_SAVING = 0.05
-"""Fraction of bytes that a codec must save under `auto`, because every read pays for decoding."""
+"""Fraction of the bytes that compression must save under `compression: auto`. Below it, saving
+memory is not worth decompressing the file at every read."""
 
 
 class CodecChoice(NamedTuple):
-    """The codec that `auto` chose."""
+    """The codec that `compression: auto` chose for the files of one suffix."""
 
     codec: str | None
+    """Name of the codec; None for no compression."""
     savings: Mapping[str, float]
-    """Fraction of the sampled bytes that each candidate saves."""
+    """Fraction of the bytes of the sampled files that each codec saves, by its name."""
 
 
 def choose(sampled: Sequence[bytes]) -> CodecChoice:
-    """Try each candidate on sampled files; choose None if the best does not save enough."""
+    """Choose the codec that saves most on the sampled files; none if that is below MIN_SAVING."""
     total = sum(map(len, sampled))
     if total == 0:
         return CodecChoice(None, dict.fromkeys(CANDIDATES, 0.0))
@@ -69,7 +75,7 @@ def choose(sampled: Sequence[bytes]) -> CodecChoice:
 
 
 def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
-    """Return the compressed bytes, or None if they save less than the fraction `min_saving`."""
+    """Compress a file; return None if that saves less than the fraction `min_saving`."""
     packed = CODECS[codec].compress(data)
     worthwhile = len(packed) < len(data) and len(packed) <= (1 - min_saving) * len(data)
     return packed if worthwhile else None
@@ -78,34 +84,36 @@ def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
 # Choosing a codec for every file of a dataset
 
 SAMPLED_FILES = 16
-"""Files per suffix that `auto` tries its codecs on."""
+"""Largest number of files per suffix on which `compression: auto` tries its codecs."""
 SAMPLED_NBYTES = 32 * 1024**2
-"""Bytes of sampled files per suffix that are kept, not counting the first file."""
+"""Largest total size in bytes of the sampled files per suffix; one file may be larger."""
 MAX_SUFFIXES = 16
-"""Suffixes that are sampled separately; rarer ones are sampled together."""
+"""Number of suffixes that get a codec of their own; files of rarer suffixes share one."""
 OTHER_SUFFIXES = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The codec of each file, by its suffix."""
+    """The codec to use for each file of a dataset, by the file's suffix."""
 
     by_suffix: Mapping[str, str | None]
+    """Name of the codec for each suffix; None for no compression."""
     others: str | None
-    """Codec of suffixes that are not listed."""
+    """Name of the codec for suffixes that are not in `by_suffix`; None for no compression."""
     min_saving: float
-    """Fraction of its bytes that a file must save to be stored compressed."""
+    """A file is stored compressed only if that saves at least this fraction of its bytes."""
     reason: str
+    """Explanation of the choice, for a notice to the user."""
     sampled: Mapping[str, bytes]
-    """Contents of the sampled files, so that they are not read twice."""
+    """Contents of the sampled files by key, so that staging need not read them again."""
 
     def codec_of(self, key: str) -> str | None:
-        """Return the codec to try on this file."""
+        """Return the name of the codec to try on a file; None for no compression."""
         return self.by_suffix.get(suffix_of(key), self.others) if self.by_suffix else self.others
 
     @property
     def compresses(self) -> bool:
-        """Return whether any file may be stored compressed."""
+        """True if some files may be stored compressed."""
         return self.others is not None or any(self.by_suffix.values())
 
 
@@ -116,7 +124,10 @@ def choose_packing(
     compression: str | None,
     num_workers: int,
 ) -> Packing:
-    """Resolve `in_memory.compression` for these files."""
+    """Choose the codecs for these files according to the setting `in_memory.compression`.
+
+    `sizes` has the size of each file in bytes.
+    """
     if compression in (None, "none"):
         return Packing({}, None, 0.0, "compression is off", {})
     if compression != "auto":
@@ -141,13 +152,16 @@ def choose_packing(
 
 
 def suffix_of(key: str) -> str:
-    """Return the lower-case suffix; files with the same suffix compress alike."""
+    """Return the suffix of a file name in lower case, such as `.jpg`; empty if it has none."""
     stem, dot, ending = key.rpartition(".")
     return f".{ending.lower()}" if dot and stem and "/" not in ending else ""
 
 
 def _samples(keys: Sequence[str], sizes: Sequence[int]) -> dict[str, list[str]]:
-    """Choose a few keys per suffix, spread evenly; the most common suffix first."""
+    """Select the files to try codecs on: a few per suffix, spread evenly over the dataset.
+
+    Returns their keys by suffix, the most common suffix first.
+    """
     common = {kind for kind, _ in Counter(map(suffix_of, keys)).most_common(MAX_SUFFIXES)}
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):

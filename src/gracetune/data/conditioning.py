@@ -1,4 +1,7 @@
-"""Find the control image and mask of each sample: files with the same stem in another folder."""
+"""Find the companions of each sample: its control image and its mask.
+
+A companion lies in a folder of its own and has the file name of its sample, except for the suffix.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,30 @@ if TYPE_CHECKING:
     Role = Literal["control", "mask"]
 
 MAX_LISTED = 5
-"""Number of samples that an error lists."""
+"""Number of samples without a companion that an error message lists."""
 ASPECT_TOLERANCE = 0.02
-"""Largest relative difference between the aspect ratios of a sample and its companion, which are
-cropped alike."""
+"""Largest relative difference between the aspect ratios of a sample and of its mask or control
+image. They must match, because both are cropped in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Companion files by sample, and a source that reads samples and companions."""
+    """The control images and masks of a dataset's samples."""
 
     source: Source
+    """Source that reads the samples as well as their control images and masks."""
     keys: Mapping[str, tuple[tuple[Role, str], ...]] = field(default_factory=dict)
-    """(role, key in `source`) pairs by sample key."""
+    """For each sample key: the role ("control" or "mask") and the key in `source` of each file."""
 
 
 class JoinedSource:
-    """Several sources joined into one, so that they are staged together under one memory limit."""
+    """Several sources combined into one, so that they can be staged under one memory limit."""
 
     def __init__(self, parts: Mapping[str, Source]) -> None:
-        """`parts` maps a key prefix to its source; the samples' own prefix is empty."""
+        """Combine the sources in `parts`; its keys are put before the keys of each source.
+
+        The prefix of the samples themselves is empty.
+        """
         self._parts = parts
         self._where: dict[str, tuple[Source, str]] = {}
         for prefix, source in parts.items():
@@ -91,7 +98,11 @@ def find_companions(
     keys: Sequence[str],
     open_folder: Callable[[str, str], Source],
 ) -> Companions:
-    """Find the companions of every sample; a missing one is an error."""
+    """Find the control image and mask of every sample, if the dataset has folders for them.
+
+    Raises an error if a file is missing. `source` and `keys` are those of the samples.
+    `open_folder(folder, setting)` opens the folder of the control images or masks.
+    """
     roles: dict[Role, tuple[str, str | None]] = {
         "control": ("conditioning_data_dir", section.conditioning_data_dir),
         "mask": ("mask_data_dir", section.mask_data_dir),
@@ -112,7 +123,7 @@ def find_companions(
 def _opened(
     open_folder: Callable[[str, str], Source], folder: str, setting: str, name: str
 ) -> Source:
-    """Open a companion folder; errors name its own setting."""
+    """Open a folder of control images or masks; its setting `name` appears in error messages."""
     try:
         return open_folder(folder, setting)
     except DataError as error:
@@ -121,7 +132,7 @@ def _opened(
 
 
 def same_aspect(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether two sizes have the same aspect ratio within the tolerance."""
+    """Return whether two (width, height) have the same aspect ratio within ASPECT_TOLERANCE."""
     ratio = one[0] * other[1] / (one[1] * other[0])
     return abs(ratio - 1) <= ASPECT_TOLERANCE
 
@@ -135,13 +146,14 @@ def _by_stem(keys: Sequence[str], beside: Source, name: str, folder: str) -> dic
     if missing:
         named = ", ".join(missing[:MAX_LISTED]) + (", ..." if len(missing) > MAX_LISTED else "")
         raise DataError(
-            f"{name} is {folder!r}: {len(missing)} of {len(keys)} samples have no file with the "
-            f"same stem there: {named}. Add these files, or remove the samples."
+            f"{name} is {folder!r}: {len(missing)} of {len(keys)} samples have no file of the same "
+            f"name (without suffix) there: {named}. Add these files, or remove the samples."
         )
     twice = [stems[_stem(key)] for key in keys if len(stems[_stem(key)]) > 1]
     if twice:
         raise DataError(
-            f"{name} is {folder!r}: {' and '.join(twice[0])} have the same stem. Keep one of them."
+            f"{name} is {folder!r}: {' and '.join(twice[0])} have the same name without suffix. "
+            "Keep one of them."
         )
     return {key: stems[_stem(key)][0] for key in keys}
 

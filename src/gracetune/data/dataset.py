@@ -1,7 +1,8 @@
-"""Open a dataset: find its source, samples, captions and companions, and probe every file once.
+"""Open a dataset: list its samples, read their captions, and check that every file can be decoded.
 
 `instance_data_dir` may be a folder, tar shards, parquet tables, a saved Hugging Face dataset or a
-remote address; `open_address` decides which. Unreadable files are collected in a `CorruptionLog`.
+remote address; `open_address` decides which. A control image or mask of a sample is called its
+companion. Unreadable samples are skipped and collected in a `CorruptionLog`.
 """
 
 from __future__ import annotations
@@ -56,28 +57,33 @@ PACKAGES: dict[str, Callable[[], None]] = {
     "video": video.require_packages,
     "audio": audio.require_packages,
 }
-"""Checks that raise an error if a package needed for this kind of sample is missing."""
+"""Function per `dataset_type` that raises an error if a package it needs is not installed."""
 PROBED_AHEAD = 256
-"""Number of samples that are probed ahead."""
+"""Largest number of samples that worker threads check ahead of the main thread."""
 NOUNS = {"image": "images", "video": "videos", "audio": "audio files"}
 
 
 class Opener(Protocol):
-    """A function that opens a source; in SOURCES or an entry point of `gracetune.source`."""
+    """A function that opens the source of one dataset type.
+
+    `SOURCES` lists gracetune's own; other packages register theirs as entry points of the group
+    `gracetune.source`.
+    """
 
     def __call__(self, section: DatasetSection, setting: str, emit: Emit) -> Source:
-        """Open the source; `setting` is the section's path in the run file, for error messages."""
+        """Open the source; `setting` is the dataset's name in messages, such as `datasets[0]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenDataset:
-    """A dataset with all its readable samples."""
+    """A dataset whose files have been listed and checked."""
 
     section: DatasetSection
     source: Source
-    """Source of the samples and their companions."""
+    """Source that reads the samples, their control images and their masks."""
     samples: tuple[Sample, ...]
+    """All samples that are readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +103,10 @@ def open_dataset(
     corruption: CorruptionLog,
     meet_in: Path | None = None,
 ) -> OpenDataset:
-    """Find samples and captions, stage the files if asked to, and probe every sample once.
+    """List the samples and captions of a dataset, stage its files, and check every sample.
 
-    Processes of one machine that pass the same folder as `meet_in` share the staged data.
+    Files are read into host memory if the dataset's type says so. Processes on one machine that
+    pass the same folder as `meet_in` share one copy in memory.
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
@@ -155,7 +162,10 @@ def open_dataset(
 
 
 def _open_beside(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
-    """Open a companion folder with the samples' source type; generated shapes use a folder."""
+    """Open a folder of control images or masks as the same type of dataset as the samples.
+
+    For generated shapes, it is opened as a plain folder.
+    """
     kind = "local" if section.type == "shapes" else section.type
     opener = cast("Opener", registry.load("source", kind, SOURCES))
     return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
@@ -175,7 +185,7 @@ def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Seque
 def _probe(
     source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
 ) -> _Probe | str:
-    """Return the properties of a sample's file, or the reason why it is unreadable."""
+    """Read a sample and its companions; return their properties, or why they are unreadable."""
     try:
         data = source.read(key)
         probe = _probe_file(data, section.dataset_type)
@@ -230,7 +240,7 @@ def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit)
         )
 
 
-# What `instance_data_dir` refers to
+# Finding out what `instance_data_dir` refers to
 
 OPENERS = {
     "folder": "gracetune.data.source:open_folder",
@@ -240,14 +250,17 @@ OPENERS = {
     "remote": "gracetune.data.remote:open_remote",
 }
 SAVED_DATASET = ("dataset_dict.json", "state.json")
-"""Files that identify a folder written by `save_to_disk` of Hugging Face `datasets`."""
+"""Names of files that only a folder written by Hugging Face's `save_to_disk` contains."""
 SHARDS = (".tar", ".parquet")
 NON_SAMPLE_SUFFIXES = frozenset((".md", ".json", ".yaml", ".yml", ""))
-"""Suffixes of files next to shards and tables that are not samples."""
+"""Suffixes of files that may lie next to shards, such as a README, and are ignored."""
 
 
 def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
-    """Open the source of `local` and `in_memory`, whatever kind the address has."""
+    """Open the source of a dataset of type `local` or `in_memory`.
+
+    Detects whether `instance_data_dir` is a folder, shards, a table or a remote address.
+    """
     kind = address_kind(data_dir(section, setting))
     source = _open(kind, section, setting, emit)
     if kind == "remote":
@@ -257,7 +270,10 @@ def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
 
 
 def address_kind(address: str) -> str:
-    """Return the key in OPENERS for an address, by its scheme, its suffix or its folder's files."""
+    """Return what an address refers to, as a key of `OPENERS`.
+
+    Judged by its URL scheme, its suffix, or the files in the folder.
+    """
     if "://" in address:
         return _suffix(address)[1:] if is_shard(address) else "remote"
     root = os.path.expanduser(address)
@@ -272,7 +288,7 @@ def address_kind(address: str) -> str:
 
 
 def is_shard(address: str) -> bool:
-    """Return whether an address names a tar or parquet file, or a pattern of such files."""
+    """Return whether an address is a tar or parquet file, or a pattern such as `data/*.tar`."""
     return _suffix(address) in SHARDS
 
 
@@ -282,7 +298,10 @@ def _open(kind: str, section: DatasetSection, setting: str, emit: Emit) -> Sourc
 
 
 def _kind_of_files(keys: Iterable[str]) -> str:
-    """Return "tar" or "parquet" if all samples are in such files, else "folder"."""
+    """Return "tar" or "parquet" if all files have this suffix, else "folder".
+
+    Files that are no samples, such as a README, do not count.
+    """
     found = ""
     for key in keys:
         ending = _suffix(key)
@@ -295,7 +314,7 @@ def _kind_of_files(keys: Iterable[str]) -> str:
 
 
 def _suffix(name: str) -> str:
-    """Return the lower-case suffix, without the query string of a URL."""
+    """Return the suffix of a path or URL in lower case; the query string of a URL is ignored."""
     path = name.partition("?")[0] if name.startswith(("http://", "https://")) else name
     return os.path.splitext(path)[1].lower()
 
@@ -303,34 +322,41 @@ def _suffix(name: str) -> str:
 # Unreadable samples
 
 MAX_LISTED = 5
-"""Number of files that an error lists; the report has all of them."""
+"""Number of unreadable files that an error message lists; `corruption.json` lists all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """An unreadable sample that is skipped."""
+    """A sample that is skipped because it cannot be read."""
 
     dataset: str
+    """Id of the dataset."""
     key: str
+    """Key of the sample in its dataset."""
     reason: str
+    """Why the sample cannot be read."""
 
 
 class CorruptionLog:
-    """Collects the unreadable samples of a run and reports each one once."""
+    """The unreadable samples of a run. Each is reported to the user once."""
 
     def __init__(self, emit: Emit, report: Path | None = None) -> None:
-        """`report` is the file that is written before a run stops because of unreadable samples."""
+        """Start with no entries.
+
+        If too many samples are unreadable, `check` lists all of them in the file `report` before it
+        raises its error.
+        """
         self._emit = emit
         self._report = report
         self._entries: dict[tuple[str, str], Corruption] = {}
 
     @property
     def entries(self) -> tuple[Corruption, ...]:
-        """Unreadable samples in the order in which they were found."""
+        """All unreadable samples so far, in the order in which they were found."""
         return tuple(self._entries.values())
 
     def record(self, dataset: str, key: str, reason: str) -> None:
-        """Skip a sample; recording the same sample again has no effect."""
+        """Add an unreadable sample and warn the user; a repeated call has no effect."""
         if (dataset, key) in self._entries:
             return
         self._entries[dataset, key] = Corruption(dataset, key, reason)
@@ -338,7 +364,10 @@ class CorruptionLog:
         self._emit(Notice(text, level="warning"))
 
     def check(self, dataset: str, total: int, rate: float) -> None:
-        """Raise an error if more than `rate` of the `total` samples are unreadable."""
+        """Raise an error if more than the fraction `rate` of a dataset's samples is unreadable.
+
+        `total` is the dataset's number of samples.
+        """
         broken = [entry for entry in self.entries if entry.dataset == dataset]
         if len(broken) / total <= rate:
             return
@@ -356,7 +385,7 @@ class CorruptionLog:
         )
 
     def write(self, path: Path) -> None:
-        """Write all unreadable samples to a JSON report."""
+        """Write all unreadable samples to a JSON file."""
         report = {
             "unreadable": len(self._entries),
             "samples": [asdict(entry) for entry in self.entries],

@@ -1,7 +1,7 @@
-"""Bindings of gather.c: copy many files into an arena, or many buffers into one, in a single call.
+"""Call the compiled helper gather.c, which copies many files or many buffers in a single call.
 
-The package build compiles gather.c next to this file. Without a C compiler the package still
-installs: files are then read one by one in Python, and buffers are joined by torch.
+The build of the package compiles gather.c to a library next to this file. Without a C compiler the
+package still installs: files are then read one by one in Python, and torch concatenates buffers.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
     from gracetune.memory.shared_arena import SegmentWriter
 
 ABI = 2
-"""Interface version; must equal the one in gather.c."""
+"""Version of the helper's interface; a compiled helper with another version is not used."""
 LIBRARY = "_gather.so"
 SOURCE = Path(__file__).with_name("gather.c")
 _WHOLE = -1
 FAILED = -1
-"""Length reported for a file that changed since it was measured or cannot be copied."""
+"""Length that is returned for a file that changed since it was measured, or cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGather:
-    """The compiled helper is not available."""
+    """Stands for the compiled helper if it is not available."""
 
     reason: str
+    """Why the helper is not available, for a notice to the user."""
 
 
 class Gather:
-    """The loaded C helper."""
+    """The loaded C library with Python signatures."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         int64_array = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
@@ -62,25 +63,27 @@ class Gather:
         self._join.restype = None
 
     def sizes(self, paths: Sequence[str]) -> list[int]:
-        """Return the length of each file; 0 where `stat` fails."""
+        """Return the length of each file in bytes; 0 if its `stat` fails."""
         found = np.zeros(len(paths), np.int64)
         self._sizes(_encode_paths(paths), len(paths), found)
         sizes: list[int] = found.tolist()
         return sizes
 
     def join(self, target: int, pieces: Sequence[int], nbytes: int) -> None:
-        """Copy buffers of `nbytes` each, given by address, one after another to `target`.
+        """Concatenate buffers of `nbytes` bytes each into the buffer `target`.
 
-        The caller keeps all buffers alive. The GIL is released once for the whole call.
+        All buffers are given by their addresses, and the caller must keep them alive. The GIL is
+        released once for the whole call.
         """
         self._join(target, array("Q", pieces).tobytes(), len(pieces), nbytes)
 
     def __call__(
         self, segment: SegmentWriter, places: Sequence[FileRange], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Copy files of known lengths into the arena; return their offsets, and lengths or FAILED.
+        """Copy files of known sizes into a segment of a shared-memory arena.
 
-        Raises ArenaFullError if there is no memory left.
+        Returns the offset of each file, and its length or FAILED. Raises ArenaFullError if there is
+        no memory left.
         """
         paths = _encode_paths([place.path for place in places])
         offsets = np.array(
@@ -100,7 +103,7 @@ class Gather:
 
 
 def _encode_paths(paths: Sequence[str]) -> bytes:
-    """Encode the paths, each terminated by a NUL byte."""
+    """Join the paths into one byte string, in which each ends with a NUL byte."""
     joined = os.fsencode("\0".join(paths)) + b"\0"
     assert joined.count(b"\0") == max(1, len(paths)), "a path with a NUL in it"
     return joined

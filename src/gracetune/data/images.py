@@ -1,11 +1,11 @@
 """Decode image files to upright, opaque, 8-bit sRGB pixels, and resize them to a bucket.
 
-Pillow defines the result. Where a faster decoder is installed (simplejpeg, imagecodecs), it is used
-for the formats and modes in which it returns the same pixels, and Pillow handles the rest. Every
-file that cannot be decoded raises `UnreadableImageError` with a readable reason.
+Pillow is the reference. If a faster decoder is installed (simplejpeg, imagecodecs), it decodes the
+formats and modes in which it returns the same pixels as Pillow, and Pillow decodes all others. A
+file that cannot be decoded raises `UnreadableImageError` with a reason for the user.
 
-A "simple" file is 8-bit RGB, upright, opaque, not animated and without a colour profile. For these,
-`parse_plain_header` replaces the slower `Image.open`.
+A file is called "simple" if it is 8-bit RGB, upright, opaque, not animated and without a colour
+profile. Its header is read by `parse_simple_header`, which is faster than `Image.open`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
     Pixels = NDArray[np.uint8]
     Decode = Callable[[bytes, str, Size], Pixels | None]
-    """Decode (file, Pillow mode, minimum size); None if the decoder refuses the file."""
+    """Function (bytes of a file, Pillow mode, minimum size) -> pixels; None if it cannot decode."""
     DecodeSimple = Callable[[bytes], Pixels | None]
-    """Decode a simple file; None if the decoder refuses it."""
+    """Function (bytes of a simple file) -> pixels; None if it cannot decode the file."""
     from collections.abc import Iterator
 
     from torch import Tensor
 
 Lanczos = Literal["pillow", "torch"]
 MODES = ("L", "RGB", "RGBA")
-"""Pillow modes that fast decoders may handle: 8 bits per channel."""
+"""Pillow modes for which a faster decoder than Pillow may be used."""
 
 _JPEG_COLOUR_SPACES = {"L": "GRAY", "RGB": "RGB"}
 _PNG_DEPTH = 24
@@ -52,13 +52,16 @@ _WEBP_CHUNK, _WEBP_FLAGS, _WEBP_ANIMATION = slice(12, 16), 20, 2
 
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """Fast decoders by file format, and the resizer; Pillow is used for all other formats."""
+    """The functions that decode and resize images. Pillow decodes formats that are not listed."""
 
     by_format: Mapping[str, Decode] = field(default_factory=dict)
+    """Decoders that are faster than Pillow, by Pillow's name of the file format."""
     lanczos: Lanczos = "pillow"
+    """Library that resizes images."""
     simple: Mapping[str, DecodeSimple] = field(default_factory=dict)
-    """Fastest decoder of simple files, by file format."""
+    """Decoders of simple files (see the module), by Pillow's name of the file format."""
     description: str = "images are decoded and resized by Pillow"
+    """Sentence about the choice, for a notice to the user."""
 
 
 PILLOW = Decoders()
@@ -81,9 +84,10 @@ def choose_decoders() -> Decoders:
 
 
 def _torch_has_lanczos() -> bool:
-    """Return whether `interpolate` supports Lanczos for uint8 on the CPU (torch 2.13 and newer).
+    """Return whether torch can resize uint8 images on the CPU with Lanczos (torch 2.13 and newer).
 
-    The probe uses channels-last memory, as images do: torch fails on tiny planar inputs.
+    The test image is channels-last, as images in training are, because torch fails on tiny images
+    in the other layout.
     """
     import torch
 
@@ -96,7 +100,7 @@ def _torch_has_lanczos() -> bool:
 
 
 def _none_on_error(decode: Callable[[bytes], Pixels], *refusals: type[Exception]) -> DecodeSimple:
-    """Wrap a decoder so that it returns None for files it refuses."""
+    """Wrap a decoder so that it returns None where it would raise one of these exceptions."""
 
     def call(data: bytes) -> Pixels | None:
         try:
@@ -191,31 +195,35 @@ _DECODE_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,
 )
-"""Exceptions that Pillow's parsers raise on corrupted or hostile files."""
+"""Exceptions that Pillow may raise for a corrupted or malicious file."""
 
 _MIN_MAXIMUM_OF_0_TO_255 = 2.0
-"""A float image whose maximum is above this uses the range 0 to 255, not 0 to 1.
+"""Smallest maximum of a float image that is taken to have the range 0 to 255 instead of 0 to 1.
 
-An image in the range 0 to 1 may overshoot 1 slightly, and must not be mistaken for a nearly black
-image in the range 0 to 255.
+An image with the range 0 to 1 may exceed 1 slightly, and must not be mistaken for a nearly black
+image with the range 0 to 255.
 """
 
 _WARNING_FILTERS = threading.Lock()
-"""Serialises changes of the process-wide warning filters."""
+"""Lock for Python's warning filters, which are shared by all threads of the process."""
 
 
 CENTRE_CROP = (0.5, 0.5)
-"""Crop position: the fractions of the cut-off width and height removed at the left and the top."""
+"""Crop position that keeps the centre. The two numbers say which fraction of the cropped width is
+removed at the left, and which fraction of the cropped height at the top."""
 FULL_SIZE: Size = (0, 0)
-"""Minimum size that stands for full resolution."""
+"""Value of `min_size` that means: decode at full resolution."""
 
 
 class UnreadableImageError(UnreadableSampleError):
-    """The bytes are not an image that can be used for training."""
+    """Raised for a file that is not an image, is damaged, or has an unsupported format."""
 
 
 def probe(data: bytes) -> tuple[int, int]:
-    """Return width and height as displayed, after decoding the file to detect truncation."""
+    """Return the width and height of an image as displayed, after the EXIF orientation.
+
+    The file is decoded at reduced size, so that truncated files are detected.
+    """
     with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         width, height = image.size
@@ -227,9 +235,10 @@ def probe(data: bytes) -> tuple[int, int]:
 def decode(
     data: bytes, decoders: Decoders = PILLOW, min_size: Size = FULL_SIZE, background: str = "white"
 ) -> Image.Image:
-    """Return an RGB image: EXIF orientation applied, converted to sRGB, alpha over `background`.
+    """Decode a file to an upright 8-bit RGB image in sRGB.
 
-    With `min_size`, a JPEG may be decoded at reduced resolution, but not below that size.
+    Transparent pixels are filled with the colour `background`. If `min_size` is given, a JPEG may
+    be decoded at reduced resolution, but not smaller than that size.
     """
     with _decode_errors_as_unreadable():
         image, orientation = _open(data)
@@ -242,7 +251,10 @@ def decode(
 
 
 def decode_pixels(data: bytes, decoders: Decoders = PILLOW, min_size: Size = FULL_SIZE) -> Pixels:
-    """Return the result of `decode` as an HWC array, without a Pillow image where possible."""
+    """Decode a file like `decode`, but to a uint8 array in HWC layout.
+
+    Faster than `decode`, because it creates a Pillow image only if necessary.
+    """
     simple = _decode_simple(data, decoders) if min_size == FULL_SIZE else None
     if simple is not None:
         return simple
@@ -256,7 +268,7 @@ def decode_pixels(data: bytes, decoders: Decoders = PILLOW, min_size: Size = FUL
 
 
 def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
-    """Return the pixels of a simple file without opening it in Pillow; None for other files."""
+    """Decode a simple file (see the module) without Pillow; return None for other files."""
     header = parse_simple_header(data)
     if header is None or header[0] not in decoders.simple:
         return None
@@ -271,7 +283,10 @@ def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
 def fit_pixels(
     pixels: Pixels, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Tensor:
-    """Crop and resize with torch: CHW, float32, in [-1, 1]; the crop uses whole pixels."""
+    """Crop and resize an HWC image with torch; return float32 in CHW layout and [-1, 1].
+
+    The crop is rounded to whole pixels.
+    """
     import torch
 
     left, top, right, bottom = crop_box((pixels.shape[1], pixels.shape[0]), (width, height), crop)
@@ -284,7 +299,11 @@ def fit_pixels(
 
 
 def crop_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Return the crop box in whole pixels: left, top, right, bottom."""
+    """Return the largest box with the aspect ratio of `wanted` in an image of the size `shown`.
+
+    The box is (left, top, right, bottom) in whole pixels; `crop` is its position, as in
+    CENTRE_CROP.
+    """
     scale = max(wanted[0] / shown[0], wanted[1] / shown[1])
     width, height = (
         min(edge, max(1, round(to / scale))) for edge, to in zip(shown, wanted, strict=True)
@@ -296,7 +315,7 @@ def crop_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int,
 def fit(
     image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Tensor:
-    """Crop and resize with Pillow's Lanczos filter: CHW, float32, in [-1, 1]."""
+    """Crop and resize an image with Pillow; return float32 in CHW layout and [-1, 1]."""
     import torch  # imported late, so that opening a dataset does not load torch
 
     pixels = np.array(cover(image, width, height, crop))
@@ -306,7 +325,7 @@ def fit(
 def cover(
     image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Image.Image:
-    """Crop to the target's aspect ratio and resize in one resampling step."""
+    """Crop an image to the aspect ratio of a target size and resize it, in one resampling step."""
     scale = max(width / image.width, height / image.height)
     beside, above = image.width - width / scale, image.height - height / scale
     box = (
@@ -335,7 +354,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _open(data: bytes) -> tuple[Image.Image, int]:
-    """Open an image and return it with its EXIF orientation; Pillow's warnings are ignored."""
+    """Open a file with Pillow, ignoring its warnings; return the image and its EXIF orientation."""
     if not data:
         raise UnreadableImageError("the file is empty")
     with _WARNING_FILTERS, warnings.catch_warnings():
@@ -353,7 +372,7 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
 def _load_pixels(
     image: Image.Image, data: bytes, decoders: Decoders, min_size: Size
 ) -> Image.Image:
-    """Load the pixels with a fast decoder, or with Pillow if that refuses."""
+    """Decode the pixels of an opened image: with a fast decoder if possible, else with Pillow."""
     pixels = _decode_fast(image, data, decoders, min_size)
     if pixels is not None:
         return Image.fromarray(pixels)
@@ -375,7 +394,7 @@ def _decode_fast(
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation; 1 (upright) if the EXIF block is broken."""
+    """Return the EXIF orientation of an image; 1 (upright) if the EXIF data is invalid."""
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
     except _DECODE_ERRORS:
@@ -383,7 +402,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale greyscale images of 16 bits, 32 bits or floats to 8 bits; Pillow would clip them."""
+    """Scale the values of a 16-bit, 32-bit or float image to 8 bits; Pillow would clip them."""
     if image.mode == "F":
         levels = _scale_floats(np.asarray(image, np.float64))
     elif image.mode == "I":
@@ -396,7 +415,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _scale_floats(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale floats to 0..255, inferring the white level from the range of values."""
+    """Scale float values to 0..255; white is 1 or 255, judged by the largest value."""
     values = np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf)
     low, high = float(values.min()), float(values.max())
     for white in (1.0, 255.0):
@@ -410,7 +429,7 @@ def _scale_floats(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _scale_integers(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale 32-bit integers to 0..255: values up to 255 are 8-bit, values up to 65535 16-bit."""
+    """Scale integer values to 0..255; white is 255 or 65535, judged by the largest value."""
     low, high = float(values.min()), float(values.max())
     for white in (255, 65535):
         if low >= 0 and high <= white:
@@ -422,7 +441,7 @@ def _scale_integers(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """Convert from the embedded colour profile to sRGB; an unusable profile is ignored."""
+    """Convert an image from its embedded colour profile to sRGB; ignore an invalid profile."""
     image = _to_simple_mode(image)
     if not profile or image.mode not in ("L", "RGB", "CMYK", "RGBA"):
         return image
@@ -444,7 +463,7 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 
 def _to_simple_mode(image: Image.Image) -> Image.Image:
-    """Convert to L, RGB, RGBA or CMYK, the modes that colour conversion supports."""
+    """Convert an image to one of the modes L, RGB, RGBA and CMYK."""
     if image.mode in ("LA", "La", "PA", "RGBa") or "transparency" in image.info:
         return image.convert("RGBA")
     if image.mode in ("L", "RGB", "RGBA", "CMYK"):
@@ -470,21 +489,23 @@ _PNG_HEAD = struct.Struct(">IIBB").unpack_from
 _PNG_CHUNK = struct.Struct(">I4s").unpack_from
 _PNG_RGB = [8, 2]
 PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
-"""PNG chunks and text keywords that can hold an orientation."""
+"""Names of PNG chunks and of PNG text keywords that can contain an orientation."""
 _PNG_SPECIAL = PNG_EXIF | {b"tRNS", b"iCCP", b"acTL"}
 
 _JPEG_START = 0xD8
 _JPEG_SEGMENT = struct.Struct(">HH").unpack_from
 _JPEG_FRAME = struct.Struct(">BHHBBxxBxxB").unpack_from
-"""Bit depth, height, width, number of components, and the identifier of each component."""
+"""Reads a JPEG frame header: bit depth, height, width, number of components, and the identifier of
+each of three components."""
 _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
-"""Huffman-coded frames: baseline, extended and progressive."""
+"""Markers of JPEG frame headers: baseline, extended and progressive, all with Huffman coding."""
 _JPEG_SCAN = 0xFFDA
 _JPEG_IGNORED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
-"""Segments that change nothing: tables, restart interval, JFIF, comment. Other segments can hold an
-orientation, a colour profile or a colour transform."""
+"""Markers of JPEG segments that a simple file may contain: tables, restart interval, JFIF, comment.
+Other segments can contain an orientation, a colour profile or a colour transform."""
 _JPEG_COMPONENTS = (3, 1, 2, 3)
-"""JFIF's component count and identifiers; other identifiers can mean another colour space."""
+"""Number and identifiers of the components of a JFIF image; others can mean another colour
+space."""
 
 _WEBP_SIZE = 0x3FFF
 _WEBP_LOSSY_SIGNATURE = b"\x9d\x01\x2a"
@@ -493,10 +514,10 @@ _WEBP_ALPHA = 1 << 28
 
 
 def parse_simple_header(data: bytes) -> tuple[str, Size] | None:
-    """Return format and size of a simple file; None for every other file.
+    """Return the format and the (width, height) of a simple file (see the module), else None.
 
-    Kept short on purpose: decoding evicts Python's working set from the CPU caches, so each extra
-    step between two images costs about ten times its usual time.
+    It does as little as possible: decoding an image evicts Python's data from the CPU caches, so
+    Python code between two images takes about ten times its usual time.
     """
     try:
         file_format, read = _HEADER_PARSERS[data[0]]
@@ -507,7 +528,10 @@ def parse_simple_header(data: bytes) -> tuple[str, Size] | None:
 
 
 def png_chunks(data: bytes) -> set[bytes]:
-    """Return a PNG's chunk names and text keywords without decoding pixels."""
+    """Return the names of a PNG file's chunks and the keywords of its text chunks.
+
+    Pixels are not decoded, and the name of their chunk (IDAT) is left out.
+    """
     names, at, end = set(), 8, len(data) - 8
     while at <= end:
         length, name = _PNG_CHUNK(data, at)
@@ -568,4 +592,5 @@ _HEADER_PARSERS: dict[int, tuple[str, Callable[[bytes], Size | None]]] = {
     0x89: ("PNG", _parse_png),
     ord("R"): ("WEBP", _parse_webp),
 }
-"""Header parsers by the first byte of a file; each checks the following bytes itself."""
+"""Format and header parser by the first byte of a file. A parser returns the size of a simple file,
+or None."""

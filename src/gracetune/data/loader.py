@@ -1,12 +1,13 @@
-"""Decide in which order a run sees its samples, and iterate over batches in that order.
+"""Decide the order in which a run sees its samples, and iterate over batches in that order.
 
-The order is a pure function of the seed, the groups of samples and the batch size: an endless
-sequence of global batches that the ranks take in turn (rank r of n takes batches r, r + n, ...).
-A run's position in it is one number, the count of global batches consumed by all ranks together,
-so a checkpoint resumes with any number of ranks.
+The order is an endless sequence of batches, which depends only on the seed, the samples and the
+batch size. Ranks take the batches in turn: rank r of n takes batches r, r + n, ... They are called
+global batches, because they are numbered over all ranks. The position of a run is a single number,
+the count of global batches that all ranks together have taken, so a checkpoint can be resumed with
+another number of ranks.
 
-The random functions at the end of the file hash a text into random numbers. There is no generator
-whose state could be lost: the same text always gives the same number.
+The random functions at the end of the file hash a text to a random number, so there is no random
+generator whose state must be saved.
 """
 
 from __future__ import annotations
@@ -31,32 +32,33 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch, Sample, Shape
 
 INLINE = Prefetch()
-"""Load each batch when it is requested; the right choice when loading is a lookup in memory."""
+"""Settings without workers: each batch is loaded when it is requested. Suitable if loading a batch
+is a lookup in memory."""
 LOOKAHEAD_BATCHES = 8
-"""Number of batches between announcing a batch to the stores and loading it."""
+"""Number of batches by which the caches are told in advance what will be loaded."""
 NO_EPOCH = -1
-"""Epoch of a draw that belongs to no epoch, such as a held-out sample."""
+"""Value of `Draw.epoch` for samples outside of an epoch, such as held-out samples."""
 MAX_NAMED_SAMPLES = 8
 """Number of samples of a batch that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketGroup:
-    """The samples of one dataset that share a bucket, and how often they are shown."""
+    """The samples of one dataset in one bucket, and how often each is used."""
 
     samples: tuple[Sample, ...]
     repeats: int
-    """Times that an epoch shows each sample."""
+    """Number of times that an epoch uses each sample, before `weight`."""
     caption_dropout: float
-    """Probability that a draw has an empty caption."""
+    """Probability that a sample is used with an empty caption."""
     size: Shape
-    """Shape of the bucket."""
+    """Shape of the bucket, to which all samples are cropped and resized."""
     weight: float = 1.0
-    """Factor on `repeats`; fractions are averages over epochs."""
+    """Factor of `repeats`. If the product is not an integer, it is the average over epochs."""
 
     @property
     def draws_per_epoch(self) -> int:
-        """Number of draws in an epoch, at least one for a group that is not empty."""
+        """Number of samples of this group in an epoch, counting repeats; at least one."""
         if not self.samples:
             return 0
         return max(1, round(len(self.samples) * self.repeats * self.weight))
@@ -64,23 +66,23 @@ class BucketGroup:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A sample as one batch shows it."""
+    """One use of a sample in a batch."""
 
     sample: Sample
     caption: str
-    """The sample's caption, or an empty string if it was dropped."""
+    """Caption of the sample, or an empty string if caption dropout removed it."""
     size: Shape
-    """Shape of the sample's bucket."""
+    """Shape of the sample's bucket, to which it is cropped and resized."""
     epoch: int = NO_EPOCH
-    """Epoch whose random crop and augmentations are used; `NO_EPOCH` uses those of epoch 0."""
+    """Epoch that determines the random crop and augmentations; `NO_EPOCH` uses those of epoch 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """The position of a run in its data; all that a checkpoint stores about it."""
+    """The position of a run in its sequence of batches, which a checkpoint stores."""
 
     consumed: int
-    """Number of global batches that all ranks together have taken."""
+    """Number of batches that all ranks together have taken since the start of the run."""
 
     def epoch(self, order: BatchOrder) -> int:
         """Return the epoch that the next batch belongs to."""
@@ -91,18 +93,19 @@ class LoaderState:
 class _ShuffledEpoch:
     number: int
     entries: NDArray[np.int64]
-    """Indices of all draws, shuffled within each size."""
+    """Numbers of all draws of the epoch, shuffled among draws of the same size."""
     batches: NDArray[np.int64]
-    """Bounds (start, stop) of each batch in `entries`, shuffled."""
+    """Range (start, stop) in `entries` of each batch, in shuffled order."""
     extras: Mapping[int, NDArray[np.int64]]
-    """By group index: samples that this epoch shows once more than the others of the group."""
+    """For each group by its index: the samples that this epoch uses once more than the others,
+    because `weight` makes the number of repeats fractional."""
 
 
 class BatchOrder:
-    """An endless sequence of epochs; all samples of a batch have the same size.
+    """The endless sequence of batches of a run. All samples of a batch have the same size.
 
-    An epoch shows each sample `repeats` times. If `weight` makes that a fraction, consecutive
-    epochs show different samples once more, until every sample has had its turn.
+    An epoch uses each sample `repeats * weight` times. If that is not an integer, some samples are
+    used once more than the others; the next epoch chooses others, until each has had its turn.
     """
 
     def __init__(self, groups: Sequence[BucketGroup], batch_size: int, seed: int) -> None:
@@ -123,16 +126,19 @@ class BatchOrder:
 
     @property
     def epoch_length(self) -> int:
-        """Number of global batches in an epoch."""
+        """Number of batches in an epoch, over all ranks."""
         return len(self._bounds)
 
     @property
     def samples_per_epoch(self) -> int:
-        """Number of draws in an epoch, repeats included."""
+        """Number of samples in an epoch, counting repeats."""
         return int(self._starts[-1])
 
     def batch_at(self, index: int) -> tuple[Draw, ...]:
-        """Return global batch `index`. The last epoch is cached, so reading forward is cheap."""
+        """Return the samples of the batch with this number, counted over all ranks and epochs.
+
+        The order of one epoch is kept in memory, so consecutive batches are cheap.
+        """
         number, place = divmod(index, self.epoch_length)
         if number != self._epoch.number:
             self._epoch = self._shuffle(number)
@@ -140,26 +146,26 @@ class BatchOrder:
         return tuple(self._draw(int(entry), number) for entry in self._epoch.entries[start:stop])
 
     def largest_draw(self) -> tuple[Draw, ...]:
-        """Return one sample of the largest size as a batch, to measure the peak of memory with."""
+        """Return a batch of one sample of the largest size, to find the peak memory use."""
         return (self.one_draw_per_size()[0],)
 
     def one_draw_per_size(self) -> list[Draw]:
-        """Return one draw of each size, the largest first.
+        """Return one sample of each size, the largest size first.
 
-        The draws have no epoch, so that loading one does not start an augmentation epoch.
+        Their epoch is `NO_EPOCH`, so that loading them starts no encoding of augmented samples.
         """
         draws = [replace(self._draw(start, 0), epoch=NO_EPOCH) for start, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
 
     def draws_by_size(self) -> dict[Shape, int]:
-        """Return how many draws of each size an epoch has."""
+        """Return the number of samples of each size in an epoch, counting repeats."""
         counts: Counter[Shape] = Counter()
         for group in self._groups:
             counts[group.size] += group.draws_per_epoch
         return counts
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
-        """Return (start, stop) of the draws of each size; groups are sorted by size."""
+        """Return the range (start, stop) of draw numbers of each size."""
         spans: dict[Shape, tuple[int, int]] = {}
         for group, start, stop in zip(
             self._groups, self._starts[:-1], self._starts[1:], strict=True
@@ -168,7 +174,10 @@ class BatchOrder:
         return [(start, stop) for start, stop in spans.values() if stop > start]
 
     def _batch_bounds(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Cut the draws of one size into batches; the last one may be smaller."""
+        """Split the draw numbers of one size into batches, as rows (start, stop).
+
+        The last batch may be smaller than the others.
+        """
         starts = np.arange(start, stop, self._batch_size, dtype=np.int64)
         return np.stack([starts, np.minimum(starts + self._batch_size, stop)], axis=1)
 
@@ -187,9 +196,10 @@ class BatchOrder:
         return _ShuffledEpoch(number, entries, self._bounds[order], extras)
 
     def _extra_samples(self, index: int, number: int) -> NDArray[np.int64]:
-        """Return the samples that epoch `number` shows once more, for one group.
+        """Return the indices of the samples of a group that epoch `number` uses once more.
 
-        Epochs read consecutive pieces of one endless sequence of shuffles of the group.
+        Shuffled copies of the group form an endless sequence, of which each epoch takes the next
+        piece. Every sample is therefore chosen equally often.
         """
         group = self._groups[index]
         count, share = len(group.samples), group.draws_per_epoch % len(group.samples)
@@ -212,11 +222,10 @@ class BatchOrder:
 
 
 class Loader:
-    """An endless iterator of `(batch, state)` for one rank.
+    """An endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
-    Pass `state.consumed` to a new loader to continue after that batch. The state counts batches
-    that were taken, not batches that were prefetched, so it does not depend on the number of
-    workers or ranks.
+    Pass `state.consumed` to a new loader to continue after that batch. Prefetched batches that were
+    not taken do not count, so the state does not depend on the number of workers.
     """
 
     def __init__(
@@ -229,10 +238,11 @@ class Loader:
         prefetch: Prefetch = INLINE,
         will_need: Callable[[Sequence[Draw]], None] | None = None,
     ) -> None:
-        """Start after `consumed` global batches.
+        """Start after the first `consumed` batches, counted over all ranks.
 
-        `load` turns draws into a batch, in the workers of `prefetch` if it has any. `will_need` is
-        called with each batch's draws `LOOKAHEAD_BATCHES` batches before they are loaded.
+        `load` reads the batch of some draws; it runs in the workers of `prefetch`, if there are
+        any. `will_need` is called with the draws of each batch, `LOOKAHEAD_BATCHES` batches before
+        `load`.
         """
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self._world_size = world_size
@@ -259,7 +269,7 @@ class Loader:
 def _announce_ahead(
     batches: Iterator[tuple[Draw, ...]], will_need: Callable[[Sequence[Draw]], None]
 ) -> Iterator[tuple[Draw, ...]]:
-    """Yield the same batches, calling `will_need` on each `LOOKAHEAD_BATCHES` batches earlier."""
+    """Yield the batches unchanged; call `will_need` on each, `LOOKAHEAD_BATCHES` batches before."""
     waiting: deque[tuple[Draw, ...]] = deque()
     for draws in batches:
         will_need(draws)
@@ -269,30 +279,30 @@ def _announce_ahead(
 
 
 def describe_batch(draws: Sequence[Draw]) -> str:
-    """Name a batch by its samples, for the message of a worker that failed on it."""
+    """Return the dataset and the samples of a batch as text, for error messages."""
     keys = [draw.sample.key for draw in draws[:MAX_NAMED_SAMPLES]]
     keys += ["..."] * (len(draws) > MAX_NAMED_SAMPLES)
     return f"dataset {draws[0].sample.dataset!r}: {', '.join(keys)}"
 
 
-# Random numbers that are pure functions of a text: equal in every process, thread and release.
+# Random numbers that depend only on a text. They are the same in every process and release.
 
 
 def seeded_permutation(length: int, seed: str) -> NDArray[np.int64]:
-    """Return a random permutation of `range(length)`.
+    """Return a random permutation of `range(length)` that depends only on the text `seed`.
 
-    Uses raw PCG64 bits and a stable sort, because only those are guaranteed to be the same in
-    every numpy release.
+    It uses raw PCG64 bits and a stable sort, because numpy guarantees that only those stay the same
+    in all releases.
     """
     bits = np.random.PCG64(seeded_bits(seed, 16)).random_raw(length)
     return np.argsort(bits, kind="stable")
 
 
 def seeded_uniform(seed: str) -> float:
-    """Return a random number in [0, 1)."""
+    """Return a random number in [0, 1) that depends only on the text `seed`."""
     return (seeded_bits(seed, 8) >> 11) / 2**53
 
 
 def seeded_bits(seed: str, nbytes: int) -> int:
-    """Return `nbytes` random bytes as an unsigned integer."""
+    """Return a random unsigned integer of `nbytes` bytes that depends only on the text `seed`."""
     return int.from_bytes(blake3(seed.encode()).digest(length=nbytes), "big")

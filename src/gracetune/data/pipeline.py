@@ -1,12 +1,12 @@
 """Turn the datasets of a run file into batches on the device: the `DataPipeline` of a run.
 
-Building a pipeline does all the work that can fail before training: it opens each dataset, sorts
-its samples into buckets, encodes what the cache lacks (or checks that every file is readable), and
-encodes all captions. A step then only looks up entries:
+Creating a pipeline does everything that can fail because of bad data, before training starts. It
+opens each dataset, sorts its samples into buckets, and encodes all samples and captions that are
+not in the cache. A training step then only looks up cache entries:
 
-    order.batch_at(i)           which samples, with which captions          data/loader.py
-    load(draws)                 their latents, loss weights and texts       cache/batch_reader.py
-    transfer.to_device(...)     copied to the device, ahead of the step     cache/batch_transfer.py
+    order.batch_at(i)           choose samples and captions                 data/loader.py
+    load(draws)                 read latents, loss weights and texts        cache/batch_reader.py
+    transfer.to_device(...)     copy them to the device in advance          cache/batch_transfer.py
 
 This is the only module of `data` that imports `cache`.
 """
@@ -92,18 +92,19 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
 
     Unreadable = list[tuple[Sample, str]]
-    """Samples that cannot be read, each with the reason."""
+    """Pairs of an unreadable sample and the reason why it cannot be read."""
 
 LOSS_WEIGHTS = "weights of the loss"
-"""Name of the loss weights while they travel with the text tensors; no text tensor has it."""
+"""Key under which the loss weights are copied to the device together with the text embeddings."""
 MAX_LISTED_BUCKETS = 4
-"""Number of buckets that the summary of a dataset lists."""
+"""Number of buckets that the one-line summary of a dataset lists."""
 DEVICE_TEXT_SHARE = 64
-"""Texts may take one part in this many of the device's memory."""
+"""Text embeddings that stay on the device may use 1/64 of its memory, unless
+`cache_config.device_budget_gb` is set."""
 
 
 class DataPipeline:
-    """Everything a run needs of its data: its order, its batches, and its held-out samples."""
+    """The data of a run, ready for training: batches, their order, and held-out samples."""
 
     def __init__(
         self,
@@ -114,9 +115,9 @@ class DataPipeline:
         emit: Emit,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
-        """Prepare every dataset; whatever is wrong with one is found here, before training.
+        """Open and encode all datasets; errors in the data are raised here, before training.
 
-        `folder` is the run's output folder. With several ranks, each encodes a share of the cache.
+        `folder` is the run's output folder. With several ranks, each encodes a part of the samples.
         """
         self._run = run
         self._family = family
@@ -141,7 +142,7 @@ class DataPipeline:
             )
         sources = {d.id: one.source for d, one in zip(run.datasets, prepared, strict=True)}
         self.tiling = preparer.tiling
-        """The rule for which sizes the VAE encodes in tiles."""
+        """Rule that decides which image sizes the VAE encodes in tiles."""
         self._prompt_names = PromptNames(family.takes_control, transforms)
         self._epochs = AugmentationEpochs(
             self._stores.latents,
@@ -166,15 +167,18 @@ class DataPipeline:
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
         self.order = BatchOrder(train_groups, run.train.batch_size, run.seed)
-        """The order in which the run sees its samples."""
+        """Sequence of all batches of the run."""
         self.train_samples = tuple(sample for group in train_groups for sample in group.samples)
-        """The samples that are trained on, without repeats."""
+        """All samples that are trained on, each once."""
         self.held_out_draws = _fixed_batches(held_out, run.train.batch_size)
-        """Batches of held-out samples; `load` reads them."""
+        """Held-out samples in batches, to be read with `load` when the run validates."""
         self._check_batch_size()
 
     def load(self, draws: Sequence[Draw]) -> Batch:
-        """Read a batch and start copying it to the device."""
+        """Read the latents, texts and loss weights of some samples as a batch on the device.
+
+        The copy to the device may still be in progress when this returns.
+        """
         names = [self._prompt_names(d.caption, d.sample, d.size, d.epoch) for d in draws]
         texts = self._device_texts.get_all(names) or self._reader.read_texts(names)
         tensors = self._family.stack_text(texts)
@@ -187,14 +191,14 @@ class DataPipeline:
         return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
 
     def will_need(self, draws: Sequence[Draw]) -> None:
-        """Announce draws that will be loaded soon, so that slow disks can start reading."""
+        """Tell the caches which samples will be loaded soon, so that they can read ahead."""
         self._reader.will_need(draws)
 
     def batches(self, rank: int = 0, world_size: int = 1, consumed: int = 0) -> BatchIterator:
-        """Iterate over `(batch, state)` of one rank, after `consumed` global batches.
+        """Return an endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
-        On a device with its own memory, batches are copied ahead of the steps by a background
-        thread; close the iterator to end it.
+        It starts after the first `consumed` batches, counted over all ranks. If the device has
+        memory of its own, a thread copies batches there in advance; closing the iterator ends it.
         """
         loader = Loader(self.order, self.load, rank, world_size, consumed, will_need=self.will_need)
         if not self._transfer.needs_copy:
@@ -207,7 +211,7 @@ class DataPipeline:
         return PrefetchedBatches(loader, self._transfer.new_stream(), depth)
 
     def batches_fed(self, step: int, batches: BatchIterator) -> BatchesFed:
-        """Return where the batches so far came from, and how long steps waited for them."""
+        """Return statistics of the batches so far: cache hits, bytes copied and waiting time."""
         counts, hit_counts = batches.counts, self._stores.hit_counts
         return BatchesFed(
             step=step,
@@ -223,12 +227,12 @@ class DataPipeline:
         )
 
     def close(self) -> None:
-        """Stop encoding in the background and close files; loading opens them again."""
+        """Stop background encoding and close the cache files; `load` reopens them if needed."""
         self._epochs.close()
         self._stores.close()
 
     def _encode_texts(self, prompts: PromptEncoder, ranks: Ranks) -> None:
-        """Encode the prompts that the cache lacks, and again those that turn out to be damaged."""
+        """Encode the captions that are missing in the cache, or damaged."""
         run, encoder = self._run, self._family.identity()["text"]
         if self._family.takes_control and any(
             augmentation_mode(section) != "static" for section in run.datasets
@@ -248,7 +252,7 @@ class DataPipeline:
     def _cache_device_texts(
         self, groups: Sequence[BucketGroup], prompts: PromptEncoder
     ) -> DeviceTextCache:
-        """Copy the prompts that are used most to the device, within its text budget."""
+        """Copy the text embeddings that are used most often to the device, within a budget."""
         if not self._transfer.needs_copy:
             return DeviceTextCache({})
         uses: defaultdict[str, float] = defaultdict(float)
@@ -291,9 +295,10 @@ class DataPipeline:
 def split_holdout(
     groups: Sequence[BucketGroup], share: float, seed: int
 ) -> tuple[list[BucketGroup], list[BucketGroup]]:
-    """Split the samples into those to train on and a share of held-out ones.
+    """Split the samples into training samples and held-out samples.
 
-    A hash of each sample's content decides, so adding files changes little in the rest.
+    `share` is the fraction to hold out. The choice depends on a hash of each sample, so adding
+    files to a dataset hardly changes which of the others are held out.
     """
 
     def rank(sample: Sample) -> int:
@@ -311,7 +316,7 @@ def split_holdout(
 def keep_samples(
     groups: Sequence[BucketGroup], keep: Callable[[Sample], bool]
 ) -> list[BucketGroup]:
-    """Return the groups with only these samples, without groups that become empty."""
+    """Return the groups with only the samples that `keep` accepts; empty groups are removed."""
     chosen = [
         replace(group, samples=tuple(s for s in group.samples if keep(s))) for group in groups
     ]
@@ -319,7 +324,7 @@ def keep_samples(
 
 
 def _fixed_batches(groups: Sequence[BucketGroup], batch_size: int) -> tuple[tuple[Draw, ...], ...]:
-    """Cut all samples into batches of one size each, in a fixed order."""
+    """Split all samples into batches in a fixed order; a batch contains samples of one size."""
     draws = [Draw(s, s.caption, group.size) for group in groups for s in group.samples]
     batches: list[tuple[Draw, ...]] = []
     for size in sorted({draw.size for draw in draws}):
@@ -333,10 +338,12 @@ def _fixed_batches(groups: Sequence[BucketGroup], batch_size: int) -> tuple[tupl
 
 @dataclass(frozen=True, slots=True)
 class PreparedDataset:
-    """A dataset whose samples are encoded, or known to be readable."""
+    """A dataset whose samples are in the cache, or were checked if it is not cached."""
 
     groups: list[BucketGroup]
+    """The readable samples, by bucket."""
     source: Source
+    """Source of the files, for encoding them again in later epochs."""
 
 
 class DatasetPreparer:
@@ -365,14 +372,17 @@ class DatasetPreparer:
         self.latent_grid = partial(latent_grid, family)
 
     def prepare_all(self) -> list[PreparedDataset]:
-        """Prepare every dataset, and list unreadable samples in `corruption.json`."""
+        """Prepare all datasets; list unreadable samples in the file `corruption.json`."""
         prepared = [self.prepare(index) for index in range(len(self.run.datasets))]
         if self._corruption.entries:
             self._corruption.write(self.folder / "corruption.json")
         return prepared
 
     def prepare(self, index: int) -> PreparedDataset:
-        """Open a dataset, sort it into buckets, encode it, and leave out unreadable samples."""
+        """Open the dataset with this index, sort its samples into buckets, and encode them.
+
+        Unreadable samples are reported and left out.
+        """
         section = self.run.datasets[index]
         check_kind(section, index, self._family)
         check_augmentable(section, index)
@@ -417,7 +427,7 @@ class DatasetPreparer:
         return PreparedDataset(kept, dataset.source)
 
     def items(self, groups: Sequence[BucketGroup], source: Source, epoch: int) -> list[EncodeItem]:
-        """Return the samples of these groups as they are encoded for one epoch."""
+        """Return each sample with the random crop and augmentations of an epoch, for encoding."""
         return [
             EncodeItem(
                 sample,
@@ -439,9 +449,10 @@ class DatasetPreparer:
         emit: Emit,
         report: str,
     ) -> Unreadable:
-        """Encode what a store lacks of a dataset's latents and masks, and load it into memory.
+        """Encode the samples and masks of a dataset that a cache lacks; load them into memory.
 
-        `report` names the folder in which ranks exchange what they could not read.
+        `index` is the number of the dataset. `report` is the name of a folder in which the ranks
+        tell each other which samples they could not read. Returns the unreadable samples.
         """
         section, encoder = self.run.datasets[index], self._family.identity()["latents"]
         workers, decoders = _decode_workers(section), self.transforms.decoders
@@ -466,7 +477,10 @@ class DatasetPreparer:
 
 
 class RefreshedEpochEncoder:
-    """Encodes the augmentation epochs of datasets with `refresh_each_epoch`."""
+    """Encodes samples with new random augmentations for each epoch.
+
+    Applies to datasets with `augmentations_cache_mode: refresh_each_epoch`.
+    """
 
     def __init__(
         self,
@@ -474,19 +488,22 @@ class RefreshedEpochEncoder:
         groups: Sequence[BucketGroup],
         sources: Mapping[str, Source],
     ) -> None:
-        """Encode these groups; `sources` has their files, by dataset."""
+        """Encode the samples of these groups; `sources` has the source of each dataset by id."""
         self._preparer = preparer
         self._groups = groups
         self._sources = sources
         self._folder = AugmentationEpochFolder(preparer.folder / FOLDER, preparer.ranks)
 
     def open_store(self, epoch: int) -> Store:
-        """Open the store of one augmentation epoch."""
+        """Open the cache for the latents of one epoch."""
         name = f"latents of augmentation epoch {epoch}"
         return self._preparer.stores.open_latents(name, self._folder.path(epoch))
 
     def encode(self, store: Store, epoch: int, stopping: threading.Event) -> None:
-        """Fill the store; raise `EncodingStopped` before the next batch if `stopping` is set."""
+        """Encode all samples for an epoch into its cache.
+
+        If the event `stopping` is set meanwhile, raises `EncodingStopped` before the next batch.
+        """
 
         def encode(pixels: Tensor) -> Tensor:
             if stopping.is_set():
@@ -509,7 +526,7 @@ class RefreshedEpochEncoder:
                     raise unreadable_now(*unreadable[0])
 
     def entered(self, epoch: int) -> None:
-        """Delete epochs on disk that no rank reads any more."""
+        """Record that this rank now reads `epoch`; rank 0 deletes the epochs that no rank reads."""
         if self._preparer.stores.latents_on_disk:
             self._folder.entered(epoch)
 
@@ -522,11 +539,11 @@ def _fill_and_load(
     ranks: Ranks,
     emit: Emit,
 ) -> Unreadable:
-    """Encode what is missing, load the entries, and encode again what turns out to be damaged.
+    """Encode the entries that a cache lacks, load all into memory, and encode damaged ones again.
 
-    Each rank repairs the damage that it finds, and ranks need not find the same. So with several
-    ranks, none may leave out a sample on its own: if the repair fails, the entry stays missing and
-    the next start of the run finds it on all ranks.
+    Each rank repairs the damaged entries that it finds, which may differ between ranks. With
+    several ranks, a sample whose repair fails is not left out, because the other ranks would still
+    use it. Its entry stays missing, and all ranks find that at the next start of the run.
     """
     unreadable = fill(items, ranks)
     readable = _without(items, unreadable)
@@ -542,7 +559,7 @@ def _without(items: Sequence[EncodeItem], unreadable: Unreadable) -> list[Encode
 
 
 def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
-    """Load entries into memory, if the store keeps them there; return whether some are damaged."""
+    """Load entries of an in-memory cache from disk; return whether some are damaged or missing."""
     lost = store.warm(keys) if isinstance(store, MemoryTier) else []
     if lost:
         text = f"{len(lost)} entries of the cache are damaged or missing; encoding them again"
@@ -555,7 +572,7 @@ def _decode_workers(section: DatasetSection) -> Prefetch:
 
 
 def _summarize(dataset: str, groups: Sequence[BucketGroup]) -> str:
-    """Describe the buckets of a dataset in one line; the console shows lines with a label."""
+    """Describe the buckets of a dataset in one line. The prefix "data:" shows it on the console."""
     total = sum(len(group.samples) for group in groups)
     shown = groups[:MAX_LISTED_BUCKETS]
     sizes = [f"{'x'.join(map(str, group.size))} ({len(group.samples)})" for group in shown]
@@ -564,11 +581,11 @@ def _summarize(dataset: str, groups: Sequence[BucketGroup]) -> str:
     return f"data: {total:,} samples of {dataset} in {len(groups)} {noun}: {', '.join(sizes)}"
 
 
-# What a run needs of its caches
+# Cache keys of a run
 
 
 def latent_grid(family: Family, size: Shape) -> tuple[int, int]:
-    """Return rows and columns of the latents of a bucket: their last two dimensions."""
+    """Return the height and width of the latents of a bucket, their last two dimensions."""
     *_, rows, columns = family.latent_shape(*size)
     return rows, columns
 
@@ -583,10 +600,10 @@ def _tiling(run: RunFile, family: Family) -> Tiling:
 
 
 def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
-    """Return every key that training would look up, without encoding anything.
+    """Return the keys of all cache entries that a run reads, without encoding anything.
 
-    Refreshed augmentation epochs are not included; they have folders of their own. An unreadable
-    sample is an error: it is unknown which entries it needs.
+    Latents of `refresh_each_epoch` are not included, because they have a folder of their own.
+    Raises an error if a sample is unreadable, because its keys cannot be computed.
     """
     folder, identity = Path(run.output_dir), family.identity()
     corruption = CorruptionLog(emit, folder / "corruption.json")

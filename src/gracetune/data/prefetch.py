@@ -1,9 +1,11 @@
-"""Run tasks ahead of their consumer in worker threads or processes; results come in order.
+"""Run tasks in worker threads or processes before their results are needed; keep their order.
 
-`prefetched` is for decoding samples: it limits the number of tasks in flight and waits at most
-`timeout_s` for a result. A worker that hangs, raises or dies stops the run with the sample's name.
-`ordered_map` is for short reads that cannot hang. (cache/prefetch.py copies batches to the device,
-and cache/shard_reader.py queues disk reads in the kernel.)
+`prefetched` is for decoding samples: it limits the number of tasks in progress and waits at most
+`timeout_s` for a result. If a worker hangs, raises an exception or dies, the run stops with an
+error that names the sample. `ordered_map` is for short reads that cannot hang.
+
+Other modules prefetch other things: cache/prefetch.py copies batches to the device, and
+cache/shard_reader.py reads cache files asynchronously.
 """
 
 from __future__ import annotations
@@ -30,24 +32,25 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _KILL_TIMEOUT_S = 5.0
-"""Time to wait for a killed process to end."""
+"""Seconds to wait for a killed worker process to end."""
 
 
 class Prefetch(NamedTuple):
-    """Worker settings of `prefetched`."""
+    """Settings of `prefetched`: number and kind of its workers."""
 
     num_workers: int = 0
-    """Number of workers; 0 runs each task when its result is requested."""
+    """Number of workers. With 0, each task runs in the caller's thread when its result is needed.
+    """
     depth: int = 8
-    """Largest number of tasks in flight, including results not yet consumed."""
+    """Largest number of tasks that are queued, running, or done but not yet taken."""
     timeout_s: float = 300.0
-    """Longest time to wait for a result."""
+    """Longest time in seconds to wait for a result."""
     processes: bool = False
     """Use processes instead of threads, for work that holds the GIL or may crash."""
 
 
 def worker_threads(num_workers: int | None, depth: int, timeout_s: float) -> Prefetch:
-    """Return settings for worker threads; None uses one thread per CPU."""
+    """Return the settings for worker threads; `num_workers` None means one thread per CPU."""
     return Prefetch(num_workers or default_workers(), depth, timeout_s)
 
 
@@ -67,10 +70,11 @@ def prefetched(
     name: Callable[[Task], str],
     settings: Prefetch,
 ) -> Iterator[Result]:
-    """Yield `work(task)` for each task, in order, computed ahead; `name` names a task in errors.
+    """Yield `work(task)` for each task, in order; workers compute the results in advance.
 
-    With processes, `work`, tasks and results are pickled: `work` must be a module-level function,
-    and none of them may hold a lock or an open file.
+    `name(task)` is the name of a task in error messages. With worker processes, `work`, tasks and
+    results are pickled: `work` must be a module-level function, and nothing may contain a lock or
+    an open file.
     """
     if settings.num_workers == 0:
         for task in tasks:
@@ -119,7 +123,10 @@ def _run_task(slot: _PendingTask[Task, Result], work: Callable[[Task], Result]) 
 
 
 class _Workers(Generic[Task, Result]):
-    """The workers. Threads are daemons, so that one that hangs cannot block the process's exit."""
+    """The worker threads or processes of one call of `prefetched`.
+
+    Threads are daemons, so that a thread that hangs cannot keep the process from exiting.
+    """
 
     def __init__(self, work: Callable[[Task], Result], settings: Prefetch) -> None:
         self._inbox: queue.SimpleQueue[_PendingTask[Task, Result] | None] = queue.SimpleQueue()
@@ -140,7 +147,7 @@ class _Workers(Generic[Task, Result]):
         return slot
 
     def close(self) -> None:
-        """Discard queued tasks; kill child processes, and let threads finish their current task."""
+        """Discard queued tasks and kill worker processes; threads finish their current task."""
         while not self._inbox.empty():
             self._inbox.get()
         for _ in range(self._num_workers):
@@ -154,7 +161,7 @@ class _Workers(Generic[Task, Result]):
 
 
 class _Child(Generic[Task, Result]):
-    """A worker process, driven by one thread of this process."""
+    """A worker process. One thread of this process sends it tasks and waits for the results."""
 
     def __init__(self, work: Callable[[Task], Result]) -> None:
         context = multiprocessing.get_context("spawn")  # do not inherit locks and threads
@@ -181,7 +188,7 @@ class _Child(Generic[Task, Result]):
 
 
 def _child_main(connection: Connection, work: Callable[[Task], Result]) -> None:
-    """Serve tasks until the parent closes the pipe or exits."""
+    """Run tasks from the pipe in a worker process, until the parent closes the pipe or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     while True:
         try:
@@ -202,18 +209,22 @@ Item = TypeVar("Item")
 
 CHUNK_FILES = 256
 CHUNK_NBYTES = 16 * 1024**2
-"""Upper bounds of a chunk: large enough to make scheduling cheap, small enough to balance load."""
+"""Largest size of a chunk: CHUNK_FILES files, or CHUNK_NBYTES bytes. Larger chunks would be
+distributed less evenly, smaller ones would cost more scheduling."""
 
 
 def default_workers() -> int:
-    """Return the number of CPUs of this process, at most 72 (one Grace CPU)."""
+    """Return the number of CPU cores that this process may use, at most 72 (one Grace CPU)."""
     return min(72, len(os.sched_getaffinity(0)))
 
 
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], num_workers: int
 ) -> Iterator[Result]:
-    """Yield `function(item)` in order, using threads; few calls are in flight at any time."""
+    """Yield `function(item)` for each item, in order, computed by threads.
+
+    At most two calls per thread are started in advance, which limits memory.
+    """
     window: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="gracetune-read")
     try:
@@ -228,9 +239,10 @@ def ordered_map(
 
 
 def chunks(sizes: Sequence[int], num_workers: int, max_files: int | None) -> Iterator[range]:
-    """Split rows of these sizes into chunks for workers, limited by files and by bytes.
+    """Split files into chunks of consecutive files, and yield the index range of each chunk.
 
-    Chunks are small enough that every worker gets some.
+    `sizes` has the size of each file in bytes. A chunk has at most `max_files` files; by default so
+    few that every worker gets several chunks.
     """
     fair = -(-len(sizes) // (4 * num_workers))
     limit = max_files or max(1, min(CHUNK_FILES, fair))

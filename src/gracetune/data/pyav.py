@@ -1,4 +1,4 @@
-"""Open video and audio containers with PyAV, and turn its errors into `UnreadableSampleError`."""
+"""Open video and audio files with PyAV, and convert its errors to `UnreadableSampleError`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DECODE_ERRORS = (
     RuntimeError,
     ZeroDivisionError,
 )
-"""Exceptions that PyAV raises on corrupted files, besides FFmpeg's own errors."""
+"""Exceptions that PyAV may raise for a corrupted file, besides `av.FFmpegError`."""
 
 
 @contextmanager
 def opened(data: bytes, what: Literal["video", "audio"]) -> Iterator[InputContainer]:
-    """Open a container; errors inside the block become `UnreadableSampleError`."""
+    """Open a video or audio file; errors in the `with` block become `UnreadableSampleError`."""
     av = load_av(what)
     if not data:
         raise UnreadableSampleError("the file is empty")
@@ -48,7 +48,7 @@ def opened(data: bytes, what: Literal["video", "audio"]) -> Iterator[InputContai
 
 
 def reason_of(error: BaseException, what: str) -> str:
-    """Return FFmpeg's message without its error numbers and file name."""
+    """Return why a file cannot be decoded: FFmpeg's message without error number and file name."""
     if isinstance(error, EOFError):
         return f"the {what} file has no frames: it ends before the first"
     text = re.sub(r"^\[Errno -?\d+\] |^Error : |: '.*$|\.$", "", str(error))
@@ -56,7 +56,7 @@ def reason_of(error: BaseException, what: str) -> str:
 
 
 def load_av(what: Literal["video", "audio"]) -> ModuleType:
-    """Import PyAV, or raise an error that names the extra to install."""
+    """Import PyAV; if it is missing, raise an error that says what to install."""
     try:
         import av
     except ImportError as error:

@@ -44,20 +44,21 @@ except ModuleNotFoundError as missing:
 Result = TypeVar("Result")
 
 RANGE_NBYTES = 8 * 1024**2
-"""Bytes per request, and so the most that a broken connection can cost."""
+"""Bytes per request. If a connection breaks, at most this many are requested again."""
 FIRST_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 _RETRY_STATUS = (408, 425, 429)
 _FAILURES = (OSError, aiohttp.ClientError, BotoCoreError)
-"""Exceptions of failed requests; those of aiohttp and botocore are not OSErrors."""
+"""Exceptions that mean a failed request; those of aiohttp and botocore are not OSErrors."""
 _CONCURRENT_REQUESTS = 16
-"""Shards whose lengths are requested concurrently."""
+"""Number of concurrent requests for the lengths of shards."""
 _VERSION_FIELDS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mtime")
-"""Listing fields that change when a file changes."""
+"""Fields of an fsspec listing that change when a file changes; storage systems name them
+differently."""
 
 
 class RemoteFiles:
-    """The fsspec file system of an address, with retries."""
+    """Access to the files at a remote address through fsspec, with retries."""
 
     def __init__(
         self,
@@ -67,7 +68,11 @@ class RemoteFiles:
         range_nbytes: int = RANGE_NBYTES,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
+        """Connect to `address`.
+
+        `setting` is the dataset's name in messages, such as `datasets[0]`. `range_nbytes` is the
+        size of one request, and `pause` the function that waits before a retry.
+        """
         self.address = address
         self._timeout_s = section.timeout_s
         self._retries = section.retries
@@ -79,7 +84,7 @@ class RemoteFiles:
         self.over_http = "http" in self._fs.protocol
 
     def find(self) -> Mapping[str, dict[str, Any]]:
-        """Return all files below the address with their listing fields."""
+        """Return the paths of all files below the address, with fsspec's information on each."""
         # By default, fsspec's HTTP file system skips folders that it cannot list.
         strictly = {"on_error": "raise"} if self.over_http else {}
         with self._listing_errors():
@@ -87,22 +92,23 @@ class RemoteFiles:
         return {path: about for path, about in found.items() if about["type"] == "file"}
 
     def match(self) -> list[str]:
-        """Return all paths that match the address, which is a pattern."""
+        """Return the paths that match the address, which must be a pattern such as `*.tar`."""
         with self._listing_errors():
             return sorted(self._fs.glob(self.root))
 
     def display_name(self, path: str) -> str:
-        """Return a path as displayed to the user: URL-decoded over HTTP."""
+        """Return a path for messages and keys; paths of HTTP addresses are URL-decoded."""
         return unquote(path) if self.over_http else path
 
     def info(self, path: str) -> dict[str, Any]:
-        """Return the listing fields of one file; OSError after the last retry."""
+        """Return fsspec's information on one file, such as its size; OSError after all retries."""
         return self._retry(partial(self._info, path))
 
     def read(self, path: str, start: int, stop: int, size: int) -> bytes:
-        """Return bytes `start` to `stop` of a file of `size` bytes, retrying each range.
+        """Return the bytes from `start` to `stop` of a file; failed requests are retried.
 
-        Returns the whole file if the server does not support ranges.
+        `size` is the length of the file. If the server does not support range requests, the whole
+        file is returned.
         """
         parts: list[bytes] = []
         while start < stop:
@@ -136,7 +142,7 @@ class RemoteFiles:
         return cast("dict[str, Any]", found)
 
     def _retry(self, ask: Callable[[], Result]) -> Result:
-        """Retry with exponential backoff; OSError after the last attempt."""
+        """Call `ask`, and repeat it with growing pauses if it fails; OSError after all retries."""
         attempt = 0
         while True:
             try:
@@ -160,14 +166,17 @@ class RemoteFiles:
 
 
 def version_of(about: Mapping[str, Any]) -> str:
-    """Return the version field of a listing entry; empty if it has none."""
+    """Return a file's entity tag or modification time from fsspec's listing; empty if unknown."""
     return next((str(about[name]) for name in _VERSION_FIELDS if about.get(name) is not None), "")
 
 
 def find_remote_shards(
     address: str, ending: str, section: RemoteSection, setting: str
 ) -> list[RemoteShard]:
-    """Return the shards of an address: one file, all below it, or all that match a pattern."""
+    """Return the shards at a remote address: one file, all files below it, or a pattern's matches.
+
+    `ending` is the suffix of shard files, such as `.tar`.
+    """
     files = RemoteFiles(address, section, setting)
     if "*" in files.root:
         paths = files.match()
@@ -185,7 +194,7 @@ def find_remote_shards(
 
 
 class RemoteShard:
-    """A remote shard that is read in ranges."""
+    """A tar or parquet file in remote storage, which is read in ranges."""
 
     folder = None
 
@@ -219,7 +228,7 @@ class RemoteShard:
 
 
 class _RangeFile(io.RawIOBase):
-    """A remote shard as a raw, seekable file."""
+    """File object for a remote shard, which fetches the bytes that are read."""
 
     def __init__(self, shard: RemoteShard, size: int) -> None:
         self._shard = shard
@@ -248,7 +257,7 @@ class _RangeFile(io.RawIOBase):
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether retrying cannot help."""
+    """Return whether an error is permanent, so that retrying is useless."""
     if isinstance(error, FileNotFoundError | PermissionError):
         return True
     if isinstance(error, aiohttp.ClientResponseError):
@@ -261,7 +270,10 @@ def _reason(error: Exception) -> str:
 
 
 class RemoteSource:
-    """All files below an address, listed when the source is opened; hidden files are skipped."""
+    """A source with all files below a remote address, except hidden ones.
+
+    The files are listed once, when the source is created.
+    """
 
     def __init__(
         self,
@@ -271,7 +283,7 @@ class RemoteSource:
         range_nbytes: int = RANGE_NBYTES,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
+        """List the files below `address`; the other parameters are those of `RemoteFiles`."""
         self._address = address
         self._files = RemoteFiles(address, section, setting, range_nbytes, pause)
         self._paths: dict[str, str] = {}
@@ -295,7 +307,7 @@ class RemoteSource:
         return self._keys
 
     def read(self, key: str) -> bytes:
-        """Return a file's bytes, read in ranges with retries."""
+        """Return the bytes of a file; failed requests are retried."""
         nbytes = self.nbytes(key)
         return self._files.read(self._paths[key], 0, nbytes, nbytes)
 
@@ -308,7 +320,10 @@ class RemoteSource:
         return size
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """Return a digest of the version fields in the listing; HTTP listings have none."""
+        """Return a digest of the entity tags or modification times of files.
+
+        HTTP listings have neither, so changes are not detected there.
+        """
         return blake3("\n".join(self._versions[key] for key in keys).encode()).hexdigest(length=16)
 
     def describe(self) -> str:
@@ -316,7 +331,7 @@ class RemoteSource:
 
 
 def open_remote(section: DatasetSection, setting: str, emit: Emit) -> Source:
-    """Open dataset type `remote`, or any address with a scheme."""
+    """Open the source of a dataset of type `remote`, or at an address such as `s3://...`."""
     address = data_dir(section, setting)
     if "://" in address and is_shard(address):
         return open_address(section, setting, emit)

@@ -1,7 +1,7 @@
-"""Check that the datasets of a run fit its model family, before any file is read.
+"""Check that the datasets of a run suit its model family, before any file is read.
 
-The family says which kinds of samples it encodes, which image sizes it accepts and which audio
-format it needs. Settings that would have no effect with it are errors too.
+A family supports some of images, videos and audio, accepts certain image sizes, and requires a
+certain audio format. Masks and control images that it would not use are errors, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def check_data(run: RunFile, family: Family) -> None:
-    """Check every dataset of a run."""
+    """Raise an error if a dataset of the run does not suit the model family."""
     for index, section in enumerate(run.datasets):
         check_kind(section, index, family)
         check_fit(section, index, section.bucket_step or family.pixel_step, family)
 
 
 def check_kind(section: DatasetSection, index: int, family: Family) -> None:
-    """Check the kind of samples, and that masks and control images are set only if used."""
+    """Check that the family supports a dataset's medium, masks and control images.
+
+    `index` is the number of the dataset in the run file, for error messages.
+    """
     if section.dataset_type not in family.kinds:
         raise ConfigError(
             f"datasets[{index}].dataset_type is {section.dataset_type!r}, but {family.name} "
@@ -70,14 +73,17 @@ def _check_mask(section: DatasetSection, index: int) -> None:
 
 
 def check_fit(section: DatasetSection, index: int, bucket_step: int, family: Family) -> None:
-    """Check that the model accepts the sizes of all buckets, or the format of the audio."""
+    """Check that the model accepts all bucket sizes of a dataset, or its audio format.
+
+    `bucket_step` is the number of pixels that bucket edges are multiples of.
+    """
     if family.audio is not None:
         _check_audio(section, index, family.name, family.audio)
         return
     if bucket_step % family.pixel_step:
         raise ConfigError(
             f"datasets[{index}].bucket_step is {bucket_step}, but {family.name} needs a multiple "
-            f"of {family.pixel_step}."
+            f"of {family.pixel_step}. Set one, or remove bucket_step."
         )
     sizes = buckets.bucket_sizes(
         section.resolution, bucket_step, section.max_aspect, section.resolution_type

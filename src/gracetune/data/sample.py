@@ -1,4 +1,4 @@
-"""Samples before decoding (`Sample`) and encoded batches (`Batch`)."""
+"""Data classes for samples before decoding (`Sample`) and batches of encoded samples (`Batch`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 """Width and height in pixels."""
 Shape = tuple[int, ...]
-"""Bucket shape: (width, height) of images, plus frames of videos; (channels, length) of audio."""
+"""Shape that samples are cropped and resized to: (width, height) for images, (width, height,
+frames) for videos, (channels, length) for audio."""
 Kind = Literal["image", "video", "audio"]
 
 
 class UnreadableSampleError(DataError):
-    """The bytes are not a sample that can be used for training."""
+    """Raised for a file that cannot be decoded or used for training; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -29,14 +30,15 @@ class UnreadableSampleError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A control image or mask of a sample; it is cropped and augmented like the sample."""
+    """The control image or the mask of a sample. It is cropped and flipped like the sample."""
 
     role: Literal["control", "mask"]
     key: str
-    """Key in the dataset's source."""
+    """Key of the file in the dataset's source."""
     digest: str
+    """BLAKE3 digest of the file's bytes."""
     inverted: bool = False
-    """Whether the mask is inverted: black is trained on instead of white."""
+    """True for a mask whose black parts are trained on instead of the white ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +46,49 @@ class Sample:
     """An image, video or audio file with its caption, not yet decoded."""
 
     dataset: str
-    """Id of the dataset."""
+    """Id of the dataset that contains the sample."""
     key: str
-    """Key in the dataset's source."""
+    """Key of the file in the dataset's source, such as its path below the dataset's folder."""
     caption: str
     digest: str
-    """BLAKE3 digest of the file's bytes; part of cache keys and of the run's identity."""
+    """BLAKE3 digest of the file's bytes. Cache keys depend on it, and resuming a run compares it.
+    """
     width: int
     height: int
-    """Size as displayed, after the EXIF orientation; 0 for audio."""
+    """Height in pixels as displayed, after the EXIF orientation or rotation; 0 for audio."""
     kind: Kind = "image"
     seconds: float = 0.0
-    """Duration of a video or audio file."""
+    """Duration of a video or audio file in seconds; 0 for images."""
     fps: float = 0.0
-    """Average frames per second of a video."""
+    """Average frame rate of a video in frames per second; 0 for images and audio."""
     companions: tuple[Companion, ...] = ()
+    """The control image and the mask of the sample, if its dataset has them."""
 
     @property
     def mask(self) -> Companion | None:
-        """The sample's mask, if its dataset has masks."""
+        """The mask of the sample; None if its dataset has no masks."""
         return next((one for one in self.companions if one.role == "mask"), None)
 
     @property
     def control(self) -> Companion | None:
-        """The sample's control image, if its dataset has control images."""
+        """The control image of the sample; None if its dataset has no control images."""
         return next((one for one in self.companions if one.role == "control"), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Encoded samples of one bucket."""
+    """A batch of encoded samples of the same size."""
 
     latents: Tensor
-    """Latents, stacked along the first dimension."""
+    """Latents of all samples, stacked along the first dimension."""
     text: Mapping[str, Tensor]
-    """Outputs of the family's text encoder by name, each stacked along the first dimension."""
+    """Text embeddings by name, each stacked along the first dimension. The model family decides the
+    names."""
     samples: tuple[Sample, ...]
+    """The samples that the batch was made from, in the same order."""
     weights: Tensor | None = None
-    """Loss weight of each latent cell, BHW; None weights all cells equally."""
+    """Loss weight of each position in the latents, with the layout BHW; None if all weights are 1.
+    """
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the batch."""

@@ -1,7 +1,8 @@
-"""A synthetic dataset: coloured shapes on plain backgrounds with exact captions, for the demo.
+"""Generate a dataset of captioned images for the demo: coloured shapes on plain backgrounds.
 
-A third of the combinations is held out, so that validation shows whether a model has learned the
-words or memorised the images. The dataset is drawn into a folder on first use.
+A third of the combinations of colour, shape and background is held out. Sampling these shows
+whether a model has learned the words or memorised the images. The images are written to a folder
+when the dataset is first used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ COLOURS: dict[str, Colour] = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 CONCEPTS = ("star",)
-"""Shapes that are not in the base dataset, to be taught to an adapter."""
+"""Shapes that the usual dataset does not contain, so that an adapter can learn them as new."""
 BACKGROUNDS: dict[str, Colour] = {
     "black": (15, 15, 15),
     "white": (240, 240, 240),
@@ -52,14 +53,15 @@ BACKGROUNDS: dict[str, Colour] = {
 MARKER = ".gracetune-shapes.json"
 
 _DRAWING_VERSION = 1
-"""Raised whenever the same settings would draw other images."""
+"""Version of the drawing code. It must be raised with every change that gives other images for the
+same settings; existing folders are then recreated."""
 _SUPERSAMPLING = 8
-"""Supersampling factor for smooth edges."""
+"""Factor by which images are drawn larger and then reduced, for smooth edges."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeSpec:
-    """One combination of colour, shape and background."""
+    """A combination of colour, shape and background, each by its name in captions."""
 
     colour: str
     shape: str
@@ -72,17 +74,27 @@ class ShapeSpec:
 
 
 def held_out(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """Return the held-out third of all combinations; it contains every word."""
+    """Return the third of all combinations that is not trained on.
+
+    Each colour, shape and background also occurs in the training combinations. With `concept`, the
+    combinations are those of this shape alone.
+    """
     return tuple(figure for figure, held in _figures(concept) if held)
 
 
 def drawn(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """Return the combinations to train on."""
+    """Return the combinations that the dataset contains: all that are not held out.
+
+    With `concept`, the combinations are those of this shape alone.
+    """
     return tuple(figure for figure, held in _figures(concept) if not held)
 
 
 def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -> Image.Image:
-    """Draw a shape in white on black, without anti-aliasing, as an 8-bit mask."""
+    """Draw a shape in white on a square black image, without anti-aliasing.
+
+    `edge` is the size of the image; `centre` and `radius` place the shape. All are in pixels.
+    """
     image = Image.new("L", (edge, edge), 0)
     pen = ImageDraw.Draw(image)
     x, y = centre
@@ -111,7 +123,10 @@ def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -
 
 
 def draw(figure: ShapeSpec, size: int, copy: int, seed: int) -> Image.Image:
-    """Draw one image; the copy number varies position (by up to 1/24 of the edge) and size."""
+    """Draw an image of `size` x `size` pixels.
+
+    The position (by up to 1/24 of the edge) and the size of the shape depend on `copy` and `seed`.
+    """
     fine = size * _SUPERSAMPLING
     uniform = _uniforms(f"{seed} {copy} {figure.caption}")
     radius = fine * (7 + 2 * uniform[0]) / 24
@@ -122,7 +137,7 @@ def draw(figure: ShapeSpec, size: int, copy: int, seed: int) -> Image.Image:
 
 
 class ShapesSource:
-    """The folder of drawn shapes; it is created if missing."""
+    """A source with the generated images and captions; it creates their folder if necessary."""
 
     def __init__(
         self, path: str | Path, section: ShapesSection, emit: Emit, setting: str = "datasets"
@@ -155,12 +170,12 @@ class ShapesSource:
 
 
 def open_shapes(section: DatasetSection, setting: str, emit: Emit) -> ShapesSource:
-    """Open dataset type `shapes`."""
+    """Open the source of a dataset of type `shapes`."""
     return ShapesSource(data_dir(section, setting), section.shapes, emit, setting)
 
 
 def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
-    """Return every combination, and whether it is held out."""
+    """Return all combinations, each with True if it is held out."""
     shapes = SHAPES if concept is None else (concept,)
     words = itertools.product(enumerate(COLOURS), enumerate(shapes), enumerate(BACKGROUNDS))
     return [
@@ -170,14 +185,17 @@ def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
 
 
 def _uniforms(what: str) -> tuple[float, float, float]:
-    """Return three numbers in [0, 1) derived from a text."""
+    """Return three random numbers in [0, 1) that depend only on the text `what`."""
     digest = blake3(what.encode()).digest(length=24)
     parts = [int.from_bytes(digest[at : at + 8], "big") >> 11 for at in (0, 8, 16)]
     return (parts[0] / 2**53, parts[1] / 2**53, parts[2] / 2**53)
 
 
 def _ensure_drawn(root: Path, section: ShapesSection, emit: Emit, setting: str) -> None:
-    """Create the folder, or recreate it if the settings changed and it has only our files."""
+    """Create the folder of images, or recreate it if the settings changed.
+
+    Raises an error if the folder contains files that gracetune did not generate.
+    """
     settings = {"drawing": _DRAWING_VERSION, **section.model_dump()}
     if root.is_dir() and any(root.iterdir()):
         made = _marker(root, setting)
@@ -201,7 +219,7 @@ def _ensure_drawn(root: Path, section: ShapesSection, emit: Emit, setting: str) 
 
 
 def _move_into_place(new: Path, root: Path, settings: Mapping[str, object], setting: str) -> None:
-    """Move the new folder into place, unless another rank has already created the same one."""
+    """Rename the new folder to `root`, unless another rank has already created the same one."""
     try:
         os.replace(new, root)
     except OSError as error:
@@ -210,7 +228,7 @@ def _move_into_place(new: Path, root: Path, settings: Mapping[str, object], sett
 
 
 def _draw_all(folder: Path, section: ShapesSection) -> dict[str, str]:
-    """Draw and caption every combination; return the digest of each file by name."""
+    """Write all images and captions to a folder; return the digest of each file by name."""
     for figure in drawn(section.concept):
         for copy in range(section.copies):
             name = f"{figure.colour}-{figure.shape}-{figure.background}-{copy:03d}"
@@ -220,7 +238,7 @@ def _draw_all(folder: Path, section: ShapesSection) -> dict[str, str]:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the digest of every file by name; links are marked as "link"."""
+    """Return the digest of each file in a folder by name; for a symbolic link, the word "link"."""
     return {
         str(path.relative_to(folder)): "link"
         if path.is_symlink()
@@ -231,7 +249,10 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
-    """Read the folder's marker file, or raise an error if it is not a generated folder."""
+    """Return the marker file that generated folders contain: their settings and file digests.
+
+    Raises an error if the folder was not generated.
+    """
     try:
         made = json.loads((root / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -246,7 +267,10 @@ def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
 
 
 def _check_no_user_files(root: Path, files: Mapping[str, object], setting: str) -> None:
-    """Refuse to delete files that were added or changed by the user."""
+    """Raise an error if files in a generated folder were added or changed since.
+
+    `files` has the digests of the generated files by name.
+    """
     foreign = [name for name, digest in _digests(root).items() if files.get(name) != digest]
     if foreign:
         raise DataError(

@@ -1,8 +1,9 @@
-"""Shard files with many samples each (tar archives, tables), local or remote; the tar source.
+"""Find shards (files with many samples each, local or remote), and read samples from tar shards.
 
-Tar members are read in place; nothing is unpacked. In web-dataset pairs, `x.jpg` is a sample and
-`x.txt` its caption. With several shards, the name of each shard becomes a folder in the keys,
-because shards often number their members alike.
+Tar archives are not unpacked: members are read at their offset in the archive. As in the
+WebDataset format, `x.jpg` is a sample and `x.txt` its caption. With several shards, the keys of
+members start with the name of their shard, because members of different shards often have the same
+names.
 """
 
 from __future__ import annotations
@@ -38,38 +39,40 @@ if TYPE_CHECKING:
 
 
 class Shard(Protocol):
-    """A shard file that is read in parts."""
+    """A file with many samples, such as a tar archive or a parquet file; local or remote."""
 
     @property
     def name(self) -> str:
-        """Path or address, for messages and keys."""
+        """Path or address of the shard, for messages and keys."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """Folder that relative paths in the shard refer to; None for remote shards."""
+        """Folder that relative paths inside the shard refer to; None for remote shards."""
         ...
 
     def open(self, ahead_nbytes: int) -> BinaryIO:
-        """Open for parsing; remote shards read `ahead_nbytes` ahead."""
+        """Open the shard as a file; for a remote shard, `ahead_nbytes` is the buffer size."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return a range of bytes; OSError if it cannot be read."""
+        """Return `nbytes` bytes of the shard from `offset` on; OSError if they cannot be read."""
         ...
 
     def place(self, offset: int, nbytes: int) -> FileRange | None:
-        """Return the local file range, or None for remote shards."""
+        """Return these bytes as a range of a local file; None for a remote shard."""
         ...
 
     def stamp(self) -> str:
-        """Return a text that changes when the file changes."""
+        """Return a text that changes whenever the shard changes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A local shard. It is opened for each read, because there may be too many to keep open."""
+    """A shard on a local disk. It is opened for each read, since a process can keep only a limited
+    number of files open.
+    """
 
     path: Path
 
@@ -95,7 +98,10 @@ class LocalShard:
 
 
 def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) -> Sequence[Shard]:
-    """Return the shards of an address: one file, a folder's files, or a pattern's matches."""
+    """Return the shards at an address: one file, all in a folder, or all that match a pattern.
+
+    `ending` is the suffix of shard files, such as `.tar`.
+    """
     if "://" in address:
         from gracetune.data.remote import find_remote_shards
 
@@ -112,7 +118,7 @@ def find_shards(address: str, ending: str, remote: RemoteSection, setting: str) 
 
 
 def stems(shards: Sequence[Shard]) -> list[str]:
-    """Return the shards' names without suffix, relative to their common folder."""
+    """Return the path of each shard without its suffix, relative to the folder common to all."""
     paths = [PurePosixPath(shard.name) for shard in shards]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common).with_suffix("")) for path in paths]
@@ -137,24 +143,32 @@ def _local(address: str, ending: str, setting: str) -> list[Path]:
 # Tar archives
 
 _AHEAD_NBYTES = 8 * 1024**2
-"""Bytes that are read ahead while listing a remote shard: one request covers many small members."""
+"""Bytes per request while the headers of a remote tar archive are read; large, so that one request
+covers many small members."""
 _CONCURRENT_LISTINGS = 8
-"""Shards that are listed concurrently, to hide network latency."""
+"""Number of archives whose members are listed concurrently, to hide network latency."""
 
 
 class _Members(NamedTuple):
-    """Members of one tar archive."""
+    """The members of one tar archive."""
 
     places: dict[str, tuple[int, int]]
-    """Offset and length by name."""
+    """Offset and length in bytes of each member in the archive, by its name."""
     num_skipped: int
+    """Number of members that are ignored: links, sparse and hidden files."""
 
 
 class TarSource:
-    """The members of uncompressed tar archives, listed when the source is opened."""
+    """A source with the members of uncompressed tar archives.
+
+    The members are listed once, when the source is created.
+    """
 
     def __init__(self, shards: Sequence[Shard], emit: Emit, setting: str = "datasets") -> None:
-        """`shards` are sorted by name; `setting` is for messages: `datasets[0]`."""
+        """List the members of all shards, which must be sorted by name.
+
+        `setting` is the dataset's name in messages, such as `datasets[0]`.
+        """
         name = f"{setting}.instance_data_dir"
         self._shards = tuple(shards)
         prefixes = [f"{stem}/" for stem in stems(shards)] if len(shards) > 1 else [""]
@@ -211,7 +225,10 @@ class TarSource:
 
 
 def open_tar(section: DatasetSection, setting: str, emit: Emit) -> TarSource:
-    """Open dataset type `tar`: one archive, a folder of them, or a pattern such as `data/*.tar`."""
+    """Open the source of a dataset of type `tar`.
+
+    `instance_data_dir` is an archive, a folder of them, or a pattern such as `data/*.tar`.
+    """
     address = data_dir(section, setting)
     return TarSource(find_shards(address, ".tar", section.remote, setting), emit, setting)
 
@@ -230,7 +247,10 @@ def _list(shard: Shard, setting: str) -> _Members:
 
 
 def _members(shard: Shard, setting: str) -> Iterator[tarfile.TarInfo]:
-    """Yield member headers; tarfile's own list is cleared, since it would need much memory."""
+    """Yield the header of each member of a tar archive.
+
+    The list of headers that tarfile keeps is cleared, because it can need much memory.
+    """
     try:
         with (
             shard.open(_AHEAD_NBYTES) as file,

@@ -1,7 +1,8 @@
-"""The `Source` protocol, its optional extensions, and the source for a folder of files.
+"""Define the `Source` protocol, by which all code reads datasets, and the source for folders.
 
-A source is a set of named byte strings. Folders, tar shards, tables, remote storage and staged data
-all implement it, so readers do not depend on where samples come from.
+A source is a read-only set of named files, such as the files of a folder or the members of a tar
+archive. The name of a file in its source is called its key. Folders, tar shards, tables, remote
+storage and staged data all have a source, so that the code that uses them does not differ.
 """
 
 from __future__ import annotations
@@ -22,59 +23,63 @@ if TYPE_CHECKING:
 
 
 _PIECE_NBYTES = 1024**2
-"""Read size for a file that has grown since it was measured."""
+"""Number of bytes to request at a time from a file that has grown since it was measured."""
 
 
 class Source(Protocol):
-    """Named byte strings, such as the files of a folder or the members of a tar shard."""
+    """A read-only set of named files, such as the files of a folder or the members of a tar shard.
+
+    The names are called keys.
+    """
 
     def keys(self) -> Sequence[str]:
-        """Return all names, sorted; relative paths with forward slashes."""
+        """Return the names of all files, sorted. They are relative paths with forward slashes."""
         ...
 
     def read(self, key: str) -> bytes:
-        """Return the bytes of one name; OSError if they cannot be read."""
+        """Return the bytes of one file; raise OSError if it cannot be read."""
         ...
 
     def nbytes(self, key: str) -> int:
-        """Return the length in bytes, without reading the data if possible."""
+        """Return the length of one file in bytes, without reading it if possible."""
         ...
 
     def describe(self) -> str:
-        """Return a phrase for messages, such as "the folder /data/cats"."""
+        """Return a description of the source for messages, such as "the folder /data/cats"."""
         ...
 
 
 class FileRange(NamedTuple):
-    """A contiguous range of bytes in a local file."""
+    """A contiguous range of bytes in a local file, or a whole file."""
 
     path: str
     offset: int
+    """Start of the range in bytes."""
     nbytes: int | None
-    """Length of the range; None for the whole file."""
+    """Length of the range in bytes; None for the whole file."""
 
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """A source whose data lies in local files; staging copies these inside the kernel."""
+    """A source whose data lies in local files, so that the kernel can copy it to staged memory."""
 
     def place(self, key: str) -> FileRange | None:
-        """Return the file range of a name; None if its bytes are not in a local file."""
+        """Return where the bytes of a key are on disk; None if they are not in a local file."""
         ...
 
 
 @runtime_checkable
 class StampedSource(Source, Protocol):
-    """A source that can detect changed files even if their lengths are unchanged."""
+    """A source that can detect that files have changed, even if their lengths are the same."""
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """Return a text that changes when one of these files changes, without reading the files."""
+        """Return a text that changes when one of these files changes, without reading them."""
         ...
 
 
 @runtime_checkable
 class EstimatingSource(Source, Protocol):
-    """A source that can estimate its total size cheaply, but must decode to know single lengths."""
+    """A source that knows its approximate total size, but must read a file to know its length."""
 
     def estimate(self) -> int:
         """Return the approximate total size of all samples in bytes."""
@@ -82,7 +87,7 @@ class EstimatingSource(Source, Protocol):
 
 
 def read_range(place: FileRange) -> bytes:
-    """Read a file range completely; one `pread` returns at most 2 GiB."""
+    """Return all bytes of a file range, with several reads if it is larger than 2 GiB."""
     path, offset, nbytes = place
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -101,16 +106,16 @@ def read_range(place: FileRange) -> bytes:
 
 
 def check_not_truncated(place: FileRange, file_nbytes: int) -> None:
-    """Raise OSError if a file of `file_nbytes` bytes ends before the range does."""
+    """Raise OSError if a range extends beyond its file, which has `file_nbytes` bytes."""
     missing = place.offset + (place.nbytes or 0) - file_nbytes
     if missing > 0:
         raise OSError(f"the file that contains it ends {missing} bytes too early")
 
 
 def file_stamp(paths: Iterable[str]) -> str:
-    """Return a digest of inode and change time of each file; a missing file changes it as well.
+    """Return a digest of the inodes and change times of files, which changes when a file does.
 
-    Uses ctime, which the kernel sets and copying tools cannot preserve.
+    It uses ctime, because the kernel sets it and copying tools cannot preserve it.
     """
     digest = blake3()
     for path in paths:
@@ -124,7 +129,7 @@ def file_stamp(paths: Iterable[str]) -> str:
 
 
 def check_name(setting: str, key: str) -> None:
-    """Reject names that are not UTF-8, because logs and reports could not contain them."""
+    """Raise an error if a file name is not valid UTF-8; logs and reports could not contain it."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -136,12 +141,15 @@ def check_name(setting: str, key: str) -> None:
 
 
 def printable(key: str) -> str:
-    """Return a name with its non-printable characters escaped, for messages."""
+    """Return a text with its non-printable characters escaped, for messages."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in key)
 
 
 def is_hidden(key: str) -> bool:
-    """Return whether a part of the path starts with a dot: `.git/x`, `a/._b.jpg`, also `../x`."""
+    """Return whether a file or one of its folders is hidden: its name starts with a dot.
+
+    This also holds for paths that leave the folder, such as `../x`.
+    """
     return key.startswith(".") or "/." in key
 
 
@@ -151,10 +159,13 @@ Identity = tuple[int, int]
 
 
 class FolderSource:
-    """All files below a folder, listed when the source is opened; hidden files are skipped."""
+    """A source with all files below a folder, except hidden ones.
+
+    The files are listed once, when the source is created.
+    """
 
     def __init__(self, path: str | Path, setting: str = "datasets") -> None:
-        """`setting` is the dataset's path in the run file, for messages: `datasets[0]`."""
+        """List the files; `setting` is the dataset's name in messages, such as `datasets[0]`."""
         self._root = Path(os.path.expanduser(path))
         name = f"{setting}.instance_data_dir"
         try:
@@ -199,14 +210,17 @@ class FolderSource:
         return f"the folder {self._root}"
 
     def _path(self, key: str) -> str:
-        """Return the path of a listed key; a key can never point outside the folder."""
+        """Return the path of a key; raise FileNotFoundError unless it was listed.
+
+        A key can therefore not refer to a file outside the folder.
+        """
         if key not in self._known:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._prefix + key
 
 
 def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSource:  # noqa: ARG001
-    """Open a folder, for dataset types `local` and `in_memory`."""
+    """Open the source of a dataset whose samples are files in a folder."""
     return FolderSource(data_dir(section, setting), setting)
 
 
@@ -226,10 +240,10 @@ def data_dir(section: DatasetSection, setting: str) -> str:
 
 
 def walk(folder: Path, prefix: str = "", above: tuple[Identity, ...] = ()) -> Iterator[str]:
-    """Yield the keys below `folder`, without hidden files; links to a parent folder are skipped.
+    """Yield the relative paths of all files below a folder, except hidden ones.
 
-    A dangling link is listed, too: the user expects a sample there, so it must be reported as
-    unreadable instead of vanishing.
+    Symbolic links are followed, except to a folder that contains them. A broken link is yielded as
+    well, so that it is reported as an unreadable sample. `prefix` and `above` are for recursion.
     """
     status = folder.stat()
     identity = (status.st_dev, status.st_ino)

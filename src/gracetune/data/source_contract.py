@@ -1,4 +1,4 @@
-"""Contract checks for sources, for authors of their own sources.
+"""Checks that every implementation of `Source` must pass, for authors of new sources.
 
 A package that registers a source under the entry point `gracetune.source` can test it like this:
 
@@ -6,7 +6,8 @@ A package that registers a source under the entry point `gracetune.source` can t
     def test_contract(check):
         check(my_source(), {"a.png": b"..."})
 
-The second argument is the complete content of the source. A violation raises AssertionError.
+Each check takes a source and the complete contents that it should have, as {key: bytes}, and raises
+AssertionError if the source behaves differently.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ THREADS = 8
 
 
 def keys_are_sorted_and_complete(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that `keys` returns all names, sorted, and the same on every call."""
+    """Check that `keys` returns the names of all files, sorted, and the same on every call."""
     keys = list(source.keys())
     assert keys == sorted(files), f"{source.describe()} has {keys}, not {sorted(files)}"
     assert keys == list(source.keys()), "keys() returns different names on a second call"
@@ -38,7 +39,7 @@ def keys_are_sorted_and_complete(source: Source, files: Mapping[str, bytes]) -> 
 
 
 def keys_are_relative_names(source: Source, files: Mapping[str, bytes]) -> None:  # noqa: ARG001
-    """Check that names are relative, stay below the root, are not hidden and are valid UTF-8."""
+    """Check that keys are relative paths without `..`, not hidden, and valid UTF-8."""
     for key in source.keys():  # noqa: SIM118
         assert not key.startswith(("/", ".")), f"{key!r} is not relative"
         assert ".." not in key.split("/"), f"{key!r} points outside the source"
@@ -46,7 +47,7 @@ def keys_are_relative_names(source: Source, files: Mapping[str, bytes]) -> None:
 
 
 def bytes_come_back_as_they_were(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that every file can be read, repeatedly."""
+    """Check that `read` returns the exact bytes of every file, also when it is called again."""
     for _ in range(2):
         for key, data in files.items():
             found = source.read(key)
@@ -55,13 +56,16 @@ def bytes_come_back_as_they_were(source: Source, files: Mapping[str, bytes]) -> 
 
 
 def nbytes_is_the_length_of_what_is_read(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that `nbytes` is exact; buffers are allocated from it."""
+    """Check that `nbytes` returns the exact length of every file."""
     for key, data in files.items():
         assert source.nbytes(key) == len(data), f"{key}: {source.nbytes(key)}, not {len(data)}"
 
 
 def unknown_keys_are_not_found(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that unknown names raise FileNotFoundError and cannot point outside the source."""
+    """Check that keys that do not exist, or that point outside the source, raise an error.
+
+    It must be FileNotFoundError, and its message must contain "has no".
+    """
     for key in UNKNOWN:
         if key in files:
             continue
@@ -74,7 +78,7 @@ def unknown_keys_are_not_found(source: Source, files: Mapping[str, bytes]) -> No
 
 
 def threads_may_read_at_once(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that many threads can read at the same time."""
+    """Check that several threads can call `read` at the same time."""
     wanted = [key for _ in range(THREADS) for key in files]
     with ThreadPoolExecutor(THREADS) as pool:
         for key, data in zip(wanted, pool.map(source.read, wanted), strict=True):
@@ -82,14 +86,14 @@ def threads_may_read_at_once(source: Source, files: Mapping[str, bytes]) -> None
 
 
 def describe_is_one_phrase(source: Source, files: Mapping[str, bytes]) -> None:  # noqa: ARG001
-    """Check that `describe` returns one non-empty line, usable inside a message."""
+    """Check that `describe` returns a text of one line, for use inside a message."""
     text = source.describe()
     assert text, "describe is empty"
     assert "\n" not in text, f"describe has more than one line: {text!r}"
 
 
 def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check that the optional methods agree with the required ones."""
+    """Check the results of the optional methods `place`, `stamp` and `estimate`, if any."""
     if isinstance(source, FileSource):
         for key, data in files.items():
             place = source.place(key)

@@ -1,9 +1,12 @@
-"""Stage a dataset in host memory: read every file once into an arena shared by all processes.
+"""Stage a dataset: read all its files once into host memory that all processes share.
 
-`StagedSource.stage` fills an arena (memory/shared_arena.py) with worker threads, within a memory
-budget, and appends an index (staging_index.py). Each worker takes a run of files. Uncompressed
-local files are copied inside the kernel: all in one call by the compiled helper (gather.py), or the
-large ones one by one. Other files are read, compressed where that helps, and written in batches.
+The memory is an arena, a set of growing segments of shared memory (memory/shared_arena.py).
+`StagedSource.stage` fills it with worker threads, within a memory budget, and appends an index of
+the files (staging_index.py). Each worker takes a chunk of consecutive files:
+
+- Local files that are not compressed are copied inside the kernel: by the compiled helper
+  (gather.py), which copies a whole chunk in one call, or without it one large file at a time.
+- Other files are read, compressed if that helps, and written to the arena in batches.
 """
 
 from __future__ import annotations
@@ -46,19 +49,23 @@ if TYPE_CHECKING:
 
 RESERVE_NBYTES = 4 * GIB
 RESERVE_SHARE = 0.1
-"""Memory that staging leaves free: RESERVE_NBYTES, or RESERVE_SHARE of a small machine."""
+"""Staging leaves this fraction of the host's memory free, but at most RESERVE_NBYTES."""
 WATCH_NBYTES = 256 * MIB
-"""Stored bytes between two checks of the host's free memory, which other processes use too."""
+"""The host's free memory is checked each time that this many bytes have been staged, because other
+processes may use memory as well."""
 
 
 def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
-    """Return the bytes that can be staged now; negative if the reserve is already in use."""
+    """Return how many bytes of host memory staging may use now.
+
+    It is the free memory less a reserve, and negative if less than the reserve is free.
+    """
     host = read_host(proc, sys, os.sysconf("SC_PAGE_SIZE"))
     return host.usable_bytes() - min(RESERVE_NBYTES, int(RESERVE_SHARE * host.capacity_bytes()))
 
 
 class StagingBudget:
-    """Enforces the smaller of `memory_limit_gb` and the host's free memory."""
+    """Limits the memory of staged files to `memory_limit_gb` and to the host's free memory."""
 
     def __init__(
         self,
@@ -68,7 +75,11 @@ class StagingBudget:
         setting: str,
         room: Callable[[], int],
     ) -> None:
-        """`raw_nbytes` and `num_files` describe the whole dataset, as estimated before reading."""
+        """Set the limit to `limit_gib` or to `room()`, whichever is smaller.
+
+        `raw_nbytes` and `num_files` are the estimated size of the whole dataset and its number of
+        files; error messages use them. `room` returns the bytes that can be staged now.
+        """
         self._limit_gib = limit_gib
         self._raw_total = raw_nbytes
         self._num_files = num_files
@@ -80,15 +91,21 @@ class StagingBudget:
         asked = None if limit_gib is None else int(limit_gib * GIB)
         self._is_user_limit = asked is not None and asked <= room_now
         self.nbytes = asked if asked is not None and self._is_user_limit else max(0, room_now)
-        """Largest number of bytes that may be stored."""
+        """Limit of the memory for staged files in bytes."""
 
     def check(self, certain_nbytes: int) -> None:
-        """Raise before reading if the bytes that will certainly be stored exceed the budget."""
+        """Raise an error if `certain_nbytes`, a lower bound of the staged size, exceeds the limit.
+
+        It is called before any file is read.
+        """
         if certain_nbytes > self.nbytes:
             raise self._exceeded(certain_nbytes)
 
     def take(self, raw: int, stored: int) -> None:
-        """Account for a file of `raw` bytes stored in `stored` bytes; thread-safe."""
+        """Count a file of `raw` bytes that occupies `stored` bytes; raise an error over the limit.
+
+        Several threads may call it at the same time.
+        """
         with self._lock:
             self._raw += raw
             self._stored += stored
@@ -101,7 +118,7 @@ class StagingBudget:
             raise self.out_of_memory("other processes use the memory that must stay free")
 
     def out_of_memory(self, reason: str | None) -> DataError:
-        """Return the error for a host that runs out of memory before the limit is reached."""
+        """Return the error to raise if the host runs out of memory before the limit is reached."""
         return DataError(
             f"{self._setting}: the host ran out of memory after {format_bytes(self._stored)} of "
             f"the dataset were staged ({reason}). Stop other processes, or read from disk with "
@@ -109,7 +126,7 @@ class StagingBudget:
         )
 
     def no_room(self, error: ArenaFullError) -> DataError:
-        """Return the error for a write that the kernel refused."""
+        """Return the error to raise if writing to the arena failed."""
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
             return self.out_of_memory(str(error))
@@ -137,7 +154,10 @@ class StagingBudget:
 
 
 class StagedSource:
-    """A source of staged files; a file that could not be staged raises its error when read."""
+    """A source whose files are in host memory.
+
+    Reading a file that could not be staged raises the error that occurred then.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -145,7 +165,8 @@ class StagedSource:
         # Functions instead of bound methods: a reference cycle would delay freeing the arena.
         self._data = partial(_data, arena, self._index)
         self.view = self._index.viewer(partial(_view, self._data))
-        """Return a file's bytes without a copy, if it is stored uncompressed."""
+        """Function that returns the bytes of a file by its key as a memoryview, without a copy
+        unless the file is compressed."""
 
     @classmethod
     def stage(
@@ -159,10 +180,12 @@ class StagedSource:
         room: Callable[[], int] = host_room,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> StagedSource:
-        """Read `keys` into host memory within `memory_limit_gb` and the host's free memory.
+        """Read the files with these keys into host memory, and return a source for them.
 
-        Processes of one machine that pass the same folder as `meet_in` share one copy: the first
-        process stages the data, the others wait and map it. `find` loads the compiled helper.
+        Raises an error if they need more than `section.memory_limit_gb` or than `room()` returns.
+        Processes on one machine that pass the same folder as `meet_in` share one copy: the first
+        process reads the files, and the others wait and map its memory. `setting` is the dataset's
+        name in messages, and `find` loads the compiled helper.
         """
         keys = sorted(set(keys))
         gather = find()
@@ -200,31 +223,31 @@ class StagedSource:
 
     @classmethod
     def attach(cls, ticket: ArenaHandle) -> StagedSource:
-        """Map the data that another process has staged; OSError if it is gone."""
+        """Map files that another process has staged; OSError if they are no longer in memory."""
         return cls(Arena.attach(ticket))
 
     @property
     def handle(self) -> ArenaHandle:
-        """Handle for `attach`; plain numbers that can be passed to a spawned process."""
+        """Handle that another process can pass to `attach`; it can be pickled."""
         return self._arena.handle
 
     def __reduce__(self) -> tuple[Callable[[ArenaHandle], StagedSource], tuple[ArenaHandle]]:
-        """Pickle the handle only: a worker process maps the arena instead of copying it."""
+        """Pickle only the handle, so that another process maps the memory instead of copying it."""
         return StagedSource.attach, (self.handle,)
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes of all files as stored, after compression."""
+        """Size in bytes of all files as they are stored, after compression."""
         return self._index.stored_nbytes
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the index."""
+        """Size in bytes of the index that finds files by their keys."""
         return self._index.nbytes
 
     @property
     def resident_nbytes(self) -> int:
-        """Host memory used by files and index, counted once for all processes."""
+        """Host memory in bytes that files and index use, all processes together."""
         return self._arena.resident_nbytes
 
     def keys(self) -> Sequence[str]:
@@ -268,7 +291,10 @@ def _describe(index: StagingIndex) -> str:
 def _identity(
     source: Source, keys: Sequence[str], sizes: Sequence[int], section: InMemorySection
 ) -> str:
-    """Return a digest of origin, files and compression; processes with equal digests share data."""
+    """Return a digest of a dataset's location, files and compression.
+
+    Processes with the same digest share one copy of the staged files.
+    """
     stamp = source.stamp(keys) if isinstance(source, StampedSource) else ""
     digest = blake3()
     for part in (source.describe(), section.compression, list(keys), list(sizes), stamp):
@@ -280,14 +306,18 @@ def _identity(
 
 UNREADABLE = 255
 CODEC_NAMES = (None, *sorted(CODECS))
-"""Codec names by their number in the index."""
+"""Names of the codecs; the index stores a codec as its position in this tuple."""
 WRITE_BATCH_NBYTES = 1024**2
-"""Small files are written to the arena in batches of this size."""
+"""Files that are read in Python are collected and written to the arena once they have this many
+bytes."""
 TIMED_FILES = 16
+"""Number of files whose `stat` is timed to find out whether the disk is local."""
 LOCAL_STAT_S = 20e-6
-"""Files whose `stat` takes less time than this are assumed to be on a local disk."""
+"""If `stat` takes less than this many seconds per file, the files are assumed to be on a local
+disk."""
 SMALL_NBYTES = 16 * 1024
-"""Files below this size are read normally: a kernel copy needs more system calls."""
+"""Files below this size in bytes are read and written in Python, because copying them inside the
+kernel needs more system calls."""
 
 
 def sizes_of(
@@ -297,7 +327,10 @@ def sizes_of(
     gather: Gather | MissingGather,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[int]:
-    """Return the length of each file before reading; 0 where it cannot be determined."""
+    """Return the length of each file in bytes; 0 if it cannot be determined.
+
+    A source that can only estimate its total size gives the average length for each file.
+    """
     if isinstance(source, EstimatingSource):
         return [source.estimate() // max(1, len(keys))] * len(keys)
 
@@ -330,7 +363,11 @@ def fill_arena(
     room: Callable[[], int],
     gather: Gather | MissingGather,
 ) -> Arena:
-    """Read the sorted `keys` into a new arena within the budget."""
+    """Read the files with these keys, which must be sorted, into a new arena with an index.
+
+    `sizes` has the length of each file. Raises an error if the files do not fit into the limit of
+    `section` or into `room()` bytes.
+    """
     num_workers = section.num_workers or default_workers()
     budget = StagingBudget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
     packing = choose_packing(source, keys, sizes, section.compression, num_workers)
@@ -360,14 +397,20 @@ def fill_arena(
 
 @dataclass(slots=True)
 class _Rows:
-    """Index rows of one run of files."""
+    """Index entries of a chunk of consecutive files, one list per column."""
 
     first: int
+    """Number of the first file of the chunk in the dataset."""
     at: list[int] = field(default_factory=list)
+    """Offset of each file in the arena."""
     stored: list[int] = field(default_factory=list)
+    """Size of each file in bytes as it is stored."""
     nbytes: list[int] = field(default_factory=list)
+    """Size of each file in bytes without compression."""
     codec: list[int] = field(default_factory=list)
+    """Number of each file's codec in CODEC_NAMES, or UNREADABLE."""
     unreadable: dict[str, str] = field(default_factory=dict)
+    """Keys of files that could not be read, with the reason."""
 
     def add(self, at: int, stored: int, nbytes: int, codec: int) -> None:
         self.at.append(at)
@@ -376,7 +419,7 @@ class _Rows:
         self.codec.append(codec)
 
     def filled(self, at: list[int], nbytes: list[int]) -> _Rows:
-        """Fill in all files of the run, stored uncompressed."""
+        """Set the entries of all files of the chunk, which are stored uncompressed."""
         self.at, self.stored, self.nbytes = at, nbytes, nbytes
         self.codec = [PLAIN] * len(at)
         return self
@@ -390,7 +433,7 @@ class _Rows:
 
 
 class _WriteBatch:
-    """Collects small files and writes them to the arena together."""
+    """Collects small files in memory and writes them to the arena in one call."""
 
     def __init__(self, segment: SegmentWriter, rows: _Rows) -> None:
         self._segment = segment
@@ -415,7 +458,7 @@ class _WriteBatch:
 
 
 class _Filler:
-    """Stages runs of files; one instance is shared by all workers."""
+    """Copies chunks of files into the arena; all worker threads share one instance."""
 
     def __init__(
         self,
@@ -437,7 +480,7 @@ class _Filler:
         self._gather = None if isinstance(gather, MissingGather) else gather
 
     def fill(self, numbers: range) -> _Rows:
-        """Stage one run of files."""
+        """Copy the files with these numbers into the arena, and return their index entries."""
         rows = _Rows(numbers.start)
         places = self._places(numbers)
         with self._writer.segment_writer() as segment:
@@ -459,7 +502,10 @@ class _Filler:
         return rows
 
     def _places(self, numbers: range) -> Sequence[FileRange | None]:
-        """Return the file range of each file that the kernel can copy uncompressed, else None."""
+        """Return where each file is on disk; None for files that the kernel cannot copy.
+
+        These are files that may be compressed, were read already, or are not in a local file.
+        """
         files, packing = self._files, self._packing
         if files is None:
             return [None] * len(numbers)
@@ -474,7 +520,11 @@ class _Filler:
     def _copy_with_helper(
         self, numbers: range, places: Sequence[FileRange | None], segment: SegmentWriter
     ) -> tuple[list[int], list[int]]:
-        """Copy files with the compiled helper; return offsets, and lengths or FAILED."""
+        """Copy files with the compiled helper, in one call.
+
+        Returns the offset of each file in the arena, and its length, or FAILED if it was not
+        copied.
+        """
         sizes = self._sizes[numbers.start : numbers.stop]
         starts, lengths = [0] * len(sizes), [FAILED] * len(sizes)
         pairs = enumerate(zip(places, sizes, strict=True))
@@ -515,7 +565,11 @@ class _Filler:
         return True
 
     def _copy_growth(self, descriptor: int, size: int, done: int, segment: SegmentWriter) -> int:
-        """Copy the bytes that a file has gained since it was measured, and correct the budget."""
+        """Copy the bytes that a file has gained since it was measured, and count them.
+
+        `size` is the measured size, and `done` the number of bytes already copied. Returns the
+        number of bytes copied now.
+        """
         more = max(0, os.fstat(descriptor).st_size - done) if done > size else 0
         self._budget.take(done + more - size, done + more - size)
         return segment.copy_from(descriptor, done, more)[1]
@@ -555,7 +609,7 @@ def _size(source: Source, key: str) -> int:
 
 
 def _certain_nbytes(keys: Sequence[str], sizes: Sequence[int], packing: Packing) -> int:
-    """Return the bytes of files that are stored uncompressed."""
+    """Return the total size in bytes of the files that will be stored uncompressed."""
     if not packing.compresses:
         return sum(sizes)
     return sum(size for key, size in zip(keys, sizes, strict=True) if packing.codec_of(key) is None)

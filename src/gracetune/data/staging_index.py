@@ -1,11 +1,16 @@
-"""Hash index from file names to locations in an arena, stored in the arena itself.
+"""Hash index that finds a staged file in a shared-memory arena by its name.
 
-Every process that maps the arena gets the index without building its own. Records are sorted by the
-hash of their name; a bucket table maps a hash to the offset of the first record in its bucket. One
-`struct` unpack reads a record together with its name, so a lookup is one call and one comparison.
+The index is stored in the arena itself, so every process that maps the arena has it at once. It has
+one record per file. Records are sorted by a hash of the file name, and a table has the offset of
+the first record for each hash bucket. A record is read with its name by one `struct` call, so a
+lookup usually takes one call and one comparison.
 
-Record layout: original size, codec, last-in-bucket flag | start, stop, name length and flag,
-segment, name. Offsets point at `start`; the fields before it are needed on the slow path only.
+Layout of a record:
+
+    uncompressed size, codec, last in its bucket?                        read by `find` only
+    start, stop, length of the name and compressed flag, segment, name   read by every lookup
+
+The offset of a record is that of its field `start`.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _RECORD = np.dtype(
     [("nbytes", "<u8"), ("codec", "u1"), ("last", "u1"),
      ("start", "<u8"), ("stop", "<u8"), ("kind", "<u4"), ("segment", "<u2")]
 )  # fmt: skip
-"""Fixed part of a record; the name follows."""
+"""Fields of a record; the name of the file follows them."""
 _SLOW_FIELDS_NBYTES = 10
 _SLOW_FIELDS = struct.Struct("<QBB").unpack_from
 _FAST_FIELDS = "<QQIH"
@@ -41,38 +46,46 @@ _NAME_AT = struct.calcsize(_FAST_FIELDS)
 _KIND = struct.Struct("<I").unpack_from
 _KIND_AT = 16
 _COMPRESSED = 1 << 31
-"""Flag in `kind`, which fallback is the length of the name: the file is stored compressed."""
+"""Bit of the field `kind` that is set if the file is stored compressed. The other bits are the
+length of the name."""
 _DUMMY = 2**32 - 1
 _BUCKETS_PER_FILE = 4
-"""Buckets per file; more buckets mean fewer collisions."""
+"""Smallest number of hash buckets per file; more buckets mean fewer collisions."""
 _TRAILER = struct.Struct("<QQ8s")
-"""Offset and length of the JSON header, and the magic bytes."""
+"""Last bytes of the index: offset and length of its JSON header, and the magic bytes."""
 _MAGIC = b"gtindex2"
 
 PLAIN = 0
-"""Codec number of uncompressed files."""
+"""Number in the field `codec` of files that are stored uncompressed."""
 MAX_NAME_NBYTES = 2**16 - 1
 
 
 class Columns(NamedTuple):
-    """Index columns of all files, in the order of their names."""
+    """Location and size of all files, as one array per property, sorted by file name."""
 
     at: NDArray[np.uint64]
+    """Offset of each file in the arena."""
     stored_nbytes: NDArray[np.uint64]
+    """Size of each file in bytes as it is stored."""
     nbytes: NDArray[np.uint64]
+    """Size of each file in bytes without compression."""
     codec: NDArray[np.uint8]
+    """Number of the codec of each file; PLAIN if it is not compressed."""
 
     @classmethod
     def empty(cls, length: int) -> Columns:
-        """Allocate columns for `length` files."""
-        offset_type = [np.zeros(length, np.uint64) for _ in range(3)]
-        return cls(offset_type[0], offset_type[1], offset_type[2], np.zeros(length, np.uint8))
+        """Return columns for `length` files, filled with zeros."""
+        at, stored_nbytes, nbytes = (np.zeros(length, np.uint64) for _ in range(3))
+        return cls(at, stored_nbytes, nbytes, np.zeros(length, np.uint8))
 
 
 def write_index(
     writer: ArenaWriter, keys: Sequence[str], columns: Columns, facts: Mapping[str, object]
 ) -> None:
-    """Append the index to the arena; `facts` is JSON metadata of the whole dataset."""
+    """Append the index of all files to the arena.
+
+    `facts` is JSON-serialisable metadata of the dataset, which `StagingIndex.facts` returns.
+    """
     assert len(keys) == len(columns.at), f"{len(keys)} names for {len(columns.at)} rows"
     names = [key.encode() for key in keys]
     lengths = np.fromiter(map(len, names), np.uint64, len(names))
@@ -117,7 +130,10 @@ def _records(
     order: NDArray[np.intp],
     buckets: NDArray[np.uint32],
 ) -> bytearray:
-    """Return the dummy record followed by all records; `buckets` is already sorted by `order`."""
+    """Return the records of all files as bytes, after a dummy record for empty buckets.
+
+    `order` has the files sorted by bucket, and `buckets` the bucket of each file in that order.
+    """
     rows = np.zeros(len(names), _RECORD)
     at = columns.at[order]
     rows["nbytes"] = columns.nbytes[order]
@@ -131,9 +147,8 @@ def _records(
     dummy = np.zeros(1, _RECORD)
     dummy["kind"], dummy["last"] = _DUMMY, True
     fixed, size = memoryview(rows.tobytes()), _RECORD.itemsize
-    made = bytearray(
-        dummy.tobytes()
-    )  # one growing buffer: a million small objects would need far more memory
+    # One growing buffer: a million small objects would need far more memory.
+    made = bytearray(dummy.tobytes())
     for place, row in enumerate(order.tolist()):
         made += fixed[place * size : place * size + size]
         made += names[row]
@@ -144,14 +159,17 @@ class StagedFile(NamedTuple):
     """Location and size of one staged file."""
 
     at: int
+    """Offset of the file in the arena."""
     stored_nbytes: int
+    """Size in bytes as it is stored."""
     nbytes: int
-    """Uncompressed size."""
+    """Size in bytes without compression."""
     codec: int
+    """Number of its codec; PLAIN if it is not compressed."""
 
 
 class StagingIndex(Sequence[str]):
-    """Sorted sequence of the staged names, with lookup by name."""
+    """The sorted names of all staged files, with a fast lookup of a file by its name."""
 
     def __init__(self, arena: Arena) -> None:
         trailers = (segment[-_TRAILER.size :] for segment in arena.segments)
@@ -162,10 +180,10 @@ class StagingIndex(Sequence[str]):
         self.stored_nbytes: int
         self.raw_nbytes: int
         self.stored_nbytes, self.raw_nbytes = head["totals"]
-        """Total bytes of all files, stored and uncompressed."""
+        """Total size in bytes of all files, as they are stored and without compression."""
         tables = {name: arena.view(*place) for name, place in head["places"].items()}
         self.nbytes: int = sum(map(len, tables.values())) + length + _TRAILER.size
-        """Size of the index itself."""
+        """Size of the index itself in bytes."""
         offset_type: Literal["I", "Q"] = "I" if head["offset_nbytes"] == 4 else "Q"
         self._segments = arena.segments
         self._records = tables["records"]
@@ -174,13 +192,14 @@ class StagingIndex(Sequence[str]):
         self._unpack = {
             n: struct.Struct(f"{_FAST_FIELDS}{n}s").unpack_from for n in head["lengths"]
         }
-        """Record readers by name length; no staged name has another length."""
+        """Function that reads a record, by the length of its name; has all lengths that occur."""
 
     def viewer(self, fallback: View) -> View:
-        """Return a function from a name to its bytes; missing or compressed files go to `fallback`.
+        """Return a function that returns the bytes of a file by its name, without a copy.
 
-        A closure over local variables on purpose: a lookup takes less than a microsecond, of which
-        attribute lookups would be a noticeable part.
+        It calls `fallback(name)` for files that are missing, compressed, or not the first in their
+        bucket. It is a closure over local variables, because a lookup takes less than a microsecond
+        and attribute access would slow it down noticeably.
         """
         unpack, records, firsts = self._unpack, self._records, self._firsts
         segments, mask = self._segments, len(self._firsts) - 1
@@ -202,7 +221,7 @@ class StagingIndex(Sequence[str]):
         return view
 
     def find(self, key: str) -> StagedFile | None:
-        """Return the location of a name, or None."""
+        """Return the location of the file with this name; None if it is not staged."""
         try:
             wanted = key.encode()
         except UnicodeEncodeError:

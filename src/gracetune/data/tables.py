@@ -1,7 +1,8 @@
-"""Sources for tables: parquet files, and datasets saved by Hugging Face `datasets`.
+"""Read datasets from tables: parquet files, and datasets saved by Hugging Face `datasets`.
 
-Row 0 appears as the files `row-000000.jpg` and `row-000000.txt`, so captions work as in a folder.
-The formats differ only in how a chunk of rows is read (`RowGroup`, `RecordBatchGroup`).
+`TableSource` presents row 0 of a table as the files `row-000000.jpg` and `row-000000.txt`, so that
+captions are found as in a folder. The two formats differ only in how a group of rows is read
+(`RowGroup`, `RecordBatchGroup`).
 """
 
 from __future__ import annotations
@@ -53,38 +54,42 @@ _MAGIC_BYTES = (
     (0, b"OggS", ".ogg"),
     (0, b"ID3", ".mp3"),
 )
-"""Offset and value of each format's magic bytes, and its suffix."""
+"""File formats that are recognised by their content: offset of the magic bytes, the magic bytes,
+and the suffix of the format."""
 _KNOWN_SUFFIXES = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
-"""Known suffixes; others are ignored, such as `.jpg?width=512` or the `.2` of `scan v1.2`."""
+"""Suffixes of all supported formats. Other suffixes of paths in a table are ignored, such as the
+`.jpg?width=512` of a URL or the `.2` of `scan v1.2`."""
 
 
 class TableChunk(Protocol):
-    """A group of rows that is read as a unit."""
+    """A group of rows of a table that can only be read together."""
 
     @property
     def num_rows(self) -> int: ...
 
     @property
     def nbytes(self) -> int:
-        """Approximate size of the chunk's samples in bytes."""
+        """Approximate size of the rows in bytes."""
         ...
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return one column."""
+        """Read one column of the rows; `a.b` is the field `b` of the struct column `a`."""
         ...
 
 
 class TableFile(NamedTuple):
-    """One file of a table."""
+    """One of the files that form a table."""
 
     name: str
-    """Name used in keys and messages."""
+    """Name of the file in keys and messages, without its suffix."""
     folder: Path | None
-    """Folder that paths in the table refer to; None if they cannot be resolved."""
+    """Folder that relative paths in the table refer to; None for remote tables."""
     schema: pa.Schema
+    """Names and types of the columns."""
     groups: Sequence[TableChunk]
+    """The rows of the file, in groups."""
     stamp: str
-    """Stamp of the file when it was opened; see `StampedSource`."""
+    """Text that differs if the file has changed since; see `StampedSource`."""
 
 
 class _RowLocation(NamedTuple):
@@ -95,7 +100,10 @@ class _RowLocation(NamedTuple):
 
 
 class TableSource:
-    """The rows of a table with an image column and, optionally, a caption column."""
+    """A source with the samples and captions of a table's rows.
+
+    The key of a row's sample is `row-000000.jpg`, and that of its caption `row-000000.txt`.
+    """
 
     def __init__(
         self,
@@ -105,7 +113,11 @@ class TableSource:
         image: str | None = None,
         caption: str | None = None,
     ) -> None:
-        """`image` and `caption` are column names; None finds them by type and common names."""
+        """List the rows of all files of a table.
+
+        `image` and `caption` are the names of the columns with samples and captions; None finds
+        them by their type and by common names. `origin` describes the table in messages.
+        """
         self._parts = parts
         self._origin = origin
         schema = parts[0].schema
@@ -186,7 +198,10 @@ class TableSource:
         return self._places[key]
 
     def _value(self, place: _RowLocation) -> object:
-        """Return a value, reading its chunk unless this thread read the same chunk last."""
+        """Return the sample or the caption of a row.
+
+        Each thread keeps the column that it read last, and uses it again for other rows.
+        """
         name = self._caption if place.is_text else self._image
         assert name is not None, "a caption without a caption column"
         wanted = (place.part, place.group, name)
@@ -202,14 +217,15 @@ class TableSource:
 
 
 class _LastColumn(threading.local):
-    """The column that a thread read last, so that sequential reads decode each chunk once."""
+    """The column that a thread read last. Reading rows in order then reads each column once."""
 
     what: tuple[int, int, str] | None = None
+    """Number of the file, number of the row group, and name of the column."""
     column: pa.ChunkedArray = None
 
 
 def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
-    """Reject files with equal names: their rows would get the same keys."""
+    """Raise an error if two files of a table have the same name, which would give equal keys."""
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
@@ -221,7 +237,11 @@ def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> No
 
 
 def image_column(schema: pa.Schema, requested: str | None, setting: str, origin: str) -> str:
-    """Return the column with the files' bytes: the requested one, or found by type and name."""
+    """Return the name of the column with the bytes of the samples.
+
+    It is the requested column, or else found by its type and common names. Raises an error if there
+    is no such column.
+    """
     fitting = [field.name for field in schema if _holds_bytes(field.type)]
     if requested is not None and requested in fitting:
         return requested
@@ -240,7 +260,10 @@ def image_column(schema: pa.Schema, requested: str | None, setting: str, origin:
 def caption_column(
     schema: pa.Schema, requested: str | None, setting: str, origin: str
 ) -> str | None:
-    """Return the caption column; None if no column has a common name."""
+    """Return the name of the caption column: the requested one, or else the first common name.
+
+    Returns None if no column has a common name; raises an error if the requested one is missing.
+    """
     fitting = [field.name for field in schema if _holds_text(field.type)]
     if requested is not None and requested not in fitting:
         raise DataError(
@@ -267,7 +290,10 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
 
 
 def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
-    """Return the suffix of each row's path ("" if unknown); None if rows have no path."""
+    """Return the suffix of the path in each row, or "" if it is unknown.
+
+    Returns None if the column `name` has no paths.
+    """
     kind = schema.field(name).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
         return None
@@ -277,7 +303,7 @@ def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[s
 
 
 def _suffix_by_content(column: pa.ChunkedArray) -> str:
-    """Return the suffix of the first sample by its magic bytes; decoders do not rely on it."""
+    """Return the suffix of the first sample's format, judged by its magic bytes, or `.bin`."""
     for value in column:
         data, _ = _data_and_path(value.as_py())
         if data:
@@ -289,18 +315,19 @@ def _suffix_by_content(column: pa.ChunkedArray) -> str:
 
 
 def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
-    """Return one field of a struct column."""
+    """Return the field `inner` of a struct column."""
     return pc.struct_field(column, inner)
 
 
 # Parquet
 
 _AHEAD_NBYTES = 64 * 1024
-"""Bytes read ahead from a remote file: larger than most footers, smaller than a column."""
+"""Buffer size in bytes for reading a remote parquet file: larger than most footers, smaller than a
+column."""
 
 
 class RowGroup:
-    """One row group of a parquet file; the file is opened for each read."""
+    """One row group of a parquet file. The file is opened for each read."""
 
     def __init__(self, shard: Shard, footer: pq.FileMetaData, number: int) -> None:
         self._shard = shard
@@ -311,7 +338,7 @@ class RowGroup:
         self.nbytes: int = about.total_byte_size
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return `column` or `column.field`, reading only its bytes."""
+        """Read one column from the file; `a.b` is the field `b` of the struct column `a`."""
         outer, _, inner = name.partition(".")
         with (
             self._shard.open(_AHEAD_NBYTES) as opened,
@@ -322,7 +349,10 @@ class RowGroup:
 
 
 def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
-    """Open dataset type `parquet`: one file, a folder of them, or a pattern."""
+    """Open the source of a dataset of type `parquet`.
+
+    `instance_data_dir` is a file, a folder of files, or a pattern such as `data/*.parquet`.
+    """
     address = data_dir(section, setting)
     shards = find_shards(address, ".parquet", section.remote, setting)
     name = f"{setting}.instance_data_dir"
@@ -332,7 +362,10 @@ def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSour
 
 
 def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
-    """Return file names and captions from the bytes of a parquet table."""
+    """Return the pairs (file name, caption) of a parquet table, given the bytes of its file.
+
+    `where` is the file's name in error messages.
+    """
     try:
         table = pq.read_table(pa.BufferReader(data))
     except pa.ArrowException as error:
@@ -376,14 +409,18 @@ class RecordBatchGroup:
         self.nbytes = batch.nbytes
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return `column` or `column.field`."""
+        """Return one column; `a.b` is the field `b` of the struct column `a`."""
         outer, _, inner = name.partition(".")
         column = pa.chunked_array([self._batch.column(outer)])
         return flatten(column, inner) if inner else column
 
 
 def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
-    """Open dataset type `hf`: a folder written by `save_to_disk`, with or without splits."""
+    """Open the source of a dataset of type `hf`.
+
+    `instance_data_dir` is a folder written by Hugging Face's `save_to_disk`, with or without
+    splits.
+    """
     address = data_dir(section, setting)
     root = Path(os.path.expanduser(address))
     name = f"{setting}.instance_data_dir"
@@ -400,7 +437,10 @@ def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  
 
 
 def _arrow_files(folder: Path, setting: str) -> list[Path]:
-    """Return the arrow files listed in the state file, ignoring leftovers of earlier saves."""
+    """Return the arrow files that the dataset's state file lists.
+
+    Other arrow files in the folder are left over from earlier saves, and are ignored.
+    """
     if not (folder / STATE).is_file():
         raise DataError(
             f"{setting}: {folder} has no {STATE}, so it was not written by `save_to_disk`, or not "
@@ -411,7 +451,7 @@ def _arrow_files(folder: Path, setting: str) -> list[Path]:
 
 
 def _read_list(path: Path, name: str, setting: str) -> list[Any]:
-    """Return a list from a JSON file that describes the dataset."""
+    """Return the list under the key `name` of a JSON file."""
     try:
         return list(json.loads(path.read_text(encoding="utf-8"))[name])
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -419,7 +459,7 @@ def _read_list(path: Path, name: str, setting: str) -> list[Any]:
 
 
 def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
-    """Return the schema and batches of one arrow file, in stream or file format."""
+    """Return the schema and the record batches of an arrow file, in stream or in file format."""
     try:
         mapped = pa.memory_map(str(path))
         try:

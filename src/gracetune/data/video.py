@@ -1,6 +1,6 @@
-"""Decode video files to clips: frames at a constant rate, upright, cropped and resized to a bucket.
+"""Decode video files to clips: upright frames at a constant rate, cropped and resized to a bucket.
 
-Tensor layout is CFHW: colour channels, frames, height, width.
+Clips are tensors with the layout CFHW: colour channels, frames, height, width.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ if TYPE_CHECKING:
 
 EXTENSIONS = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi"))
 MAX_PIXELS = 2**26
-"""Largest frame that is decoded; an 8K frame has half as many pixels."""
+"""Largest number of pixels per frame that is accepted: twice that of an 8K frame."""
 MAX_FRAMES = 2**20
-"""Longest video that is accepted: twelve hours at 24 frames per second."""
+"""Largest number of frames per video that is accepted: 12 hours at 24 frames per second."""
 
 _TIME_TOLERANCE_S = 1.5e-3
-"""Tolerance for comparing timestamps, in seconds; Matroska rounds them to milliseconds."""
+"""Tolerance in seconds for comparing timestamps, because Matroska rounds them to milliseconds."""
 _SEEK_S = 1.0
+"""A clip that starts later than this many seconds into the video is reached by seeking."""
 _HD_HEIGHT = 720
-"""If a file names no colour matrix, players assume BT.709 from this height on and BT.601 below."""
+"""Height in pixels from which players assume the colour matrix BT.709 if the file names none; below
+it they assume BT.601."""
 _BT709, _UNSPECIFIED, _BT2020, _BT2020_CONSTANT = 1, 2, 9, 10
-"""FFmpeg's colour-space numbers. swscale supports BT.2020 non-constant luminance only."""
+"""FFmpeg's numbers of colour spaces. swscale converts BT.2020 with constant luminance like the
+other BT.2020."""
 _SEEK_MARGINS_S = (0.0, 1.0, 5.0, 30.0, math.inf)
-"""How far before the wanted time to seek, tried in this order, until a key frame is found."""
+"""Seconds before the start of a clip at which to seek. The next one is tried if seeking ends up
+after the start."""
 _ROTATIONS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
@@ -51,13 +55,14 @@ _ROTATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class VideoFacts:
-    """Properties of a video that bucketing needs."""
+    """Size, duration and frame rate of a video."""
 
     width: int
     height: int
-    """Width and height as displayed, after rotation."""
+    """Height in pixels as displayed, after rotation."""
     seconds: float
     fps: float
+    """Average frame rate in frames per second."""
 
 
 class _TimedFrame(NamedTuple):
@@ -66,12 +71,15 @@ class _TimedFrame(NamedTuple):
 
 
 def require_packages() -> None:
-    """Raise an error that names the missing extra, before any file is read."""
+    """Raise an error that says what to install if PyAV is missing."""
     load_av("video")
 
 
 def probe_video(data: bytes) -> VideoFacts:
-    """Return size, duration and frame rate: decode the first frame and read every packet."""
+    """Return the size, duration and frame rate of a video.
+
+    The first frame is decoded, and all packets are read without decoding.
+    """
     with opened(data, "video") as container:
         stream = _stream(container)
         first = next(_frames(container, stream), None)
@@ -107,10 +115,10 @@ def decode_video(
     crop: tuple[float, float] = CENTRE_CROP,
     lanczos: Lanczos = "pillow",
 ) -> Tensor:
-    """Return a clip as CFHW in [-1, 1].
+    """Decode one clip to a float32 tensor with the layout CFHW and values in [-1, 1].
 
-    `clip` places the clip: 0 takes the start of the video, 1 the end. If the file has another frame
-    rate, each output frame is the one that a player would show at that time.
+    `clip` is the position of the clip in the video: 0 is the start, 1 the end. If the file's frame
+    rate is not `fps`, each frame of the clip is the one that a player would show at that time.
     """
     import torch
 
@@ -153,9 +161,10 @@ def _stream(container: InputContainer) -> VideoStream:
 def _frames(
     container: InputContainer, stream: VideoStream, *, after_seek: bool = False
 ) -> Iterator[_TimedFrame]:
-    """Yield frames with their times; frames without a timestamp are spaced evenly.
+    """Decode and yield frames with their times in seconds.
 
-    After a seek, frames before the first key frame are skipped: their references are missing.
+    Frames without a timestamp are assumed to be evenly spaced. After a seek, frames before the
+    first key frame are skipped, because the frames that they refer to are missing.
     """
     rate = float(stream.average_rate or stream.guessed_rate or 24)
     for number, frame in enumerate(container.decode(stream)):
@@ -173,7 +182,10 @@ def _frames(
 def _displayed_frames(
     container: InputContainer, stream: VideoStream, start: float, num_frames: int, fps: float
 ) -> Iterator[VideoFrame]:
-    """Yield the frames displayed at start, start + 1/fps, ...; fewer if the video ends early."""
+    """Yield the frames that a player shows at the times start, start + 1/fps, start + 2/fps, ...
+
+    Yields fewer than `num_frames` if the video ends early.
+    """
     frames = _frames(container, stream)
     current = next(frames, None)
     if current is None:
@@ -212,12 +224,12 @@ def _to_upright_image(frame: VideoFrame, stream: VideoStream) -> Image.Image:
 
 
 def _display_width(frame: VideoFrame, stream: VideoStream) -> int:
-    """Return the display width: players stretch frames whose pixels are not square."""
+    """Return the width at which players show a frame, which differs if pixels are not square."""
     return max(1, round(frame.width * (stream.sample_aspect_ratio or 1)))
 
 
 def _yuv_matrix(frame: VideoFrame) -> int | str:
-    """Return the YUV matrix of a frame, as swscale names it."""
+    """Return the YUV-to-RGB matrix of a frame, as a number or name of FFmpeg's swscale."""
     if frame.colorspace in (_BT2020, _BT2020_CONSTANT):
         return _BT2020
     is_unspecified_hd = frame.colorspace == _UNSPECIFIED and frame.height >= _HD_HEIGHT

@@ -84,8 +84,8 @@ def test_dropped_samples_name_the_setting_that_dropped_them() -> None:
     samples = [_sample(64, 64), _sample(300, 100), _sample(49, 60), _sample(50, 100)]
     plan = assign(samples, section, 8)
     assert [(item.sample.key, item.reason) for item in plan.dropped] == [
-        ("300x100.png", "max_aspect is 2, its aspect 3.00"),
-        ("49x60.png", "min_edge is 50, its shorter edge 49"),
+        ("300x100.png", "max_aspect is 2, its aspect ratio is 3.00"),
+        ("49x60.png", "min_edge is 50, its shorter edge is 49"),
     ]
     assert sum(map(len, plan.buckets.values())) == 2
 
@@ -123,7 +123,11 @@ def test_the_json_report_names_every_dropped_sample() -> None:
     assert json.loads(json.dumps(as_json(plan))) == {
         "buckets": [{"width": 64, "height": 64, "samples": 1, "cropped_share": 0.0}],
         "dropped": [
-            {"dataset": "cats", "key": "10x99.png", "reason": "max_aspect is 3, its aspect 9.90"}
+            {
+                "dataset": "cats",
+                "key": "10x99.png",
+                "reason": "max_aspect is 3, its aspect ratio is 9.90",
+            }
         ],
     }
 

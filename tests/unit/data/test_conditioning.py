@@ -101,7 +101,9 @@ def test_a_missing_companion_is_an_error_that_names_the_image(folders: Path) -> 
 
 def test_two_companions_with_the_same_stem_are_an_error(folders: Path) -> None:
     (folders / "controls/a.jpg").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"a\.jpg and a\.webp have the same stem\. Keep one"):
+    with pytest.raises(
+        DataError, match=r"a\.jpg and a\.webp have the same name without suffix\. Keep one"
+    ):
         _open(folders)
 
 
