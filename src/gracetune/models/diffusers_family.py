@@ -150,7 +150,7 @@ def read_model_index(folder: Path) -> dict[str, Any]:
         index: dict[str, Any] = json.loads((folder / MODEL_INDEX).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{folder / MODEL_INDEX} cannot be read: {error}. Download the model again, or name "
+            f"{folder / MODEL_INDEX} cannot be read ({error}). Download the model again, or name "
             "another model.path."
         ) from error
     return index
@@ -180,7 +180,7 @@ def read_component(folder: Path, name: str, read: Callable[[Path], Component]) -
             return read(component)
     except READ_ERRORS as error:
         raise ModelError(
-            f"{component} cannot be read: {error}. Download the model again, or name another "
+            f"{component} cannot be read ({error}). Download the model again, or name another "
             "model.path."
         ) from error
 
@@ -229,7 +229,7 @@ def read_transformer(
         )
     except READ_ERRORS as error:
         raise ModelError(
-            f"model.{name}_file is {file!r}, which does not fit {folder / name}: {error}. Name a "
+            f"model.{name}_file is {file!r}, which does not fit {folder / name} ({error}). Name a "
             "file with the weights of that model."
         ) from error
     return _check_complete(transformer, path)
