@@ -481,7 +481,7 @@ def split_by_numel(numels: Sequence[int], max_numel: int) -> list[range]:
 
 
 def _layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the aligned offset of each tensor in a common buffer, and the buffer's size (bytes)."""
+    """Return the aligned byte offset of each tensor in a common buffer, and the buffer's size."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)

@@ -51,7 +51,7 @@ class Fp8Linear(nn.Module):
 
     @property
     def frozen_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of this layer, in the order of the arguments of `FrozenMatmulFp8`."""
+        """The tensors of this layer, in the order in which the fp8 matmul functions take them."""
         return (
             self.weight,
             self.weight_scales,
@@ -102,7 +102,8 @@ def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
         return
     raise GracetuneError(
         f"model.frozen_compute is fp8, but {name} has no fp8 tensor cores: that needs a GPU with "
-        f"compute capability {'.'.join(map(str, MIN_FP8_CAPABILITY))} or higher. Set it to bf16."
+        f"compute capability {'.'.join(map(str, MIN_FP8_CAPABILITY))} or higher. Set "
+        "model.frozen_compute: bf16."
     )
 
 
@@ -218,7 +219,7 @@ def _add_up(parts: Sequence[Fp8Conversion]) -> Fp8Conversion:
     if not converted:
         raise GracetuneError(
             f"model.frozen_compute is fp8, but none of {skipped} frozen linear layers has "
-            f"dimensions that are multiples of {FP8_ALIGNMENT}, which fp8 matmuls need. Set it to "
-            "bf16."
+            f"dimensions that are multiples of {FP8_ALIGNMENT}, which fp8 matmuls need. Set "
+            "model.frozen_compute: bf16."
         )
     return Fp8Conversion(converted, skipped, uncalibrated)

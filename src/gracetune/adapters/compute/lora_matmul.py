@@ -72,7 +72,7 @@ class LoraMatmul(torch.autograd.Function):
         up: Tensor,
         scale: float,
     ) -> Tensor:
-        """Return x W^T + b + s (x A^T) B^T for `x` of shape (rows, columns)."""
+        """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
         y, hidden = lora_linear(x, weight, bias, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, down, up)
@@ -172,7 +172,10 @@ class FrozenMatmulFp8(torch.autograd.Function):
 def lora_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return y = x W^T + b + s hidden B^T, and `hidden` = x A^T."""
+    """Return y = x W^T + b + s (x A^T) B^T, and `hidden` = x A^T.
+
+    W is the frozen `weight`, A is `down`, B is `up` and s is `scale`.
+    """
     hidden = functional.linear(x, down)
     return lora_output(hidden, up, bias, scale).addmm_(x, weight.t()), hidden
 
@@ -277,7 +280,7 @@ def _empty_outputs(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Ten
 
 
 def lora_output(hidden: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return b + s hidden B^T, to which the caller adds the frozen matmul in place."""
+    """Return bias + scale hidden up^T, to which the caller adds the frozen matmul in place."""
     if bias is None:
         return (hidden * scale) @ up.t()
     return torch.addmm(bias, hidden, up.t(), alpha=scale)
@@ -308,7 +311,7 @@ def _scaled_matmul(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """Multiply two fp8 matrices with their scales; on a CPU, the same numbers in fp32."""
+    """Multiply two fp8 matrices with their scales. On a CPU, the fp8 numbers are cast to fp32."""
     if left.is_cuda:
         cast_bias = None if bias is None else bias.to(dtype)
         rows = left.contiguous()  # rounding keeps the input's strides; the kernel needs rows

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "checked"
 TOLERANCE = 2e-2
-"""Largest relative difference between the output of a loaded module and the file's that counts as
-equal. diffusers multiplies alpha into weights of the file's dtype, which rounds them."""
+"""Largest relative difference at which a loaded module's output counts as equal to the output by
+the file's weights. diffusers multiplies alpha into weights of the file's dtype, which rounds."""
 LOADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 """Exceptions that diffusers' loaders raise for files they do not understand."""
 NOT_TRIED = "no pipeline is known for its family, so the file was read and counted, but not loaded"
@@ -323,7 +323,7 @@ class LayerShapes:
     """
 
     HEAD_WIDTH = 128
-    """Width of an attention head in every published model of these families."""
+    """Width of an attention head, which is the same in all published models that are checked."""
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -342,7 +342,7 @@ class LayerShapes:
         return next((self._shapes[name][axis] for name in names if name in self._shapes), default)
 
     def num_blocks(self, kind: str) -> int:
-        """Return how many blocks of a kind (`single_transformer_blocks`) the transformer needs."""
+        """Return how many blocks of a kind, such as `transformer_blocks`, the model needs."""
         return self._blocks.get(kind, 1)
 
     def heads(self, width: int) -> dict[str, object]:
@@ -365,7 +365,7 @@ def count_blocks(modules: Iterable[str]) -> dict[str, int]:
 def placeholder_pipeline(
     spec: PipelineSpec, layers: Mapping[str, Layer], config: Mapping[str, object] | None
 ) -> Any:
-    """Return a pipeline without weights into which these layers can be loaded.
+    """Return a diffusers pipeline without weights, into which an adapter's layers can be loaded.
 
     `config` is the transformer's configuration; by default it is derived from the layers.
     """

@@ -135,7 +135,7 @@ def _parse_keys(
 def _other_family_error(
     text: str, texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]
 ) -> AdapterError | None:
-    """Return an error that names another model family, if that family has all of the keys."""
+    """Return an error that says which other model family the keys belong to, or None."""
     for other in tables.values():
         index = KeyIndex(other)
         if other is not table and all(parse_key(one, index) for one in texts):
@@ -165,7 +165,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], keys: list[ParsedKey]) -> None
                 continue
             raise AdapterError(
                 f"{key.text!r} has the dtype {str(tensor.dtype).removeprefix('torch.')}, but an "
-                "adapter's weights are floats. Convert it with the tool that quantized it.",
+                "adapter's weights are floats. Dequantize it with the tool that quantized it.",
                 kind="dtype",
                 key=key.text,
             )
@@ -357,8 +357,8 @@ def _could_hang(pattern: str) -> bool:
 
 def _pattern_error(name: str, pattern: str, reason: str) -> AdapterError:
     return AdapterError(
-        f"peft's settings have the pattern {pattern[:200]!r} in {name}, but {reason}. Without it "
-        "the adapter's scale is not known. Write the names of the modules instead.",
+        f"{name} in peft's settings has the pattern {pattern[:200]!r}, but {reason}. Without it "
+        "the adapter's scale is not known. Replace the pattern by the names of the modules.",
         kind="damaged",
     )
 
@@ -442,7 +442,10 @@ def fold_scale(layer: Layer) -> Layer:
 
 
 def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
-    """Return the adapter with an expert on every layer, or on none, as the format needs it."""
+    """Return the adapter with its layers assigned to experts as the format's keys need it.
+
+    A format names the expert (`high` or `low`) in every key or in none.
+    """
     if key_format.stages and adapter.table.has_stages:
         if None in adapter.stages:
             raise AdapterError(
@@ -455,8 +458,8 @@ def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
         first = next(p for p in adapter.layers if p.stage == adapter.stages[-1])
         raise AdapterError(
             f"the adapter has {first.module} for both experts, but a file in the format "
-            f"{key_format.name} holds one. Write one file for each (convert does), or select one "
-            "with --stage.",
+            f"{key_format.name} holds only one. Write one file for each expert, as `gracetune "
+            "adapter convert` does, or select one with --stage.",
             kind="mixed-stages",
             key=first.module,
         )

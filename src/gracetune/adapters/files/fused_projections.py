@@ -69,7 +69,7 @@ def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> 
 
 
 def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
-    """Return the parts of a fused projection, each with its share of the rows.
+    """Return the modules that a fused projection is split into, each with its share of the rows.
 
     For any other module the result is empty.
     """
@@ -116,7 +116,7 @@ def swap_halves(adapter: Adapter) -> Adapter:
 
 
 def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
-    """Return a layer with only these rows of dW, in the order of the spans."""
+    """Return a layer with only these rows of its weight change dW, in the order of the spans."""
     tensors = dict(layer.tensors)
     rows, rows_per_entry = out_features(layer), 1
     if layer.algorithm == "lora":
@@ -188,10 +188,11 @@ def _trim_padding(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
 
 
 def _lokr_row_axes(module: str, layer: Layer, spans: Sequence[Span]) -> tuple[dict[str, int], int]:
-    """Return the LoKr tensor to cut and its axis, and the rows of dW per entry on that axis.
+    """Return the tensor of a LoKr that must be cut to select rows of dW = kron(w1, w2).
 
-    Row i of w1 times all rows of w2 is a block of rows of dW. If all cuts are between blocks, w1 is
-    cut. If w1 has one row, w2 is cut.
+    The result is ({role of the tensor: axis to cut}, rows of dW per entry on that axis). Each row
+    of w1 gives a block of rows of dW. If all cuts are between blocks, w1 is cut; otherwise, if w1
+    has one row, w2 is cut.
     """
     (rows1, rows2), _ = lokr_sizes(layer)
     if all(start % rows2 == 0 and end % rows2 == 0 for start, end in spans):
@@ -225,7 +226,7 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
 
 
 def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
-    """Concatenate layers along the rows of dW.
+    """Concatenate layers along the rows of their weight changes dW.
 
     The result is None if they differ in a tensor that has no axis for these rows.
     """
@@ -248,7 +249,7 @@ def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
 
 
 def _row_axes(module: str, layer: Layer) -> dict[str, int]:
-    """Return the roles of tensors that have an axis for the rows of dW, with that axis."""
+    """Return the axis for the rows of the weight change dW, by role, for tensors that have one."""
     axes = {"diff_b": 0} if "diff_b" in layer.tensors else {}
     if layer.is_dora:
         if not is_dora_per_row(layer):

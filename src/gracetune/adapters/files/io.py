@@ -139,9 +139,10 @@ def resolve_path(path: Path) -> Path:
 
 
 def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
-    """Return the expert that a file is for, and what tells it: its keys, header or name.
+    """Find the expert (`high` or `low`) that a file is for, in its keys, its header or its name.
 
-    The result is (None, "") if nothing tells, or if the file holds both experts.
+    Returns the expert and where it was found: "its keys", "its header" or "its name". The result is
+    (None, "") if it was not found, or if the file holds both experts.
     """
     in_keys = adapter.stages
     in_header = adapter.metadata.get("gracetune.stage")
@@ -150,7 +151,7 @@ def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
         if len(in_keys) == 1 and in_header not in (None, "", in_keys[0]):
             raise AdapterError(
                 f"the header of {path.name} says stage {in_header}, but its keys say "
-                f"{in_keys[0]}. Write the file again with --stage.",
+                f"{in_keys[0]}. Write the file again with --stage high or --stage low.",
                 kind="mixed-stages",
             )
         return (in_keys[0], "its keys") if len(in_keys) == 1 else (None, "")
@@ -231,7 +232,7 @@ def write_stages(
 
 
 def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Stage | None, Path]:
-    """Return the path of the file to write for each expert.
+    """Return the path of the file to write for each expert (`high`, `low`) of an adapter.
 
     The result is {None: path} if one file is enough: the format holds both experts, or the adapter
     has one.

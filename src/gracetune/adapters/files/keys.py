@@ -87,7 +87,8 @@ class KeyTable:
     rows: tuple[tuple[str, str], ...]
     """The original name and diffusers' name of each module."""
     unfused: tuple[str, ...] = ()
-    """Modules that only diffusers has: the parts of fused projections."""
+    """Diffusers' names of modules that the original model does not have separately: the parts of
+    fused projections."""
     mixed_rows: tuple[tuple[str, str], ...] = ()
     """Like `rows`, but the first name is the one in ai-toolkit's old LoKr files, which mix original
     and diffusers' names."""
@@ -102,7 +103,7 @@ class KeyTable:
     """Largest number of blocks of each kind in a published model of the family. A file with more
     blocks is for another family."""
     has_stages: bool = False
-    """True if the family has models with two experts."""
+    """True if the family has models with two experts, one for high and one for low noise."""
     default_formats: tuple[tuple[str, str], ...] = (
         ("lora", "diffusers"),
         ("lokr", "diffusers"),
@@ -132,12 +133,15 @@ diffusers' dotted names."""
 
 
 def any_name_table(family: str) -> KeyTable:
-    """Return a table for a family whose module names are not known; it keeps names unchanged."""
+    """Return a `KeyTable` for a family with unknown module names; it keeps names unchanged."""
     return KeyTable(family, rows=(), accepts_any_name=True, default_formats=ANY_NAME_FORMATS)
 
 
 def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
-    """Return the table of a family by name or alias; for an unknown family, `any_name_table`."""
+    """Return the `KeyTable` of a model family, by its name or an alias.
+
+    An unknown family has a table that accepts any name.
+    """
     for table in tables.values():
         if family == table.family or family in table.aliases:
             return table
@@ -147,7 +151,10 @@ def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
 def detect_table(
     keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
 ) -> KeyTable:
-    """Return the table that has names for most of the keys, or the table of `family` if given."""
+    """Return the `KeyTable` of the model family that an adapter file is for.
+
+    It is the table of `family` if that is given, or else the one that can parse the most keys.
+    """
     if family is not None:
         return get_table(family, tables)
     counts = {name: _count_parsed(keys, table) for name, table in tables.items()}
@@ -157,8 +164,8 @@ def detect_table(
         raise unknown_key_error(keys[0], list(tables.values()))
     if len(leaders) > 1:
         raise AdapterError(
-            f"{keys[0]!r} is a name in {' and '.join(leaders)}, so the keys do not show which "
-            f"model the file is for. Give --family, for example --family {leaders[0]}.",
+            f"{keys[0]!r} is a key in {' and '.join(leaders)} adapters, so the keys do not show "
+            f"which model the file is for. Give --family, for example --family {leaders[0]}.",
             kind="ambiguous",
             key=keys[0],
         )
@@ -341,7 +348,7 @@ def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
 
 
 def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
-    """Return the number of keys that each format fits, the most common format first."""
+    """Return, for each format, how many of the keys have it; the most common format comes first."""
     counts = Counter(name for key in keys for name in key.formats)
     return dict(counts.most_common())
 
@@ -410,7 +417,10 @@ def _prefix(key_format: KeyFormat, stage: Stage | None) -> str:
 
 
 def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
-    """Return how many keys a table has names for; 0 if a block number is beyond `max_blocks`."""
+    """Return how many keys can be parsed with a table.
+
+    The result is 0 if a block number is beyond the family's `max_blocks`.
+    """
     index = KeyIndex(table)
     max_blocks = dict(table.max_blocks)
     count = 0

@@ -177,7 +177,10 @@ def scale_of(layer: Layer) -> float:
 
 
 def is_dora_per_row(layer: Layer) -> bool:
-    """Return True if a DoRA has a magnitude per row of W, as in peft; False if per column."""
+    """Return True if a DoRA has one magnitude for each row of the weight, as in peft.
+
+    The result is False if it has one for each column.
+    """
     magnitude = layer.tensors["dora"]
     return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()
 
@@ -209,8 +212,8 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
     algorithms = {ALGORITHM_BY_ROLE[role] for role in roles - OPTIONAL_ROLES} or {"full"}
     if len(algorithms) > 1:
         raise AdapterError(
-            f"{first!r}: its module has tensors of {' and '.join(sorted(algorithms))}. A module "
-            "can only have one algorithm. Remove the keys of the other.",
+            f"the module of {first!r} has tensors of {' and '.join(sorted(algorithms))}, but a "
+            "module can only have one algorithm. Remove the keys of the other.",
             kind="two-algorithms",
             key=first,
         )
@@ -221,7 +224,7 @@ def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
         missing, extra = sorted(nearest - core), sorted(core - nearest)
         fault = f"lacks {', '.join(missing)}" if missing else f"has unused {', '.join(extra)}"
         raise AdapterError(
-            f"{first!r}: its module {fault} for {algorithm}, so the file is incomplete. "
+            f"the module of {first!r} {fault} for {algorithm}, so the file is incomplete. "
             "Save it again, or use another checkpoint.",
             kind="incomplete",
             key=first,
@@ -307,7 +310,10 @@ def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
 
 
 def _with_magnitude(layer: Layer) -> Layer:
-    """Reshape a DoRA's magnitude to as many axes as the weight has; peft stores it as a vector."""
+    """Return the layer with its DoRA magnitude reshaped to as many axes as the weight has.
+
+    peft stores the magnitude as a vector.
+    """
     if not layer.is_dora or layer.tensors["dora"].dim() > 1:
         return layer
     order = ("mid", "hada_t1", "lokr_t2", "down", "hada_w1_a", "lokr_w2", "lokr_w2_b", "diff")
@@ -349,7 +355,7 @@ def delta_bias(layer: Layer) -> Tensor | None:
 
 
 def delta_shape(layer: Layer) -> tuple[int, ...]:
-    """Return the shape of a layer's dW without computing it.
+    """Return the shape of a layer's weight change dW without computing dW.
 
     A convolution kernel that is flattened in the file has two axes. A change of the bias alone has
     the shape (length, 0).
@@ -372,12 +378,12 @@ def delta_shape(layer: Layer) -> tuple[int, ...]:
 
 
 def out_features(layer: Layer) -> int:
-    """Return the number of rows of a layer's dW, which are the module's output features."""
+    """Return the number of output features: the rows of a layer's weight change dW."""
     return delta_shape(layer)[0]
 
 
 def delta_norm(layer: Layer) -> float:
-    """Return the Frobenius norm of a layer's dW.
+    """Return the Frobenius norm of a layer's weight change dW.
 
     For LoRA and LoKr it is computed from the factors, because dW may be large.
     """

@@ -55,10 +55,10 @@ class TruncationLoss:
 def combine_adapters(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None, generator: torch.Generator
 ) -> tuple[Adapter, TruncationLoss | None]:
-    """Return the sum of adapters, each multiplied by its strength, and the loss.
+    """Return the sum of adapters, each multiplied by its strength, and the approximation error.
 
-    Without `rank` the sum is exact: its rank is the sum of the adapters' ranks. With `rank`, the
-    sum in each module is approximated by a LoRA of at most that rank.
+    Without `rank` the sum is exact: its rank is the sum of the adapters' ranks, and the error is
+    None. With `rank`, the sum in each module is approximated by a LoRA of at most that rank.
     """
     first = adapters[0][0]
     for other, _ in adapters[1:]:
@@ -87,7 +87,8 @@ def convert_to_lora(
 ) -> tuple[Adapter, TruncationLoss]:
     """Approximate every layer of an adapter by a LoRA of at most this rank.
 
-    LoRAs whose rank is not larger, and changes of norms and biases, stay as they are.
+    LoRAs whose rank is not larger, and changes of normalization weights and biases, stay as they
+    are.
     """
     layers, losses = {}, {}
     for path, layer in adapter.layers.items():
@@ -126,7 +127,7 @@ def _is_plain_lora(layer: Layer) -> bool:
 
 
 def _is_matrix(layer: Layer) -> bool:
-    """Return True if the layer changes a matrix; False if only a norm's weight or a bias."""
+    """Return True if the layer changes a matrix; False for a vector (normalization) or a bias."""
     shape = delta_shape(layer)
     return len(shape) > 1 and shape[1] > 0
 
@@ -283,8 +284,8 @@ class Extraction:
     adapter: Adapter
     loss: TruncationLoss
     left_out: tuple[str, ...]
-    """Keys of weights that differ between the models but are not in the adapter: norms, biases and
-    bare parameters, which a LoRA cannot change."""
+    """Keys of weights that differ between the models but are not in the adapter, because a LoRA
+    cannot change them: normalization weights, biases and parameters outside of modules."""
 
 
 def extract(
@@ -295,16 +296,16 @@ def extract(
     generator: torch.Generator,
     keep_rest: bool,
 ) -> Extraction:
-    """Approximate the difference of two models by a LoRA of a rank.
+    """Approximate the difference of two models by a LoRA of the given rank.
 
-    With `keep_rest`, changed norms, biases and bare parameters, which a LoRA cannot change, are
-    stored in the adapter as full tensors.
+    A LoRA cannot change normalization weights, biases and parameters outside of modules. With
+    `keep_rest`, the adapter holds their differences as full tensors.
     """
     before, after = open_model(base, table), open_model(tuned, table)
     if before.naming != after.naming:
         raise AdapterError(
-            f"{base} has {before.naming} names and {tuned} has {after.naming} names. Give both in "
-            "the same naming.",
+            f"{base} has {before.naming} names and {tuned} has {after.naming} names. Give both "
+            "models in the same naming.",
             kind="other-model",
         )
     _check_same_weights(before, after)
@@ -344,7 +345,10 @@ def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
 
 
 def _add_full_tensor(layer: Layer | None, bias: bool, change: Tensor) -> Layer:
-    """Add the change of a norm's weight or of a bias to the module's layer, or to a new layer."""
+    """Add a change that is not a LoRA to a module's layer, or to a new layer if there is none.
+
+    Such changes are those of biases and of normalization weights.
+    """
     role = "diff_b" if bias else "diff"
     if layer is None:
         return Layer("full", {role: change})

@@ -241,7 +241,7 @@ class ModelWeights:
 
 
 def open_model(path: Path, table: KeyTable) -> ModelWeights:
-    """Find the file and key of every weight of a model that the table has a name for.
+    """Find the file and the key of every weight of a model that the family's table has a name for.
 
     No weights are read.
     """
@@ -272,7 +272,7 @@ def open_model(path: Path, table: KeyTable) -> ModelWeights:
 def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
     """Return the only location of a weight; raise an error if there are several.
 
-    A merge would change one copy only.
+    With several copies of a weight in the files, a merge would change only one.
     """
     if len(places) > 1:
         (file, key), (other_file, other_key) = places[:2]
@@ -286,8 +286,7 @@ def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
 
 
 def _parse_weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
-    """Return the weight that a key of a model file stands for, or None if the naming has no such
-    key."""
+    """Return the weight that a key of a model file stands for in a naming, or None."""
     for prefix in MODEL_PREFIXES:
         if not key.startswith(prefix):
             continue
