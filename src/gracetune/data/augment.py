@@ -4,8 +4,8 @@ A `SampleTransform` describes how one sample is rendered: crop position, random 
 decoder and clip position. Its `name` is part of cache keys, so transforms that may give different
 pixels have different names.
 
-Random choices depend only on the run's seed, the digest of the sample's file and a number, the
-augmentation epoch (`generation` in the code). Any process can therefore repeat them.
+Random choices depend only on the run's seed, the digest of the sample's file and the number of the
+epoch. Any process can therefore repeat them.
 """
 
 from __future__ import annotations
@@ -112,12 +112,11 @@ class Augmentation(NamedTuple):
 
 
 def draw_augmentations(
-    section: DatasetSection, seed: int, sample_digest: str, generation: int
+    section: DatasetSection, seed: int, sample_digest: str, epoch: int
 ) -> AugmentationDraw:
     """Choose the random augmentations of one sample.
 
-    The result depends only on the arguments. `generation` is the augmentation epoch: another number
-    gives other augmentations.
+    The result depends only on the arguments. Another `epoch` gives other augmentations.
     """
     steps = []
     for place, one in enumerate(section.augmentations):
@@ -125,7 +124,7 @@ def draw_augmentations(
             AUGMENTATIONS[one.name],
             _amount(one, f"{section.id!r}: augmentations[{place}]"),
         )
-        about = f"augment {seed} {sample_digest} {generation} {place} {one.name}"
+        about = f"augment {seed} {sample_digest} {epoch} {place} {one.name}"
         if seeded_uniform(f"{about} at all") < one.probability:
             numbers = change.draw(amount, partial(_uniform, about))
             steps.append(Step(one.name, {key: round(x, 6) for key, x in numbers.items()}))
@@ -332,15 +331,14 @@ def sample_transform(
     section: DatasetSection,
     sample: Sample,
     seed: int,
-    generation: int = 0,
+    epoch: int = 0,
     lanczos: Lanczos = "pillow",
 ) -> SampleTransform:
     """Return the transform of a sample according to the dataset's settings.
 
-    Random choices depend on the run's `seed`, the bytes of the file and `generation`, the number of
-    the augmentation epoch.
+    Its random choices depend only on the run's `seed`, the bytes of the file and the `epoch`.
     """
-    about = f"{seed} {sample.digest} {generation}"
+    about = f"{seed} {sample.digest} {epoch}"
     match section.crop:
         case "center":
             crop = CENTRE_CROP
@@ -350,7 +348,7 @@ def sample_transform(
             crop = (_step(f"crop {about} x"), _step(f"crop {about} y"))
     return SampleTransform(
         crop,
-        draw_augmentations(section, seed, sample.digest, generation),
+        draw_augmentations(section, seed, sample.digest, epoch),
         section.decode == "fast",
         lanczos,
         _rate(section, sample),
@@ -384,27 +382,29 @@ def _clip(section: DatasetSection, about: str) -> float:
             return _step(f"clip {about}")
 
 
-def render(data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW) -> Tensor:
+def render(
+    data: bytes, transform: SampleTransform, size: Size, decoders: Decoders = PILLOW
+) -> Tensor:
     """Decode, augment, crop and resize an image to a CHW tensor in [-1, 1] of the given size."""
-    if recipe.lanczos == "torch" and not recipe.draw.steps:
-        pixels = decode_pixels(data, decoders, size if recipe.fast else FULL_SIZE)
-        return fit_pixels(pixels, *size, recipe.crop)
-    return _fit(_decode_and_augment(data, recipe, size, decoders, "image"), recipe, size)
+    if transform.lanczos == "torch" and not transform.draw.steps:
+        pixels = decode_pixels(data, decoders, size if transform.fast else FULL_SIZE)
+        return fit_pixels(pixels, *size, transform.crop)
+    return _fit(_decode_and_augment(data, transform, size, decoders, "image"), transform, size)
 
 
 def render_control(
-    data: bytes, recipe: SampleTransform, size: Size, decoders: Decoders = PILLOW
+    data: bytes, transform: SampleTransform, size: Size, decoders: Decoders = PILLOW
 ) -> Tensor:
     """Render a control image with the crop, flips and rotation of its sample, as CHW in [-1, 1].
 
     Its colours are not augmented.
     """
-    return _fit(_decode_and_augment(data, recipe, size, decoders, "control"), recipe, size)
+    return _fit(_decode_and_augment(data, transform, size, decoders, "control"), transform, size)
 
 
 def render_mask(
     data: bytes,
-    recipe: SampleTransform,
+    transform: SampleTransform,
     size: Size,
     decoders: Decoders = PILLOW,
     inverted: bool = False,
@@ -416,48 +416,54 @@ def render_mask(
     import torch
 
     mask = _decode_and_augment(
-        data, recipe, size, decoders, "inverted mask" if inverted else "mask"
+        data, transform, size, decoders, "inverted mask" if inverted else "mask"
     )
-    if recipe.lanczos == "torch":
-        mask = mask.crop(crop_box(mask.size, size, recipe.crop))
-    fitted = np.array(cover(mask, *size, recipe.crop))
+    if transform.lanczos == "torch":
+        mask = mask.crop(crop_box(mask.size, size, transform.crop))
+    fitted = np.array(cover(mask, *size, transform.crop))
     return torch.from_numpy(fitted).unsqueeze(0).float().div_(255)
 
 
-def render_video(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
+def render_video(data: bytes, transform: SampleTransform, shape: Shape) -> Tensor:
     """Decode and crop a video clip to a CFHW tensor in [-1, 1] of shape (width, height, frames)."""
     width, height, frames = shape
     return decode_video(
-        data, (width, height), frames, recipe.rate, recipe.clip, recipe.crop, recipe.lanczos
+        data,
+        (width, height),
+        frames,
+        transform.rate,
+        transform.clip,
+        transform.crop,
+        transform.lanczos,
     )
 
 
-def render_audio(data: bytes, recipe: SampleTransform, shape: Shape) -> Tensor:
+def render_audio(data: bytes, transform: SampleTransform, shape: Shape) -> Tensor:
     """Decode an audio clip to a tensor of shape (channels, length)."""
     channels, length = shape
-    return decode_audio(data, channels, length, round(recipe.rate), recipe.clip)
+    return decode_audio(data, channels, length, round(transform.rate), transform.clip)
 
 
-def _fit(image: Image.Image, recipe: SampleTransform, size: Size) -> Tensor:
-    if recipe.lanczos == "torch":
-        return fit_pixels(np.array(image), *size, recipe.crop)
-    return fit(image, *size, recipe.crop)
+def _fit(image: Image.Image, transform: SampleTransform, size: Size) -> Tensor:
+    if transform.lanczos == "torch":
+        return fit_pixels(np.array(image), *size, transform.crop)
+    return fit(image, *size, transform.crop)
 
 
 def _decode_and_augment(
     data: bytes,
-    recipe: SampleTransform,
+    transform: SampleTransform,
     size: Size,
     decoders: Decoders,
     kind: Literal["image", "control", "mask", "inverted mask"],
 ) -> Image.Image:
     # A crop or rotation uses a part of the image: decoding at reduced size could blur the result.
-    whole = not recipe.fast or bool(recipe.draw.steps)
+    whole = not transform.fast or bool(transform.draw.steps)
     # A mask may be white on transparent: a white background would erase it.
     background = "black" if kind in ("mask", "inverted mask") else "white"
     image = decode(data, decoders, FULL_SIZE if whole else size, background)
     if kind in ("image", "control"):
-        return apply(recipe.draw, image, kind)
+        return apply(transform.draw, image, kind)
     # Invert before augmenting: erased boxes must be black in the mask in either polarity.
     mask = ImageOps.invert(image.convert("L")) if kind == "inverted mask" else image.convert("L")
-    return apply(recipe.draw, mask, "mask")
+    return apply(transform.draw, mask, "mask")

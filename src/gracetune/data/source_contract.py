@@ -46,7 +46,7 @@ def keys_are_relative_names(source: Source, files: Mapping[str, bytes]) -> None:
         key.encode()
 
 
-def bytes_come_back_as_they_were(source: Source, files: Mapping[str, bytes]) -> None:
+def read_returns_exact_bytes(source: Source, files: Mapping[str, bytes]) -> None:
     """Check that `read` returns the exact bytes of every file, also when it is called again."""
     for _ in range(2):
         for key, data in files.items():
@@ -55,7 +55,7 @@ def bytes_come_back_as_they_were(source: Source, files: Mapping[str, bytes]) -> 
             assert found == data, f"{key} has other bytes than expected"
 
 
-def nbytes_is_the_length_of_what_is_read(source: Source, files: Mapping[str, bytes]) -> None:
+def nbytes_is_exact(source: Source, files: Mapping[str, bytes]) -> None:
     """Check that `nbytes` returns the exact length of every file."""
     for key, data in files.items():
         assert source.nbytes(key) == len(data), f"{key}: {source.nbytes(key)}, not {len(data)}"
@@ -92,7 +92,7 @@ def describe_is_one_phrase(source: Source, files: Mapping[str, bytes]) -> None: 
     assert "\n" not in text, f"describe has more than one line: {text!r}"
 
 
-def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> None:
+def optional_methods_agree(source: Source, files: Mapping[str, bytes]) -> None:
     """Check the results of the optional methods `place`, `stamp` and `estimate`, if any."""
     if isinstance(source, FileSource):
         for key, data in files.items():
@@ -112,12 +112,12 @@ def extras_agree_with_the_rest(source: Source, files: Mapping[str, bytes]) -> No
 CHECKS: tuple[Check, ...] = (
     keys_are_sorted_and_complete,
     keys_are_relative_names,
-    bytes_come_back_as_they_were,
-    nbytes_is_the_length_of_what_is_read,
+    read_returns_exact_bytes,
+    nbytes_is_exact,
     unknown_keys_are_not_found,
     threads_may_read_at_once,
     describe_is_one_phrase,
-    extras_agree_with_the_rest,
+    optional_methods_agree,
 )
 
 

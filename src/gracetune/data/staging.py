@@ -222,9 +222,9 @@ class StagedSource:
         return staged
 
     @classmethod
-    def attach(cls, ticket: ArenaHandle) -> StagedSource:
+    def attach(cls, handle: ArenaHandle) -> StagedSource:
         """Map files that another process has staged; OSError if they are no longer in memory."""
-        return cls(Arena.attach(ticket))
+        return cls(Arena.attach(handle))
 
     @property
     def handle(self) -> ArenaHandle:

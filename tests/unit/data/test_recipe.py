@@ -51,11 +51,11 @@ def test_every_setting_that_changes_pixels_changes_the_name() -> None:
         sample_transform(_section(crop="random"), SAMPLE, 0),
         sample_transform(_section(crop="random"), OTHER, 0),
         sample_transform(_section(crop="random"), SAMPLE, 1),
-        sample_transform(_section(crop="random"), SAMPLE, 0, generation=1),
+        sample_transform(_section(crop="random"), SAMPLE, 0, epoch=1),
         sample_transform(_section(decode="fast"), SAMPLE, 0),
         sample_transform(_section(augmentations=flip), SAMPLE, 0),
         sample_transform(_section(augmentations=turn), SAMPLE, 0),
-        sample_transform(_section(augmentations=turn), SAMPLE, 0, generation=1),
+        sample_transform(_section(augmentations=turn), SAMPLE, 0, epoch=1),
         sample_transform(_section(augmentations=flip, decode="fast"), SAMPLE, 0),
         sample_transform(_section(), SAMPLE, 0, lanczos="torch"),
     ]
