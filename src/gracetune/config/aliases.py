@@ -3,7 +3,7 @@
 Run files may use keys of SimpleTuner, ai-toolkit and the forks of both that gracetune replaces. The
 tables `ALIASES`, `VALUE_ALIASES` and `REMOVED_KEYS` at the end list all of them. The result is a
 `Draft`, which also records the file and line of each value for error messages; `load.py` validates
-it. "Our key" below means the name of a setting in `schema.py`.
+it. "Ours" below means gracetune's own keys and values, as in `schema.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Draft:
     """A run file whose keys are translated to those of the schema, but not yet validated."""
 
     tree: dict[str, object] = field(default_factory=dict)
-    """The values as nested dictionaries and lists, by our keys."""
+    """The values as nested dictionaries and lists, with the keys of the schema."""
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     """Where each value was set, by its path in `tree`."""
     respelled: dict[str, str] = field(default_factory=dict)
-    """Our dotted key for each key of another tool that the user wrote."""
+    """Keys of other tools that the user wrote, with gracetune's key for each; both are dotted."""
     notices: list[str] = field(default_factory=list)
     """Messages for the user about replaced values and about settings implied by other settings."""
 
@@ -118,9 +118,10 @@ def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]
 
 
 def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
-    """Return our path for a path that may be another tool's; `*` in it means every dataset.
+    """Return the path of a setting in the schema, given a path that may be another tool's.
 
-    The value matters because some keys are a section in one tool and a plain value in another.
+    A `*` in the result means every dataset. The value matters because some keys are a section in
+    one tool and a plain value in another.
     """
     while True:
         without_index = len(path) > 1 and path[0] == "datasets" and isinstance(path[1], str)
@@ -184,7 +185,7 @@ def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
 
 
 def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
-    """Return our value for another tool's value; add a notice if the meaning changes."""
+    """Translate another tool's value of a setting; add a notice if the meaning changes."""
     pattern = pattern_of(path)
     if pattern == "validation.prompts" and isinstance(value, str):
         return [value]
@@ -198,7 +199,7 @@ def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
 
 
 def _apply_alias(path: KeyPath, value: object) -> KeyPath | None:
-    """Replace the longest part of the path that `ALIASES` has; None if it has none."""
+    """Translate a path by the longest key in `ALIASES` that it starts with; None if none fits."""
     exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
         return _fill_indices(exact, path, ())
@@ -408,10 +409,10 @@ ALIASES: Mapping[str, str] = {
     "sample.height": "validation.height",
     "logging_steps": "logging.every",
 }
-"""Our dotted key for each key of another tool.
+"""Keys of other tools, with gracetune's key for each.
 
-A key that ends in a dot is a section with all its keys. `*` is the index of a dataset; if only our
-key has a `*`, the value applies to every dataset.
+A key that ends in a dot stands for a section with all its keys. `*` is the index of a dataset; if
+only gracetune's key has a `*`, the value applies to every dataset.
 """
 
 REMOVED_KEYS: Mapping[str, str] = {
@@ -450,14 +451,14 @@ VALUE_ALIASES: Mapping[str, Mapping[str | bool | None, object]] = {
     "optimizer.schedule": {"constant_with_warmup": "constant"},
     "datasets.*.in_memory.compression": {None: "none"},
 }
-"""Our value for each value of another tool, by our key."""
+"""Values of other tools, with gracetune's value for each, by gracetune's key."""
 
 VALUE_REMARKS: Mapping[tuple[str, str | bool | None], str] = {
     ("train.mixed_precision", "fp16"): "diffusion transformers overflow in fp16",
     ("train.mixed_precision", "float16"): "diffusion transformers overflow in fp16",
 }
-"""Reason for each value in `VALUE_ALIASES` that is replaced by one with a different meaning, by
-(our key, other tool's value). The user gets it in a notice."""
+"""Reasons why some values of other tools are replaced by values with another meaning, for a notice
+to the user; by (gracetune's key, other tool's value)."""
 
 RAMP_SWITCH_KEY = "initial_effective_batch_size"
 """Key that also turns the batch-size ramp on if it is at the top level of a run file, as in the

@@ -199,7 +199,7 @@ def _crop(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:  
 
 
 def _rotate(image: Image.Image, numbers: Parameters, kind: Role) -> Image.Image:
-    """Rotate counterclockwise about the centre, and zoom in until no corner is empty."""
+    """Rotate an image counterclockwise about its centre, and enlarge it to fill the corners."""
     angle = math.radians(-numbers["degrees"])
     width, height = image.size
     grow = abs(math.cos(angle)) + abs(math.sin(angle)) * max(width / height, height / width)
@@ -299,7 +299,7 @@ class SampleTransform:
     fast: bool = False
     """Decode large JPEG files at reduced size (`decode: fast` in the run file)."""
     lanczos: Lanczos = "pillow"
-    """Library that resizes the image; the two give slightly different pixels."""
+    """Library that resizes images. Pillow and torch give slightly different pixels."""
     rate: float = 0.0
     """Frames per second of a video or samples per second of audio; 0 for images."""
     clip: float = 0.0
@@ -425,7 +425,10 @@ def render_mask(
 
 
 def render_video(data: bytes, transform: SampleTransform, shape: Shape) -> Tensor:
-    """Decode and crop a video clip to a CFHW tensor in [-1, 1] of shape (width, height, frames)."""
+    """Decode, crop and resize a video clip to a tensor with the layout CFHW, in [-1, 1].
+
+    `shape` is the (width, height, frames) of the clip's bucket.
+    """
     width, height, frames = shape
     return decode_video(
         data,
@@ -439,7 +442,10 @@ def render_video(data: bytes, transform: SampleTransform, shape: Shape) -> Tenso
 
 
 def render_audio(data: bytes, transform: SampleTransform, shape: Shape) -> Tensor:
-    """Decode an audio clip to a tensor of shape (channels, length)."""
+    """Decode an audio clip to a tensor with the layout CN: channels, audio samples.
+
+    `shape` is the (channels, length) of the clip's bucket.
+    """
     channels, length = shape
     return decode_audio(data, channels, length, round(transform.rate), transform.clip)
 

@@ -1,6 +1,6 @@
-"""Compress files that are staged in host memory: the codecs, and the choice of `compression: auto`.
+"""Compress files that are staged in host memory, and choose a codec for `compression: auto`.
 
-`auto` compresses a few sampled files of each suffix, and chooses a codec for all files of it.
+`auto` tries its codecs on a few files of each suffix, and chooses one for all files of that suffix.
 """
 
 from __future__ import annotations

@@ -43,9 +43,10 @@ class JoinedSource:
     """Several sources combined into one, so that they can be staged under one memory limit."""
 
     def __init__(self, parts: Mapping[str, Source]) -> None:
-        """Combine the sources in `parts`; its keys are put before the keys of each source.
+        """Combine several sources, given as {prefix: source}.
 
-        The prefix of the samples themselves is empty.
+        A file's key is the prefix followed by its key in the source. The prefix of the samples
+        themselves is empty.
         """
         self._parts = parts
         self._where: dict[str, tuple[Source, str]] = {}
