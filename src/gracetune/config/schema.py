@@ -371,7 +371,7 @@ class PlanSection(Section):
     of samples per optimizer step; `fixed`: only `train.batch_size`, which `gracetune train` always
     uses."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Whether to compile the blocks of the model with torch.compile. `auto`: if the planner expects
+    """Compile the blocks of the model with torch.compile. `auto`: only if the planner expects
     a faster run."""
     stream: bool = True
     """Allow the planner to keep frozen weights in host memory and to stream them to the GPU."""
@@ -476,7 +476,7 @@ class DatasetSection(Section):
     id: str = "default"
     """Name of the dataset in messages and reports. It must be unique in the run file."""
     type: str = "local"
-    """How the dataset is read. `local`: each file when it is needed; `in_memory`: all files into
+    """Kind of storage. `local`: files are read when needed; `in_memory`: all are read into
     host memory before training; `shapes`: generated images for demos.
 
     `local` and `in_memory` detect whether `instance_data_dir` is a folder, tar shards, parquet
@@ -522,7 +522,7 @@ class DatasetSection(Section):
     """Part of an image to keep where its aspect ratio differs from that of its bucket. The position
     of a `random` crop is derived from the run's seed."""
     decode: Literal["exact", "fast"] = "exact"
-    """How JPEG files are decoded. `fast` decodes files that are much larger than their bucket at
+    """Decoding of JPEG files. `fast` decodes files that are much larger than their bucket at
     reduced size, which changes pixel values slightly. Use it if decoding is the bottleneck."""
     bucket_step: Annotated[int, Field(ge=1)] | None = None
     """Step in pixels between bucket sizes: all bucket edges are multiples of it. A larger step
@@ -580,7 +580,7 @@ class DatasetSection(Section):
     """Random changes of each image. They are derived from the run's seed and the image's content,
     so a repeated run draws the same ones. Images only."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
-    """How random crops, clips and augmentations are combined with the cache of latents.
+    """Caching of samples with random crops, clips or augmentations; other samples ignore it.
 
     `static` (the default): drawn and encoded once, or `variants` times. `refresh_each_epoch`: drawn
     again for each epoch, and encoded in the background during the epoch before. `disable_cache`:

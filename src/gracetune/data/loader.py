@@ -58,7 +58,7 @@ class BucketGroup:
 
     @property
     def draws_per_epoch(self) -> int:
-        """Number of samples of this group in an epoch, counting repeats; at least one."""
+        """Number of samples in an epoch, counting repeats; at least 1 unless the group is empty."""
         if not self.samples:
             return 0
         return max(1, round(len(self.samples) * self.repeats * self.weight))
