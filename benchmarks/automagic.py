@@ -1,4 +1,4 @@
-"""Compare Automagic without a learning rate with AdamW at three learning rates.
+"""Compare Automagic, which finds its learning rates itself, with AdamW at three rates.
 
 Every run is `examples/demo-lora.json` with another optimizer, from the same weights, with the same
 batches and noise. The measure is the loss on held-out samples, at fixed timesteps and with fixed
@@ -82,7 +82,7 @@ def train_and_evaluate(session: Session, steps: int) -> tuple[dict[int, float], 
 
 @torch.no_grad()
 def held_out_loss(session: Session) -> float:
-    """Return the mean loss over evenly spread timesteps, with fixed noise."""
+    """Return the mean loss on the held-out samples, at evenly spread timesteps with fixed noise."""
     total, count = 0.0, 0
     for repetition in range(EVALUATIONS_PER_SAMPLE):
         for index, batch in enumerate(session.validation.held_out):

@@ -1,7 +1,7 @@
-"""Measure the overhead of the trainer over a minimal training loop of thirty lines.
+"""Measure how much slower a trainer step is than a step of a minimal training loop.
 
-Both use the same model, batches and arithmetic, and alternate in one process, so that a noisy
-machine disturbs both alike. The result is the median ratio of neighbouring turns.
+The trainer and the loop use the same model, batches and arithmetic, and alternate in one process,
+so that a noisy machine disturbs both alike. The result is the median ratio of neighbouring turns.
 
     python benchmarks/bare_loop.py [--turns 8] [--steps 40]
 """

@@ -108,8 +108,8 @@ class ReadBenchmark:
         self._disk.close()
         raw = RawReads(self._folder / "disk", self._nbytes, self._slab)
         ours: dict[str, Read] = {"disk": self._our_readers()["disk"], "raw": raw}
-        ways = {**ours, **self._sequential_readers(), **self._threaded_readers(BATCH)}
-        cold = self._time_in_turns(ways, time.perf_counter, COLD_TURNS)
+        cold_readers = {**ours, **self._sequential_readers(), **self._threaded_readers(BATCH)}
+        cold = self._time_in_turns(cold_readers, time.perf_counter, COLD_TURNS)
         raw.close()
         measured = {"warm": warm, "in_hand": in_hand, "warm_cores": warm_cores, "cold": cold}
         return {
@@ -124,16 +124,16 @@ class ReadBenchmark:
         }
 
     def _time_in_turns(
-        self, ways: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
+        self, readers: Mapping[str, Read], clock: Callable[[], float], cold_turns: int = 0
     ) -> dict[str, float]:
         """Return the median seconds per item of each variant; the variants alternate."""
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in readers}
         if not cold_turns:
-            for name, read in ways.items():
+            for name, read in readers.items():
                 for numbers in batches(shuffled(self._counts[folder_of(name)], 0)):
                     read(numbers)
         for turn in range(1, 1 + (cold_turns or TURNS)):
-            for name, read in ways.items():
+            for name, read in readers.items():
                 order = shuffled(self._counts[folder_of(name)], turn)[: TURN_BATCHES * BATCH]
                 if cold_turns:
                     self._drop_files_from_page_cache(folder_of(name))
@@ -288,9 +288,9 @@ def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: round(best / seconds[name], 2) for name in OURS if name in seconds}
 
 
-def folder_of(way: str) -> str:
+def folder_of(variant: str) -> str:
     """Return the folder that a variant reads from."""
-    return way.removesuffix(".alone").removesuffix(".threads")
+    return variant.removesuffix(".alone").removesuffix(".threads")
 
 
 def key(number: int) -> str:

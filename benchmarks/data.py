@@ -125,8 +125,8 @@ def measure_random_reads(folder: Path, turns: int) -> dict[str, object]:
 
         return run
 
-    ways = {"files": from_files, "in place": each(staged.view), "copied": each(staged.read)}
-    spent = take_turns(ways, turns, lambda: (time.thread_time(),))
+    variants = {"files": from_files, "in place": each(staged.view), "copied": each(staged.read)}
+    spent = take_turns(variants, turns, lambda: (time.thread_time(),))
     seconds = {name: [one for (one,) in each] for name, each in spent.items()}
     return {
         "files a second": {name: round(len(keys) / median(s)) for name, s in seconds.items()},
@@ -242,18 +242,18 @@ def ignore_event(_event: object) -> None:
 
 
 def take_turns(
-    ways: dict[str, Callable[[], object]], turns: int, clocks: Callable[[], tuple[float, ...]]
+    variants: dict[str, Callable[[], object]], turns: int, clocks: Callable[[], tuple[float, ...]]
 ) -> dict[str, list[tuple[float, ...]]]:
     """Return, by variant, its time in each turn on each clock.
 
     The result of a variant is freed after the clocks were read.
     """
-    names = list(ways)
+    names = list(variants)
     spent: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for turn in range(turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             began = clocks()
-            kept = ways[name]()
+            kept = variants[name]()
             ended = clocks()
             spent[name].append(tuple(b - a for a, b in zip(began, ended, strict=True)))
             del kept

@@ -144,16 +144,19 @@ def cpu_seconds() -> float:
 
 
 def take_turns(
-    ways: dict[str, Callable[[Sequence[Path]], int]], paths: Sequence[Path], turns: int, reads: int
+    variants: dict[str, Callable[[Sequence[Path]], int]],
+    paths: Sequence[Path],
+    turns: int,
+    reads: int,
 ) -> dict[str, list[Rates]]:
     """Return each variant's rates by turn. Every turn reads other files, in another order."""
-    names = list(ways)
-    rates: dict[str, list[Rates]] = {name: [] for name in ways}
+    names = list(variants)
+    rates: dict[str, list[Rates]] = {name: [] for name in variants}
     for turn in range(turns):
         part = paths[turn :: max(turns, len(paths) // reads)]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             began, used = time.perf_counter(), cpu_seconds()
-            assert ways[name](part) == len(part)
+            assert variants[name](part) == len(part)
             wall, cpu = time.perf_counter() - began, cpu_seconds() - used
             rates[name].append(Rates(len(part) / wall, len(part) / cpu))
     return rates
@@ -192,7 +195,7 @@ def measure_end_to_end(
         """Drop an event."""
 
     staged = open_dataset(section, 0, silent, CorruptionLog(silent))
-    ways = {
+    variants = {
         "gracetune, staged": partial(load_with_gracetune, staged.source, workers),
         "gracetune, files": partial(load_with_gracetune, FolderSource(folder), workers),
         "Pillow threads": partial(load_in_threads, load_with_pillow, workers),
@@ -200,7 +203,7 @@ def measure_end_to_end(
         "SimpleTuner's way": partial(load_in_threads, load_like_simpletuner, workers),
         "ai-toolkit's way": partial(load_with_data_loader, load_like_ai_toolkit, workers),
     }
-    rates = take_turns(ways, sorted(folder.iterdir()), turns, reads)
+    rates = take_turns(variants, sorted(folder.iterdir()), turns, reads)
     return {
         "files": count,
         "reads of each way in each turn": count // max(turns, count // reads),
@@ -212,7 +215,7 @@ def measure_end_to_end(
 
 
 def measure_loader(samples: Sequence[object]) -> dict[str, object]:
-    """Return the loader's overhead per batch: ordering and queueing, with loading for free."""
+    """Return the loader's own time per batch (ordering and queueing), without loading samples."""
     section = DatasetSection(id="photographs", resolution=384)
     plan = buckets.assign(samples, section, 16)
     groups = [BucketGroup(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
@@ -254,21 +257,21 @@ def measure_formats(turns: int) -> dict[str, object]:
     }
     figures: dict[str, object] = {}
     for name, (files, *others) in cases.items():
-        ways = {
+        variants = {
             "gracetune": lambda data: decode_pixels(data, decoders),
             "gracetune with Pillow alone": lambda data: decode_pixels(data, PILLOW),
             "Pillow": by_pillow,
             "OpenCV": by_cv2,
             **{f"{way.__module__.partition('.')[0]}.{way.__name__}": way for way in others},
         }
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        seconds: dict[str, list[float]] = {way: [] for way in variants}
         for data in files:
-            one = time_in_turns({way: partial(read, data) for way, read in ways.items()}, turns)
+            one = time_in_turns({way: partial(read, data) for way, read in variants.items()}, turns)
             for way, spent in one.items():
                 seconds[way] += spent
         middle = {way: statistics.median(values) for way, values in seconds.items()}
         fastest = min(
-            (way for way in ways if not way.startswith("gracetune")), key=middle.__getitem__
+            (way for way in variants if not way.startswith("gracetune")), key=middle.__getitem__
         )
         figures[name] = {
             "milliseconds": {way: round(1e3 * value, 2) for way, value in middle.items()},
@@ -300,31 +303,31 @@ def measure_videos(turns: int) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         file.write(data)
         file.flush()
-        ways = {
+        variants = {
             "gracetune": lambda: decode_video(data, SIZE, *CLIP, lanczos=lanczos),
             "OpenCV": lambda: by_cv2(file.name),
         }
-        for read in ways.values():
+        for read in variants.values():
             assert tuple(read().shape) == (3, CLIP[0], SIZE[1], SIZE[0])
-        seconds = time_in_turns(ways, turns)
+        seconds = time_in_turns(variants, turns)
     rates = {way: round(1 / statistics.median(s), 2) for way, s in seconds.items()}
     share = median_ratio(seconds["OpenCV"], seconds["gracetune"])
     return {"clips a processor second": rates, "times OpenCV": round(share, 3)}
 
 
-def time_in_turns(ways: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+def time_in_turns(variants: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
     """Return each variant's CPU seconds by turn, including those of its threads.
 
     The order is shuffled in each turn, because the speed of a variant depends on what ran before.
     """
-    names = list(ways)
+    names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     shuffle = random.Random(0).shuffle
     for _ in range(turns):
         shuffle(names)
         for name in names:
             started = time.process_time()
-            ways[name]()
+            variants[name]()
             seconds[name].append(time.process_time() - started)
     return seconds
 
@@ -342,7 +345,7 @@ def ratio_quartiles(theirs: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Measure all, print it, and write the result file."""
+    """Measure everything, print it, and write results/data_decode.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=5000)
     parser.add_argument("--turns", type=int, default=5)

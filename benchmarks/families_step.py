@@ -192,12 +192,12 @@ def main() -> int:
         try:
             if part.startswith(("proof_", "planned_")):
                 kind, how = part.split("_")
-                ways = (
+                available = (
                     plan_configurations.CONFIGURATIONS[arguments.ways]
                     if kind == "proof"
                     else plan_configurations.PLANNED
                 )
-                chosen = {name: ways[name] for name in arguments.models.split(",")}
+                chosen = {name: available[name] for name in arguments.models.split(",")}
                 measure_configurations(bench, how == "compiled", chosen)
             else:
                 compare_with_plain_loop(bench, part)
@@ -303,8 +303,8 @@ def measure_configurations(
 ) -> None:
     """Measure configurations, or plans for memory budgets, on models with fewer blocks."""
     for name, every in chosen.items():
-        ways = [way for way in every if way.compiled == compiled]
-        if not ways:
+        selected = [way for way in every if way.compiled == compiled]
+        if not selected:
             continue
         case = bench.case(model_cases.SHORT[name])
         model = case.model(bench.device)
@@ -312,15 +312,17 @@ def measure_configurations(
             shown, _ = case.make_forward(model, 1, bench.device)
             convert_to_fp8_calibrated(shown, case.blocks(model), bench.device)
         fuse_operations(model)
-        for way in ways:
-            title = f"{name}, {way}"
+        for configuration in selected:
+            title = f"{name}, {configuration}"
             try:
-                if isinstance(way, PlanRequest):
+                if isinstance(configuration, PlanRequest):
                     planner, fixed = bench.plan_model(name, case)
-                    plan = best_plan(planner, fixed, way.budget_gb * 10**9, way.constraints)
+                    plan = best_plan(
+                        planner, fixed, configuration.budget_gb * 10**9, configuration.constraints
+                    )
                     run_plan(bench, name, title, case, model, plan)
                 else:
-                    run_candidate(bench, name, title, case, model, way.candidate(case))
+                    run_candidate(bench, name, title, case, model, configuration.candidate(case))
             except (PlanError, torch.OutOfMemoryError) as full:
                 print(f"{title} does not fit: {str(full)[:200]}", flush=True)
         del model

@@ -1,4 +1,4 @@
-"""Measure what fp8 and the fused LoRA cost in training quality.
+"""Compare the training quality of fp8 and the fused LoRA with bf16 and peft's LoRA.
 
 A Wan-shaped transformer with 210 M parameters is trained on the demo's shapes from scratch.
 Adapters are then trained on stars in two settings: `few` is typical, with few images, small batches
@@ -77,10 +77,10 @@ if TYPE_CHECKING:
 SEEDS = (0, 1, 2)
 MIN_COSINE = 0.98
 DRAWS_PER_IMAGE = 4
-"""Sigmas at which each held-out image is evaluated."""
+"""Number of sigmas at which each held-out image is evaluated."""
 GRADIENT_BATCH = 64
 CALIBRATION_IMAGES = 64
-"""Images for the calibration of fp8: as many as in a run."""
+"""Number of images for the calibration of fp8: as many as in a run."""
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "plain", "fp32")
 DEMO_STEPS = 500
 PARTS = ("adapters", "random_blocks", "demo")
@@ -91,7 +91,7 @@ class AdapterTask:
     """The training of an adapter on stars."""
 
     copies: int
-    """Images of each combination of colour and background."""
+    """Number of training images of each combination of colour and background."""
     settings: TrainSettings
 
 
@@ -107,7 +107,7 @@ class Experiment:
     text_length: int
     pixels: int
     copies: int
-    """Images of each combination of colour, shape and background."""
+    """Number of training images of each combination of colour, shape and background."""
     held_copies: int
     pretraining: TrainSettings
     tasks: Mapping[str, AdapterTask]
@@ -265,7 +265,7 @@ def compare_precisions(
     held = held_out_inputs(draw_images("star", size.pixels, last, device), DRAWS_PER_IMAGE)
 
     def train_seeds(precision: Precision) -> dict[int, dict[str, Tensor]]:
-        return adapt(
+        return train_adapters(
             figures, name, precision, models_by_precision[precision], stars, held, task.settings
         )
 
@@ -286,7 +286,7 @@ def compare_precisions(
     compare_gradients(figures, f"{name}.cosine.trained", models, inputs)
 
 
-def adapt(
+def train_adapters(
     figures: dict[str, object],
     name: str,
     precision: Precision,
@@ -407,7 +407,7 @@ def check_rules(figures: dict[str, object], tasks: Iterable[str]) -> bool:
 
 
 def check_mean_in_range(figures: dict[str, object], rule: str, one: str, other: str) -> bool:
-    """Return True if the mean of one precision lies in the range of another."""
+    """Return True if the mean final loss of one precision lies in the range of another's seeds."""
     names = [f"{precision}.{seed}" for precision in (one, other) for seed in SEEDS]
     values = {name: figures[name] for name in names if isinstance(figures.get(name), float)}
     if len(values) < len(names):

@@ -123,7 +123,7 @@ def build_variant(
     rank: int,
     calibration: ModelInputs,
 ) -> nn.Module:
-    """Build the model with these weights and a new adapter, for one of the precisions.
+    """Build the model with pretrained weights and a new adapter, in one of the precisions.
 
     `calibration` is the batch with which an fp8 model is calibrated (its outlier subspaces).
     """

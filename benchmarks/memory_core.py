@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def load_shim() -> Shim:
-    """Return the installed shim, or compile one."""
+    """Return the installed allocator library (shim), or compile one."""
     found = find_shim()
     if isinstance(found, MissingShim):
         found = Shim(build_shim(Path(tempfile.mkdtemp()) / LIBRARY))
@@ -105,7 +105,7 @@ def load_shim() -> Shim:
 
 
 class Bench:
-    """Measurements on one device."""
+    """Runs the measurements of managed memory on one device."""
 
     def __init__(self, driver: Driver, platform: Platform, shim: Shim, cap_bytes: int) -> None:
         self.driver = driver

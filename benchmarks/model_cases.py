@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 RANK = 32
 TRAINED_NBYTES = 4
 STATE_NBYTES = 8
-"""Bytes of AdamW's two fp32 moments per trained number."""
+"""Bytes of AdamW's two fp32 moments per trained parameter."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Case:
         return trace_model(target, TRACED_BATCH)
 
     def plan_model(self, shapes: ModelShapes, rates: MachineRates) -> tuple[CostModel, FixedMemory]:
-        """Return the cost model on a machine, and the memory that every plan needs."""
+        """Return the planner's cost model for a machine, and the memory that every plan needs."""
         assert len(shapes.kinds) == len(self.counts), f"{len(shapes.kinds)} kinds of blocks"
         order = tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))
         shapes = replace(shapes, order=order)

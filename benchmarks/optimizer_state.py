@@ -52,7 +52,7 @@ REQUIRED_NBYTES = 70 * GIB
 STATE_NBYTES_PER_ELEMENT = 8.0
 SECTION = OptimizerSection(lr=1e-5)
 COMPARED_BLOCKS = 4
-"""Blocks whose weights and state are compared bit for bit."""
+"""Number of blocks whose weights and state are compared bit for bit."""
 LINK_COPY_NBYTES, LINK_COPIES = 1 << 28, 8
 
 

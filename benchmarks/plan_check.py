@@ -171,13 +171,13 @@ def candidate_of_record(record: dict[str, Any], num_blocks: int) -> PlanCandidat
     streamed = record["streamed"]
     named = {"all": range(num_blocks), "every_second": range(0, num_blocks, 2), "none": range(0)}
     inside = set(named[streamed] if isinstance(streamed, str) else streamed)
-    ways = record["activations"]
-    ways = [ways] * num_blocks if isinstance(ways, str) else ways
-    assert len(ways) == num_blocks, f"{record['name']}: {len(ways)} ways for {num_blocks} blocks"
+    modes = record["activations"]
+    modes = [modes] * num_blocks if isinstance(modes, str) else modes
+    assert len(modes) == num_blocks, f"{record['name']}: {len(modes)} modes for {num_blocks} blocks"
     sent = record.get("sends_inputs", [False] * num_blocks)
     blocks = tuple(
         BlockPlan("streamed" if index in inside else "resident", way, sent[index])
-        for index, way in enumerate(ways)
+        for index, way in enumerate(modes)
     )
     slots = record["slots"] if inside else 0
     ahead = record.get("ahead", ACTIVATION_PREFETCH)
@@ -187,7 +187,7 @@ def candidate_of_record(record: dict[str, Any], num_blocks: int) -> PlanCandidat
 
 
 def show(one: Comparison) -> None:
-    """Print one line."""
+    """Print the predicted and measured values of one record in a line."""
     record = one.record
     remark = "fitted" if record.get("fitted") else record.get("excused", "")
     seconds = f"{one.seconds:>9.3f} /{record['seconds']:>7.3f}{one.seconds_off:>+8.1%}"

@@ -53,8 +53,8 @@ class StepConfig:
     def __str__(self) -> str:
         how = "compiled" if self.compiled else "eager"
         sent = " from host memory" if self.offload_inputs else ""
-        ways = f"{' and '.join(self.first_modes)}{sent}, then {self.last_mode}"
-        return f"{how}, batch {self.batch}, {self.streamed} streamed, {ways}"
+        modes = f"{' and '.join(self.first_modes)}{sent}, then {self.last_mode}"
+        return f"{how}, batch {self.batch}, {self.streamed} streamed, {modes}"
 
     def candidate(self, case: Case) -> PlanCandidate:
         """Return the configuration of each block of a model, as the planner takes it."""

@@ -224,7 +224,7 @@ def measure_variant(
 def profile_step(
     figures: dict[str, float | str], name: str, step: Callable[[], torch.Tensor], batch: int
 ) -> None:
-    """Record the time of a step by kind of kernel, and its share of matmuls and attention.
+    """Record a step's seconds by kind of kernel, and how close it is to its lower bound.
 
     Time that is neither spent in kernels nor waiting for weights counts as idle.
     """

@@ -135,7 +135,7 @@ def make_images(folder: Path, count: int, edge: int) -> None:
 
 
 def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
-    """Write the run file."""
+    """Write the run file of the benchmark and return its path."""
     small = arguments.rehearse
     settings = {
         "output_dir": str(folder / "run"),
@@ -211,7 +211,7 @@ class Watcher:
         self._stage = ""
 
     def handle(self, event: Event) -> None:
-        """Print notices, and each stage once."""
+        """Print notices and the name of each stage; record steps and memory."""
         if isinstance(event, StepDone):
             self.steps.append(event)
             if event.step % TURN == 0:
@@ -289,7 +289,7 @@ def plan_of(session: Session) -> Plan:
 
 
 def memory_figures(session: Session, watcher: Watcher, host: int) -> dict[str, Any]:
-    """Return planned and measured memory; `host` is the process's growth in bytes."""
+    """Return planned and measured memory; `host` is the growth of this process in bytes."""
     plan, family = plan_of(session), session.state.family
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     inside = {p for block in family.blocks() for p in block.parameters()}

@@ -227,7 +227,7 @@ def _merge_text(
             state.reader, state.tree, path, (base, theirs), moves, state.labels
         )
         num_conflicts = sum(len(each.conflicts) for each in followed.values())
-        # With an equal number, the user sees the conflicts where the code is now.
+        # If both have as many conflicts, prefer to show them where upstream has the code now.
         if moves and num_conflicts <= len(merged.conflicts):
             for where, text in followed.items():
                 move_notes = _move_notes(moves, path, where)
