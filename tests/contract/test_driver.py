@@ -15,5 +15,5 @@ def driver(request: pytest.FixtureRequest) -> Driver:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_contract(driver: Driver, check: Check) -> None:
+def test_every_published_machine_fulfils_the_driver_contract(driver: Driver, check: Check) -> None:
     check(driver)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.source import Source
 
-    Made = tuple[Source, Mapping[str, bytes]]
+    SourceAndFiles = tuple[Source, Mapping[str, bytes]]
 
 IMAGES = [JPEG + bytes([number]) * 50_000 for number in range(5)]
 TEXTS = ["a cat", "a dog", "", "zwölf", "a bird"]
@@ -50,11 +50,11 @@ def _quiet(event: object) -> None:
     pass
 
 
-def _folder(root: Path) -> Made:
+def _folder(root: Path) -> SourceAndFiles:
     return FolderSource(write_folder(root)), FILES
 
 
-def _shapes(root: Path) -> Made:
+def _shapes(root: Path) -> SourceAndFiles:
     source = ShapesSource(root / "made", ShapesSection(copies=1, concept="star"), _quiet)
     return source, {
         str(path.relative_to(root / "made")): path.read_bytes()
@@ -63,23 +63,23 @@ def _shapes(root: Path) -> Made:
     }
 
 
-def _tar(root: Path) -> Made:
+def _tar(root: Path) -> SourceAndFiles:
     return TarSource([LocalShard(write_tar(root / "one.tar", FILES))], _quiet), FILES
 
 
-def _tars(root: Path) -> Made:
+def _tars(root: Path) -> SourceAndFiles:
     shards = [write_tar(root / f"{name}.tar", FILES) for name in ("first", "second")]
     expected = {f"{shard.stem}/{key}": data for shard in shards for key, data in FILES.items()}
     return TarSource([LocalShard(shard) for shard in shards], _quiet), expected
 
 
-def _parquet(root: Path) -> Made:
+def _parquet(root: Path) -> SourceAndFiles:
     path = write_parquet(root / "rows.parquet", image_table(IMAGES, TEXTS))
     section = DatasetSection(instance_data_dir=str(path))
     return open_parquet(section, "datasets[0]", _quiet), ROWS
 
 
-def _parquets(root: Path) -> Made:
+def _parquets(root: Path) -> SourceAndFiles:
     names = ["x.png", "y.png", "z.JPEG", None, "v.png"]
     write_parquet(root / "a.parquet", image_table(IMAGES, TEXTS, names))
     write_parquet(root / "b.parquet", image_table([PNG + b"1"], ["one"]))
@@ -92,8 +92,8 @@ def _parquets(root: Path) -> Made:
     return open_parquet(section, "datasets[0]", _quiet), expected
 
 
-def _hf(stream: bool) -> Callable[[Path], Made]:
-    def make(root: Path) -> Made:
+def _hf(stream: bool) -> Callable[[Path], SourceAndFiles]:
+    def make(root: Path) -> SourceAndFiles:
         folder = save_to_disk(root / "saved", image_table(IMAGES, TEXTS), stream=stream)
         section = DatasetSection(instance_data_dir=str(folder))
         return open_hf(section, "datasets[0]", _quiet), ROWS
@@ -101,12 +101,14 @@ def _hf(stream: bool) -> Callable[[Path], Made]:
     return make
 
 
-def _file_address(root: Path) -> Made:
+def _file_address(root: Path) -> SourceAndFiles:
     return RemoteSource(f"file://{write_folder(root)}", RemoteSection(), range_nbytes=1000), FILES
 
 
-def _staged(compression: str, origin: Callable[[Path], Made]) -> Callable[[Path], Made]:
-    def make(root: Path) -> Made:
+def _staged(
+    compression: str, origin: Callable[[Path], SourceAndFiles]
+) -> Callable[[Path], SourceAndFiles]:
+    def make(root: Path) -> SourceAndFiles:
         source, expected = origin(root)
         section = InMemorySection.model_validate({"compression": compression})
         return StagedSource.stage(source, list(source.keys()), section, _quiet), expected
@@ -114,21 +116,21 @@ def _staged(compression: str, origin: Callable[[Path], Made]) -> Callable[[Path]
     return make
 
 
-def _attached(root: Path) -> Made:
+def _attached(root: Path) -> SourceAndFiles:
     source, expected = _staged("auto", _folder)(root)
     assert isinstance(source, StagedSource)
-    return _Holding(StagedSource.attach(source.handle), source), expected
+    return _AttachedSource(StagedSource.attach(source.handle), source), expected
 
 
-class _Holding(StagedSource):
-    """An attached source beside the one that it was attached to, which must stay."""
+class _AttachedSource(StagedSource):
+    """An attached source, and the staged source that owns its memory."""
 
-    def __init__(self, attached: StagedSource, holder: StagedSource) -> None:
+    def __init__(self, attached: StagedSource, owner: StagedSource) -> None:
         super().__init__(attached._arena)
-        self.holder = holder
+        self.owner = owner
 
 
-MAKERS: dict[str, Callable[[Path], Made]] = {
+FACTORIES: dict[str, Callable[[Path], SourceAndFiles]] = {
     "folder": _folder,
     "shapes": _shapes,
     "tar": _tar,
@@ -149,33 +151,35 @@ MAKERS: dict[str, Callable[[Path], Made]] = {
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("maker", MAKERS)
-def test_contract(maker: str, check: Check, tmp_path: Path) -> None:
-    check(*MAKERS[maker](tmp_path))
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_every_source_fulfils_the_source_contract(
+    factory: str, check: Check, tmp_path: Path
+) -> None:
+    check(*FACTORIES[factory](tmp_path))
 
 
-class _Lying:
+class _BrokenSource:
     """A folder source that breaks one promise."""
 
-    def __init__(self, root: Path, **lies: object) -> None:
-        self._true = FolderSource(root)
-        self._lies = lies
+    def __init__(self, root: Path, **broken: object) -> None:
+        self._folder_source = FolderSource(root)
+        self._broken = broken
 
     def keys(self) -> list[str]:
-        return list(self._lies.get("keys", self._true.keys()))  # type: ignore[call-overload]
+        return list(self._broken.get("keys", self._folder_source.keys()))  # type: ignore[call-overload]
 
     def read(self, key: str) -> bytes:
-        return self._lies["read"] if "read" in self._lies else self._true.read(key)  # type: ignore[return-value]
+        return self._broken["read"] if "read" in self._broken else self._folder_source.read(key)  # type: ignore[return-value]
 
     def nbytes(self, key: str) -> int:
-        return self._true.nbytes(key) + int("nbytes" in self._lies)
+        return self._folder_source.nbytes(key) + int("nbytes" in self._broken)
 
     def describe(self) -> str:
-        return str(self._lies.get("describe", "files"))
+        return str(self._broken.get("describe", "files"))
 
 
 @pytest.mark.parametrize(
-    ("lie", "check"),
+    ("broken", "check"),
     [
         ({"keys": ["b", "a"]}, "keys_are_sorted_and_complete"),
         ({"keys": ["a"]}, "keys_are_sorted_and_complete"),
@@ -190,9 +194,11 @@ class _Lying:
         ({"describe": ""}, "describe_is_one_phrase"),
     ],
 )
-def test_the_contract_catches(lie: dict[str, object], check: str, tmp_path: Path) -> None:
+def test_the_contract_detects_a_source_that_breaks_it(
+    broken: dict[str, object], check: str, tmp_path: Path
+) -> None:
     files = {"a": b"1", "b": b"2"}
-    source = _Lying(write_folder(tmp_path, files), **lie)
+    source = _BrokenSource(write_folder(tmp_path, files), **broken)
     (chosen,) = (each for each in CHECKS if each.__name__ == check)
     with pytest.raises(AssertionError):
         chosen(source, files)

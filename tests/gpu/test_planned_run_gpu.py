@@ -164,13 +164,14 @@ def test_attention_is_chosen_by_measurement_and_reused_on_resume(wan_run, record
     assert kept == f"attention: {name} (chosen earlier in this run)"
 
 
-def test_measuring_the_attention_of_a_large_model_is_quick():
+def test_measuring_the_attention_of_a_large_model_takes_little_cpu_time():
+    """CPU time includes waiting for the GPU, which spins, but not the work of other processes."""
     device = torch.device("cuda", 0)
     shape = (1, 4096, 40, 128)
-    asked = AttentionCall(shape, shape, torch.bfloat16, mask=None, scale=None, causal=False)
-    began = time.monotonic()
-    timings = time_attention([(asked, 40)], device, stopwatch_for(device))
-    assert time.monotonic() - began < 4.0
+    call = AttentionCall(shape, shape, torch.bfloat16, mask=None, scale=None, causal=False)
+    start = time.process_time()
+    timings = time_attention([(call, 40)], device, stopwatch_for(device))
+    assert time.process_time() - start < 4.0
     by_name = {timing.name: timing for timing in timings}
     assert by_name["sdpa"].seconds / 40 < 0.1, timings
     assert by_name["flash"].reason == by_name["efficient"].reason == "", timings

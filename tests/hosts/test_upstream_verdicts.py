@@ -57,7 +57,7 @@ def test_a_module_that_fails_without_hooks_is_tried_in_a_fresh_process(store):
     assert runner.started[-1] == f"{FRESH}_without"
 
 
-def test_the_way_in_which_more_tests_pass_counts(store):
+def test_a_module_is_judged_in_the_way_in_which_more_tests_pass(store):
     runner = ScriptedRunner(
         fork_without=["a"], fork_with=["a"], fresh_without=["abc"] * 2, fresh_with=["ab"] * 2
     )

@@ -17,14 +17,18 @@ from gracetune.config.schema import AdapterSection
 from gracetune.offload.checkpointing import MATMUL_OPS
 
 
-def made(*shape, seed=0):
+def random_tensor(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("rows", [(), (5,), (2, 3)])
 @pytest.mark.parametrize(("up", "u", "down", "v"), [(4, 4, 6, 6), (2, 8, 3, 5), (8, 2, 5, 3)])
 def test_kron_linear_multiplies_by_the_kronecker_product(rows, up, u, down, v):
-    w1, w2, x = made(up, u), made(down, v, seed=1), made(*rows, u * v, seed=2)
+    w1, w2, x = (
+        random_tensor(up, u),
+        random_tensor(down, v, seed=1),
+        random_tensor(*rows, u * v, seed=2),
+    )
     torch.testing.assert_close(kron_linear(x, w1, w2), x @ torch.kron(w1, w2).T)
 
 
@@ -32,8 +36,8 @@ def test_kron_linear_multiplies_by_the_kronecker_product(rows, up, u, down, v):
 @pytest.mark.parametrize("rows", [(), (2, 3)])
 def test_low_rank_kron_linear_is_the_same_with_and_without_fusing(monkeypatch, rows, most):
     monkeypatch.setattr(lycoris, "MAX_FUSED_ROWS", most)
-    w1, a, b = made(4, 3), made(7, 2, seed=1), made(2, 5, seed=2)
-    x = made(*rows, 15, seed=3)
+    w1, a, b = random_tensor(4, 3), random_tensor(7, 2, seed=1), random_tensor(2, 5, seed=2)
+    x = random_tensor(*rows, 15, seed=3)
     torch.testing.assert_close(low_rank_kron_linear(x, w1, a, b), x @ torch.kron(w1, a @ b).T)
 
 

@@ -1,4 +1,4 @@
-"""What cache keys depend on, and what they do not."""
+"""Cache keys depend on contents, geometry and encoder, and not on names or folders."""
 
 from dataclasses import replace
 

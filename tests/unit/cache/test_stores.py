@@ -1,4 +1,4 @@
-"""Which stores a run gets, and what it is told about them."""
+"""The stores that a run uses, and the notices about them."""
 
 import pytest
 import torch

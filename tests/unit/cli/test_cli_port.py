@@ -36,7 +36,7 @@ def port(repo):
     return call
 
 
-def test_from_extract_to_rollback(port, repo, capsys):
+def test_a_port_runs_from_extract_to_rollback(port, repo, capsys):
     assert port("extract", "--upstream", "upstream", "--validate-ours", "grep -q 220 one.py") == 0
     out = capsys.readouterr().out
     assert "01-one: 1 files, +1 -1, risk medium" in out
@@ -80,7 +80,7 @@ def test_uncommitted_changes_are_not_extracted(port, repo, capsys):
     assert "Not included, because not committed: one.py." in capsys.readouterr().out
 
 
-def test_json_output(port, capsys):
+def test_extract_and_plan_can_print_json(port, capsys):
     assert port("extract", "--upstream", "upstream", "--json") == 0
     manifest = json.loads(capsys.readouterr().out)
     assert [patch["name"] for patch in manifest["patches"]] == ["01-one", "02-new"]

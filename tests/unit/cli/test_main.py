@@ -57,7 +57,7 @@ def test_help_loads_no_heavy_package() -> None:
     assert command(code=code).stdout.splitlines()[-1] == "[]"
 
 
-def test_version() -> None:
+def test_version_prints_the_package_version() -> None:
     assert command("--version").stdout == f"gracetune {__version__}\n"
 
 

@@ -1,4 +1,4 @@
-"""Baselines: metrics of a log, and how a change is told from noise."""
+"""Baselines: metrics of a log, and how changes are distinguished from noise."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def verdict(before: Baseline, after: Baseline, name: str = "samples_per_s") -> s
     return next(d.verdict for d in compare(before, after, 0.05) if d.metric.name == name)
 
 
-def test_metrics_of_a_log(tmp_path: Path) -> None:
+def test_metrics_are_computed_from_a_log(tmp_path: Path) -> None:
     path = log(
         tmp_path / "events.jsonl",
         RunStarted("out", "tiny", 1, 6, 0, 64, "cuda:0", "bf16"),
@@ -113,7 +113,7 @@ def test_a_log_with_only_warmup_steps_is_an_error(tmp_path: Path) -> None:
         measure_run(log(tmp_path / "e", step(1, 1.0), step(2, 1.0)), 3)
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_interpolated() -> None:
     assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0
     assert percentile([1.0, 2.0], 0.9) == pytest.approx(1.9)
     assert percentile([4.0], 0.99) == 4.0
@@ -181,7 +181,7 @@ def test_waiting_is_compared_in_percentage_points() -> None:
     assert "wait_share" not in {delta.metric.name for delta in compare(before, none, 0.05)}
 
 
-def test_a_metric_that_was_zero() -> None:
+def test_any_increase_from_zero_is_worse() -> None:
     zero, some = measures(device_peak_bytes=0), measures(device_peak_bytes=5)
     assert verdict(baseline(zero, zero), baseline(zero, zero), "device_peak_bytes") == "same"
     assert verdict(baseline(zero, zero), baseline(some, some), "device_peak_bytes") == "worse"

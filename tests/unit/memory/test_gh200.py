@@ -156,7 +156,7 @@ class TestThisMachine:
         gh200.set_uvm_hint_override(None)
 
     @pytest.mark.parametrize("wanted", [True, False])
-    def test_override(self, wanted: bool) -> None:
+    def test_set_uvm_hint_override_enables_and_disables_hints(self, wanted: bool) -> None:
         gracetune.set_uvm_hint_override(wanted)
         assert gracetune.gh200_uvm_enabled() is wanted
 
@@ -170,17 +170,17 @@ class TestThisMachine:
             assert hint.verdict in Verdict
             assert hint or hint.reason
 
-    def test_a_batch(self) -> None:
+    def test_optimize_batch_for_gh200_reports_one_hint_per_tensor(self) -> None:
         report = gracetune.optimize_batch_for_gh200({"latents": torch.zeros(MIB)})
         assert all(hint or hint.reason for hint in report.hints)
         assert len(report.hints) == 1
 
-    def test_statistics(self) -> None:
+    def test_memory_stats_has_the_uvm_counters(self) -> None:
         stats = gracetune.memory_stats()
         for key in ("stage", "light_reclamations", "hard_reclamations", "stage_transitions"):
             assert isinstance(stats[f"uvm.{key}"], int)
 
-    def test_manage_memory_and_unified_pool(self) -> None:
+    def test_manage_memory_returns_a_stage_and_unified_pool_is_shared(self) -> None:
         assert gracetune.manage_memory() in Stage
         assert gracetune.unified_pool() is gh200.unified_pool()
 

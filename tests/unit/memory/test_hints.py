@@ -254,10 +254,12 @@ class TestSpans:
             (torch.zeros(8).unfold(0, 4, 1), None),
         ],
     )
-    def test_dense_bytes(self, tensor: torch.Tensor, nbytes: int | None) -> None:
+    def test_dense_nbytes_is_none_for_views_with_gaps(
+        self, tensor: torch.Tensor, nbytes: int | None
+    ) -> None:
         assert dense_nbytes(tensor) == nbytes
 
-    def test_a_tensor_without_memory_of_its_own(self) -> None:
+    def test_a_tensor_without_memory_of_its_own_has_no_page_span(self) -> None:
         sharded = torch.zeros(4096)
         sharded.untyped_storage().resize_(0)
         assert "no memory of its own" in page_span(sharded, PAGE)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.data.gather import SOURCE as GATHER_SOURCE
 from gracetune.errors import RunFailedError
 from gracetune.memory.shim import (
     COMPILE_FLAGS,
@@ -408,8 +409,9 @@ def test_a_compile_error_shows_the_compilers_output(tmp_path: Path) -> None:
         build_shim(tmp_path / LIBRARY, source=source)
 
 
-def test_the_source_compiles_without_warnings_in_strict_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [SOURCE, GATHER_SOURCE], ids=lambda source: source.name)
+def test_our_c_code_compiles_without_warnings_in_strict_c(tmp_path: Path, source: Path) -> None:
     strict = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
-    command = ["cc", *COMPILE_FLAGS, *strict, str(SOURCE), "-o", str(tmp_path / LIBRARY)]
+    command = ["cc", *COMPILE_FLAGS, *strict, str(source), "-o", str(tmp_path / LIBRARY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which tensors are offloaded, the counters and notices, and the use of host memory."""
+"""Selection of offloaded tensors, counters and notices, and use of host memory."""
 
 import gc
 

@@ -32,7 +32,7 @@ def wan_shapes() -> ModelShapes:
 
 @pytest.fixture(scope="session")
 def fused_shapes() -> ModelShapes:
-    """The same as a run trains it: LoRA in fp32, its products fused."""
+    """The same block as in a run: LoRA in fp32, with fused matmuls."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.models.family import SampleShape

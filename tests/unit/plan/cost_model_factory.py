@@ -30,11 +30,11 @@ SPEEDS = EffectiveRates(
     link_out=100.0,
     both_ways_share=1.0,
 )
-"""A second is a hundred operations, a thousand bytes of device memory or a hundred of the link."""
+"""Per second: 100 FLOPs, 1000 bytes of device memory, or 100 bytes over the link."""
 
 
 def build_trace(saved: int, again: float = 0.0) -> Trace:
-    """Forward takes one second, backward two and `again`, with 10 bytes beside what is saved."""
+    """Forward takes 1 s and backward 2 s plus `again`; peaks are 10 bytes above the saved bytes."""
     return Trace(
         forward=(Op("gemm", 100.0, 1.0, frozen=True),),
         backward=(
@@ -50,7 +50,7 @@ def build_trace(saved: int, again: float = 0.0) -> Trace:
 
 
 def build_traces(saved: int) -> TracesByMode:
-    """Lean blocks keep 40 bytes; recomputed ones their input alone."""
+    """Lean blocks save 40 bytes; recomputed blocks save only their input."""
     keep = build_trace(saved)
     return TracesByMode(keep, build_trace(40, again=0.1), plain_checkpointing_trace(keep, 10))
 
@@ -58,7 +58,7 @@ def build_traces(saved: int) -> TracesByMode:
 def build_model(
     num_blocks: int = 8, frozen_nbytes: int = 100, speeds: EffectiveRates = SPEEDS
 ) -> CostModel:
-    """Blocks of 100 bytes that keep 80 bytes a sample, or 40 lean, or their input of 10."""
+    """Blocks of 100 bytes that save 80 bytes per sample, 40 if lean, or their input of 10."""
 
     block = BlockShapes(
         frozen_nbytes=frozen_nbytes,
@@ -83,7 +83,7 @@ def build_candidate(
     compiled: bool = True,
     accumulation: int = 1,
 ) -> PlanCandidate:
-    """All blocks alike, the first ones streamed."""
+    """All blocks have the same plan; the first ones are streamed."""
     plan = BlockPlan("resident", activations)  # type: ignore[arg-type]
     blocks = tuple(
         replace(plan, weights="streamed") if index < streamed else plan

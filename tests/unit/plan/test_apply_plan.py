@@ -87,10 +87,12 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
             else:
                 assert torch.equal(ours, theirs)
-    with torch.no_grad():  # as a pipeline samples: an expert is called by itself
+    with torch.no_grad():  # as in a sampling pipeline, which calls one expert
         model.low(torch.ones(1, TOKENS, WIDTH))
     assert placed.ring.counters().order_mismatches == 0
-    assert placed.ring.counters().on_demand <= 6  # an expert's first block, where the other ran
+    assert (
+        placed.ring.counters().on_demand <= 6
+    )  # the first block of an expert after the other one ran
     assert placed.offload.counters().sent_nbytes > 0
     assert not [notice for notice in events if notice.fallback]
     placed.close()
@@ -101,7 +103,7 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
 
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
 def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monkeypatch):
-    """In room for three slots more; half of it is for activations that come back ahead."""
+    """There is memory for three slots; half of it goes to prefetched activations, if any."""
     monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
     monkeypatch.setattr(autosize, "MIN_STALL_SHARE", 1e-12)
     monkeypatch.setattr(autosize, "RING_REQUIRED_RATIO", 100.0)

@@ -31,7 +31,7 @@ HERE = {"device": "a card", "torch": "2", "diffusers": "0"}
 
 @pytest.fixture
 def session(tiny_run, miniature, tmp_path, recorder):
-    """Of a model with two experts, of which one is trained, in fp32."""
+    """A session in fp32 that trains one of the two experts of a model."""
     model = {"family": "wan22", "path": str(miniature("wan22-t2v"))}
     train = {"batch_size": 2, "experts": "low", "timestep_shift": 5.0}
     run = tiny_run(model=model, adapter={"rank": 2, "dropout": 0.5}, train=train)
@@ -160,7 +160,7 @@ def test_the_notice_names_the_fastest_backend_and_every_time():
 
 @pytest.fixture
 def two_buckets(tiny_run, miniature, tmp_path, recorder):
-    """Wide pictures and square ones, of which the wide ones are larger."""
+    """A session with a bucket of square images and one of larger, wide images."""
     for name, size in (("square", (32, 32)), ("wide", (64, 32))):
         (tmp_path / name).mkdir()
         Image.new("RGB", size).save(tmp_path / name / "one.png")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
 
 
-def traced_in_fp8(has_directions: bool) -> BlockShapes:
-    """A block of Wan-14B with frozen weights in fp8, on fakes."""
+def trace_fp8_block(has_subspace: bool) -> BlockShapes:
+    """Trace a block of Wan-14B with frozen weights in fp8, on fake tensors."""
     import torch
     from torch import nn
 
@@ -35,7 +35,7 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     from gracetune.plan.problem import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
-    def directions(width: int) -> nn.Parameter:
+    def subspace_basis(width: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(SUBSPACE_DIMENSIONS, width, dtype=torch.bfloat16), False)
 
     shape = build_meta_model(
@@ -44,10 +44,10 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
     with torch.device("meta"):
         add_adapter({"": shape.model}, AdapterSection(rank=32), shape.shapes.targets, seed=0)
         convert_to_fp8(shape.model.blocks)
-        for layer in shape.model.modules() if has_directions else ():
+        for layer in shape.model.modules() if has_subspace else ():
             if isinstance(layer, Fp8Linear):
-                layer.outlier_basis = directions(layer.in_features)
-                layer.outlier_weight = nn.Parameter(directions(layer.out_features).t(), False)
+                layer.outlier_basis = subspace_basis(layer.in_features)
+                layer.outlier_weight = nn.Parameter(subspace_basis(layer.out_features).t(), False)
     fuse_operations(shape.model)
     (kind,) = trace_model(
         replace(shape.trace_target(), compute_dtype=torch.bfloat16), TRACED_BATCH
@@ -56,23 +56,28 @@ def traced_in_fp8(has_directions: bool) -> BlockShapes:
 
 
 @pytest.fixture(scope="module")
-def rounded() -> BlockShapes:
-    return traced_in_fp8(has_directions=False)
+def fp8_block() -> BlockShapes:
+    return trace_fp8_block(has_subspace=False)
 
 
 def test_eager_fp8_peaks_match_a_converted_block(
-    fused_shapes: ModelShapes, rounded: BlockShapes
+    fused_shapes: ModelShapes, fp8_block: BlockShapes
 ) -> None:
-    guess = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
-    for mine, truth in ((guess.keep, rounded.eager.keep), (guess.lean, rounded.eager.lean)):
-        assert mine.forward_peak_nbytes == pytest.approx(truth.forward_peak_nbytes, rel=0.03)
-        assert mine.backward_peak_nbytes == pytest.approx(truth.backward_peak_nbytes, rel=0.03)
+    estimate = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
+    for estimated, actual in (
+        (estimate.keep, fp8_block.eager.keep),
+        (estimate.lean, fp8_block.eager.lean),
+    ):
+        assert estimated.forward_peak_nbytes == pytest.approx(actual.forward_peak_nbytes, rel=0.03)
+        assert estimated.backward_peak_nbytes == pytest.approx(
+            actual.backward_peak_nbytes, rel=0.03
+        )
 
 
 def test_fp8_calls_match_a_converted_block(
     fused_shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With CUDA's one kernel for a product, which a CPU does in steps."""
+    """A matmul counts as one kernel, as on CUDA; the CPU emulation takes several."""
     import torch
 
     from gracetune.adapters.compute import lora_matmul
@@ -83,43 +88,53 @@ def test_fp8_calls_match_a_converted_block(
         return torch.empty(len(left), right.shape[1], dtype=dtype).neg()
 
     monkeypatch.setattr(lora_matmul, "_scaled_matmul", one_kernel)
-    truth = traced_in_fp8(has_directions=True)
+    actual = trace_fp8_block(has_subspace=True)
     for compiled in (False, True):
         traced = fused_shapes.kinds[0].compiled if compiled else fused_shapes.kinds[0].eager
-        real = truth.compiled if compiled else truth.eager
-        guess = with_fp8_overhead(traced, compiled)
-        for mine, before, found in (
-            (guess.keep, traced.keep, real.keep),
-            (guess.lean, traced.lean, real.lean),
-            (guess.recompute, traced.recompute, real.recompute),
+        real = actual.compiled if compiled else actual.eager
+        estimate = with_fp8_overhead(traced, compiled)
+        for estimated, before, found in (
+            (estimate.keep, traced.keep, real.keep),
+            (estimate.lean, traced.lean, real.lean),
+            (estimate.recompute, traced.recompute, real.recompute),
         ):
-            assert mine.forward_calls.custom_ops == found.forward_calls.custom_ops == 20
-            assert mine.backward_calls.custom_ops == found.backward_calls.custom_ops
-            assert mine.recompute_calls.custom_ops == pytest.approx(
+            assert estimated.forward_calls.custom_ops == found.forward_calls.custom_ops == 20
+            assert estimated.backward_calls.custom_ops == found.backward_calls.custom_ops
+            assert estimated.recompute_calls.custom_ops == pytest.approx(
                 found.recompute_calls.custom_ops, rel=0.03
             )
             for way in ("forward_calls", "recompute_calls", "backward_calls"):
-                said, is_, was = (getattr(trace, way) for trace in (mine, found, before))
-                assert said.kernels == pytest.approx(is_.kernels, rel=0.15)
-                assert said.dispatched == pytest.approx(is_.dispatched, rel=0.1)
-                assert equivalent_ops(said) == pytest.approx(equivalent_ops(is_), rel=0.12)
-                assert said.saved_tensors == pytest.approx(is_.saved_tensors, rel=0.2)
-                assert bool(said.policy_calls) == bool(was.policy_calls)
+                estimated_calls, actual_calls, calls_before = (
+                    getattr(trace, way) for trace in (estimated, found, before)
+                )
+                assert estimated_calls.kernels == pytest.approx(actual_calls.kernels, rel=0.15)
+                assert estimated_calls.dispatched == pytest.approx(actual_calls.dispatched, rel=0.1)
+                assert equivalent_ops(estimated_calls) == pytest.approx(
+                    equivalent_ops(actual_calls), rel=0.12
+                )
+                assert estimated_calls.saved_tensors == pytest.approx(
+                    actual_calls.saved_tensors, rel=0.2
+                )
+                assert bool(estimated_calls.policy_calls) == bool(calls_before.policy_calls)
 
 
 def test_a_compiled_block_holds_rounded_inputs_of_recomputed_matmuls(
     fused_shapes: ModelShapes,
 ) -> None:
-    """Into attention and out of it, twice; into the wide layer and out of it; and text, twice."""
+    """Inputs of both attentions and their outputs, of both feed-forward layers, and text twice."""
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
     found = with_fp8_overhead(ways, compiled=True)
     inputs = batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
     more = found.recompute.backward_peak_nbytes - ways.recompute.backward_peak_nbytes
     assert more == pytest.approx(inputs, rel=0.01)
-    assert found.recompute.transposed_nbytes == WIDTH * WIDE, "and one weight, whatever the batch"
-    for mine, before in ((found.keep, ways.keep), (found.lean, ways.lean)):
-        assert mine.backward_peak_nbytes == before.backward_peak_nbytes, "nothing is done again"
-        assert mine.forward_peak_nbytes == before.forward_peak_nbytes
+    assert found.recompute.transposed_nbytes == WIDTH * WIDE, (
+        "one transposed weight, whatever the batch"
+    )
+    for estimated, before in ((found.keep, ways.keep), (found.lean, ways.lean)):
+        assert estimated.backward_peak_nbytes == before.backward_peak_nbytes, (
+            "nothing is recomputed"
+        )
+        assert estimated.forward_peak_nbytes == before.forward_peak_nbytes
 
 
 def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShapes) -> None:
@@ -127,8 +142,8 @@ def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShap
     found = with_fp8_overhead(ways, compiled=True)
     passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
 
-    def more(mine: Sequence[Op], before: Sequence[Op]) -> float:
-        return sum(op.nbytes for op in mine) - sum(op.nbytes for op in before)
+    def more(estimated: Sequence[Op], before: Sequence[Op]) -> float:
+        return sum(op.nbytes for op in estimated) - sum(op.nbytes for op in before)
 
     assert more(found.keep.forward, ways.keep.forward) == pytest.approx(passes, rel=0.01)
     assert more(found.keep.backward, ways.keep.backward) == 0
@@ -138,7 +153,7 @@ def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShap
 
 
 def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: ModelShapes) -> None:
-    """Two products in a row share one only inside of one of our operators."""
+    """Consecutive matmuls share a quantized input only inside one custom operator."""
     keep = fused_shapes.kinds[0].compiled.keep
 
     def passes(*ops: Op) -> float:
@@ -152,20 +167,22 @@ def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: Model
 
 
 def test_fp8_layers_store_their_outlier_subspace(fused_shapes: ModelShapes) -> None:
-    """Held against a small layer that was really made: weight, scales, directions and all."""
+    """The estimate equals the bytes of a real layer: weight, scales and outlier subspace."""
     import torch
     from torch import nn
 
     from gracetune.adapters.compute.fp8_linear import Fp8Linear
     from gracetune.adapters.compute.outlier_subspace import MAX_DIMENSIONS
 
-    along = nn.Parameter(
+    basis = nn.Parameter(
         torch.zeros(MAX_DIMENSIONS, 256, dtype=torch.bfloat16), requires_grad=False
     )
     linear = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    made = sum(part.nbytes for part in Fp8Linear(linear, along).frozen_tensors if part is not None)
+    layer_nbytes = sum(
+        part.nbytes for part in Fp8Linear(linear, basis).frozen_tensors if part is not None
+    )
     product = Op("gemm", 0.0, 0.0, frozen=True, dims=(1, 256, 512), reads_frozen_weight=True)
     keep = replace(fused_shapes.kinds[0].eager.keep, forward=(product,))
-    assert made == linear.weight.nbytes // 2 + fp8_extra_nbytes(keep)
+    assert layer_nbytes == linear.weight.nbytes // 2 + fp8_extra_nbytes(keep)
     wan = fp8_extra_nbytes(fused_shapes.kinds[0].eager.keep)
     assert 0.02 < wan / (fused_shapes.kinds[0].frozen_nbytes / 2) < 0.03

@@ -50,14 +50,14 @@ HOST = LaunchCosts(
 )
 
 
-def queued(
+def build_launch_model(
     num_blocks: int,
     host: LaunchCosts,
     forward: HostCalls,
     backward: HostCalls,
     num_trained: int = 0,
 ) -> CostModel:
-    """Blocks of one second forward and two back that the host queues by so many calls."""
+    """A model whose blocks take 1 s in forward and 2 s in backward, with these host calls."""
     shapes = build_model(num_blocks)._shapes
     (kind,) = shapes.kinds
     keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
@@ -88,7 +88,7 @@ def test_a_policy_costs_time_in_forward_and_when_recomputing() -> None:
     assert HOST.forward_seconds(plain) == HOST.forward_seconds(keep)
     assert HOST.forward_seconds(asked) == pytest.approx(HOST.forward_seconds(keep) + 10 * 3)
     assert HOST.backward_seconds(asked) - HOST.backward_seconds(plain) == pytest.approx(10 * 4)
-    # One kernel of forward is traced, and that is what is launched again.
+    # The trace has one forward kernel, which is launched again to recompute.
     assert plain.recompute_calls.kernels == len(keep.forward)
 
 
@@ -102,7 +102,7 @@ def test_saving_a_result_costs_a_policy_more_than_skipping_it() -> None:
     assert (recompute.forward_calls.policy_saves, lean.forward_calls.policy_saves) == (
         1,
         2,
-    )  # one of ours is one
+    )  # a custom operator saves one result
     assert HOST.forward_seconds(lean) - HOST.forward_seconds(recompute) == pytest.approx(
         POLICY_SAVE_COST * 3
     )
@@ -122,7 +122,7 @@ def test_saved_results_launch_no_kernel_and_unneeded_ones_are_not_recomputed() -
 
 def test_the_device_waits_for_a_slow_host() -> None:
     host = LaunchCosts(forward_s=1.0, backward_s=1.0, optimizer_s=3.0)
-    model = queued(2, host, HostCalls(kernels=10), HostCalls(kernels=30), num_trained=1)
+    model = build_launch_model(2, host, HostCalls(kernels=10), HostCalls(kernels=30), num_trained=1)
     slow = seconds_of(model)
     assert slow.step == pytest.approx(2 * (10 + 30) + 2 * 3, rel=0.05)
     assert slow.wait_host == pytest.approx(slow.step - 2 * 3, rel=0.05)
@@ -132,56 +132,60 @@ def test_the_device_waits_for_a_slow_host() -> None:
 
 
 def test_a_lead_from_long_kernels_hides_slow_launches_of_short_ones() -> None:
-    """Forward alone would be bound by the host: by a second a block."""
+    """Forward alone would be limited by the host: launches take a second longer per block."""
     ahead = LaunchCosts(forward_s=1.0, backward_s=1.0)
-    model = queued(4, ahead, HostCalls(kernels=2), HostCalls(kernels=0.5))
+    model = build_launch_model(4, ahead, HostCalls(kernels=2), HostCalls(kernels=0.5))
     assert seconds_of(model).step == pytest.approx(4 * 3, rel=0.02)
 
 
 def test_the_launch_queue_has_a_limited_depth() -> None:
-    """As before, and of many blocks: what is queued ahead does not last for all of forward."""
+    """With many blocks, kernels queued ahead do not last for the whole forward pass."""
     waited = []
     for lead in (1.5, 4.5):
         kernels = LAUNCH_QUEUE_DEPTH / lead
         host = LaunchCosts(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
-        found = seconds_of(queued(40, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels)))
+        found = seconds_of(
+            build_launch_model(40, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels))
+        )
         assert found.step == pytest.approx(40 * 3 + found.wait_host, rel=0.02)
         waited.append(found.wait_host)
-    # Each pass that a queue has more room for spares two seconds on the way back, less its own.
+    # Each further pass that the queue can hold saves two seconds of waiting.
     assert waited[0] - waited[1] == pytest.approx(3 * 2, rel=0.2)
     assert waited[1] > 20
 
 
 def test_the_lower_bound_includes_launch_time() -> None:
     host = LaunchCosts(forward_s=4.0 / 200, backward_s=5.0 / 200)
-    model = queued(40, host, HostCalls(kernels=200), HostCalls(kernels=200))
+    model = build_launch_model(40, host, HostCalls(kernels=200), HostCalls(kernels=200))
     least = lower_bound_seconds(model.at(1), build_candidate(model, compiled=False), model.rates)
     assert least == pytest.approx(40 * 9)
     assert least <= seconds_of(model).step
 
 
 def test_a_step_cannot_use_the_lead_of_the_previous_step_forever() -> None:
-    """The link holds the first step up, the host gets ahead: steps in a row gain nothing by it."""
+    """In the first step the device waits for the link and the host gets ahead; later it cannot."""
     host = LaunchCosts(forward_s=3.0 / 100, backward_s=3.0 / 100)
-    shapes = queued(12, host, HostCalls(kernels=100), HostCalls(kernels=100))._shapes
+    shapes = build_launch_model(12, host, HostCalls(kernels=100), HostCalls(kernels=100))._shapes
     (kind,) = shapes.kinds
     slow = replace(shapes, kinds=(replace(kind, frozen_nbytes=350),))  # 3.5 seconds on the link
     found = seconds_of(CostModel(slow, replace(SPEEDS, host=host)), streamed=12)
     assert found.step == pytest.approx(12 * (3 + 3), rel=0.001)
-    assert 0.7 < found.wait_host / found.wait_weights < 1.6  # in the second step there was no wait
+    assert (
+        0.7 < found.wait_host / found.wait_weights < 1.6
+    )  # the second step does not wait for weights
 
 
 def test_a_host_that_is_always_ahead_costs_nothing() -> None:
-    quick = queued(
+    quick = build_launch_model(
         4, LaunchCosts(forward_s=0.01, backward_s=0.01), HostCalls(kernels=9), HostCalls(kernels=9)
     )
-    free = queued(4, NO_LAUNCH_COSTS, HostCalls(kernels=9), HostCalls(kernels=9))
+    free = build_launch_model(4, NO_LAUNCH_COSTS, HostCalls(kernels=9), HostCalls(kernels=9))
     assert seconds_of(quick) == seconds_of(free)
 
 
 def test_recomputing_under_a_policy_costs_more_launch_time() -> None:
     host = LaunchCosts(forward_s=1.0, backward_s=1.0, policy_s=2.0, policy_recompute_s=3.0)
-    model = queued(2, host, HostCalls(dispatched=9, kernels=9), HostCalls(kernels=9))
+    model = build_launch_model(2, host, HostCalls(dispatched=9, kernels=9), HostCalls(kernels=9))
     kept, again = (seconds_of(model, activations=way).step for way in ("keep", "recompute"))
     assert again - kept == pytest.approx(2 * (9 * 2 + 9 * 3 + 1), rel=0.05)  # one kernel is traced
 
@@ -197,21 +201,21 @@ def test_ring_and_offload_hooks_cost_launch_time() -> None:
     )
     assert HOST.hook_seconds(4, streamed=False, packed=False, sent=False) == (0, 0)
     calls = HostCalls(kernels=9, saved_tensors=5)
-    model = queued(2, replace(HOST, policy_s=100.0), calls, HostCalls(kernels=9))
+    model = build_launch_model(2, replace(HOST, policy_s=100.0), calls, HostCalls(kernels=9))
     resident, streamed = seconds_of(model).step, seconds_of(model, streamed=2).step
     each = 5 * sum(PACK_COSTS) + sum(STREAM_COSTS)
     assert streamed - resident == pytest.approx(2 * 100 * each, rel=0.1)
 
 
 def test_rescaling_compute_rescales_launch_costs() -> None:
-    model = queued(1, HOST, CALLS, CALLS)
+    model = build_launch_model(1, HOST, CALLS, CALLS)
     way, paced = (m.at(1).blocks[0].eager.keep for m in (model, model.rescaled(2.0, 1.0)))
     assert paced.forward_host_s == pytest.approx(2 * way.forward_host_s)
     assert paced.backward_host_s == pytest.approx(2 * way.backward_host_s)
 
 
 def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
-    """Wan's block has ten linear layers; those that share an input are one call."""
+    """A Wan block has ten linear layers; layers that share an input are one call."""
     (kind,) = fused_shapes.kinds
     keep, lean = kind.eager.keep, kind.eager.lean
     assert keep.forward_calls.custom_ops == 8
@@ -225,28 +229,31 @@ def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
     assert kind.compiled.keep.forward_calls.views == 0
 
 
-def probed(family: str, clock: Callable[[], float], waited: list[int]) -> LaunchCosts:
+def measure_costs(family: str, clock: Callable[[], float], waited: list[int]) -> LaunchCosts:
     small = partial(build_probe_model, family)
     return measure_launch_costs(torch.device("cpu"), lambda: waited.append(1), clock, small)
 
 
 def test_launch_costs_are_measured_with_tiny_models() -> None:
-    """By a clock that ticks at each look: every part takes one tick, whatever it does."""
+    """The clock advances by one at each reading, so every measured part takes one tick."""
     ticks = count()
     waited: list[int] = []
-    host = probed("wan22", lambda: float(next(ticks)), waited)
+    host = measure_costs("wan22", lambda: float(next(ticks)), waited)
     assert 0 < host.forward_s < 1 / 100
-    assert 0 < host.backward_s < host.forward_s  # a tick as well, for more calls
-    assert (host.policy_s, host.policy_recompute_s) == (0, 0)  # no dearer: never below nothing
-    assert host.optimizer_s == pytest.approx(1 / (12 * 20))  # ten linear layers a block
+    assert 0 < host.backward_s < host.forward_s  # also one tick, but for more calls
+    assert (host.policy_s, host.policy_recompute_s) == (
+        0,
+        0,
+    )  # not negative
+    assert host.optimizer_s == pytest.approx(1 / (12 * 20))  # ten linear layers per block
     assert len(waited) == 3 * (WARM_UP + REPEATS)
 
 
 def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
-    """By a clock that knows what each pass costs: plain, prepared, under a policy."""
+    """The clock gives each pass a fixed cost: plain, with custom operators, under a policy."""
     costs = [(1.0, 2.0, 0.0), (3.0, 5.0, 8.0), (10.0, 20.0, 0.0)]
-    ticks = accumulate(cycle([look for parts in costs for look in (0.0, *parts)]))
-    host = probed("wan22", lambda: next(ticks), [])
+    ticks = accumulate(cycle([seconds for parts in costs for seconds in (0.0, *parts)]))
+    host = measure_costs("wan22", lambda: next(ticks), [])
     (bare, bare_back), (there, back) = (
         _ProbePass(partial(build_probe_model, "wan22", has), torch.device("cpu")).count()
         for has in (False, True)
@@ -265,7 +272,7 @@ def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
 
 @pytest.mark.parametrize("family", [*PLANNABLE, "unheard_of"])
 def test_measured_launch_costs_are_plausible(family: str) -> None:
-    host = probed(family, time.process_time, [])
+    host = measure_costs(family, time.process_time, [])
     assert 1e-7 < host.forward_s < 1e-3
     assert 0 < host.policy_s < 1e-3
     assert 0 < host.policy_recompute_s < 1e-3
@@ -276,18 +283,18 @@ def test_a_probe_leaves_the_global_rng_unchanged() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    probed("qwen_image", time.process_time, [])
+    measure_costs("qwen_image", time.process_time, [])
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_calls_are_counted_as_on_cuda() -> None:
-    """CUDA has one kernel for what a CPU does in eight; nothing runs on the other device."""
+    """CUDA has one kernel for what takes eight on a CPU; calls are counted on the meta device."""
     make = partial(build_probe_model, "wan22", True)
     (here, _), (there, back) = (
         _ProbePass(make, torch.device(name)).count() for name in ("cpu", "meta")
     )
     assert there.kernels < here.kernels
-    assert here.custom_ops == there.custom_ops == 12 * 8  # those that share an input are one call
+    assert here.custom_ops == there.custom_ops == 12 * 8  # layers that share an input are one call
     assert back.custom_ops > there.custom_ops
     assert 0 < there.policy_calls < there.dispatched
 
@@ -298,13 +305,13 @@ def test_the_report_mentions_a_slow_host() -> None:
     from gracetune.plan.search import Constraints, PlanBudget, find_best_plan
 
     host = LaunchCosts(forward_s=1.0, backward_s=1.0)
-    model = queued(2, host, HostCalls(kernels=10), HostCalls(kernels=30))
+    model = build_launch_model(2, host, HostCalls(kernels=10), HostCalls(kernels=30))
     budget = PlanBudget(10**6, 10**6)
     wishes = Constraints(samples=1, compile=(False,))
     planned = find_best_plan(model, FixedMemory(0), budget, wishes, simulated=True)
     assert any("CPU launches kernels more slowly" in reason for reason in reasons(planned, budget))
     quick = find_best_plan(
-        queued(2, NO_LAUNCH_COSTS, HostCalls(), HostCalls()),
+        build_launch_model(2, NO_LAUNCH_COSTS, HostCalls(), HostCalls()),
         FixedMemory(0),
         budget,
         wishes,
@@ -315,13 +322,13 @@ def test_the_report_mentions_a_slow_host() -> None:
 
 @pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
 def test_realistic_and_tiny_probe_models_make_the_same_calls(family: str) -> None:
-    """A host is timed with the one and its calls are counted with the other."""
-    small, roomy = (
+    """The host is timed with one model, and calls are counted with the other."""
+    small, realistic = (
         trace_model(build_probe_model(family, True, is_realistic).trace_target(), 1)
         for is_realistic in (False, True)
     )
-    for one, other in zip(small.kinds, roomy.kinds, strict=True):
+    for one, other in zip(small.kinds, realistic.kinds, strict=True):
         assert one.eager.keep.forward_calls == other.eager.keep.forward_calls
         assert one.eager.keep.backward_calls == other.eager.keep.backward_calls
-    assert small.outside.forward_calls == roomy.outside.forward_calls
-    assert roomy.kinds[0].input_nbytes > MIB > 100 * small.kinds[0].input_nbytes
+    assert small.outside.forward_calls == realistic.outside.forward_calls
+    assert realistic.kinds[0].input_nbytes > MIB > 100 * small.kinds[0].input_nbytes

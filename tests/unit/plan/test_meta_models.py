@@ -25,7 +25,7 @@ SMALL = {
     "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2},
     "qwen_image": {"num_layers": 2, "num_attention_heads": 2},
 }
-"""Narrow, but of the published classes."""
+"""Narrow models of the published classes."""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 @pytest.fixture
 def losses(tiny_run, tmp_path, recorder):
-    """Trains, and gives the losses."""
+    """Return a function that trains and returns the losses."""
 
     def train(plan, dropout=0.0, **settings):
         recorder.events.clear()
@@ -40,14 +40,14 @@ def losses(tiny_run, tmp_path, recorder):
 
 
 @pytest.fixture
-def fill(monkeypatch):
-    """The device of a CPU never fills, so a block says so once, at this forward."""
+def run_out_of_memory_at(monkeypatch):
+    """Return a function that makes one forward pass of a block run out of memory."""
 
-    def at(number):
+    def register(number):
         calls = itertools.count()
         plan_run = planner.plan_run
 
-        def filling(run, family, *rest):
+        def plan_and_register(run, family, *rest):
             controller = plan_run(run, family, *rest)
 
             def full(*_):
@@ -57,47 +57,51 @@ def fill(monkeypatch):
             family.blocks()[-1].register_forward_hook(full)
             return controller
 
-        monkeypatch.setattr(planner, "plan_run", filling)
+        monkeypatch.setattr(planner, "plan_run", plan_and_register)
 
-    return at
+    return register
 
 
-def test_a_step_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(losses, recorder, fill):
-    """In the middle of a window, and with dropout, which falls as if there had been one try."""
+def test_a_step_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(
+    losses, recorder, run_out_of_memory_at
+):
+    """Memory runs out inside an accumulation window; dropout is the same as without a retry."""
     settings = {"max_train_steps": 4, "gradient_accumulation_steps": 2, "dropout": 0.5}
     expected = losses("off", **settings)
-    fill(5)
+    run_out_of_memory_at(5)
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
     (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
 
 
-def test_a_smaller_plan_is_compared_with_its_own_steps(losses, recorder, fill, monkeypatch):
-    """Moving weights, the try that failed, and the first steps after it are no measure."""
-    watched, steps = [], []
-    watch, check = PlanController.start_measuring, PlanController.check
-    saw = PlanController.count_batch
+def test_a_smaller_plan_is_compared_with_its_own_steps(
+    losses, recorder, run_out_of_memory_at, monkeypatch
+):
+    """Moving weights, the failed step and the first steps after it are not timed."""
+    steps_at_start, steps = [], []
+    original_start, check = PlanController.start_measuring, PlanController.check
+    count_batch = PlanController.count_batch
 
     def seen(self, batch):
         steps.append(batch)
-        return saw(self, batch)
+        return count_batch(self, batch)
 
-    def begun(self):
-        watched.append(len(steps))
-        watch(self)
+    def start_measuring(self):
+        steps_at_start.append(len(steps))
+        original_start(self)
 
-    def checked(self, seconds, left):
-        assert len(steps) == watched[-1] + TIMED_STEPS
+    def check_steps(self, seconds, left):
+        assert len(steps) == steps_at_start[-1] + TIMED_STEPS
         return check(self, seconds, left)
 
     monkeypatch.setattr(PlanController, "count_batch", seen)
-    monkeypatch.setattr(PlanController, "start_measuring", begun)
-    monkeypatch.setattr(PlanController, "check", checked)
+    monkeypatch.setattr(PlanController, "start_measuring", start_measuring)
+    monkeypatch.setattr(PlanController, "check", check_steps)
     full_in = WARMUP_STEPS + 2  # the second step that is timed
-    fill(full_in - 1)
+    run_out_of_memory_at(full_in - 1)
     losses(PLENTY, max_train_steps=9)
-    assert watched == [0, WARMUP_STEPS, full_in + WARMUP_STEPS]
-    assert len(steps) == 9 + 1, "one was brought twice"
+    assert steps_at_start == [0, WARMUP_STEPS, full_in + WARMUP_STEPS]
+    assert len(steps) == 9 + 1, "the batch of the failed step is loaded twice"
     assert sum(text.startswith("measured:") for text in recorder.texts()) == 1
 
 
@@ -109,7 +113,7 @@ def test_a_batch_that_did_not_fit_is_loaded_again(losses, recorder, monkeypatch,
 
     class FullOnce(DataPipeline):
         def load(self, draws):
-            if next(calls) == 4:  # the planner loads the first one
+            if next(calls) == 4:  # the planner loads the first batch
                 raise torch.OutOfMemoryError(FULL)
             return super().load(draws)
 
@@ -117,36 +121,38 @@ def test_a_batch_that_did_not_fit_is_loaded_again(losses, recorder, monkeypatch,
     assert losses(PLENTY, **settings) == pytest.approx(expected, rel=1e-4)
     (notice,) = [event for event in recorder.of(Notice) if event.fallback]
     assert notice.text.startswith(f"{FULL} Continuing with a smaller plan")
-    assert recorder.of(BatchesFed)[-1].batches == 5 * accumulation, "all of that step twice"
+    assert recorder.of(BatchesFed)[-1].batches == 5 * accumulation, (
+        "all batches of the failed step are loaded twice"
+    )
 
 
 def test_a_step_does_not_hold_its_batches(losses, monkeypatch):
-    """A second try brings them again: a large step holds no more of them than a small one."""
+    """A retry loads the batches again, so a step need not keep all of its batches."""
     seen, alive = [], []
-    saw = PlanController.count_batch
+    count_batch = PlanController.count_batch
 
-    def counted(self, batch):
+    def record_batch(self, batch):
         seen.append(weakref.ref(batch.latents))
         alive.append(sum(ref() is not None for ref in seen))
-        return saw(self, batch)
+        return count_batch(self, batch)
 
-    monkeypatch.setattr(PlanController, "count_batch", counted)
+    monkeypatch.setattr(PlanController, "count_batch", record_batch)
     losses(PLENTY, max_train_steps=2, gradient_accumulation_steps=8)
     assert len(alive) == 16
-    assert max(alive) <= 2, "one in use, and the next"
+    assert max(alive) <= 2, "the current batch and the next"
 
 
 def test_steps_that_include_compilation_are_not_timed(losses, recorder, monkeypatch):
     compiling = itertools.chain([True, True], itertools.repeat(False))
     monkeypatch.setattr(PlanController, "has_compiled", lambda _: next(compiling))
-    window = TIMED_STEPS + 1  # the clock is started after a step
+    window = TIMED_STEPS + 1  # the clock starts after a step
     losses(PLENTY, max_train_steps=WARMUP_STEPS + 3 * window - 1)
     assert next(compiling) is False
     assert sum(text.startswith("measured:") for text in recorder.texts()) == 1
 
 
 def test_an_update_is_never_repeated(losses, recorder, monkeypatch):
-    """Where the device fills after it, a second try would train on the same batches again."""
+    """If memory runs out after the update, a retry would train on the same batches twice."""
     calls = itertools.count()
 
     def full(optimizer):

@@ -38,7 +38,7 @@ LATER = [
     ]
     if "predicted_seconds" not in record
 ]
-"""Measured after the rates were set; one more there was predicted by the run itself."""
+"""Measured after the rates were fitted, without the configuration that a run predicted itself."""
 GUIDE = (ROOT / "docs/planning.md").read_text()
 ACCURACY = (ROOT / "docs/planning-accuracy.md").read_text()
 NAMED = {"none": 0, "all": 1, "every_second": 2}
@@ -61,7 +61,7 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
         for index, way in enumerate(ways)
     )
     choice = PlanCandidate(blocks, record["batch"], 1, 3 if every else 0, record["compiled"])
-    # bf16 moments: two numbers of the adapter's own type
+    # bf16 moments: two numbers per weight in the dtype of the adapter
     fixed = FixedMemory(
         optimizer_nbytes=2 * model.trained_nbytes,
         library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),

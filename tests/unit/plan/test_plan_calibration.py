@@ -14,12 +14,12 @@ ROOMY, TIGHT = 2000, 500
 
 
 def planned(device_nbytes, **made):
-    ask = build_problem(device_nbytes, **made)
-    return ask, ask.solve(ask.budget)
+    problem = build_problem(device_nbytes, **made)
+    return problem, problem.solve(problem.budget)
 
 
-def predicted_again(ask, plan, measured):
-    model, fixed = calibrate(ask.model, ask.fixed, plan, measured)
+def predicted_again(problem, plan, measured):
+    model, fixed = calibrate(problem.model, problem.fixed, plan, measured)
     return predict(model, candidate_of(plan), fixed, simulated=False)
 
 
@@ -39,11 +39,11 @@ def test_small_deviations_are_tolerated():
 
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.2, 3.0])
 def test_unpredicted_memory_is_added_to_every_plan(factor):
-    ask, plan = planned(TIGHT)
+    problem, plan = planned(TIGHT)
     peak = int(factor * plan.device.total)
     measured = as_planned(plan, peak_nbytes=peak)
     assert is_off(plan, measured)
-    again = predicted_again(ask, plan, measured)
+    again = predicted_again(problem, plan, measured)
     assert again.device.total == peak
     assert again.seconds == plan.seconds, "time was as predicted"
 
@@ -51,40 +51,40 @@ def test_unpredicted_memory_is_added_to_every_plan(factor):
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.5, 4.0])
 @pytest.mark.parametrize("device_nbytes", [ROOMY, TIGHT])
 def test_calibration_scales_compute(factor, device_nbytes):
-    ask, plan = planned(device_nbytes)
+    problem, plan = planned(device_nbytes)
     waits = plan.seconds.wait_weights
     seconds = factor * (plan.seconds.step - waits) + waits
-    again = predicted_again(ask, plan, as_planned(plan, seconds=seconds))
+    again = predicted_again(problem, plan, as_planned(plan, seconds=seconds))
     assert again.seconds.step == pytest.approx(seconds, rel=0.02)
     assert again.device == plan.device
 
 
 @pytest.mark.parametrize("slower", [1.5, 2.5])
 def test_calibration_finds_a_slower_link(slower):
-    """Blocks of 900 bytes come in nine seconds and are computed in three: the link is all."""
-    ask, plan = planned(2400, frozen_nbytes=900)
+    """Blocks of 900 bytes take 9 s to copy and 3 s to compute: the link limits the step."""
+    problem, plan = planned(2400, frozen_nbytes=900)
     assert plan.seconds.wait_weights > 0.3 * plan.seconds.step
     seconds = plan.seconds.step + (slower - 1) * plan.seconds.link_in
     computed = plan.seconds.step - plan.seconds.wait_weights
     measured = as_planned(plan, seconds=seconds, stalled_s=seconds - computed)
-    model, fixed = calibrate(ask.model, ask.fixed, plan, measured)
-    assert model.rates.link_in == pytest.approx(ask.model.rates.link_in / slower, rel=0.05)
+    model, fixed = calibrate(problem.model, problem.fixed, plan, measured)
+    assert model.rates.link_in == pytest.approx(problem.model.rates.link_in / slower, rel=0.05)
     again = predict(model, candidate_of(plan), fixed, simulated=False)
     assert again.seconds.step == pytest.approx(seconds, rel=0.02)
     assert again.seconds.gemm == pytest.approx(plan.seconds.gemm)
 
 
 def test_a_step_of_stalls_does_not_change_the_compute_rate():
-    ask, plan = planned(TIGHT)
+    problem, plan = planned(TIGHT)
     model, _ = calibrate(
-        ask.model, FixedMemory(16), plan, as_planned(plan, seconds=100.0, stalled_s=100.0)
+        problem.model, FixedMemory(16), plan, as_planned(plan, seconds=100.0, stalled_s=100.0)
     )
     assert model.at(1).blocks[0].eager.keep.forward.total == pytest.approx(1.0)
 
 
 def test_compute_time_is_not_blamed_on_the_link():
-    """Computing took as long as it did, nothing was waited for: the link stays as it was."""
-    ask, plan = planned(TIGHT)
+    """The step was slow without stalls, so the rate of the link stays nearly the same."""
+    problem, plan = planned(TIGHT)
     measured = as_planned(plan, seconds=2 * plan.seconds.step, stalled_s=0.0)
-    model, _ = calibrate(ask.model, ask.fixed, plan, measured)
-    assert model.rates.link_in == pytest.approx(ask.model.rates.link_in, rel=0.3)
+    model, _ = calibrate(problem.model, problem.fixed, plan, measured)
+    assert model.rates.link_in == pytest.approx(problem.model.rates.link_in, rel=0.3)

@@ -19,7 +19,7 @@ NUMEL = 16
 LEFT = 1000
 
 
-class Meter:
+class FakeMeter:
     def __init__(self):
         self.peak = None
         self.cleared = 0
@@ -34,29 +34,29 @@ class Meter:
         self.cleared += 1
 
 
-class Ring:
+class FakeRing:
     def counters(self):
         return RingCounters(7, 700, 5, 2, 1, 0, 3.0, 4, 0, 100, 800)
 
 
-class Compiler:
+class FakeCompiler:
     graphs, seconds = 3, 40.0
 
 
-class Placed:
-    """What Settled asks of a placed model, and what it was told to do."""
+class FakePlacedModel:
+    """The part of a placed model that PlanController uses; records the calls."""
 
-    def __init__(self, plan, deeds, added):
+    def __init__(self, plan, calls, added):
         self.plan = plan
-        self.deeds = deeds
-        self.ring = Ring() if plan.streamed else None
+        self.calls = calls
+        self.ring = FakeRing() if plan.streamed else None
         self.compiler = None
         self.closed = False
         self.waited = 0.0
         self._added = added
 
     def allow_ring_growth(self, nbytes):
-        self.deeds.append(("may grow", nbytes))
+        self.calls.append(("may grow", nbytes))
 
     def shrink_ring(self):
         given, self._added = self._added, False
@@ -67,31 +67,31 @@ class Placed:
 
     def close(self):
         if not self.closed:
-            self.deeds.append(("close", self.plan))
+            self.calls.append(("close", self.plan))
         self.closed, self.ring = True, None
 
 
 @dataclass
 class Case:
-    settled: PlanController
-    ask: object
-    meter: Meter
-    deeds: list
+    controller: PlanController
+    problem: object
+    meter: FakeMeter
+    calls: list
     recorder: object
     placed: list
     spares: list
-    """Bytes that each plan was placed beside."""
+    """The spare bytes that were given for each placed plan."""
 
     @property
     def plan(self):
-        return self.settled.plan
+        return self.controller.plan
 
     def check(self, seconds, peak=None, batches=3, numel=NUMEL, left=LEFT):
         self.meter.peak = peak
-        self.settled.start_measuring()
+        self.controller.start_measuring()
         for _ in range(batches):
-            self.settled.count_batch(batch(numel))
-        return self.settled.check(seconds, left)
+            self.controller.count_batch(batch(numel))
+        return self.controller.check(seconds, left)
 
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -104,21 +104,21 @@ def batch(numel=NUMEL):
 @pytest.fixture
 def case(recorder):
     def make(device_nbytes, added=False, full_at=(), failure=FULL, **asked):
-        ask = build_problem(device_nbytes, **asked)
-        deeds, placed, spares = [], [], []
+        problem = build_problem(device_nbytes, **asked)
+        calls, placed, spares = [], [], []
 
         def place(plan, spare_nbytes):
             if len(placed) in full_at:
                 placed.append(None)
                 raise failure
-            placed.append(Placed(plan, deeds, added))
+            placed.append(FakePlacedModel(plan, calls, added))
             spares.append(spare_nbytes)
             return placed[-1]
 
-        meter = Meter()
-        plan = ask.solve(ask.budget)
-        settled = PlanController(ask, plan, place, meter, NUMEL, recorder)
-        return Case(settled, ask, meter, deeds, recorder, placed, spares)
+        meter = FakeMeter()
+        plan = problem.solve(problem.budget)
+        controller = PlanController(problem, plan, place, meter, NUMEL, recorder)
+        return Case(controller, problem, meter, calls, recorder, placed, spares)
 
     return make
 
@@ -128,8 +128,8 @@ def test_a_correct_plan_stays_and_the_ring_may_grow(case):
     plan = one.plan
     assert not one.check(plan.seconds.step, peak=plan.device.total - 1)
     assert one.plan is plan
-    assert one.deeds == [("may grow", one.ask.spare_nbytes(plan) + 1)]
-    assert one.ask.spare_nbytes(plan) <= TIGHT - plan.device.total
+    assert one.calls == [("may grow", one.problem.spare_nbytes(plan) + 1)]
+    assert one.problem.spare_nbytes(plan) <= TIGHT - plan.device.total
     (text,) = one.recorder.texts()
     expected = f"{plan.samples_per_second:.3f}"
     assert text.startswith(f"measured: {expected} samples/s (expected {expected}), ")
@@ -144,7 +144,7 @@ def test_unexpectedly_free_memory_is_used_by_a_correction_once(case):
     after = one.plan
     assert after.seconds.step < 0.97 * before.seconds.step
     assert after.device.total <= TIGHT
-    assert one.deeds == [("close", before)]
+    assert one.calls == [("close", before)]
     assert one.meter.cleared == 1
     text = one.recorder.texts()[-1]
     assert text.startswith("plan corrected after the first steps")
@@ -161,7 +161,7 @@ def test_a_plan_over_budget_is_replaced_even_by_a_slower_one(case):
     assert one.plan.seconds.step >= before.seconds.step
     more = 1600 - before.device.total
     assert one.plan.device.total <= 1500
-    assert one.ask.solve(one.ask.budget).device.total + more > 1500
+    assert one.problem.solve(one.problem.budget).device.total + more > 1500
 
 
 def test_a_different_speed_alone_does_not_change_the_plan(case):
@@ -172,7 +172,7 @@ def test_a_different_speed_alone_does_not_change_the_plan(case):
     assert one.plan.seconds.step == pytest.approx(2 * before.seconds.step, rel=0.01), (
         "but it is known now"
     )
-    assert one.deeds[0][0] == "may grow"
+    assert one.calls[0][0] == "may grow"
 
 
 def test_smaller_batches_do_not_correct_the_plan(case):
@@ -181,30 +181,30 @@ def test_smaller_batches_do_not_correct_the_plan(case):
     assert not one.check(before.seconds.step / 4, peak=before.device.total // 2, numel=NUMEL - 1)
     assert one.plan is before
     assert "3 of 3 micro-batches were smaller" in one.recorder.texts()[0]
-    assert one.deeds == [("may grow", one.ask.spare_nbytes(before))]
+    assert one.calls == [("may grow", one.problem.spare_nbytes(before))]
 
 
 def test_one_full_batch_corrects_memory_but_not_time(case):
     one = case(TIGHT)
     before = one.plan
     one.meter.peak = before.device.total - 200
-    one.settled.start_measuring()
+    one.controller.start_measuring()
     for numel in (NUMEL, 1, 1):
-        one.settled.count_batch(batch(numel))
-    assert one.settled.check(before.seconds.step / 10, LEFT)
+        one.controller.count_batch(batch(numel))
+    assert one.controller.check(before.seconds.step / 10, LEFT)
     assert one.plan.seconds.gemm == pytest.approx(before.seconds.gemm)
     assert one.plan.device.total > before.device.total - 200
 
 
 def test_a_partial_batch_does_not_count_as_full(case):
     one = case(TIGHT)
-    one.settled.start_measuring()
-    one.settled.count_batch(Batch(torch.zeros(0, NUMEL), {}, ()))
-    assert not one.settled.check(one.plan.seconds.step / 10, LEFT)
+    one.controller.start_measuring()
+    one.controller.count_batch(Batch(torch.zeros(0, NUMEL), {}, ()))
+    assert not one.controller.check(one.plan.seconds.step / 10, LEFT)
 
 
 def test_a_change_must_pay_for_its_compilation(case):
-    free = 450  # so much that weights may stay, which needs another graph
+    free = 450  # enough to keep weights resident, which needs another graph
     one = case(TIGHT, compiled=(True,))
     before = one.plan
     assert not one.check(before.seconds.step, peak=before.device.total - free, left=1)
@@ -231,7 +231,7 @@ def test_a_corrected_plan_that_does_not_fit_is_undone(case, failure):
     assert one.plan.blocks == before.blocks
     assert one.plan.device.total == before.device.total - 200
     assert one.placed[-1].plan.blocks == before.blocks
-    assert one.settled.streaming_stats(9).fetches == 14, "of two rings, none of them twice"
+    assert one.controller.streaming_stats(9).fetches == 14, "of two rings, none of them twice"
     (notice,) = [event for event in one.recorder.of(Notice) if event.fallback]
     assert "Returning to the first plan" in notice.text
 
@@ -239,15 +239,15 @@ def test_a_corrected_plan_that_does_not_fit_is_undone(case, failure):
 def test_added_slots_are_released_before_the_plan_shrinks(case):
     one = case(900, added=True)
     before = one.plan
-    assert one.settled.reduce_memory("full.")
+    assert one.controller.reduce_memory("full.")
     assert one.plan is before
-    assert one.deeds == []
+    assert one.calls == []
     assert one.recorder.texts() == [
         "full. Continuing without the slots that were added to the weight ring."
     ]
-    assert one.settled.reduce_memory("full.")
+    assert one.controller.reduce_memory("full.")
     assert one.plan.device.total < before.device.total
-    assert one.deeds == [("close", before)]
+    assert one.calls == [("close", before)]
     assert not one.check(before.seconds.step / 10, peak=10), "a full device is not filled again"
     assert one.spares[-1] < before.device.total - one.plan.device.total, "nor counted as free"
 
@@ -255,36 +255,36 @@ def test_added_slots_are_released_before_the_plan_shrinks(case):
 def test_plans_shrink_until_one_fits(case):
     one = case(900, full_at=(1, 2))
     before = one.plan
-    assert one.settled.reduce_memory("full.")
+    assert one.controller.reduce_memory("full.")
     first, second, third = one.recorder.texts()
     assert first.startswith("full. Continuing with a smaller plan: ")
     assert second.startswith(f"{FULL} Continuing with a smaller plan: ")
     assert third.startswith(f"{FULL} Continuing with a smaller plan: ")
     assert one.plan is one.placed[-1].plan
     assert one.plan.device.total < 0.85**2 * before.device.total
-    assert one.deeds == [("close", before)]
+    assert one.calls == [("close", before)]
 
 
 def test_reduce_memory_fails_if_no_smaller_plan_can_be_applied(case):
-    assert not case(900, full_at=range(1, 20)).settled.reduce_memory("full.")
+    assert not case(900, full_at=range(1, 20)).controller.reduce_memory("full.")
 
 
 def test_compilation_during_a_measurement_is_noticed(case):
     one = case(ROOMY)
-    assert not one.settled.has_compiled()
-    one.placed[-1].compiler = Compiler()
-    one.settled.start_measuring()
-    assert not one.settled.has_compiled()
+    assert not one.controller.has_compiled()
+    one.placed[-1].compiler = FakeCompiler()
+    one.controller.start_measuring()
+    assert not one.controller.has_compiled()
     one.placed[-1].compiler.graphs += 1
-    assert one.settled.has_compiled()
-    one.settled.start_measuring()
-    assert not one.settled.has_compiled()
+    assert one.controller.has_compiled()
+    one.controller.start_measuring()
+    assert not one.controller.has_compiled()
 
 
 def test_reduce_memory_fails_if_no_smaller_plan_exists(case):
     one = case(900)
     downs = 0
-    while one.settled.reduce_memory("full."):
+    while one.controller.reduce_memory("full."):
         downs += 1
     assert 0 < downs < 20
 
@@ -294,7 +294,7 @@ def test_streaming_stats_include_earlier_plans(case):
     before = one.plan
     assert one.check(before.seconds.step, peak=before.device.total - 200)
     assert one.plan.streamed
-    event = one.settled.streaming_stats(9)
+    event = one.controller.streaming_stats(9)
     assert (event.fetches, event.nbytes, event.late, event.on_demand) == (14, 1400, 4, 2)
     assert event.slots == 4, "those of now"
     assert event.waited_s == 6.0
@@ -305,15 +305,15 @@ def test_streaming_stats_remain_after_a_plan_without_streaming(case):
     one = case(TIGHT)
     assert one.check(one.plan.seconds.step, peak=one.plan.device.total - ROOMY)
     assert not one.plan.streamed
-    event = one.settled.streaming_stats(9)
+    event = one.controller.streaming_stats(9)
     assert (event.slots, event.fetches) == (0, 7)
 
 
-def test_streaming_stats(case):
-    assert case(ROOMY).settled.streaming_stats(3) is None
-    assert case(ROOMY).settled.slots_nbytes == 0
-    assert case(TIGHT).settled.slots_nbytes == 4 * 100
-    event = case(TIGHT).settled.streaming_stats(3)
+def test_streaming_stats_contain_slots_stalls_and_hidden_time(case):
+    assert case(ROOMY).controller.streaming_stats(3) is None
+    assert case(ROOMY).controller.slots_nbytes == 0
+    assert case(TIGHT).controller.slots_nbytes == 4 * 100
+    event = case(TIGHT).controller.streaming_stats(3)
     assert (event.step, event.slots, event.late, event.on_demand) == (3, 4, 2, 1)
     assert event.waited_s == 3.0
     assert event.hidden_s == pytest.approx(700 / 100 - 3.0), "seven seconds of link, less waits"

@@ -38,7 +38,7 @@ def test_lean_blocks_recompute_only_cheap_work() -> None:
 
 
 def test_weights_that_arrive_in_time_cost_no_time() -> None:
-    model = build_model(8, frozen_nbytes=50)  # half a second on the link, and one of forward
+    model = build_model(8, frozen_nbytes=50)  # 0.5 s on the link, 1 s of forward
     resident, streamed = (
         predict_seconds(model.at(1), build_candidate(model, streamed=count), SPEEDS, 0)
         for count in (0, 8)
@@ -94,7 +94,7 @@ def test_offloaded_inputs_are_fetched_for_recomputing() -> None:
     )
     seconds = predict_seconds(model.at(1), moved, SPEEDS, 0)
     assert seconds.link_out == pytest.approx(8 * 0.1)
-    assert seconds.link_in == pytest.approx(6 * 0.1)  # the last two never left
+    assert seconds.link_in == pytest.approx(6 * 0.1)  # the last two stay on the device
 
 
 def test_both_directions_slow_each_other_down() -> None:
@@ -161,16 +161,16 @@ def test_timed_kernels_replace_rates() -> None:
     block = CostModel(shapes, speeds).at(4).blocks[0]
     assert ("gemm", 4.0) in asked
     compiled, eager = block.compiled.keep.forward, block.eager.keep.forward
-    assert compiled.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # of the other nothing is known
+    assert compiled.gemm == 3.0 / 0.5 + 4 * 100.0 / 100.0  # the other matmul was not timed
     assert eager.gemm == 3.0 + 4 * 100.0 / 100.0
     assert eager.elementwise == 3.0
-    assert eager.gaps == 7.0  # what was timed was timed with its own
+    assert eager.gaps == 7.0  # timed kernels include their gaps
     rounded = CostModel(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
-    assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has a rate of its own
+    assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has its own rate
 
 
-def unequal(first: int, last: int, small: int, large: int) -> CostModel:
-    """So many blocks of two kinds, the ones in front with larger weights."""
+def build_unequal_model(first: int, last: int, small: int, large: int) -> CostModel:
+    """A model of two kinds of blocks; the first ones have larger weights."""
     shapes = build_model(1)._shapes
     (kind,) = shapes.kinds
     kinds = tuple(replace(kind, frozen_nbytes=nbytes) for nbytes in (large, small))
@@ -184,12 +184,12 @@ def unequal(first: int, last: int, small: int, large: int) -> CostModel:
 def test_no_simulation_beats_the_lower_bound(
     link: float, streamed: int, activations: str, compiled: bool
 ) -> None:
-    """Candidates are left out by it: with blocks of two sizes, and whatever the link does."""
-    model = unequal(4, 8, small=100, large=700)
+    """The search skips candidates by this bound: blocks of two sizes, slow and fast links."""
+    model = build_unequal_model(4, 8, small=100, large=700)
     speeds = replace(SPEEDS, link_in=link, link_out=link)
     for slots in (2, 3, 6):
         choice = build_candidate(model, activations, streamed, slots=slots, compiled=compiled)
         found = predict_seconds(model.at(1), choice, speeds, 0)
         least = lower_bound_seconds(model.at(1), choice, speeds)
         assert least <= found.step * (1 + 1e-9)
-        assert least >= 0.3 * found.step  # and it is of use
+        assert least >= 0.3 * found.step  # the bound is tight enough to be useful

@@ -10,7 +10,7 @@ from gracetune.plan.simulate import fetches
 
 
 class Chain(nn.Module):
-    """Frozen layers in a row behind one that is trained, so that every one has a backward."""
+    """Frozen layers after a trained one, so that each of them has a backward."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

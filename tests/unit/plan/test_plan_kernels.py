@@ -26,19 +26,19 @@ ROWS, INNER, OUTER, RANK = 64, 32, 48, 4
 aten = torch.ops.aten
 
 
-def made(*shape: int) -> torch.Tensor:
+def empty_bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def operands() -> dict[str, torch.Tensor]:
     return {
-        "x": made(ROWS, INNER),
-        "weight": made(OUTER, INNER),
-        "bias": made(OUTER),
-        "down": made(RANK, INNER),
-        "up": made(OUTER, RANK),
-        "grad": made(ROWS, OUTER),
-        "narrow": made(ROWS, RANK),
+        "x": empty_bf16(ROWS, INNER),
+        "weight": empty_bf16(OUTER, INNER),
+        "bias": empty_bf16(OUTER),
+        "down": empty_bf16(RANK, INNER),
+        "up": empty_bf16(OUTER, RANK),
+        "grad": empty_bf16(ROWS, OUTER),
+        "narrow": empty_bf16(ROWS, RANK),
     }
 
 
@@ -51,22 +51,22 @@ def test_a_fused_lora_layer_is_two_thin_matmuls_and_the_frozen_one() -> None:
     with FakeTensorMode():
         o = operands()
         args = o["x"], o["weight"], o["bias"], o["down"], o["up"], 1.0
-        there = kernels(lora_linear._opoverload, args, o["weight"])
-        back = kernels(
+        forward = kernels(lora_linear._opoverload, args, o["weight"])
+        backward = kernels(
             lora_input_gradient._opoverload,
             (o["grad"], o["narrow"], o["weight"], o["down"]),
             o["weight"],
         )
     thin = 2.0 * ROWS * RANK
-    assert [op.flops for op in there] == [thin * INNER, thin * OUTER, 2.0 * ROWS * INNER * OUTER]
-    assert [op.dims for op in there if op.dims] == [(ROWS, INNER, OUTER)]
-    assert [op.dims for op in back if op.dims] == [(ROWS, OUTER, INNER)]
-    assert {op.kind for op in (*there, *back)} == {"gemm"}
-    # It reads x, the weight and what the LoRA gave, and writes over that.
-    assert there[-1].nbytes == 2 * (ROWS * INNER + INNER * OUTER + 2 * ROWS * OUTER)
-    # It is kept as one: the wide tensor and the narrow one.
-    assert all(op.frozen for op in there)
-    assert sum(op.out_nbytes for op in there) == 2 * ROWS * (OUTER + RANK)
+    assert [op.flops for op in forward] == [thin * INNER, thin * OUTER, 2.0 * ROWS * INNER * OUTER]
+    assert [op.dims for op in forward if op.dims] == [(ROWS, INNER, OUTER)]
+    assert [op.dims for op in backward if op.dims] == [(ROWS, OUTER, INNER)]
+    assert {op.kind for op in (*forward, *backward)} == {"gemm"}
+    # It reads x, the weight and the LoRA's result, and writes in place of that result.
+    assert forward[-1].nbytes == 2 * (ROWS * INNER + INNER * OUTER + 2 * ROWS * OUTER)
+    # The operator's results are saved together: the wide tensor and the narrow one.
+    assert all(op.frozen for op in forward)
+    assert sum(op.out_nbytes for op in forward) == 2 * ROWS * (OUTER + RANK)
 
 
 def test_lora_gradients_are_three_thin_matmuls() -> None:
@@ -83,7 +83,7 @@ def test_layers_with_one_input_read_it_once_for_their_loras() -> None:
     with FakeTensorMode():
         o = operands()
         three = [o["weight"]] * 3
-        args = o["x"], three, [o["bias"]] * 3, made(3 * RANK, INNER), [o["up"]] * 3, 1.0
+        args = o["x"], three, [o["bias"]] * 3, empty_bf16(3 * RANK, INNER), [o["up"]] * 3, 1.0
         ops = kernels(lora_linears._opoverload, args, o["weight"])
     flops = [op.flops for op in ops if op.kind == "gemm"]
     thin, wide = 2.0 * ROWS * RANK * OUTER, 2.0 * ROWS * INNER * OUTER
@@ -92,19 +92,19 @@ def test_layers_with_one_input_read_it_once_for_their_loras() -> None:
 
 def test_views_launch_no_kernels() -> None:
     with FakeTensorMode():
-        x = made(ROWS, INNER)
+        x = empty_bf16(ROWS, INNER)
         assert kernels(aten.t.default, (x,), x) == []
         assert kernels(aten.empty_like.default, (x,), x) == []
-        (op,) = kernels(aten.neg.default, (x,), made(1))
+        (op,) = kernels(aten.neg.default, (x,), empty_bf16(1))
     assert (op.kind, op.nbytes) == ("elementwise", 2 * 2 * ROWS * INNER)
     assert is_matmul_or_attention(aten.mm.default)
     assert not is_matmul_or_attention(torch.relu)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's tracer looks at what torch warns of looking at
-@pytest.mark.parametrize("how", ["keep", "lean", "recompute"])
-def test_a_compiled_block_saves_what_was_planned(how: str) -> None:
-    """Held against what autograd is handed when torch cuts the graph itself."""
+@pytest.mark.filterwarnings("ignore")  # torch's tracer reads attributes that torch warns about
+@pytest.mark.parametrize("mode", ["keep", "lean", "recompute"])
+def test_a_compiled_block_saves_what_was_planned(mode: str) -> None:
+    """The plan matches the tensors that autograd saves when torch partitions the graph."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}
     shape = build_meta_model(ModelSection(family="wan22"), SampleShape(192, 192), changes)
@@ -113,20 +113,20 @@ def test_a_compiled_block_saves_what_was_planned(how: str) -> None:
     fuse_lora(model)
     use_fused_processors(model)
     (kind,) = trace_model(replace(shape, model=model).trace_target(), 2).kinds
-    way = getattr(kind.compiled, how)
+    trace = getattr(kind.compiled, mode)
     events: list[Any] = []
     compiler = BlockCompiler(events.append, "aot_eager_decomp_partition")
-    running = wrap_blocks(list(model.blocks), [how], compiler)  # type: ignore[list-item]
-    found = saved_inside(model, shape.trace_target().inputs(2))
+    running = wrap_blocks(list(model.blocks), [mode], compiler)  # type: ignore[list-item]
+    found = saved_in_blocks(model, shape.trace_target().inputs(2))
     running.close()
     compiler.close()
-    assert events == []  # it was compiled
-    planned = way.saved_nbytes + kind.input_nbytes * way.saves_input
+    assert events == []  # compilation did not fail
+    planned = trace.saved_nbytes + kind.input_nbytes * trace.saves_input
     assert found == pytest.approx(planned, rel=0.05)
 
 
-def saved_inside(model: Any, inputs: dict[str, torch.Tensor]) -> int:
-    """Bytes that a block's forward leaves, without weights, copies of them, and what all share."""
+def saved_in_blocks(model: Any, inputs: dict[str, torch.Tensor]) -> int:
+    """Return the bytes saved inside blocks, without weights, their copies and shared inputs."""
     owned: set[int] = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = defaultdict(int)
     inside = False

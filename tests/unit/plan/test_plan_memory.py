@@ -69,7 +69,7 @@ def test_offloaded_inputs_are_in_host_memory() -> None:
     kept = build_candidate(model, "recompute")
     moved = replace(kept, blocks=tuple(replace(b, offload_input=True) for b in kept.blocks))
     here, there = (device_bytes(model.at(1), c, NOTHING).activations for c in (kept, moved))
-    assert here - there == (8 - 2) * 10  # one is in use, the next on its way
+    assert here - there == (8 - 2) * 10  # one is in use, the next is prefetched
     assert host_bytes(model.at(1), moved, NOTHING).activations == 80
 
 
@@ -114,7 +114,7 @@ def test_two_experts_share_the_ring_slots() -> None:
 
 
 def with_copies(copies_nbytes: int, trained_nbytes: int = 4) -> CostModel:
-    """Blocks that train so many bytes each, which are copied for their products."""
+    """Blocks whose trained weights are copied to the compute dtype."""
     model = build_model(8)
     (kind,) = model._shapes.kinds
     kind = replace(kind, trained_nbytes=trained_nbytes, cast_copies_nbytes=copies_nbytes)
@@ -126,7 +126,7 @@ def test_cast_copies_are_always_held() -> None:
     choice = build_candidate(plain)
     before, after = (device_bytes(m.at(1), choice, NOTHING) for m in (plain, copied))
     assert (before.adapters, after.adapters) == (8 * 4, 8 * (4 + 2))
-    assert (before.gradients, after.gradients) == (4, 2)  # of the last block, where most is held
+    assert (before.gradients, after.gradients) == (4, 2)  # of the last block, where the peak is
 
 
 def test_gradients_of_cast_copies_are_converted_at_the_end() -> None:
@@ -135,7 +135,7 @@ def test_gradients_of_cast_copies_are_converted_at_the_end() -> None:
     assert held.gradients == 8 * (500 + 1000)
     assert held.activations == 0
     twice = device_bytes(copied.at(1), build_candidate(copied, accumulation=2), NOTHING)
-    assert twice.gradients == held.gradients + 8 * 1000  # beside those of the first micro-batch
+    assert twice.gradients == held.gradients + 8 * 1000  # besides those of the first micro-batch
 
 
 def test_fragmentation_is_part_of_the_required_memory() -> None:
@@ -151,7 +151,7 @@ def test_prefetched_activations_are_counted(ahead: int) -> None:
     model = build_model(8)
     sent = replace(build_candidate(model, "offload"), activation_prefetch=ahead)
     assert device_bytes(model.at(1), sent, NOTHING).activations == 3 + (1 + ahead) * 50
-    # Blocks in between count too: of two neighbours one sends, and one more comes every second.
+    # If every second block is offloaded, a prefetch distance of two adds one block.
     kept = build_candidate(model, "keep").blocks
     mixed = tuple(s if i % 2 else k for i, (s, k) in enumerate(zip(sent.blocks, kept, strict=True)))
     held = device_bytes(model.at(1), replace(sent, blocks=mixed), NOTHING).activations

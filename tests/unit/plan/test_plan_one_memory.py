@@ -10,7 +10,7 @@ from gracetune.train.run import run_training
 
 @pytest.fixture
 def integrated(monkeypatch):
-    """The platform says so; everything else is as it is here."""
+    """Plan for an integrated GPU, which shares the memory of the host."""
     plan_run = planner.plan_run
 
     def plan_with_one_memory(run, family, inputs, stepper, _link, *rest):

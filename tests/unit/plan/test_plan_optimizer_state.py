@@ -42,7 +42,7 @@ def test_state_in_host_memory_passes_through_device_slots(share, device, host):
 
 
 def test_an_update_waits_for_its_state():
-    """Of 2000 bytes a half goes in and out at a hundred a second, both at once."""
+    """Half of 2000 bytes is copied in and out at 100 bytes per second, both at the same time."""
     here, there = (predict_seconds(build_model().at(1), choice(s), SPEEDS, STATE) for s in (0, 0.5))
     update = (3 * 16 + 2 * STATE) / SPEEDS.memory
     assert (here.wait_state, there.wait_state) == (0, pytest.approx(10 - update))
@@ -79,7 +79,7 @@ def test_state_stays_on_the_device_if_it_fits():
 
 
 def test_only_as_much_state_leaves_as_necessary():
-    """The blocks alone need 800 bytes, and 50 outside."""
+    """The blocks need 800 bytes, and the rest of the model 50."""
     found = {nbytes: chosen(nbytes, STATE_SHARES, stream=False).best for nbytes in (2400, 1300)}
     shares = [plan.host_state for plan in found.values()]
     assert 0 < shares[0] < shares[1] <= 1

@@ -14,19 +14,19 @@ PLANNED = {"device_memory": "300MB", "compile": "never"}
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """What every norm of a model without weights of its own was given and gave, and where."""
-    types = []
+def norm_calls(monkeypatch):
+    """Input dtype, output dtype and autocast state of every call of a norm without weights."""
+    calls = []
 
     def forward(self, x, *rest):
-        given = self_forward(self, x, *rest)
+        result = original_forward(self, x, *rest)
         if not self.elementwise_affine:
-            types.append((x.dtype, given.dtype, torch.is_autocast_enabled("cpu")))
-        return given
+            calls.append((x.dtype, result.dtype, torch.is_autocast_enabled("cpu")))
+        return result
 
-    self_forward = nn.LayerNorm.forward
+    original_forward = nn.LayerNorm.forward
     monkeypatch.setattr(nn.LayerNorm, "forward", forward)
-    return types
+    return calls
 
 
 @pytest.fixture
@@ -71,18 +71,18 @@ def run_of(miniature, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "small"), [("flux", "flux"), ("qwen_image", "qwen-image")])
-def test_a_planned_bf16_model_runs_without_autocast(family, small, run_of, recorder, seen):
+def test_a_planned_bf16_model_runs_without_autocast(family, small, run_of, recorder, norm_calls):
     assert run_training(run_of(family, small, PLANNED), sinks=[recorder]).status == "done"
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16, False)}
+    assert set(norm_calls) == {(torch.bfloat16, torch.bfloat16, False)}
 
 
-def test_an_unplanned_model_runs_under_autocast(run_of, recorder, seen):
+def test_an_unplanned_model_runs_under_autocast(run_of, recorder, norm_calls):
     assert run_training(run_of("flux", "flux", "off"), sinks=[recorder]).status == "done"
-    assert {autocast for _, _, autocast in seen} == {True}
+    assert {autocast for _, _, autocast in norm_calls} == {True}
 
 
-def test_an_adapter_without_cast_copies_runs_under_autocast(run_of, recorder, seen):
+def test_an_adapter_without_cast_copies_runs_under_autocast(run_of, recorder, norm_calls):
     adapter = {"kind": "dora", "rank": 2}
     run = run_of("flux", "flux", PLANNED, adapter=adapter)
     assert run_training(run, sinks=[recorder]).status == "done"
-    assert True in {autocast for _, _, autocast in seen}
+    assert True in {autocast for _, _, autocast in norm_calls}

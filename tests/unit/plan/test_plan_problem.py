@@ -102,7 +102,7 @@ def test_fixed_memory_counts_experts_caches_and_averages() -> None:
     assert (unknown.host_caches_nbytes, unknown.device_caches_nbytes) == (0, GIB)
     assert unknown.for_budget(32 * GIB).device_caches_nbytes == GIB // 2
     assert few.for_budget(GIB).device_caches_nbytes == 8 * MIB
-    assert fixed.for_budget(GIB) == fixed, "the run file has said how much"
+    assert fixed.for_budget(GIB) == fixed, "the run file has message how much"
 
 
 def test_disk_caches_and_budgets_reduce_host_memory() -> None:
@@ -142,12 +142,12 @@ def test_rates_are_measured_with_the_given_clock() -> None:
         copied_nbytes=1000,
         clock=lambda: float(next(ticks)),
     )
-    assert basics.flops == 2 * 16**3 * REPEATS  # ten products between two ticks
+    assert basics.flops == 2 * 16**3 * REPEATS  # REPEATS matmuls between two ticks
     assert basics.memory == 2 * 1000 * REPEATS
     assert basics.link_in == basics.link_out == 1000 * REPEATS
     assert len(waits) == 8
     assert basics.both_ways_share == 1.0
-    assert basics.timer is None  # nobody waits for a CPU
+    assert basics.timer is None  # a CPU needs no synchronization
 
 
 def test_kernels_of_equal_sizes_are_timed_once() -> None:
@@ -167,7 +167,7 @@ def test_kernels_of_equal_sizes_are_timed_once() -> None:
     assert more == 4 / REPEATS  # timed for fewer rows
     attention = Op("attention", 0.0, 0.0, dims=(3, 2, 8, 4, 8))
     assert watch.seconds(attention, 1.0) == pytest.approx(3 / REPEATS)  # timed for one sample
-    # There and back takes as long, by this clock.
+    # By this clock, forward and backward take as long as forward alone.
     assert watch.seconds(replace(attention, backward=True), 1.0) == 0.0
     assert watch.seconds(replace(product, dims=()), 1.0) is None
 
@@ -183,17 +183,17 @@ def test_elementwise_kernels_are_replayed_and_timed(
         recipe = record_call(torch.ops.aten.add.Tensor, args, {})
         return Op("elementwise", 0.0, nbytes, replay=recipe)
 
-    drawn = torch.get_rng_state()
-    # Five seconds, of which the shortest of kernels takes one; and each is timed once.
+    rng_state = torch.get_rng_state()
+    # Five seconds, including one second for an empty kernel; each kernel is timed once.
     times = [watch.seconds(op(3), scale) for scale in (1.0, 4.0, 0.5)]
     assert times == [pytest.approx(n / REPEATS) for n in (5, 1 + 4 * 4, 1 + 4 / 2)]
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert watch.seconds(op(3, nbytes=2.0 * MAX_TIMED_NBYTES), 1.0) is None
-    # What the device refuses goes by its bytes, and that is said once.
+    # Kernels that fail are estimated by their bytes, and this is logged once.
     assert [watch.seconds(op(2), 1.0) for _ in range(2)] == [None, None]
-    (said,) = caplog.messages
-    assert "aten.add.Tensor" in said
-    assert "size of tensor" in said
+    (message,) = caplog.messages
+    assert "aten.add.Tensor" in message
+    assert "size of tensor" in message
 
 
 @pytest.mark.parametrize(
@@ -213,5 +213,5 @@ def test_kernels_that_do_not_fit_are_not_timed(
     monkeypatch.setattr(KernelTimer, "_numbers", full)
     watch = KernelTimer(torch.device("cpu"), lambda: None, time.perf_counter)
     assert [watch.seconds(op, 1.0) for _ in range(2)] == [None, None]
-    (said,) = caplog.messages
-    assert "no room for it" in said
+    (message,) = caplog.messages
+    assert "no room for it" in message

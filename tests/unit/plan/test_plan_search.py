@@ -27,9 +27,9 @@ PLENTY = 10**6
 MODEL = build_model(8)
 
 
-def planned(device: int, host: int = PLENTY, **wishes: object):
+def planned(device: int, host: int = PLENTY, **constraints: object):
     return find_best_plan(
-        MODEL, FIXED, PlanBudget(device, host), Constraints(**wishes), simulated=True
+        MODEL, FIXED, PlanBudget(device, host), Constraints(**constraints), simulated=True
     )
 
 
@@ -43,12 +43,12 @@ def test_with_plenty_of_memory_nothing_is_moved_or_recomputed() -> None:
 @given(st.integers(300, 3000), st.integers(0, 2000), st.sampled_from([1, 2, 4]))
 def test_a_plan_never_exceeds_its_budget(device: int, host: int, samples: int) -> None:
     budget = PlanBudget(device, host, fragmentation=0.05)
-    wishes = Constraints(samples=samples)
-    if next(candidates(MODEL, FIXED, budget, wishes), None) is None:
+    constraints = Constraints(samples=samples)
+    if next(candidates(MODEL, FIXED, budget, constraints), None) is None:
         with pytest.raises(PlanError, match="too little"):
-            find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+            find_best_plan(MODEL, FIXED, budget, constraints, simulated=True)
         return
-    found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
+    found = find_best_plan(MODEL, FIXED, budget, constraints, simulated=True)
     for plan in (found.best, *found.others):
         assert plan.device.total * 1.05 <= device
         assert plan.host.total <= host
@@ -77,54 +77,54 @@ def test_the_error_names_the_smallest_device_budget() -> None:
 def test_the_error_names_the_smallest_host_budget() -> None:
     with pytest.raises(PlanError, match=r"^10 B of host memory is too little") as caught:
         planned(650, host=10)
-    least = parse_bytes(least_in(caught.value))
+    least = parse_bytes(smallest_budget_in(caught.value))
     assert planned(650, host=least).best.host.total <= least
 
 
-def least_in(error: PlanError) -> str:
+def smallest_budget_in(error: PlanError) -> str:
     return re.search(r"at least ([0-9.]+ \w+)[ .]", str(error))[1]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(100, 10**7), st.sampled_from([0.0, 0.03]), st.sampled_from([0, 2, 64]))
 def test_the_named_budget_works_as_printed(nbytes: int, fragmentation: float, part: int) -> None:
-    """Of the device, though text takes its part of whatever there is; and of the host."""
+    """Both for the device, where cached text takes a part of any budget, and for the host."""
     model = build_model(4, frozen_nbytes=nbytes)
     fixed = FixedMemory(optimizer_nbytes=16, text_nbytes=10**9, text_part=part)
-    wishes = Constraints(samples=2, compile=(True,), slots=(2,))
+    constraints = Constraints(samples=2, compile=(True,), slots=(2,))
 
     def plan(device: int, host: int):
         budget = PlanBudget(device, host, fragmentation)
-        return find_best_plan(model, fixed.for_budget(device), budget, wishes, simulated=True)
+        return find_best_plan(model, fixed.for_budget(device), budget, constraints, simulated=True)
 
     with pytest.raises(PlanError, match="of device memory is too little") as caught:
         plan(0, 10**12)
-    device = parse_bytes(least_in(caught.value))
+    device = parse_bytes(smallest_budget_in(caught.value))
     assert plan(device, 10**12).best.device.total <= device
     with pytest.raises(PlanError, match="of host memory is too little") as caught:
         plan(device, 0)
-    host = parse_bytes(least_in(caught.value))
+    host = parse_bytes(smallest_budget_in(caught.value))
     assert plan(device, host).best.host.total <= host
 
 
 def test_the_smallest_candidate_is_the_minimum_of_all() -> None:
-    """Two slots are more than one block, and gradients of several micro-batches are kept."""
+    """Streaming one block takes two slots, and accumulation keeps gradients: both need more."""
     one = build_model(1, frozen_nbytes=1000)
     budget = PlanBudget(0, PLENTY)
     assert not smallest_candidate(one, FIXED, budget, Constraints()).streamed
     with pytest.raises(PlanError, match=r"no weights streamed") as caught:
         find_best_plan(one, FIXED, budget, Constraints(), simulated=True)
-    least = parse_bytes(least_in(caught.value))
+    least = parse_bytes(smallest_budget_in(caught.value))
     assert (
         find_best_plan(
             one, FIXED, PlanBudget(least, 0), Constraints(), simulated=True
         ).best.host.total
         == 0
     )
-    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
+    constraints = Constraints(samples=2, host_state=(0.0, 1.0))
     slots = replace(FIXED, state_slots_nbytes=100)
-    assert smallest_candidate(MODEL, slots, budget, wishes).host_state == 0.0
-    assert smallest_candidate(MODEL, FIXED, budget, wishes).host_state == 1.0
+    assert smallest_candidate(MODEL, slots, budget, constraints).host_state == 0.0
+    assert smallest_candidate(MODEL, FIXED, budget, constraints).host_state == 1.0
 
 
 def test_a_batch_that_does_not_divide_the_step_is_an_error() -> None:
@@ -133,33 +133,36 @@ def test_a_batch_that_does_not_divide_the_step_is_an_error() -> None:
 
 
 def test_with_one_memory_candidates_move_nothing() -> None:
-    """And what the host holds has to fit beside the rest."""
+    """Host caches count towards the same budget."""
     caches = replace(FIXED, host_caches_nbytes=300)
-    wishes = Constraints(samples=2, host_state=(0.0, 1.0))
+    constraints = Constraints(samples=2, host_state=(0.0, 1.0))
     apart, one = PlanBudget(700, PLENTY), PlanBudget(1500, PLENTY, one_memory=True)
-    moved = find_best_plan(MODEL, caches, apart, wishes, simulated=True).best
+    moved = find_best_plan(MODEL, caches, apart, constraints, simulated=True).best
     assert moved.host.total > 300
-    found = find_best_plan(MODEL, caches, one, wishes, simulated=True)
+    found = find_best_plan(MODEL, caches, one, constraints, simulated=True)
     for plan in (found.best, *found.others):
         assert not plan.streamed
         assert plan.host_state == 0.0
         assert plan.host.total == plan.host.caches == 300
         assert plan.device.total + plan.host.total <= 1500
     with pytest.raises(PlanError, match=r"shared by host and device\) is too little") as caught:
-        find_best_plan(MODEL, caches, replace(one, device_nbytes=700), wishes, simulated=True)
-    least = parse_bytes(least_in(caught.value))
+        find_best_plan(MODEL, caches, replace(one, device_nbytes=700), constraints, simulated=True)
+    least = parse_bytes(smallest_budget_in(caught.value))
     enough = replace(one, device_nbytes=least)
     assert (
-        find_best_plan(MODEL, caches, enough, wishes, simulated=True).best.device.total
+        find_best_plan(MODEL, caches, enough, constraints, simulated=True).best.device.total
         <= least - 300
     )
 
 
 def test_the_run_files_batch_is_compared() -> None:
     def compare(device: int, batch: int):
-        budget, wishes = PlanBudget(device, PLENTY), Constraints(samples=4, run_file_batch=batch)
-        found = find_best_plan(MODEL, FIXED, budget, wishes, simulated=True)
-        return found, compare_with_run_file(found, MODEL, FIXED, budget, wishes)
+        budget, constraints = (
+            PlanBudget(device, PLENTY),
+            Constraints(samples=4, run_file_batch=batch),
+        )
+        found = find_best_plan(MODEL, FIXED, budget, constraints, simulated=True)
+        return found, compare_with_run_file(found, MODEL, FIXED, budget, constraints)
 
     found, same = compare(1200, planned(1200, samples=4).best.batch)
     assert same == found

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 WIDTH, TOKENS = 32, 24
 
 
-class Attending(nn.Module):
-    """A block as diffusion transformers have them, with a LoRA's two thin layers."""
+class TransformerBlock(nn.Module):
+    """A transformer block with a LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Attending(nn.Module):
         return x + self.back(nn.functional.gelu(self.wide(x)))
 
 
-class SideBySide(nn.Module):
-    """Attention and a wide layer that read the same, as Flux has them, named in either order."""
+class ParallelBlock(nn.Module):
+    """Attention parallel to a feed-forward layer, as in Flux, computed in either order."""
 
     def __init__(self, wide_first: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Stack(nn.Module):
     def __init__(self, count: int = 3) -> None:
         super().__init__()
         self.embed = nn.Linear(8, WIDTH).requires_grad_(False)
-        self.blocks = nn.ModuleList(Attending() for _ in range(count))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(count))
         self.head = nn.Linear(WIDTH, 8).requires_grad_(False)
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def traced() -> ModelShapes:
     return trace_model(build_trace_target(Stack()), 2)
 
 
-def saved_for_real(run: Callable[[Tensor, Tensor], Tensor], block: nn.Module) -> tuple[int, bool]:
-    """Bytes that autograd really keeps, without weights and input; whether it keeps the input."""
+def measure_saved(run: Callable[[Tensor, Tensor], Tensor], block: nn.Module) -> tuple[int, bool]:
+    """Return the bytes that autograd saves besides weights and input, and if it saves the input."""
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
     shift = torch.randn(2, 1, WIDTH)
     outside = {t.untyped_storage().data_ptr() for t in (*block.parameters(), shift)}
@@ -126,15 +126,15 @@ def flops(ops: tuple[Op, ...], kind: str = "gemm") -> float:
 
 
 def test_eager_blocks_save_what_autograd_saves(traced: ModelShapes) -> None:
-    block = Attending()
-    nbytes, saves_input = saved_for_real(lambda x, s: block(x, shift=s), block)
+    block = TransformerBlock()
+    nbytes, saves_input = measure_saved(lambda x, s: block(x, shift=s), block)
     trace = traced.kinds[0].eager.keep
     assert trace.saved_nbytes == nbytes
     assert trace.saves_input == saves_input
 
 
 def test_flops_match_torchs_flop_counter(traced: ModelShapes) -> None:
-    block = Attending()
+    block = TransformerBlock()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
     counter = FlopCounterMode(display=False)
     with counter:
@@ -162,10 +162,10 @@ def test_matmuls_with_frozen_weights_are_marked(traced: ModelShapes) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
 def test_compiled_blocks_save_what_torchs_partitioner_saves(traced: ModelShapes) -> None:
-    block = Attending()
+    block = TransformerBlock()
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)
-    nbytes, saves_input = saved_for_real(lambda x, s: compiled(x, shift=s), block)
+    nbytes, saves_input = measure_saved(lambda x, s: compiled(x, shift=s), block)
     trace = traced.kinds[0].compiled.keep
     assert trace.saved_nbytes == pytest.approx(nbytes, rel=0.02)
     assert trace.saves_input == saves_input
@@ -176,10 +176,10 @@ def test_saving_less_means_recomputing_more(traced: ModelShapes, compiled: bool)
     kind = traced.kinds[0]
     ways = kind.compiled if compiled else kind.eager
     assert ways.recompute.saved_nbytes < ways.lean.saved_nbytes < ways.keep.saved_nbytes
-    assert ways.lean.flops == pytest.approx(ways.keep.flops, rel=0.1)  # thin ones are done again
+    assert ways.lean.flops == pytest.approx(ways.keep.flops, rel=0.1)  # thin matmuls are recomputed
     assert ways.recompute.flops > 1.2 * ways.keep.flops
     attention = [flops(way.backward, "attention") for way in (ways.keep, ways.recompute)]
-    assert attention[0] == attention[1]  # what it gave is kept
+    assert attention[0] == attention[1]  # the output of attention is saved
 
 
 def test_saved_bytes_match_selective_checkpointing(
@@ -187,9 +187,11 @@ def test_saved_bytes_match_selective_checkpointing(
 ) -> None:
     from gracetune.offload.checkpointing import wrap_blocks
 
-    block = Attending()
+    block = TransformerBlock()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
-    saved = 2 * TOKENS * (WIDTH * 4 + 2 * 4)  # attention's output, and a sum for each of two heads
+    saved = (
+        2 * TOKENS * (WIDTH * 4 + 2 * 4)
+    )  # the output of attention, and a logsumexp for each of two heads
     assert traced.kinds[0].eager.recompute.saved_nbytes == saved
     assert traced.kinds[0].compiled.recompute.saved_nbytes == saved
     plain, again = FlopCounterMode(display=False), FlopCounterMode(display=False)
@@ -226,7 +228,7 @@ def test_the_order_of_parallel_branches_does_not_change_compiled_peaks() -> None
     peaks = set()
     for wide_first in (False, True):
         model = Stack(0)
-        model.blocks.append(SideBySide(wide_first))
+        model.blocks.append(ParallelBlock(wide_first))
         peaks.add(
             trace_model(build_trace_target(model), 2).kinds[0].compiled.lean.backward_peak_nbytes
         )
@@ -234,7 +236,7 @@ def test_the_order_of_parallel_branches_does_not_change_compiled_peaks() -> None
 
 
 def test_equal_blocks_are_one_kind(traced: ModelShapes) -> None:
-    block = Attending()
+    block = TransformerBlock()
     trained = sum(p.nbytes for p in block.parameters() if p.requires_grad)
     assert traced.order == (0, 0, 0)
     assert traced.kinds[0].trained_nbytes == trained
@@ -296,7 +298,7 @@ def test_a_model_without_blocks_is_an_error() -> None:
 
 def test_an_unused_block_is_an_error() -> None:
     model = Stack(2)
-    model.spare = Attending()
+    model.spare = TransformerBlock()
     with pytest.raises(ModelError, match=r"block 2 of 'stack' is never called"):
         trace_model(build_trace_target(model, [*model.blocks, model.spare]), 1)
 

@@ -18,7 +18,7 @@ from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
 
 LITTLE = {"device_memory": "63MB", "compile": "never"}
-"""Less than the tiny model needs as it is."""
+"""Less than the tiny model needs without streaming."""
 CPU = torch.device("cpu")
 
 
@@ -41,9 +41,9 @@ def test_a_streamed_run_has_the_losses_of_a_resident_one(tiny_run, tmp_path, rec
 
 
 def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorder, monkeypatch):
-    """The device turns out to hold more than was thought, which a meter says in a rehearsal."""
+    """The meter reports a lower peak than planned, so the corrected plan uses more memory."""
 
-    class Generous(planner.NullMemoryMeter):
+    class FakeMeter(planner.NullMemoryMeter):
         def peak_nbytes(self):
             return 30 * MIB
 
@@ -60,7 +60,7 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorde
 
     plenty = losses("plenty", "1GB")
     assert not any("plan corrected after the first steps" in text for text in recorder.texts())
-    monkeypatch.setattr(planner, "NullMemoryMeter", Generous)
+    monkeypatch.setattr(planner, "NullMemoryMeter", FakeMeter)
     assert losses("corrected", "68MB") == plenty, "bit for bit"
     texts = recorder.texts()
     assert "recomputed" in next(text for text in texts if text.startswith("plan:"))
@@ -74,7 +74,7 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorde
 
 
 def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
-    """A run that goes on in its fifth epoch would lose that one's encoded pictures to the first."""
+    """Otherwise a run resumed in its fifth epoch would replace the encoded images of that epoch."""
     run = tiny_run(
         adapter={"rank": 4},
         cache_config={"vae_cache_type": "disk"},
@@ -196,29 +196,29 @@ def test_fp8_without_a_plan_is_an_error(tiny_run):
 
 
 def test_fp8_is_traced_with_fused_layers(tiny_run, recorder, monkeypatch):
-    """By fused products, which are undone while layers are shown their inputs, and then made."""
-    looked_at = []
+    """Matmuls are fused for the trace, unfused during calibration, and fused for the run."""
+    fused_counts = []
 
     def fused_layers(model):
         loras = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
         return [layer for layer in loras if isinstance(layer.forward.__self__, FusedLora)], loras
 
     def trace(subject, *given):
-        looked_at.append(fused_layers(subject.model))
+        fused_counts.append(fused_layers(subject.model))
         return build_cost_model(subject, *given)
 
-    def look(run, family, *given):
-        looked_at.append(fused_layers(family.transformer))
+    def convert_and_record(run, family, *given):
+        fused_counts.append(fused_layers(family.transformer))
         convert(run, family, *given)
 
     build_cost_model, convert = planner.build_cost_model, fp8_calibration.convert_frozen_layers
     monkeypatch.setattr(planner, "check_fp8_support", lambda _device: None)
     monkeypatch.setattr(planner, "build_cost_model", trace)
-    monkeypatch.setattr(fp8_calibration, "convert_frozen_layers", look)
+    monkeypatch.setattr(fp8_calibration, "convert_frozen_layers", convert_and_record)
     plan = {"device_memory": "1GB", "compile": "never"}
     run = tiny_run(model={"frozen_compute": "fp8"}, adapter={"rank": 2}, plan=plan)
     assert run_training(run, sinks=[recorder]).status == "done"
-    (while_traced, loras), (while_shown, _) = looked_at
+    (while_traced, loras), (while_shown, _) = fused_counts
     assert while_traced == loras != []
     assert while_shown == []
     bases = [layer.forward.__self__.base for layer in loras]

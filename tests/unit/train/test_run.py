@@ -389,7 +389,7 @@ def test_resuming_with_another_adapter_rank_is_rejected(tiny_run):
 @pytest.mark.parametrize(
     ("setting", "used"), [("auto", "no"), ("no", "no"), ("bf16", "bf16"), ("fp16", "bf16")]
 )
-def test_precision_on_a_cpu(setting, used):
+def test_mixed_precision_is_resolved_on_a_cpu(setting, used):
     run = RunFile.model_validate({"train": {"mixed_precision": setting}})
     assert resolve_precision(run) == used
 
