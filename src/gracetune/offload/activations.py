@@ -71,8 +71,8 @@ class OffloadSettings:
     prefetch_blocks: int = 1
     """Prefetch distance: backward fetches the activations of this many blocks in advance."""
     prefetch_nbytes: int | None = None
-    """Device memory for prefetched activations, in bytes. While backward stalls, the prefetch
-    distance is raised within this limit; None: the distance is fixed."""
+    """Device memory for prefetched activations, in bytes. While backward waits for copies, the
+    prefetch distance is raised until this memory is full; None: the distance is fixed."""
     host_nbytes: int | None = None
     """Limit of host memory for activations, in bytes; None: all that the host has available."""
     poison: bool = False
@@ -81,29 +81,31 @@ class OffloadSettings:
 
 @dataclass(frozen=True, slots=True)
 class OffloadCounters:
-    """Totals since the offload was created."""
+    """Counts, bytes and stall time of an activation offload since it was created."""
 
     sent: int
-    """Storages copied to the host."""
+    """Number of tensor storages copied to the host."""
     sent_nbytes: int
     fetched_nbytes: int
     """Bytes copied back to the device."""
     on_demand: int
-    """Storages that were not prefetched: their copy started only when backward read them."""
+    """Number of storages whose copy back started only when backward read them (not prefetched)."""
     late: int
-    """Copies in either direction that were started in advance but had not finished in time."""
+    """Number of copies, to the host or back, that compute had to wait for though they started
+    early."""
     stalled_s: float
     """Seconds that compute waited for copies."""
     too_small: int
-    """Tensors kept on the device because they are smaller than `min_nbytes`."""
+    """Number of saved tensors kept on the device because they are smaller than `min_nbytes`."""
     shared: int
-    """Tensors kept on the device because they are weights or inputs shared with other blocks."""
+    """Number of saved tensors kept on the device because they are weights, or inputs that several
+    blocks share."""
     unsupported: int
-    """Tensors kept where they are because they cannot be offloaded: sparse tensors, tensor
-    subclasses, tensors that are not on the device, small parts of a larger storage, and tensors of
-    a checkpointed block that are not its inputs."""
+    """Number of saved tensors left where they are because they cannot be offloaded: sparse tensors,
+    tensor subclasses, tensors that are not on the device, small parts of a larger storage, and
+    tensors of a checkpointed block that are not its inputs."""
     prefetch_blocks: int
-    """Current prefetch distance, in blocks."""
+    """Current prefetch distance: the number of blocks whose activations are fetched in advance."""
     host_nbytes: int
     """Host memory allocated for activations, in bytes."""
 
@@ -192,11 +194,11 @@ class ActivationOffload:
         self._running: list[tuple[nn.Module, ExitStack]] = []
         """Blocks whose forward has started and not ended, outermost first."""
         self._seen: set[nn.Module] = set()
-        """Blocks already called in this pass."""
+        """Blocks already called in this forward pass; a second call of one starts a new pass."""
         self._last_call: BlockCall | None = None
-        """The last call of this pass."""
+        """The most recent block call of this forward pass."""
         self._backward_at: BlockCall | None = None
-        """The call that backward has reached; None: backward has not started."""
+        """The block call that backward has reached; None: backward has not started."""
         self._shared_inputs = SharedInputs()
         self._closed = False
         self._hooks: list[RemovableHandle] = []
@@ -214,7 +216,10 @@ class ActivationOffload:
         )
 
     def counters(self) -> OffloadCounters:
-        """Return the totals so far. Blocks until the device has reached the last copy."""
+        """Return counts, bytes and stall time since the offload was created.
+
+        Blocks until the device has passed the last wait for a copy.
+        """
         out, back = self._copies.stalls()
         return OffloadCounters(
             sent=self._copies.sent,
@@ -346,7 +351,10 @@ class ActivationOffload:
         return packed.view(storage.read())
 
     def _backward_reaches(self, call: BlockCall, *_: object) -> None:
-        """Fetch the activations of the block that backward has reached, and prefetch the next."""
+        """Fetch the activations of the block that backward has reached.
+
+        Those of the blocks that backward reaches next are prefetched.
+        """
         if call is self._backward_at or self._closed:
             return
         self._backward_at = call
@@ -372,7 +380,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _last_calls(call: BlockCall | None, count: int) -> list[BlockCall]:
-    """Return at most `count` calls, latest first: this call and the calls before it in the pass."""
+    """Return this block call and the calls before it in the pass: at most `count`, latest first."""
     calls: list[BlockCall] = []
     while call is not None and len(calls) < count:
         calls.append(call)
@@ -393,9 +401,9 @@ class OffloadPolicy:
         num_blocks: int,
     ) -> None:
         self.too_small = self.shared = self.unsupported = 0
-        """Tensors kept on the device, by reason; see `OffloadCounters`."""
+        """Number of tensors kept on the device, by reason; see `OffloadCounters`."""
         self.block_nbytes = 0
-        """Bytes sent by the largest call so far."""
+        """Bytes sent to the host by one call of a block, the largest so far."""
         self._device = device
         self._ring = ring
         self._copies = copies
@@ -405,11 +413,11 @@ class OffloadPolicy:
         self._call: BlockCall | None = None
 
     def begin_call(self, call: BlockCall | None) -> None:
-        """Attribute tensors that autograd saves from now on to this call; None: to no call."""
+        """Attribute tensors that autograd saves from now on to this block call; None: to none."""
         self._call = call
 
     def end_call(self) -> BlockCall | None:
-        """End the current call and return it, if there is one."""
+        """End the current block call and return it, or None if no block is running."""
         call, self._call = self._call, None
         if call is not None:
             self.unsupported += sum(storage.host is None for storage in call.by_storage.values())

@@ -31,22 +31,27 @@ if TYPE_CHECKING:
 
 
 RING_WINDOW_PASSES = 4
-"""Length of a stall window of the weight ring, in training passes."""
+"""Number of training passes over which the weight ring's stall time is measured (a stall
+window)."""
 MIN_STALL_SHARE = 0.005
-"""Slots are added while compute waits for weights for more than this share of a stall window."""
+"""Slots are added to the weight ring while compute waits for weights for more than this share of
+the time."""
 RING_REQUIRED_RATIO = 0.97
-"""Added slots are kept if they reduce the stall time to at most this fraction of what it was."""
+"""Slots added to the weight ring are kept if they cut the stall time to at most this fraction of
+the time before."""
 DISTANCE_WINDOW_PASSES = 3
-"""Length of a stall window of the activation prefetch, in training passes."""
+"""Number of training passes over which stalls on activation copies are measured (a stall
+window)."""
 DISTANCE_REQUIRED_RATIO = 0.9
-"""A longer prefetch distance is kept if it reduces the stall time to at most this fraction."""
+"""A longer activation prefetch distance is kept if it cuts the stall time to at most this fraction
+of the time before."""
 
 
 class GrowthController:
     """Increase a buffer's size while steps stall, and undo the last increase if it does not help.
 
-    It decides once per stall window, from the stall time `w` in this window and the stall time `w0`
-    in the window before the last increase:
+    It decides once per stall window (a few training passes), from the stall time `w` in this window
+    and the stall time `w0` in the window before the last increase:
 
         w > required_ratio * w0       go back to the size before the increase, and stop for good
         too few stalls, or max_size   keep the size, and keep watching
@@ -56,27 +61,28 @@ class GrowthController:
     def __init__(self, size: int, windows: StallWindows, required_ratio: float) -> None:
         self.size = size
         self.settled = False
-        """True once the size is final."""
+        """True once the size is final and no longer tuned."""
         self._windows = windows
         self._required_ratio = required_ratio
         self._last_increase: _Increase | None = None
 
     def settle(self, size: int) -> None:
-        """Set the final size."""
+        """Set the size for good; it is not tuned any more."""
         self.size, self.settled = size, True
 
     def discard_window(self) -> None:
-        """Ignore the current window, because other work ran between its passes."""
+        """Drop the current stall window, because sampling ran between its passes."""
         self._windows.discard()
 
     def start_pass(
         self, max_size: int, is_stalled: Callable[[StallWindow], bool], extrapolate: bool
     ) -> StallWindow | None:
-        """Count a training pass that starts now, and decide if it completes a stall window.
+        """Count a training pass that starts now. If it completes a stall window, decide on the
+        size.
 
         Returns the window if its stalls changed the size, else None. The first increase is by one.
         With `extrapolate`, a later increase is as large as is needed to end the stalls, assuming
-        that each unit saves as much time as the units of the last increase did.
+        that each added unit of size saves as much time as in the last increase.
         """
         window = None if self.settled else self._windows.start_pass()
         if window is None:
@@ -98,17 +104,18 @@ class GrowthController:
 
 class _Increase(NamedTuple):
     size: int
-    """Size before the increase."""
+    """Buffer size before it was increased."""
     stalled_s: float
-    """Stalls of the window before the increase, in seconds."""
+    """Stall time, in seconds, of the window before the buffer was increased."""
 
 
 class RingAutosizer:
-    """Add slots to a weight ring within a device memory limit.
+    """Add slots (device buffers for one block's weights each) to a weight ring within a memory
+    limit.
 
-    With one more slot, fetches start one block earlier. It also saves two fetches per pass: one
-    more block is still on the device when forward turns to backward, and when the next pass starts.
-    The ring never gets fewer slots than it was created with.
+    With one more slot, copies of weights start one block earlier. One more slot also saves two
+    copies per pass: one more block is still on the device when forward turns to backward, and when
+    the next pass starts. The ring never gets fewer slots than it was created with.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class RingAutosizer:
         limit_nbytes: int,
         emit: Callable[[Notice], None],
     ) -> None:
-        """`limit_nbytes` is the device memory for slots beyond those the ring has now."""
+        """`limit_nbytes` is the device memory, in bytes, that the added slots may take."""
         self._slots = slots
         self._min_slots = slots.count
         self._max_slots = min(max_slots, slots.count + limit_nbytes // slots.nbytes)
@@ -131,11 +138,11 @@ class RingAutosizer:
         self._controller.settled = self._max_slots <= self._min_slots
 
     def sampling_pass(self) -> None:
-        """Discard the current window: stalls of a sampling pass say nothing about training."""
+        """Drop the current measurement: stalls while the model generates samples do not count."""
         self._controller.discard_window()
 
     def training_pass(self) -> None:
-        """Handle the start of a training pass: resize the ring if a window was just completed."""
+        """Handle the start of a training pass: resize the ring if enough passes were measured."""
         window = self._controller.start_pass(self._max_slots, _ring_stalled, extrapolate=True)
         if window is None:
             return
@@ -186,7 +193,7 @@ class PrefetchDistance:
         """Start with a distance of `blocks`.
 
         `limit_nbytes` is the device memory for prefetched activations; None: the distance is fixed.
-        `begin` starts a stall window and ends the one before it.
+        `begin` ends the running measurement of stall time, if any, and starts a new one.
         """
         self._limit_nbytes = limit_nbytes
         windows = StallWindows(begin, DISTANCE_WINDOW_PASSES)

@@ -58,8 +58,8 @@ REASON_LINES = 2
 """Number of lines of a compiler error to show. The first alone may only say that an exception was
 raised."""
 DEFAULT_MAX_GRAPHS = 64
-"""Maximum number of compilations per kind of block. Each bucket, checkpoint mode and weight
-placement (resident or streamed) needs its own."""
+"""Maximum number of compilations per kind of block. Each sample shape (bucket), checkpoint mode and
+weight placement (resident or streamed) needs its own."""
 
 
 def wrap_blocks(
@@ -68,9 +68,9 @@ def wrap_blocks(
     compiler: BlockCompiler | None,
     ring: WeightRing | None = None,
 ) -> WrappedBlocks:
-    """Replace the forward of each block by one that saves what the block's mode says.
+    """Replace each block's forward by one that saves for backward what the block's mode says.
 
-    Without a compiler the blocks run eagerly.
+    Modes: `keep` (everything), `lean` or `recompute`. Without a compiler the blocks run eagerly.
     """
     for block, mode in zip(blocks, modes, strict=True):
         if "forward" in block.__dict__:
@@ -86,7 +86,7 @@ def wrap_blocks(
 
 
 class WrappedBlocks:
-    """Blocks with a replaced forward. `close` restores the forward of their classes."""
+    """Blocks whose `forward` was replaced on the instance. `close` removes the replacement."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._blocks = list(blocks)
@@ -127,7 +127,7 @@ class BlockCompiler:
         self.graphs = 0
         """Number of compilations so far."""
         self.seconds = 0.0
-        """Time spent compiling so far."""
+        """Seconds spent compiling so far."""
         self._emit = emit
         self._backend = backend
         self._gave_up = False
@@ -261,7 +261,7 @@ def _nested(
 
 @functools.cache
 def _checkpoint_contexts(mode: CheckpointMode) -> Callable[[], Any]:
-    """Return the `context_fn` of a mode for torch's checkpoint.
+    """Return the `context_fn` argument of `torch.utils.checkpoint` for `lean` or `recompute`.
 
     It is one shared object per mode, so that equal blocks share one compilation.
     """
@@ -279,7 +279,10 @@ def _save_attention(_: object, op: Any, *__: object, **___: object) -> Checkpoin
 
 @functools.cache
 def _op_policy(op: Any, save_matmuls: bool) -> CheckpointPolicy:
-    """Decide whether an operator's output is saved. Cached: torch asks at every operator call."""
+    """Return whether checkpointing saves or recomputes an operator's output.
+
+    Cached, because torch asks at every operator call.
+    """
     name = op.name().split(".")[0]
     # Attention operators, of torch and of other packages, all have "attention" or "attn" in their
     # name.

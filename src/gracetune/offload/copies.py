@@ -49,11 +49,11 @@ def aligned(nbytes: int) -> int:
 
 
 class OffloadError(GracetuneError):
-    """Weights or activations cannot be offloaded as requested, or were modified meanwhile."""
+    """Raised if weights or activations cannot be offloaded, or were modified while offloaded."""
 
 
 class CopyStream(Enum):
-    """Purpose and direction of a copy. Each has its own CUDA stream and stall timer."""
+    """Purpose and direction of a copy. Each member has its own CUDA stream and stall timer."""
 
     WEIGHTS = "weights"
     """Frozen weights, host to device."""
@@ -70,7 +70,7 @@ class PendingCopy(Protocol):
         """Make kernels that are queued from now on run after the copy.
 
         `prefetched` is True if the copy was requested before it was needed. If compute has to wait
-        for such a copy, the copy counts as late.
+        for a prefetched copy, the copy counts as late.
         """
         ...
 
@@ -106,7 +106,7 @@ class CopyEngine(Protocol):
         ...
 
     def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
-        """Return how long compute has waited for copies of a stream so far.
+        """Return how long compute has waited for copies of a stream since the engine was created.
 
         Blocks the host until the device has passed the last wait. No other method blocks, except
         those that free host memory.
@@ -114,7 +114,10 @@ class CopyEngine(Protocol):
         ...
 
     def begin_stall_window(self, stream: CopyStream) -> StallWindow:
-        """End the current stall window of a stream, and start the next one."""
+        """End the stream's current stall window and return a new one.
+
+        A stall window measures how long compute waits for copies in a few training passes.
+        """
         ...
 
     def close(self) -> None:
@@ -156,7 +159,7 @@ class SynchronousCopyEngine:
     def copy(
         self, target: Tensor, source: Tensor, poison: bool, stream: CopyStream = CopyStream.WEIGHTS
     ) -> PendingCopy:
-        """Copy before returning."""
+        """Copy before returning, and count the copy's duration as stall time."""
         began = time.perf_counter()
         if poison:
             target.fill_(POISON)
@@ -169,7 +172,7 @@ class SynchronousCopyEngine:
         return StallTotals(0, self._stalled_s[stream])
 
     def begin_stall_window(self, stream: CopyStream) -> StallWindow:
-        """Start a window measured with the host's clock."""
+        """End the stream's current stall measurement and start one with the host's clock."""
         now, stalled_s = time.perf_counter(), self._stalled_s[stream]
         if stream in self._windows:
             self._windows[stream].end(now, stalled_s)
@@ -182,7 +185,7 @@ class SynchronousCopyEngine:
 
 class _FinishedCopy:
     def wait(self, prefetched: bool) -> None:
-        """Do nothing: the copy has finished."""
+        """Do nothing: a synchronous copy has finished when it returns."""
 
 
 class CudaCopyEngine:
@@ -244,7 +247,10 @@ class CudaCopyEngine:
         return _CudaPendingCopy(self, done, self._timers[stream])
 
     def wait(self, done: torch.cuda.Event, timer: StallTimer, prefetched: bool) -> None:
-        """Make the compute stream wait for an event, and time the wait. The host does not block."""
+        """Make the compute stream wait for a copy's `done` event, and time the wait.
+
+        The host does not block.
+        """
         compute = self._compute_stream()
         asked = _event(timed=True)
         resumed = _event(timed=True)
@@ -254,16 +260,19 @@ class CudaCopyEngine:
         timer.record(asked, resumed, prefetched)
 
     def stalls(self, stream: CopyStream = CopyStream.WEIGHTS) -> StallTotals:
-        """Block until the device has passed the last recorded wait, and return the totals."""
+        """Return the total time that compute has waited for copies of a stream.
+
+        Blocks the host until the device has passed the last recorded wait.
+        """
         self._timers[stream].synchronize()
         return self._timers[stream].collect()
 
     def begin_stall_window(self, stream: CopyStream) -> StallWindow:
-        """Start a window measured with events on the device."""
+        """End the stream's current stall measurement and start one with CUDA events."""
         return self._timers[stream].begin_window()
 
     def close(self) -> None:
-        """Free all host memory after the last copy."""
+        """Wait for the last copy and free all host memory."""
         while self._free_functions:
             self._free_functions.popitem()[1]()
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SMALL_WEIGHT_DIVISOR = 1000
-"""A weight of less than 1/1000 of its block's bytes stays on the device: streaming it saves hardly
-any memory, and binding it costs the host as much time as binding a large weight."""
+"""A weight of less than 1/1000 of its block's bytes stays on the device. Streaming it would save
+hardly any memory, and replacing the parameter at every call costs as much CPU time as for a large
+one."""
 
 Binding = tuple[dict[str, Tensor], str]
 """The parameter dictionary of a module, and the weight's name in it."""
@@ -34,7 +35,7 @@ Binding = tuple[dict[str, Tensor], str]
 
 @dataclass(frozen=True, slots=True)
 class HostWeight:
-    """One streamed parameter of a block, and its place in the block's memory."""
+    """One streamed parameter of a block, and its place in the block's host memory."""
 
     name: str
     """The weight's full name in the model, for error messages."""
@@ -42,13 +43,13 @@ class HostWeight:
     bindings: tuple[Binding, ...]
     """Every parameter dictionary of the block that has the weight; several if modules share it."""
     offset: int
-    """Start of the weight in the block's memory, in elements of the weight's dtype."""
+    """Start of the weight in the block's host memory, in elements of the weight's dtype."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return the weight as a view of the block's memory.
+        """Return the weight as a view of a buffer with the block's weights, on host or device.
 
         `memory` must already be viewed as the weight's dtype.
         """
@@ -57,15 +58,15 @@ class HostWeight:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """The streamed weights of one block. Empty if everything in the block is resident."""
+    """The streamed weights of one block. Empty if all of the block's weights stay on the device."""
 
     weights: tuple[HostWeight, ...]
     nbytes: int
-    """Size of the block's memory in bytes, including alignment."""
+    """Size of the buffer that holds the block's streamed weights, in bytes, including alignment."""
 
 
 def select_streamed_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[BlockWeights]:
-    """Choose the weights of each block to stream and lay them out in memory.
+    """Choose the weights of each block to stream, and their offsets in the block's buffer.
 
     Raises:
         OffloadError: A block or a weight cannot be streamed; the message names it.
@@ -88,10 +89,11 @@ def select_streamed_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> li
 
 
 def move_to_host(blocks: Sequence[BlockWeights], allocate: Callable[[int], Tensor]) -> list[Tensor]:
-    """Move the selected weights to host memory, and return the memory of each block.
+    """Copy the selected weights into host memory, and return the buffer of each block.
 
-    Blocks are moved one at a time, and the old memory of one is freed before the next is allocated.
-    A single allocation for all blocks would need host memory for two copies of the model.
+    Parameters become views of these buffers. Blocks are moved one at a time, and the old memory of
+    one is freed before the next is allocated. A single allocation for all blocks would need host
+    memory for two copies of the model.
     """
     memory = []
     for block in blocks:
@@ -156,7 +158,7 @@ def _check_blocks(names: dict[nn.Module, str], blocks: Sequence[nn.Module]) -> N
 
 
 def _modules_outside(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that are reachable without passing through one of the blocks."""
+    """Yield `module` and its descendants, except the blocks and the modules inside them."""
     if module not in blocks:
         yield module
         for child in module.children():
@@ -237,7 +239,7 @@ def _check_streamable(name: str, module: nn.Module, parameter: nn.Parameter) -> 
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a copy of the parameter without gaps, with the same dimension order.
+    """Return the strides of a contiguous copy that keeps the parameter's dimension order.
 
     torch chooses kernels by the order of dimensions in memory, so it must not change.
     """

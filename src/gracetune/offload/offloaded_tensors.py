@@ -50,7 +50,7 @@ class SavedView(NamedTuple):
     storage: OffloadedStorage
     dtype: torch.dtype
     offset: int
-    """Storage offset, in elements."""
+    """Storage offset of the saved tensor, in elements."""
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -65,9 +65,9 @@ class ReleasedStorage(NamedTuple):
 
     host: Tensor
     device: Tensor | None
-    """Device memory that the copy back may still be writing to."""
+    """Device memory to which the storage is still being copied back; None: no copy is running."""
     pending_copy: PendingCopy | None
-    """The copy back to the device, if compute has not waited for it yet."""
+    """The copy back to the device, if compute has not waited for it yet; else None."""
 
 
 class OffloadedStorage:
@@ -85,13 +85,13 @@ class OffloadedStorage:
         """The saved tensor; None once its device memory was released. It shares the version counter
         of the saved tensor, so in-place changes are noticed."""
         self.host: Tensor | None = None
-        """Host buffer with the storage's bytes; None: they were not sent."""
+        """Host buffer with the storage's bytes; None: they were not copied to the host."""
         self.device: Tensor | None = None
         """Device memory to which the storage is or was copied back."""
         self.pending_copy: PendingCopy | None = None
-        """The copy back to the device; None once the compute stream has waited for it."""
+        """The running copy back to the device; None once the compute stream has waited for it."""
         self.prefetched = False
-        """True if the copy back was started before backward asked for it."""
+        """True if the copy back to the device was started before backward asked for the storage."""
         self.modified = False
         self._views: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         self._covered_nbytes = 0
@@ -100,7 +100,7 @@ class OffloadedStorage:
         self._released = released
 
     def __del__(self) -> None:
-        """List the memory in `released`, because copies may still use it.
+        """Append the storage's memory to `released` instead of freeing it: copies may still use it.
 
         `OffloadCopies.reclaim_host_buffers` frees it later.
         """
@@ -134,7 +134,7 @@ class OffloadedStorage:
         return self.modified
 
     def begin_fetch(self, device: Tensor, pending_copy: PendingCopy, prefetched: bool) -> None:
-        """Record a copy back to the device that has just been queued."""
+        """Remember a copy back to the device that has just been queued."""
         self.device, self.pending_copy, self.prefetched = device, pending_copy, prefetched
         self._unread_count = self._saved_count
 
@@ -162,24 +162,27 @@ class BlockCall:
     """One call of one block in forward: the storages it saved, and the call before it."""
 
     previous: BlockCall | None
-    """The call before this one in the same pass, which backward reaches after this one."""
+    """The block call before this one in the same pass. Backward reaches it after this one."""
     kept_storages: frozenset[int]
-    """Storages that stay on the device: weights, and inputs shared with other blocks."""
+    """Numbers (`cdata`) of storages that stay on the device: weights, and inputs shared with other
+    blocks."""
     only_storages: frozenset[int] | None
-    """The only storages that may be sent: the inputs of a checkpointed block; None: all may."""
+    """Numbers (`cdata`) of the only storages that may be offloaded: the inputs of a checkpointed
+    block; None: all may."""
     sent: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
-    """Storages that were sent to the host, in order."""
+    """Storages that were copied to the host, in order."""
     outgoing: list[tuple[weakref.ref[OffloadedStorage], Tensor]] = field(default_factory=list)
-    """Storages that are being sent, with the device memory that their copies may still read."""
+    """Storages whose copy to the host may still be running, each with the device memory that is
+    read."""
     last_copy: PendingCopy | None = None
     """The last copy to the host. Copies run in order, so waiting for it waits for all of them."""
     nbytes: int = 0
-    """Bytes sent to the host."""
+    """Bytes copied to the host."""
     by_storage: dict[tuple[int, int], OffloadedStorage] = field(default_factory=dict)
     """Storages saved so far, by (address, version); empty once the block has run."""
 
     def add_sent(self, storage: OffloadedStorage, pending_copy: PendingCopy) -> None:
-        """Record a copy to the host that has just been queued."""
+        """Remember a copy to the host that has just been queued."""
         assert storage.original is not None, "a storage was sent that is not on the device"
         reference = weakref.ref(storage)
         self.sent.append(reference)
@@ -219,12 +222,12 @@ class OffloadCopies:
         self.sent = self.sent_nbytes = 0
         self.fetched_nbytes = self.on_demand = 0
         self.released: list[ReleasedStorage] = []
-        """Memory of storages that autograd has dropped."""
+        """Memory of storages that autograd no longer needs, waiting to be reused."""
         self._engine = copy_engine
         self._pool = pool
         self._poison = poison
         self._outgoing_calls: list[BlockCall] = []
-        """Calls with device memory still being copied out, oldest first."""
+        """Block calls whose activations are still being copied to the host, oldest first."""
 
     def send(self, storage: OffloadedStorage) -> bool:
         """Start a storage's copy to the host. Return False if there is no host memory left."""
@@ -256,7 +259,7 @@ class OffloadCopies:
         self.fetched_nbytes += storage.nbytes
 
     def track_outgoing(self, call: BlockCall) -> None:
-        """Remember a finished block call whose activations are being copied to the host."""
+        """Remember a finished block call until `release_outgoing` frees its device memory."""
         if call.outgoing:
             self._outgoing_calls.append(call)
 
@@ -296,7 +299,10 @@ class OffloadCopies:
         )
 
     def begin_stall_window(self) -> StallWindow:
-        """Start the next stall window of the copies back to the device."""
+        """End the current stall window of the copies back to the device, and return a new one.
+
+        A stall window measures how long compute waits for copies in a few passes.
+        """
         return self._engine.begin_stall_window(CopyStream.ACTIVATIONS_IN)
 
     def close(self) -> None:
@@ -323,7 +329,7 @@ class HostBufferPool:
     def __init__(
         self, copy_engine: CopyEngine, slab_nbytes: int, available: Callable[[int], int]
     ) -> None:
-        """`available` maps the bytes allocated so far to the bytes that may still be allocated."""
+        """`available(n)` returns how many more bytes may be allocated if the pool has n."""
         self.nbytes = 0
         """Size of all slabs together."""
         self._engine = copy_engine
@@ -331,13 +337,13 @@ class HostBufferPool:
         self._available = available
         self._slabs: list[Tensor] = []
         self._used_nbytes: list[int] = []
-        """Bytes of each slab that were cut into buffers."""
+        """Bytes of each slab that have been handed out as buffers."""
         self._free: dict[int, list[Tensor]] = {}
-        """Returned buffers, by aligned size."""
+        """Free buffers that were put back, by aligned size."""
         self._num_taken = 0
 
     def take(self, nbytes: int) -> Tensor | None:
-        """Return a buffer, or None if there is no host memory left."""
+        """Return a buffer of `nbytes` bytes, or None if there is no host memory left."""
         aligned_nbytes = aligned(nbytes)
         free = self._free.get(aligned_nbytes)
         buffer = free.pop() if free else self._cut(aligned_nbytes)
@@ -467,11 +473,11 @@ class SharedInputs:
         self._shared_with_next: dict[nn.Module, frozenset[int]] = {}
 
     def begin_pass(self) -> None:
-        """Forget the last block of the previous pass."""
+        """Forget the previous block: the next one is the first of a forward pass."""
         self._previous = None
 
     def find(self, block: nn.Module, inputs: list[StorageWeakRef]) -> frozenset[int]:
-        """Return the storage numbers (`cdata`) of the inputs that another block has too."""
+        """Return the storage numbers (`cdata`) of inputs that a neighbouring block also gets."""
         if self._previous is None:
             positions = self._shared_with_next.get(block, frozenset())
         else:

@@ -64,32 +64,35 @@ if TYPE_CHECKING:
 
 MIN_SLOTS = 2
 DEFAULT_SLOTS = 3
-"""Three slots: for the block in use, for the block after it, and for the one being fetched."""
+"""Number of device buffers (slots) for streamed blocks: one for the block in use, one for the block
+after it, and one for a block being fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingCounters:
-    """Totals since the ring was created."""
+    """Counts, bytes and stall time of a weight ring since it was created."""
 
     fetches: int
-    """Blocks copied to the device."""
+    """Number of times that a block's weights were copied to the device."""
     fetched_nbytes: int
     on_time: int
-    """Uses of a block whose weights were on the device before the compute stream needed them."""
+    """Number of block uses (in forward or backward) whose weights were on the device in time."""
     late: int
-    """Uses of a block whose prefetch had started but not finished when its weights were needed."""
+    """Number of block uses that had to wait for a prefetch that was still running."""
     on_demand: int
-    """Uses of a block that was not prefetched, so that its fetch started only then."""
+    """Number of block uses whose weights were not prefetched, so that the copy started only
+    then."""
     order_mismatches: int
-    """Times that the model used another block than earlier passes did at the same point."""
+    """Number of times that the model used another block than earlier passes did at the same
+    point."""
     stalled_s: float
     """Seconds that compute waited for weights."""
     slots: int
-    """Slots that exist now."""
+    """Number of slots (device buffers for one block's weights) that exist now."""
     extra_slots: int
-    """Times that a slot was added because live tensors held all others."""
+    """Number of times that a slot was added because live tensors still used all others."""
     slot_nbytes: int
-    """Size of one slot, in bytes."""
+    """Size of one slot (device buffer for one block's weights), in bytes."""
     host_nbytes: int
     """Host memory of all streamed weights, in bytes."""
 
@@ -110,11 +113,11 @@ def stream_weights(
         blocks: Blocks to stream, in the order forward uses them.
         copy_engine: Makes the copies. Closing the ring closes it too.
         emit: Receives notices.
-        slots: Number of device slots.
+        slots: Number of slots: device buffers that hold the weights of one block each.
         poison: For debugging: fill a slot with NaN before each fetch, so that a kernel that still
             reads the old weights computes NaN.
-        submodels: Modules whose forward is one pass over their own blocks, such as the two experts
-            of Wan 2.2, in the order of `blocks`. None: the model itself.
+        submodels: Modules whose forward is one pass over their own blocks, such as the high-noise
+            and low-noise transformers of Wan 2.2, in the order of `blocks`. None: the model itself.
     """
     if slots < MIN_SLOTS:
         raise OffloadError(
@@ -129,7 +132,7 @@ def stream_weights(
 
 
 def _first_blocks(submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
-    """Return the index of each submodel's first block."""
+    """Return the index, in `blocks`, of each submodel's first block."""
     first_blocks = []
     for number, submodel in enumerate(submodels):
         modules = set(submodel.modules())
@@ -144,12 +147,12 @@ def _first_blocks(submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]) -
 
 
 class WeightReference(NamedTuple):
-    """The object autograd keeps instead of a streamed weight: a block and a place in its slot."""
+    """Stand-in that autograd saves for a streamed weight: its block, and its place in the slot."""
 
     block: int
     dtype: torch.dtype
     offset: int
-    """Storage offset in elements."""
+    """Offset of the weight in the slot (the device buffer of its block), in elements."""
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -178,21 +181,22 @@ class WeightRing:
             for block in self._block_weights
             for weight in block.weights
         }
-        """Address and version of each streamed parameter when the ring was created. A later change
-        would be lost, so it is an error."""
+        """Address and version counter of each streamed parameter when the ring was created. If they
+        change later, an error is raised, because the copy in the ring would not follow."""
         load_resident_weights(model, self._block_weights, copy_engine.device)
         slot_nbytes = max(block.nbytes for block in self._block_weights)
         self._slots = SlotPool(copy_engine, slot_nbytes, slots)
         self._autosizer: RingAutosizer | None = None
         self._schedule = schedule
         self._in_use: int | None = None
-        """The block that was used last; None between passes."""
+        """Index of the block that was used last; None between passes."""
         self._lease: SlotLease | None = None
-        """Lease of the slot of the block in use; backward takes its weights from it one by one."""
+        """Views of the slot that holds the block in use. Keeping them prevents the slot from being
+        refilled."""
         self._call_depths = [0] * len(blocks)
         """Nesting depth of each block's forward: a block may call itself."""
         self._passes: list[ExitStack] = []
-        """Saved-tensor hooks of the running passes, innermost last."""
+        """Saved-tensor hooks of the model's running forward calls, innermost last."""
         self._fetches = self._fetched_nbytes = 0
         self._prefetched_uses = self._on_demand = self._extra_slots = 0
         self._reported_mismatch = False
@@ -201,14 +205,17 @@ class WeightRing:
         self._hooks = self._register_hooks(submodels, blocks)
 
     def __deepcopy__(self, memo: object) -> WeightRing:
-        """Raise an error: the hooks of a copied model would bind weights in the original."""
+        """Raise an error: the hooks of a copied model would set weights in the original."""
         raise OffloadError(
             "a model cannot be copied while its weights are streamed. Copy it before "
             "stream_weights(), or close() the ring first."
         )
 
     def counters(self) -> RingCounters:
-        """Return the totals so far. Blocks until the device has reached the last use of a block."""
+        """Return counts, bytes and stall time since the ring was created.
+
+        Blocks until the device has passed the last wait for weights.
+        """
         stalls = self._engine.stalls()
         return RingCounters(
             fetches=self._fetches,
@@ -225,7 +232,7 @@ class WeightRing:
         )
 
     def enable_autosize(self, nbytes: int) -> None:
-        """Add slots while steps stall on weights, using at most `nbytes` more device memory."""
+        """Let the ring add slots, at most `nbytes` in all, while steps wait for weights."""
         num_streamed = sum(bool(block.weights) for block in self._block_weights)
         self._autosizer = RingAutosizer(self._slots, self._engine, num_streamed, nbytes, self._emit)
 
@@ -235,7 +242,7 @@ class WeightRing:
         return self._autosizer is not None and self._autosizer.release_extra_slots()
 
     def pack(self, tensor: Tensor) -> Tensor | WeightReference:
-        """Return a reference for a streamed weight, and any other tensor unchanged.
+        """Return a `WeightReference` for a streamed weight, and any other tensor unchanged.
 
         This is the pack function of the saved-tensor hooks.
         """
@@ -249,7 +256,7 @@ class WeightRing:
         return WeightReference(slot.block, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def unpack(self, saved: Tensor | WeightReference) -> Tensor:
-        """Return the weight that a reference stands for, fetching its block if needed.
+        """Return the weight that a `WeightReference` stands for, fetching its block if needed.
 
         This is the unpack function of the saved-tensor hooks.
         """
@@ -269,7 +276,10 @@ class WeightRing:
 
     @contextmanager
     def bind_weights(self, block: nn.Module) -> Iterator[None]:
-        """Bind a block's weights for code that calls its `forward` directly, without hooks."""
+        """Put a block's weights on the device while the context is open.
+
+        For code that calls the block's `forward` directly and so does not run its hooks.
+        """
         index = self._indices[block]
         self._begin_block(index)
         try:
@@ -373,11 +383,12 @@ class WeightRing:
                 )
 
     def _release_block(self) -> None:
-        """Drop the lease of the block in use, so that its slot can be refilled."""
+        """Drop the views of the block in use, so that its slot can hold another block."""
         self._in_use = self._lease = None
 
     def _use(self, index: int) -> SlotLease:
-        """Fetch a block's weights if needed, start the next prefetches, and return a lease.
+        """Fetch a block's weights if needed, start the next prefetches, and return views of its
+        slot.
 
         Kernels that are queued after this call may read the weights.
         """
@@ -411,7 +422,7 @@ class WeightRing:
         self._fetched_nbytes += len(source)
 
     def _ranks(self) -> dict[int, int]:
-        """Return the rank of each streamed block in the order of next use; 0 is used next."""
+        """Return each streamed block's position in the order of next use; 0 is used next."""
         upcoming = (
             block for block in self._schedule.upcoming() if self._block_weights[block].weights
         )
@@ -452,22 +463,25 @@ class WeightRing:
 
 
 MAX_LEASES = 32
-"""Number of leases in a slot's list at which expired ones are removed from it."""
+"""Number of weak references in a slot's list at which expired ones are removed from it."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Device memory for the weights of any one block."""
+    """Device buffer that holds the weights of one block at a time."""
 
     memory: Tensor
     block: int | None = None
-    """The block that is in the slot or being copied to it; None: empty."""
+    """Index of the block that is in the slot or being copied to it; None: the slot is empty."""
     pending_copy: PendingCopy | None = None
-    """The copy that fills the slot."""
+    """The last copy that filled the slot; it may still be running."""
     _leases: list[StorageWeakRef] = field(default_factory=list)
 
     def lease(self) -> Tensor:
-        """Return an alias of the slot's memory with a new storage, whose lifetime `held` tracks."""
+        """Return a tensor that shares the slot's memory but has a storage object of its own.
+
+        The slot keeps a weak reference to that storage; `held` is True while the storage lives.
+        """
         if len(self._leases) >= MAX_LEASES:
             self.held()
         alias = dlpack.from_dlpack(dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
@@ -475,7 +489,7 @@ class Slot:
         return alias
 
     def held(self) -> bool:
-        """Return True while a live tensor aliases the slot."""
+        """Return True while a live tensor uses the slot's memory, which forbids refilling it."""
         self._leases = [
             lease
             for lease in self._leases
@@ -485,10 +499,10 @@ class Slot:
 
 
 class SlotLease(dict["torch.dtype", "Tensor"]):
-    """Views of a leased slot by dtype, created on first access. The slot is held while they live.
+    """Views of a slot's memory by dtype, created on first access.
 
-    The views are ordinary tensors even if sampling creates them in inference mode, because backward
-    may use the same lease next.
+    While they live, the slot is not refilled. The views are ordinary tensors even if sampling
+    creates them in inference mode, because backward may use them next.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -503,13 +517,16 @@ class SlotLease(dict["torch.dtype", "Tensor"]):
 
 
 class SlotPool:
-    """The slots of a ring: `count` of them, and temporarily more if live tensors hold them all."""
+    """The slots (device buffers) of a weight ring.
+
+    There are `count` of them, and temporarily more if live tensors use them all.
+    """
 
     def __init__(self, copy_engine: CopyEngine, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
         """Size of one slot, in bytes."""
         self.count = count
-        """Requested number of slots."""
+        """Requested number of slots; there may be more while live tensors use them."""
         self._engine = copy_engine
         self._slots: list[Slot] = []
         self._by_address: dict[int, Slot] = {}
@@ -524,15 +541,15 @@ class SlotPool:
         return iter(self._slots)
 
     def find(self, block: int) -> Slot | None:
-        """Return the slot that holds a block or is being filled with it."""
+        """Return the slot that holds a block or is being filled with it, or None."""
         return self._by_block.get(block)
 
     def find_address(self, address: int) -> Slot | None:
-        """Return the slot whose memory starts at this address; its leases start there too."""
+        """Return the slot whose memory starts at this address, or None."""
         return self._by_address.get(address)
 
     def blocks(self) -> list[int]:
-        """Return the blocks that are in the slots, sorted."""
+        """Return the indices of the blocks that are in the slots, sorted."""
         return sorted(self._by_block)
 
     def evict(self, slot: Slot) -> None:
@@ -543,7 +560,7 @@ class SlotPool:
             slot.block = None
 
     def assign(self, slot: Slot, block: int, pending_copy: PendingCopy) -> None:
-        """Record that a copy fills the slot with this block."""
+        """Record that a copy is filling the slot with this block's weights."""
         slot.block = block
         slot.pending_copy = pending_copy
         self._by_block[block] = slot
@@ -557,9 +574,9 @@ class SlotPool:
         return slot
 
     def resize(self, count: int) -> None:
-        """Change the number of slots. Surplus slots that are held are freed by a later `trim`.
+        """Change the number of slots. Call this between passes.
 
-        Call it between passes.
+        Surplus slots that live tensors still use are freed by a later `trim`.
         """
         while len(self._slots) < count:
             self.add()
@@ -567,7 +584,7 @@ class SlotPool:
         self.trim()
 
     def trim(self) -> None:
-        """Free the slots beyond the requested number that are not held."""
+        """Free the slots beyond the requested number, except those that live tensors still use."""
         for slot in self._slots[self.count :]:
             if not slot.held():
                 self.evict(slot)
@@ -575,7 +592,7 @@ class SlotPool:
                 self._slots.remove(slot)
 
     def clear(self) -> None:
-        """Drop all slots. Memory of a leased slot is freed with the last tensor that aliases it."""
+        """Drop all slots. A slot's memory is freed with the last tensor that uses it."""
         self._slots.clear()
         self._by_address.clear()
         self._by_block.clear()
@@ -593,13 +610,13 @@ class SlotPool:
 
 
 class SlotState(Protocol):
-    """The part of a slot that the fetch policy reads."""
+    """The attributes of a slot that the choice of fetches reads; also met by simulated slots."""
 
     block: int | None
-    """The block that the slot holds; None: it is empty."""
+    """Index of the block that the slot holds; None: the slot is empty."""
 
     def held(self) -> bool:
-        """Return True while a live tensor aliases the slot, which forbids overwriting it."""
+        """Return True while a live tensor uses the slot's memory, which forbids overwriting it."""
         ...
 
 
@@ -609,11 +626,12 @@ SlotT = TypeVar("SlotT", bound=SlotState)
 def slot_to_refill(
     slots: Iterable[SlotT], ranks: Mapping[int, int], in_use: int | None, rank: int = -1
 ) -> SlotT | None:
-    """Return the slot that a block of this rank may overwrite, or None.
+    """Return the slot that a block to be fetched may overwrite, or None.
 
-    An empty slot comes first, then the slot whose block is needed last, unless a tensor holds it. A
-    block that is needed sooner than `rank` is never evicted. Nor is the block in use, because its
-    slot may have no live tensor for a moment, between two of its kernels.
+    `ranks` maps each block to its position in the order of next use (0 is used next); `rank` is
+    that of the block to fetch. An empty slot comes first, then the slot whose block is used last,
+    unless a live tensor uses it. A block that is used sooner than `rank` is never evicted. Nor is
+    the block in use, because its slot may have no live tensor for a moment, between two kernels.
     """
     best, best_rank = None, rank
     for slot in slots:
@@ -628,10 +646,10 @@ def slot_to_refill(
 def prefetches(
     slots: Iterable[SlotT], ranks: Mapping[int, int], in_use: int | None
 ) -> Iterator[tuple[int, SlotT]]:
-    """Yield (block, slot) for each block to fetch now, soonest needed first.
+    """Yield (block, slot) for each block to fetch now, soonest used first.
 
-    The caller assigns each block to its slot before it asks for the next pair. `slots` is iterated
-    several times.
+    `ranks` maps each block to its position in the order of next use. The caller assigns each block
+    to its slot before it asks for the next pair. `slots` is iterated several times.
     """
     present = {slot.block for slot in slots}
     for block, rank in ranks.items():
@@ -649,17 +667,17 @@ def prefetches(
 
 
 LONGEST_PASS = 64
-"""Longest pass from which the order of blocks is learnt, in uses per block on average. A longer
-sequence must be several passes whose start the ring did not see."""
+"""Longest sequence of block uses from which the order of blocks is learnt, in uses per block on
+average. A longer one must be several passes whose start the ring did not see."""
 
 
 class PassKind(Enum):
-    """Kinds of pass: with or without backward."""
+    """Kind of a model pass: with backward (training) or without (sampling)."""
 
     TRAIN = "train"
-    """Forward and backward. Even with recomputation, backward visits each block once."""
+    """Forward and backward. A block that backward recomputes counts as used once in backward."""
     SAMPLE = "sample"
-    """Forward only."""
+    """Forward only, without gradients."""
 
 
 class FetchSchedule:
@@ -667,14 +685,14 @@ class FetchSchedule:
 
     A pass is one call of a submodel with the backward that follows. For each submodel and kind of
     pass the order is assumed at first (all blocks forward, then in reverse), learnt from the first
-    pass, and compared with every later one. Consecutive uses of one block count as one. This is
-    bookkeeping over block numbers only: no tensors and no clocks.
+    pass, and compared with every later one. Consecutive uses of one block count as one. This class
+    handles block numbers only: no tensors and no clocks.
     """
 
     def __init__(self, num_blocks: int, first_blocks: Sequence[int] = (0,)) -> None:
-        """`first_blocks` has the number of each submodel's first block."""
+        """`first_blocks` has the index of the first block of each submodel (transformer)."""
         self.mismatches = 0
-        """Times that a block was used where the learnt order has another one."""
+        """Number of times that a block was used where the learnt order has another block."""
         self._orders: dict[tuple[PassKind, int], list[int]] = {}
         for submodel, (start, end) in enumerate(pairwise([*first_blocks, num_blocks])):
             forward = list(range(start, end))
@@ -687,7 +705,7 @@ class FetchSchedule:
         self._position = 0
 
     def begin_pass(self, kind: PassKind, submodel: int = 0) -> None:
-        """Learn the order of the pass that has ended, and start a new pass."""
+        """Learn the order of the pass that has ended, and start a pass of this submodel."""
         self._learn()
         self._current = (kind, submodel)
         self._used = []
@@ -699,7 +717,7 @@ class FetchSchedule:
         return order[self._position] if self._position < len(order) else None
 
     def record_use(self, block: int) -> bool:
-        """Record that a block is used. Return False if the learnt order has another one here."""
+        """Record the use of a block. Return False if the learnt order expected another block."""
         if len(self._used) < self._max_uses:
             self._used.append(block)
         as_expected = block == self.expected()
@@ -713,14 +731,14 @@ class FetchSchedule:
         return False
 
     def upcoming(self) -> list[int]:
-        """Return all blocks in the order of next use, in this pass or the next of its kind."""
+        """Return all blocks in the order of next use, in this pass or the next of the same kind."""
         order = self._orders[self._current]
         return list(dict.fromkeys(order[self._position :] + order))
 
     def _resynchronize(self, block: int) -> None:
-        """Move to just after this block's nearest position in the order.
+        """Continue from this block's nearest position in the learnt order.
 
-        The pass has skipped or repeated blocks.
+        Called if the pass has skipped or repeated blocks.
         """
         order = self._orders[self._current]
         positions = [position for position, other in enumerate(order) if other == block]

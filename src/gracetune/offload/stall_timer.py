@@ -24,25 +24,26 @@ MIN_STALL_S = 20e-6
 """Waits shorter than this many seconds count as none: two consecutive CUDA events are a few
 microseconds apart anyway."""
 COLLECT_EVERY = 512
-"""After this many recorded waits the completed ones are read, so that the queue stays short."""
+"""After this many recorded waits, the times of finished waits are read, so that the queue stays
+short."""
 
 
 @dataclass(frozen=True, slots=True)
 class StallTotals:
-    """Stalls of one copy stream since it was created."""
+    """Stall time and number of late copies of one copy stream since it was created."""
 
     late: int
-    """Prefetched copies that had not finished when they were needed."""
+    """Number of prefetched copies that had not finished when they were needed."""
     stalled_s: float
     """Seconds that compute waited for copies."""
 
 
 class StallWindow(Protocol):
-    """Stalls of one copy stream in a few consecutive passes."""
+    """Time that compute waited for one copy stream in a few consecutive training passes."""
 
     @property
     def late(self) -> int:
-        """Prefetched copies that had not finished when they were needed."""
+        """Number of prefetched copies that had not finished when they were needed."""
         ...
 
     @property
@@ -52,20 +53,23 @@ class StallWindow(Protocol):
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first use of a copy in the window to the last."""
+        """Seconds from the first recorded wait for a copy in this window to the end of the last."""
         ...
 
     def is_complete(self) -> bool:
-        """Return True once the window has ended and the device has passed it. Does not block."""
+        """Return True once the window has ended and the device has passed its last wait.
+
+        Does not block.
+        """
         ...
 
 
 class StallWindows:
-    """Divide training into consecutive windows of a fixed number of passes.
+    """Measure stalls in consecutive windows of a fixed number of training passes.
 
-    A decision changes the stalls of the passes queued after it. The passes that are already queued
-    when a window ends therefore belong to no window, and the next one starts only when the last one
-    has been read:
+    A decision made from a window changes the stalls of passes queued later. The passes that are
+    already queued when a window ends therefore belong to no window, and the next window starts only
+    when the last one has been read:
 
         host    | window 1: n passes | passes in no window | window 2 ...
         device            | window 1: n passes | ...
@@ -73,18 +77,21 @@ class StallWindows:
     """
 
     def __init__(self, begin: Callable[[], StallWindow], num_passes: int) -> None:
-        """`begin` starts a window and ends the one before it."""
+        """`begin` ends the current `StallWindow`, if any, and returns a new one."""
         self._begin = begin
         self._num_passes = num_passes
         self._window: StallWindow | None = None
         self._passes = 0
 
     def discard(self) -> None:
-        """Forget the current window, because other work ran between its passes."""
+        """Drop the current window, because sampling ran between its training passes."""
         self._window, self._passes = None, 0
 
     def start_pass(self) -> StallWindow | None:
-        """Count a pass that starts now. Return the last window if it is complete, else None."""
+        """Count a training pass that starts now.
+
+        Returns the last stall window once the device has completed it, else None.
+        """
         if self._window is None:
             self._window = self._begin()
             return None
@@ -98,7 +105,10 @@ class StallWindows:
 
 
 class HostStallWindow:
-    """A stall window for copies that the host makes itself: it is complete as soon as it ends."""
+    """Stall window for copies that the host makes itself, timed with the host's clock.
+
+    It is complete as soon as it ends.
+    """
 
     late = 0
 
@@ -113,7 +123,7 @@ class HostStallWindow:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds spent on copies, all of which compute waits for."""
+        """Seconds spent on copies in this window. Compute waits for all of them."""
         return 0.0 if self._measured is None else self._measured[1]
 
     @property
@@ -136,14 +146,17 @@ class StallTimer:
         self._stalled_s = 0.0
 
     def begin_window(self) -> DeviceStallWindow:
-        """End the current window, and start another one with the next recorded wait."""
+        """End the current stall window and return a new one, to which later waits are added."""
         if self._window is not None:
             self._window.ended = True
         self._window = DeviceStallWindow(self)
         return self._window
 
     def record(self, asked: torch.cuda.Event, resumed: torch.cuda.Event, prefetched: bool) -> None:
-        """Record a wait of the compute stream: the CUDA events just before and after it."""
+        """Add a wait of the compute stream, given by CUDA events just before and just after it.
+
+        `prefetched`: the copy had been requested before it was needed.
+        """
         self._waits.append(_Wait(asked, resumed, prefetched, self._window))
         if self._window is not None:
             self._window.unread += 1
@@ -156,7 +169,7 @@ class StallTimer:
             self._waits[-1].resumed.synchronize()
 
     def collect(self) -> StallTotals:
-        """Read the waits that the device has passed, and return the totals so far."""
+        """Add up the waits that the device has finished, and return the totals so far."""
         while self._waits and self._waits[0].is_past():
             wait = self._waits.popleft()
             stalled_s = wait.stalled_s()
@@ -168,20 +181,21 @@ class StallTimer:
 
 
 class DeviceStallWindow:
-    """A stall window measured with CUDA events: its `StallTimer` adds each completed wait."""
+    """Stall window measured with CUDA events. Its `StallTimer` adds each wait that has finished."""
 
     def __init__(self, timer: StallTimer) -> None:
         self.late = 0
         self.stalled_s = 0.0
         self.span_s = 0.0
         self.unread = 0
-        """Recorded waits that have not been read yet."""
+        """Number of recorded waits whose length is not known yet, because the device may not be
+        done."""
         self.ended = False
         self._timer = timer
         self._first: torch.cuda.Event | None = None
 
     def add(self, wait: _Wait, stalled_s: float) -> None:
-        """Add a wait that the device has passed, with its length."""
+        """Add a wait that the device has finished; `stalled_s` is its length in seconds."""
         if self._first is None:
             self._first = wait.asked
         self.unread -= 1
@@ -190,7 +204,10 @@ class DeviceStallWindow:
         self.span_s = _elapsed_s(self._first, wait.resumed)
 
     def is_complete(self) -> bool:
-        """Read completed waits; return True once the window has ended and no wait is unread."""
+        """Return True if the window has ended and the lengths of all its waits are known.
+
+        First reads the waits that the device has finished; does not block.
+        """
         self._timer.collect()
         return self.ended and self.unread == 0
 
