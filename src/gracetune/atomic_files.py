@@ -70,9 +70,9 @@ def fsync_path(path: Path) -> None:
 
 
 def remove_stale_staging(folder: Path) -> None:
-    """Remove the staging files and folders of killed processes.
+    """Remove the temporary files and folders that killed writers left in `folder`.
 
-    If a process was killed while it replaced a folder, the old folder is restored.
+    If a writer was killed while it replaced a folder, the old folder is restored.
     """
     for old in folder.glob(".*.old.staging"):
         name = old.name.removeprefix(".").removesuffix(".old.staging").rpartition(".")[0]

@@ -72,15 +72,19 @@ _process = MemorySession(
 
 
 def gh200_uvm_enabled() -> bool:
-    """Return True if placement hints are on.
+    """Return True if hints tell the driver where to keep managed memory (cudaMemAdvise).
 
-    The override decides if it is set, else the environment; else hints are on for a coherent GPU.
+    `set_uvm_hint_override` decides if it was called, else environment variables; without either,
+    hints are on if GPU and CPU are cache-coherent.
     """
     return _process.hints_enabled
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
-    """Turn placement hints on or off, whatever the environment says; None removes the override."""
+    """Turn hints for managed memory on or off, in place of environment variables.
+
+    None lets the environment variables decide again.
+    """
     _process.hints_override = value
 
 
@@ -112,7 +116,10 @@ def residency(tensor: Tensor) -> Residency:
 
 
 def optimize_batch_for_gh200(batch: object, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Give a placement hint for each tensor of a batch, by its role; report each outcome."""
+    """Tell the driver where to keep each tensor of a batch in managed memory: host or device.
+
+    `table` maps tensor names to a place. The report says which hints the driver accepted.
+    """
     return place_batch(batch, _process.hints, table)
 
 

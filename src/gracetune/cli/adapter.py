@@ -52,7 +52,7 @@ WEAKEST, STRONGEST = (235, 240, 247), (20, 60, 140)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their arguments."""
+    """Add the subcommands of `gracetune adapter` (inspect, convert, ...) and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add_action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
@@ -142,7 +142,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, required: bool = Fals
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; with --json, print errors as JSON, too."""
+    """Run the chosen subcommand; with --json, print errors as JSON, too."""
     action: Action = args.run_action
     try:
         return _run_action(action, args)
@@ -214,7 +214,10 @@ def bar_chart(values: Mapping[str, float]) -> list[str]:
 
 
 def draw_norms(inspection: Inspection, path: Path) -> None:
-    """Draw the norms of dW as a heat map: a row per kind of module, a column per block."""
+    """Draw how much an adapter changes each module, as a heat map of the norms of its dW.
+
+    There is a row for each kind of module and a column for each transformer block.
+    """
     rows: dict[str, dict[int, float]] = {}
     for module, norm in inspection.norms.items():
         in_block = BLOCK.match(module)
@@ -302,7 +305,10 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _read_one_or_two(args: argparse.Namespace) -> Adapter:
-    """Read one adapter file, or join the files of the high and the low expert, in any order."""
+    """Read one adapter file, or join the two files of a Wan 2.2 adapter.
+
+    These are for the high-noise and the low-noise transformer, given in any order.
+    """
     from gracetune.adapters.files.layers import join_stages, with_stage
 
     given = [_read(path, args) for path in args.files]
@@ -443,7 +449,7 @@ def _extract(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Check every file, even if an earlier one cannot be read; return the exit code."""
+    """Check every given adapter file, even if an earlier one fails; return the exit code."""
     from gracetune.adapters.files.check import check_file
 
     tables = _key_tables()
@@ -538,14 +544,17 @@ def _key_tables() -> Mapping[str, KeyTable]:
 
 
 def _table_of(args: argparse.Namespace, tables: Mapping[str, KeyTable]) -> KeyTable | None:
-    """Return the key table of the family that --family names; None if it is not given."""
+    """Return the table of module names of the model family in --family; None without --family."""
     from gracetune.adapters.files.keys import get_table
 
     return None if args.family is None else get_table(args.family, tables)
 
 
 def _read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
-    """Read an adapter file; return the adapter and its expert, which --stage overrides."""
+    """Read an adapter file; return the adapter and the transformer of Wan 2.2 that it is for.
+
+    That is `high` or `low` (noise), from --stage or else from the file; None if neither says it.
+    """
     from gracetune.adapters.files.io import find_stage, read_adapter, resolve_path
 
     path = resolve_path(path)
@@ -560,7 +569,10 @@ def _read(path: Path, args: argparse.Namespace) -> tuple[Adapter, Stage | None]:
 def _metadata(
     args: argparse.Namespace, adapter: Adapter, stage: Stage | None = None
 ) -> AdapterMetadata:
-    """Return the metadata for a file's header, from the arguments and the adapter's expert."""
+    """Return the metadata for the header of an adapter file.
+
+    `stage` is the transformer of Wan 2.2 that the file is for, `high` or `low` (noise).
+    """
     from gracetune.adapters.files.io import AdapterMetadata
 
     known = adapter.stages[0] if len(adapter.stages) == 1 else None
@@ -574,7 +586,10 @@ def _write_new_files(
     key_format: KeyFormat,
     stage: Stage | None = None,
 ) -> list[Path]:
-    """Write an adapter to one file, or one for each expert; raise if a file exists."""
+    """Write an adapter to a new file, or to two; raise if a file exists.
+
+    Two files are for the high-noise and the low-noise transformer of Wan 2.2.
+    """
     from gracetune.adapters.files.io import stage_files, write_stages
 
     for file in stage_files(out, adapter, key_format).values():

@@ -49,7 +49,7 @@ _MAX_WARMUP = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions `capture` and `compare`."""
+    """Add the subcommands `capture` and `compare` and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     capture = actions.add_parser(
         "capture", help="train a run file several times and store its metrics"
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
+    """Run `gracetune baseline capture` or `gracetune baseline compare`."""
     action: Callable[[argparse.Namespace], int] = args.run_action
     return action(args)
 
@@ -166,7 +166,10 @@ def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -
 
 
 def _scenario(run: RunFile) -> dict[str, object]:
-    """Return all settings but the output folder; baselines with equal ones are comparable."""
+    """Return all settings of a run but the output folder.
+
+    Two baselines (measurements of runs) can be compared if these settings are equal.
+    """
     settings: dict[str, object] = run.model_dump(mode="json")
     del settings["output_dir"]
     return settings

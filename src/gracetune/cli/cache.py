@@ -34,7 +34,7 @@ HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions of `gracetune cache` and their arguments."""
+    """Add the subcommands of `gracetune cache` and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add_action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
+    """Run the chosen subcommand of `gracetune cache`."""
     from gracetune.events.console import console_sink
 
     action: Action = args.run_action
@@ -223,9 +223,10 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
 
 
 def _load_persistent_run(run_file: str | Path) -> RunFile:
-    """Load a run file whose cache is kept after the run, and raise for any other.
+    """Load a run file; raise if its settings do not keep the cache after the run.
 
-    Latents and text are both set to be cached on disk, so that filling needs little memory.
+    In the returned settings, latents and encoded text are both cached on disk, even if the file
+    says memory, so that filling the cache needs little memory.
     """
     run = load_run_file(run_file).run
     section = run.cache_config

@@ -98,7 +98,10 @@ class Tools(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options; those of the old gh200_diagnostic.py keep their names."""
+    """Add the options of `gracetune diagnose`.
+
+    They include those of gh200_diagnostic.py, the script that this command replaces.
+    """
     parser.add_argument(
         "--oversubscription-scale",
         type=float,

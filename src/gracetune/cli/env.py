@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variables_in_use(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `VARIABLES` that are set, with their values."""
+    """Return the environment variables of gracetune that are set, with their values."""
     return {each.name: environment[each.name] for each in VARIABLES if environment.get(each.name)}
 
 
@@ -117,7 +117,10 @@ def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iter
 
 
 def export_lines(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:
-    """Yield the same `export` lines as `scripts/setup_gh200_env.sh`: set values, else defaults."""
+    """Yield shell lines that export each variable with its current value, or its default.
+
+    They are the lines that `scripts/setup_gh200_env.sh` writes.
+    """
     ratio = _format_ratio(settings.oversubscription_ratio)
     pattern = settings.access_pattern or DEFAULT_PATTERN
     for name in HINTS_VARIABLES:
@@ -129,7 +132,10 @@ def export_lines(environment: Mapping[str, str], settings: EnvironmentSettings) 
 
 
 def _alloc_conf(environment: Mapping[str, str], ratio: str, pattern: str) -> Iterator[str]:
-    """Yield the entries of PYTORCH_CUDA_ALLOC_CONF: three uvm keys, then others that are set."""
+    """Yield the `key:value` entries for PYTORCH_CUDA_ALLOC_CONF.
+
+    First come the three keys for managed memory (uvm), then the entries that are already set.
+    """
     replaced = {
         "use_uvm": "True",
         "uvm_oversubscription_ratio": ratio,

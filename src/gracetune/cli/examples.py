@@ -20,7 +20,7 @@ _COMMENT_MARKS = ("//", "#")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
+    """Add the arguments of `gracetune examples`."""
     parser.add_argument("name", nargs="?", help="the name of an example; all of them if omitted")
     parser.add_argument("--copy", type=Path, metavar="DIR", help="copy into this folder")
 

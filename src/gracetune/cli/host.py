@@ -19,7 +19,7 @@ ENTRY_POINT = "-m gracetune.hosts.simpletuner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one subparser per host program (SimpleTuner, ai-toolkit), with its actions."""
+    """Add one subparser per host program (SimpleTuner, ai-toolkit), with its subcommands."""
     hosts = parser.add_subparsers(dest="host", required=True, metavar="HOST")
     simpletuner = hosts.add_parser("simpletuner", help="SimpleTuner, as pip installs it")
     actions = simpletuner.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -49,7 +49,7 @@ def _add_ai_toolkit(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
+    """Run the chosen subcommand of `gracetune host`."""
     action: Callable[[argparse.Namespace], int] = args.run_action
     return action(args)
 
@@ -68,7 +68,10 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Replace this process by SimpleTuner, told to start training through `ENTRY_POINT`."""
+    """Replace this process (exec) by SimpleTuner, which then starts training with our hooks.
+
+    ACCELERATE_EXTRA_ARGS makes accelerate run gracetune's module before the training script.
+    """
     from gracetune.hosts.simpletuner.__main__ import check
 
     print(check()[-1], flush=True)
@@ -119,7 +122,7 @@ def _uninstall_clone(args: argparse.Namespace) -> int:
 
 
 def _run_clone(args: argparse.Namespace) -> int:
-    """Replace this process by ai-toolkit's run.py, started in the clone's folder."""
+    """Replace this process (exec) by ai-toolkit's run.py, started in the folder of the clone."""
     from gracetune.hosts.ai_toolkit.clone import check, extension_path
 
     print(check(args.path)[-1], flush=True)

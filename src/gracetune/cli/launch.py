@@ -1,7 +1,8 @@
-"""`python train.py --config FILE --key value ...`: the command line of the GH200 forks.
+"""`python train.py --config FILE --key value ...`: the command line of the older GH200 trainers.
 
-It works alone and under `accelerate launch` or `torchrun`. Every setting of a run file is an
-option, under its dotted name or the flat name that the forks use; dashes count as underscores.
+gracetune replaces these trainers, the forks SimpleTuner-GH200 and ai-toolkit-GH200. The command
+works alone and under `accelerate launch` or `torchrun`. Every setting of a run file is an option,
+under its dotted name or the flat name that the forks use; dashes count as underscores.
 """
 
 from __future__ import annotations

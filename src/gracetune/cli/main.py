@@ -49,11 +49,11 @@ class Verb(Protocol):
     HELP: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's arguments."""
+        """Add the arguments of this subcommand to its parser."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the verb and return its exit code."""
+        """Run the subcommand and return its exit code."""
         ...
 
 
@@ -106,7 +106,7 @@ def _call(words: list[str]) -> int:
 
 
 def _explain(words: list[str]) -> NoReturn:
-    """Print help, the version, or an error for a missing or unknown verb; then exit."""
+    """Print help, the version, or an error for a missing or unknown subcommand; then exit."""
     width = max(map(len, VERBS))
     parser = argparse.ArgumentParser(
         prog="gracetune",
@@ -131,7 +131,10 @@ def _print_error(text: str) -> None:
 
 
 def _output_is_closed() -> bool:
-    """Return True if the reader of stdout or stderr is gone; a worker's pipe does not count."""
+    """Return True if the reader of stdout or stderr is gone.
+
+    If not, a BrokenPipeError came from another pipe, for example to a worker process.
+    """
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream.fileno(), 0)
@@ -146,7 +149,7 @@ def _discard_output() -> None:
 
 
 def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments `RUN` and `--set`, for verbs that read a run file."""
+    """Add the arguments `RUN` and `--set`, for subcommands that read a run file."""
     parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
     parser.add_argument(
         "--set",

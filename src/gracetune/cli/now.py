@@ -17,13 +17,13 @@ HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
+    """Add the arguments of `gracetune now`."""
     parser.add_argument("request", choices=VERBS, help="the request")
     parser.add_argument("run_folder", type=Path, help="the run's output_dir")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the request to the run's folder and print which process will take it."""
+    """Write the request to the output folder of a run; print which process will carry it out."""
     listener = send_request(args.run_folder, args.request)
     where = "" if listener.is_local() else f" on {listener.host} (not checked from here)"
     print(f"asked process {listener.pid}{where} to {args.request}, after its current step.")

@@ -37,18 +37,18 @@ CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
 
 @dataclass(frozen=True, slots=True)
 class PlanMachine:
-    """The rates and memory sizes of the machine that a plan is for."""
+    """The machine that a memory plan is for: its compute and copy speeds and its memory sizes."""
 
     title: str
     rates: MachineRates
     device_nbytes: int
     host_nbytes: int
     simulated: bool
-    """True if the rates are published figures, not measured on this machine."""
+    """True if the compute and copy speeds are published figures, not measured on this machine."""
     one_memory: bool = False
     """True if CPU and GPU share one physical memory."""
     host_is_known: bool = True
-    """False if the size of host memory is an assumption, which the user may raise."""
+    """False if the size of host memory is assumed; then the user may set a larger limit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a run, for this machine or the one that --machine names."""
+    """Print the memory plan of a run, for this machine or the one that --machine names."""
     from gracetune.memory.platform import open_machine
 
     return plan(args, open_machine, _measured)
@@ -86,9 +86,10 @@ def plan(
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
 ) -> int:
-    """Plan a run and print the report.
+    """Predict the memory and speed of a run and print the report.
 
-    `open_machine` and `measured` return this machine and its rates; tests pass their own.
+    `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
+    functions of their own.
     """
     run_file = load_run_file(args.run_file, args.overrides).run
     machine = _machine(args, open_machine, measured, run_file.model.family)
@@ -228,7 +229,10 @@ def _emit(notice: Notice) -> None:
 
 
 def _make_trainable(run_file: RunFile, model: MetaModel) -> TrainedSize:
-    """Add the adapter to the meta model; return the bytes of trained weights and their state."""
+    """Add the adapter to a model on the meta device, or make all its weights trainable.
+
+    Returns the bytes of the trained weights and of their optimizer state.
+    """
     from gracetune.optim.build import state_nbytes_per_element
     from gracetune.optim.offloaded_state import StateOffloadSettings
     from gracetune.plan.problem import MASTER_NBYTES, TrainedSize
@@ -270,7 +274,10 @@ def count_samples(run_file: RunFile) -> int | None:
 
 
 def _with_staged_files(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
-    """Add the bytes of staged files, for a machine whose CPU and GPU share one memory."""
+    """Add the bytes of the dataset files that a run loads into host memory at its start.
+
+    Called for a machine whose CPU and GPU share one memory.
+    """
     nbytes = fixed.host_caches_nbytes + staged_nbytes(run_file)
     return replace(fixed, host_caches_nbytes=nbytes)
 

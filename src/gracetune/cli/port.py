@@ -237,10 +237,10 @@ def _checklist(args: argparse.Namespace, git: Git, folder: Path) -> int:
 
 
 def _find_manifest(git: Git, folder: Path) -> Manifest:
-    """Read the manifest in the patches folder, or the copy that `apply` made of it.
+    """Read manifest.json, which describes a fork's patch set, from `folder` or from a copy.
 
-    The manifest in the folder comes first, because the user may have edited it. It is missing if
-    `apply` has switched to a branch without it.
+    The file in `folder` comes first, because the user may have edited it. The copy, which
+    `gracetune port apply` made, is needed once the branch with `folder` is no longer checked out.
     """
     if find_state(git) is None or (folder / MANIFEST).exists():
         return read_manifest(folder)

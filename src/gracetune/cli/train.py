@@ -21,7 +21,7 @@ HELP = "train a model from a run file, or resume a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the verb's arguments."""
+    """Add the arguments of `gracetune train`."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--resume",

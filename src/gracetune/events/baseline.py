@@ -84,7 +84,7 @@ class Baseline(BaseModel):
     captured: str
     gracetune: str
     scenario: dict[str, object]
-    """The resolved run file without its output folder."""
+    """All settings of the run, with defaults filled in, except the output folder."""
     machine: dict[str, str]
     steps: int
     warmup_steps: int

@@ -53,15 +53,17 @@ LABELS = frozenset({"adapter", "attention", "cache", "config", "data", "experts"
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
 LABEL_WIDTH = 11
 DATA_STAGES = frozenset({"reading", "staging"})
-"""Names of stages that read the data; all other stages fill or check the cache."""
+"""Names of preparation stages before training that read the data; all others fill or check the
+cache of encoded samples."""
 OUTPUT_NAMES = {"pictures": "samples"}
 """Key of `RunEnded.outputs` -> the name that is shown instead."""
 STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
 WAIT_SHARE = 0.1
-"""Share of a run's time that steps may spend waiting before a warning is shown."""
+"""Share of a run's time that steps may wait for batches, or for streamed weights, before the end of
+the run shows a warning."""
 UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
-"""Events that are printed at once. Before other events, `PlainConsole` prints the last step, if its
-line was held back."""
+"""Events that `PlainConsole` prints at once. Before any other event, such as a saved checkpoint, it
+first prints the latest step, if it has skipped that line (it prints a step every few seconds)."""
 
 
 def console_sink(
@@ -95,7 +97,11 @@ class PlainConsole:
         self._title = title
 
     def handle(self, event: Event) -> None:
-        """Print an event; steps and stages only every few seconds, but always the last one."""
+        """Print an event.
+
+        Steps, and the progress of stages before training, are printed only every few seconds, but
+        the last one always.
+        """
         if self._title:
             self._print(self._title)
             self._title = ""
@@ -114,7 +120,7 @@ class PlainConsole:
                 self._print(line)
 
     def close(self) -> None:
-        """Print the last step if it was held back, which happens when a run is killed."""
+        """Print the last step if it has not been printed yet, as happens when a run is killed."""
         self._print_held_step()
 
     def _handle_step(self, event: StepDone) -> None:
@@ -270,7 +276,10 @@ class ConsoleState:
                 return []
 
     def _wait_warnings(self, seconds: float) -> list[str]:
-        """Return a warning if steps waited long for batches, and one for streamed weights."""
+        """Return a warning if steps waited long for batches, and one if for streamed weights.
+
+        `seconds` is the duration of the run.
+        """
         lines = []
         if self._batches is not None and self._batches.waited_s > WAIT_SHARE * seconds:
             waited = format_seconds(self._batches.waited_s)
@@ -343,16 +352,16 @@ def run_started_line(event: RunStarted) -> str:
 
 
 def stage_line(event: StageProgress) -> str:
-    """Return the line with the progress of a stage and, if known, its speed."""
+    """Return the line with the progress of a stage before training, such as encoding the data."""
     text = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
     label = "data" if event.stage in DATA_STAGES else "cache"
     return labelled(label, ", ".join([text, *stage_pace(event)]))
 
 
 def stage_pace(event: StageProgress) -> list[str]:
-    """Return the speed of a stage, in files and bytes per second, and the remaining time.
+    """Return the speed of a stage before training, and the remaining time, as text.
 
-    The remaining time is estimated from bytes if they are known, because files differ in size.
+    The time is estimated from bytes if they are known, because files differ in size.
     """
     if not event.seconds:
         return []
@@ -389,7 +398,10 @@ def memory_used(event: MemoryUsed) -> str:
 
 
 def ramp_changed_line(event: RampChanged) -> str:
-    """Return the line of a ramp change, worded as in the GH200 forks: users search for it."""
+    """Return the line that says that steps now accumulate another number of micro-batches.
+
+    It is worded as in the older GH200 trainers, because users search logs for it.
+    """
     text = f"GH200 ramp adjusted gradient_accumulation_steps -> {event.accumulation}"
     return labelled("ramp", text)
 
@@ -410,10 +422,10 @@ def checkpoint_line(event: CheckpointSaved) -> str:
 
 
 def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
-    """Return the lines that say how the run ended, list its outputs and count its fallbacks.
+    """Return the lines that say how the run ended and list its output files.
 
-    If the result is an adapter (safetensors files directly in its folder), they suggest a next
-    command.
+    `fallbacks` counts how often a slower method was used than requested. If the result is an
+    adapter (safetensors files directly in its folder), the lines suggest a next command.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"

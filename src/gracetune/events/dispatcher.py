@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class EventDispatcher:
     """Passes each event to every sink, one event at a time; thread-safe.
 
-    A fallback notice with the same text is passed on only once.
+    A fallback notice (a slower method is used than requested) with the same text is passed on
+    only once.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -43,7 +44,7 @@ class EventDispatcher:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The texts of all fallback notices so far, in order."""
+        """The texts of all notices so far that a slower method is used than requested, in order."""
         with self._lock:
             return tuple(self._fallbacks)
 
@@ -77,9 +78,9 @@ INTERVAL_S = 0.1
 
 
 class ProgressReporter:
-    """Counts the finished items of a stage and emits `StageProgress` ten times a second at most.
+    """Counts finished items, such as encoded files, and emits `StageProgress` events.
 
-    The last item is always reported.
+    There are at most ten events per second; the last item is always reported.
     """
 
     def __init__(

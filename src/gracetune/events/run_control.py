@@ -26,14 +26,17 @@ VERBS = ("validate", "save", "stop")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The process of a run that takes requests. Field names are keys of `listening.json`."""
+    """The process of a training run that accepts requests to validate, save or stop.
+
+    Field names are keys of `listening.json`.
+    """
 
     pid: int
     host: str
     birth: int
-    """Start time of the process, in clock ticks since boot; tells processes with one pid apart."""
+    """Start time of the process, in clock ticks since boot; differs if the pid was reused."""
     verbs: tuple[str, ...]
-    """The requests that the process accepts."""
+    """The requests that the process accepts: some of `validate`, `save`, `stop`."""
 
     def is_local(self) -> bool:
         """Return True if the process was started on this machine."""
@@ -45,7 +48,7 @@ class Listener:
 
 
 class RunControl:
-    """Receives requests for a run, which takes them between steps."""
+    """Receives requests to validate, save or stop, as files in the run's output folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "now"
@@ -54,7 +57,7 @@ class RunControl:
         self._open = False
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
-        """Start to accept requests; requests to an earlier run are deleted."""
+        """Start to accept requests to process `pid`; delete requests to an earlier run."""
         birth = _process_start_time(pid)
         assert birth is not None, f"there is no process {pid}"
         listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
@@ -105,7 +108,7 @@ class RunControl:
 
 
 def send_request(folder: Path, verb: str) -> Listener:
-    """Write a request for the run in `folder`; return the process that will take it."""
+    """Write a request for the run in `folder`; return the process that will carry it out."""
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():

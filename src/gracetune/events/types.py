@@ -83,7 +83,7 @@ class StepDone:
     seconds: float
     """Wall time of the step in seconds: the mean over the steps that were logged together."""
     expert: str = ""
-    """The expert that was trained, `high` or `low`; empty for a model with one transformer."""
+    """The trained transformer of Wan 2.2, `high` or `low` (noise); empty for other models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class MemoryUsed:
     host: int
     device: int
     device_peak: int
-    """The highest value of `device` since the start."""
+    """The highest value of `device` since the process started."""
     managed: int = 0
     """CUDA managed memory that gracetune allocated, on the host or the device."""
     stage: int = 1
@@ -108,9 +108,9 @@ class BatchesFed:
     step: int
     batches: int
     hits: int
-    """Cache entries that were found in memory."""
+    """Encoded samples and captions that were found in the cache in memory."""
     reads: int
-    """Cache entries that were read from files."""
+    """Encoded samples and captions that were read from cache files on disk."""
     hot: int
     """Encoded captions that were already on the device."""
     waits: int
@@ -127,7 +127,7 @@ class BatchesFed:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStreamed:
-    """Statistics of streaming frozen weights, counted since the plan was applied."""
+    """Statistics of copying frozen weights to the device block by block, since the start."""
 
     step: int
     slots: int
@@ -152,7 +152,7 @@ class RatesSpread:
 
     step: int
     expert: str
-    """The expert, `high` or `low`; empty for a model with one transformer."""
+    """The transformer of Wan 2.2, `high` or `low` (noise); empty for other models."""
     limits: tuple[float, ...]
     """The edges of the bins: one more than there are bins."""
     counts: tuple[int, ...]

@@ -116,9 +116,10 @@ class Session:
     base_weights: str
     """The digest of the model's weights before training."""
     adapted_modules: AdaptedModules
-    """Modules that have an adapter, by expert; empty if all weights are trained."""
+    """Modules that have an adapter, by transformer (Wan 2.2 has two); empty without an adapter."""
     plan_controller: PlanController | None = None
-    """Applies and corrects the memory plan. None: the whole transformer is on the device."""
+    """Chooses which weights and activations are kept in host memory, not device memory. None: the
+    whole transformer is on the device."""
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
         """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
@@ -327,7 +328,10 @@ def resolve_precision(run: RunFile) -> str:
 
 
 def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
-    """Return this process's rank and a new folder in which all ranks report their encoding."""
+    """Return this process's rank, and a new folder that all ranks use while they encode the data.
+
+    Each rank lists the samples there that it cannot read.
+    """
     (token,) = broadcast_object_list([uuid4().hex])
     return Ranks(
         accelerator.process_index,
@@ -350,9 +354,9 @@ def _with_index(device: torch.device) -> torch.device:
 def _make_trainable(
     run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
 ) -> AdaptedModules:
-    """Add the adapter, or unfreeze all weights of the trained experts.
+    """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
 
-    Returns the modules that have an adapter.
+    A run may train one or both transformers of Wan 2.2. Returns the modules that have an adapter.
     """
     transformers = transformers_of(family.transformer)
     trained = {
@@ -423,7 +427,11 @@ def _enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -
 
 
 def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
-    """Return the reason why the run has no memory plan; an empty string if it has one."""
+    """Return the reason why no memory plan is made; an empty string if one is made.
+
+    A memory plan decides what is streamed from host memory. Without one, the whole model is on the
+    device.
+    """
     if run.plan == "off":
         return "plan is off"
     if run.model.quantize != "none":
@@ -479,7 +487,7 @@ def _to_bf16(value: Any) -> Any:
 
 
 def batches_ahead(run: RunFile) -> int:
-    """Return the number of prefetched batches that the plan must reserve device memory for."""
+    """Return the number of prefetched batches that need device memory at the same time."""
     depth = run.cache_config.prefetch_depth
     return INITIAL_DEPTH if depth == "auto" else depth
 
@@ -498,9 +506,10 @@ def one_batch_per_bucket(
 
 
 def attention_shapes(run: RunFile, family: Family, pipeline: DataPipeline, precision: str) -> str:
-    """Describe model, precision, batch size and buckets, on which attention shapes depend.
+    """Return a text with model, precision, batch size and buckets: all that sets attention shapes.
 
-    The text is stored with the chosen backend; another text means that it is chosen again.
+    It is stored with the attention backend that was fastest. If it changes, the backends are timed
+    again.
     """
     sizes = [draw.size for draw in pipeline.order.one_draw_per_size()]
     return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
@@ -516,9 +525,10 @@ def _identity(batch: Batch) -> Batch:
 def _build_stepper(
     run: RunFile, optimizer: Optimizer, copy_engine: CopyEngine, unplanned: str, emit: Emit
 ) -> OptimizerStepper:
-    """Build the object that runs the optimizer's step.
+    """Build the object that runs the optimizer's step, with its state in device or host memory.
 
-    Without a memory plan, `optimizer.state` decides where the optimizer state is kept.
+    `unplanned` is the reason for having no memory plan, or empty. A plan decides where the state
+    is kept; without one, the setting `optimizer.state` does.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     nbytes = 0.0 if unplanned else state_nbytes_per_element_of(run.optimizer, parameters)
@@ -532,7 +542,7 @@ def _build_stepper(
 def register_memory_roles(
     state: TrainState, transfer: BatchTransfer, controller: PlanController | None
 ) -> None:
-    """Register functions that report the bytes of weights, EMA and optimizer state.
+    """Let `transfer` report the bytes of weights, EMA and optimizer state in its memory statistics.
 
     Streamed weights count twice: in host memory, and in the device slots they are copied to.
     """

@@ -36,37 +36,40 @@ if TYPE_CHECKING:
     """Sequence length in tokens -> number of samples drawn with it."""
 
 SINGLE_SIZE: TokenCounts = {1: 1}
-"""Token counts to use when the timestep shift does not depend on the sequence length."""
+"""Sequence length -> number of samples, if the length does not matter: one sample of length 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTurn:
-    """The expert that one step trains, and the range of timesteps it is trained on."""
+    """The transformer of Wan 2.2 that one step trains (an expert), and its range of timesteps."""
 
     expert: Expert | None = None
-    """The expert, `high` or `low`. None for a model with a single transformer."""
+    """The high-noise or low-noise transformer of Wan 2.2. None for a model with one transformer."""
     window: TimestepWindow = FULL_WINDOW
 
 
 SINGLE_TRANSFORMER = ExpertTurn()
-"""The value for every step of a model without experts: no expert, all timesteps."""
+"""The value for every step of a model with a single transformer: it trains on all timesteps."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSchedule:
-    """Decides which expert each step trains, in a run that trains one or both of two experts."""
+    """Decides which transformer of Wan 2.2 each step trains: high noise or low noise.
+
+    A run that trains both alternates between them, in turns of several steps.
+    """
 
     steps_per_turn: int
     high_share: float
-    """The share of turns that train the high-noise expert."""
+    """Share of turns that train the high-noise transformer; a turn is `steps_per_turn` steps."""
     windows: Mapping[Expert, TimestepWindow]
-    """The range of timesteps of each trained expert."""
+    """The range of timesteps of each trained transformer, `high` or `low` noise."""
 
     def turn_at(self, step: int) -> ExpertTurn:
-        """Return the expert and timesteps for the step that follows `step` completed steps.
+        """Return the transformer and timesteps for the step that follows `step` completed steps.
 
-        High-noise turns are spread evenly (as in Bresenham's line): a turn is high noise if the
-        rounded running sum of `high_share` grows in it.
+        A turn is `steps_per_turn` steps. High-noise turns are spread evenly, as in Bresenham's
+        line: a turn is high noise if the rounded running sum of `high_share` grows in it.
         """
         turn = step // self.steps_per_turn
         before, after = (math.floor(n * self.high_share + 0.5) for n in (turn, turn + 1))
@@ -74,7 +77,7 @@ class ExpertSchedule:
         return ExpertTurn(expert, self.windows[expert])
 
     def describe(self, boundary: float) -> str:
-        """Return one line about the schedule for the log."""
+        """Return one line for the log: which transformers are trained, and in which turns."""
         if len(self.windows) == 1:
             (expert,) = self.windows
             return f"experts: only {expert} noise is trained (boundary {boundary:g})"
@@ -87,10 +90,10 @@ class ExpertSchedule:
 def build_expert_schedule(
     section: TrainSection, boundary: float | None, token_counts: TokenCounts = SINGLE_SIZE
 ) -> ExpertSchedule | None:
-    """Return the schedule of a model with two experts, None for a model with one transformer.
+    """Return the schedule that alternates between the two transformers of Wan 2.2.
 
-    The distribution of timesteps may depend on the sequence length, so probabilities are averaged
-    over `token_counts`.
+    Returns None for a model with one transformer. The distribution of timesteps may depend on the
+    sequence length, so probabilities are averaged over `token_counts`.
     """
     if boundary is None:
         if section.experts != "both":

@@ -81,7 +81,10 @@ def export_result(
 def _export_adapter(
     state: TrainState, modules: AdaptedModules, base_weights: str, folder: Path, emit: Emit
 ) -> None:
-    """Write one file per expert and check that diffusers and ComfyUI load each of them."""
+    """Write one adapter file per trained transformer (Wan 2.2 has two).
+
+    Checks that diffusers and ComfyUI can load each file, and logs the result.
+    """
     # imported here, because peft takes seconds to import
     from gracetune.adapters.files.check import check_file
     from gracetune.adapters.files.io import (

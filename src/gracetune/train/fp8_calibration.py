@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Emit = Callable[[Event], None]
 
 MAX_SAMPLES, MAX_TOKENS = 64, 16384
-"""Largest number of samples and of tokens in the calibration batch, which is never empty."""
+"""Largest number of samples and of tokens in the calibration batch; it has one sample at least."""
 
 
 def convert_frozen_layers(
     run: RunFile, family: Family, pipeline: DataPipeline, device: torch.device, emit: Emit
 ) -> None:
-    """Convert every frozen layer that an fp8 kernel supports. Call this before fusing LoRA."""
+    """Convert every frozen linear layer to fp8 if a kernel supports it. Call before fusing LoRA."""
     experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     blocks = family.blocks()
     streamed = select_streamed_weights(family.transformer, blocks)
@@ -49,7 +49,7 @@ def convert_frozen_layers(
     tried: list[int] = []
 
     def run_model() -> None:
-        """Run every expert once on the calibration batch; if memory is short, on one sample."""
+        """Run each transformer once on the calibration batch; if memory is short, on one sample."""
         for count in (calibration_batch_size(family, pipeline), 1):
             batch = pipeline.load(first_draws(pipeline.order, count))
             tried.append(len(batch))
@@ -89,10 +89,10 @@ def calibration_batch_size(family: Family, pipeline: DataPipeline) -> int:
 
 
 def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
-    """Return the first `count` draws (samples with caption) of the run that have the same size.
+    """Return the first `count` samples of the run that have the same size, with their captions.
 
-    Captions are never dropped. The draws have no epoch, so that loading them does not start an
-    augmentation epoch.
+    Unlike in training, no caption is dropped at random. The epoch of each draw is removed, because
+    loading a draw of an epoch can start the encoding of new random crops.
     """
     draws: list[Draw] = []
     for index in range(order.epoch_length):
@@ -107,7 +107,11 @@ def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
 def forward_once(
     run: RunFile, family: Family, batch: Batch, expert: Expert | None, device: torch.device
 ) -> None:
-    """Run one forward pass as in training, at timesteps that this expert is trained on."""
+    """Run one forward pass as in training.
+
+    `expert` is the transformer to run, `high` or `low` noise, for Wan 2.2; timesteps are drawn from
+    its range.
+    """
     x0, given = family.split_encoded(batch.latents)
     generator = PositionalRng(run.seed, device).at("rounding", expert or "alone")
     window = FULL_WINDOW

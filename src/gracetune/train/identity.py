@@ -52,7 +52,7 @@ CHANGEABLE_DATASET_SETTINGS = {
 }
 """Settings of a dataset that may change when a run is resumed."""
 MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
-"""Settings of a dataset that are compared only if the dataset has masks."""
+"""Dataset settings that may change when a run is resumed, unless the dataset has masks."""
 
 
 def run_identity(
@@ -97,9 +97,10 @@ def samples_digest(samples: Iterable[Sample]) -> str:
 def check_same_run(
     saved: Mapping[str, object], current: Mapping[str, object], *, contents: bool = True
 ) -> None:
-    """Raise if the identities of a checkpoint and of the run differ.
+    """Raise if a checkpoint was saved with other settings or data than the run has.
 
-    With `contents=False`, only settings are compared, not digests.
+    `saved` and `current` come from `run_identity`. With `contents=False`, only settings are
+    compared, not the digests of weights and samples.
     """
     names = {**saved, **current} if contents else current
     changes = [

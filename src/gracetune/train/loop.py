@@ -157,7 +157,8 @@ def _step(
 def _accumulation(session: Session, progress: TrainProgress, before: int | None = None) -> int:
     """Return the number of micro-batches in the next step.
 
-    `before` is the number in the step before; if a ramp has changed it, that is logged.
+    `before` is the number in the previous step. A difference, which comes from the ramp of the
+    effective batch size, is logged.
     """
     if session.ramp is None:
         return session.state.run.train.gradient_accumulation_steps
@@ -194,7 +195,7 @@ def _is_due(step: int, every: int, total: int) -> bool:
 
 
 class BatchStream:
-    """Yields the batches of one rank in order; `state` is the position after the last one."""
+    """Yields the batches of one rank in order; `state` is the position after the last yielded."""
 
     def __init__(self, pipeline: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
         self.state = LoaderState(consumed)
@@ -287,7 +288,8 @@ def _validation_is_missing(session: Session, step: int) -> bool:
 def _validate(session: Session, metrics: MetricsBuffer, step: int) -> None:
     """Validate; if the device is out of memory, warn and continue without these samples.
 
-    A run with a memory plan first frees the slots that its weight ring has added, and tries again.
+    A run that streams weights first frees the device buffers that it has added for them, and tries
+    again.
     """
     if session.validation is None:
         return
@@ -333,7 +335,7 @@ def _emit_transfer_statistics(session: Session, stream: BatchStream, step: int) 
 
 
 class PlanTiming:
-    """Times a few training steps, so that the plan controller can compare them with its plan.
+    """Times a few training steps, to compare them with the speed that the memory plan predicts.
 
     Timing starts after the warm-up steps. If other work (a checkpoint, a validation, a compilation)
     falls between the timed steps, `disturbed` is set and timing starts over.
@@ -447,7 +449,7 @@ BINS_PER_DECADE = 4
 
 
 def learning_rate_histograms(optimizer: Optimizer, step: int) -> list[RatesSpread]:
-    """Return a histogram of the learning rates for each expert.
+    """Return a histogram of learning rates for each trained transformer (Wan 2.2 has two).
 
     Only Automagic has a learning rate for each element; the list is empty for other optimizers.
     """

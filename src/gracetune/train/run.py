@@ -203,7 +203,11 @@ def _claim_folder(
 
 
 def _is_run_record(path: Path) -> bool:
-    """Return True if a run wrote this `run.json`: resolving its settings gives the same text."""
+    """Return True if a run wrote this `run.json`, False if the user did.
+
+    A run writes all settings in a fixed format, so loading and writing them again gives the same
+    text.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         return resolved_json(RunFile.model_validate_json(text)) == text

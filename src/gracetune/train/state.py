@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SEPARATOR = "|"
-"""Separates the name of a parameter from the key of its optimizer state."""
+"""Separates, in the tensor names of a checkpoint, a parameter's name from the key of its optimizer
+state: `parameter|exp_avg`."""
 GROUP_PREFIX = "group "
-"""Prefix of names that belong to a param_group; the index of the group follows."""
+"""Prefix, in the tensor names of a checkpoint, of numbers that belong to one of the optimizer's
+param_groups; the index of the group follows: `group 0|key`."""
 NUMBER_TYPES: dict[str, type[bool] | type[int] | type[float]] = {
     "bool": bool,
     "int": int,

@@ -44,7 +44,7 @@ class TrainState:
     run: RunFile
     family: Family
     transformer: nn.Module
-    """The family's transformer, wrapped by Accelerate."""
+    """The transformer of the model, wrapped by Accelerate."""
     parameters: dict[str, Parameter]
     """The trained parameters by name."""
     optimizer: Optimizer
@@ -54,7 +54,7 @@ class TrainState:
     accelerator: Accelerator
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
-    """Decides which expert each step trains. None for a model with a single transformer."""
+    """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context manager that swaps in averaged weights, of the EMA or the optimizer.
@@ -75,9 +75,9 @@ class TrainProgress:
     consumed: int = 0
     """Batches that all ranks together have taken from the data pipeline."""
     high_steps: int = 0
-    """Optimizer steps that trained the high-noise expert; 0 for a model without experts."""
+    """Optimizer steps that trained the high-noise transformer of Wan 2.2; 0 for other models."""
     low_steps: int = 0
-    """Optimizer steps that trained the low-noise expert; 0 for a model without experts."""
+    """Optimizer steps that trained the low-noise transformer of Wan 2.2; 0 for other models."""
 
     def after(self, micro_batches: int, consumed: int, expert: str | None) -> TrainProgress:
         """Return the counters one optimizer step later."""
@@ -104,7 +104,7 @@ class StepResult:
     micro_batches: int
     """Number of micro-batches that each rank accumulated."""
     expert: Expert | None = None
-    """The expert that was trained; None for a model with a single transformer."""
+    """The trained transformer of Wan 2.2, `high` or `low` noise; None for other models."""
 
 
 def train_step(
@@ -151,7 +151,10 @@ def train_step(
 def batch_losses(
     state: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER
 ) -> Tensor:
-    """Draw a timestep and noise for each sample; return each sample's loss, with its weight."""
+    """Draw a timestep and noise for each sample; return its loss, times its min-SNR weight if set.
+
+    `turn` is the transformer to train and its range of timesteps, for Wan 2.2.
+    """
     family, train = state.family, state.run.train
     generator = state.rng.at("train", micro_batch, state.accelerator.process_index)
     x0, _ = family.split_encoded(batch.latents)
@@ -170,9 +173,10 @@ def losses_given_noise(
     noise: Tensor,
     expert: Expert | None = None,
 ) -> Tensor:
-    """Noise the latents, run the model and return the loss of each sample, without weights.
+    """Add noise to the latents, run the model and return the loss of each sample.
 
-    All timesteps must lie in the range that `expert` is trained on.
+    The losses are not multiplied by min-SNR weights. `expert` is the transformer of Wan 2.2 to run,
+    `high` or `low` noise; all timesteps must lie in its range.
     """
     family, prediction = state.family, state.family.prediction
     x0, conditioning = family.split_encoded(batch.latents)
@@ -217,7 +221,10 @@ class PositionalRng:
         self._generator = torch.Generator(device)
 
     def at(self, purpose: str, *position: int | str) -> torch.Generator:
-        """Return a generator that is seeded for a position; the next call seeds it anew."""
+        """Return the generator, seeded for a purpose and a position in the run.
+
+        There is only one generator: the next call changes its seed.
+        """
         return self._generator.manual_seed(derive_seed(self._seed, purpose, *position))
 
 

@@ -43,7 +43,10 @@ of the distribution."""
 
 
 def expert_windows(boundary: float) -> dict[str, TimestepWindow]:
-    """Split the timesteps between two experts: `high` noise from the boundary up, `low` below."""
+    """Return the timesteps of the two transformers of Wan 2.2, which meet at `boundary`.
+
+    `high` noise is trained on timesteps from the boundary up, `low` noise on those below.
+    """
     return {"high": TimestepWindow(boundary, 1.0), "low": TimestepWindow(0.0, boundary)}
 
 
@@ -78,7 +81,11 @@ def window_probability(section: TrainSection, window: TimestepWindow, num_tokens
 
 
 def intersect(window: TimestepWindow, allowed: TimestepWindow) -> TimestepWindow:
-    """Return the overlap of an expert's window with `train.timestep_window`; raise if empty."""
+    """Return the timesteps that are in both intervals; raise if there are none.
+
+    `window` is the range of one transformer (Wan 2.2 has two), `allowed` the setting
+    `train.timestep_window`.
+    """
     both = TimestepWindow(max(window.low, allowed.low), min(window.high, allowed.high))
     if both.low >= both.high:
         raise ConfigError(
@@ -114,8 +121,9 @@ def cdf_at_edges(
 def fp32_bounds(window: TimestepWindow) -> tuple[float, float]:
     """Return the smallest and the largest fp32 timestep inside a window.
 
-    Rounding must not move a timestep to the other expert. Each bound is therefore inside the window
-    both in fp32 and as a Python float: 0.9 in fp32, for example, is less than the float 0.9.
+    Rounding must not move a timestep out of the window, which belongs to one of two transformers.
+    Each bound is therefore inside the window both in fp32 and as a Python float: 0.9 in fp32, for
+    example, is less than the float 0.9.
     """
     low, high = np.float32(window.low), np.float32(window.high)
     smallest = low if float(low) >= window.low else np.nextafter(low, np.float32(1))
@@ -134,8 +142,9 @@ SHIFT_POINTS = {
     "flux": ((256, 0.5), (4096, 1.15)),
     "qwen_image": ((256, 0.5), (8192, 0.9)),
 }
-"""Two points (tokens, mu) of each linear rule, from the models' schedulers: base_shift at
-base_image_seq_len and max_shift at max_image_seq_len."""
+"""Two points (number of tokens, mu) on the line that gives mu, the logarithm of the timestep shift,
+for each model. Its scheduler has them as base_shift at base_image_seq_len and max_shift at
+max_image_seq_len."""
 
 
 def shift_for(section: TrainSection, num_tokens: int) -> float:

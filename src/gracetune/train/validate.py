@@ -51,7 +51,7 @@ FRAME_STEP = 4
 
 
 class ValidationWriteError(CheckpointError):
-    """Generated validation samples cannot be written to disk."""
+    """Raised when generated validation samples cannot be written to disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ def generate_samples(state: TrainState, validation: ValidationSetup) -> list[Gen
 
 
 def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
-    """Return the mean loss on held-out samples, by name; for each expert if there are two.
+    """Return the mean loss on held-out samples by name: one for each trained transformer.
 
-    Timesteps are spread evenly over the samples and the noise has a fixed seed, so that the values
-    of different steps can be compared.
+    Wan 2.2 has two transformers, other models one. Timesteps are spread evenly over the samples and
+    the noise has a fixed seed, so that the values of different steps can be compared.
     """
     if not batches:
         return {}
@@ -230,7 +230,10 @@ def _to_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sample_shape(run: RunFile) -> tuple[MediaKind, Shape]:
-    """Return kind and shape of validation samples: from `validation`, else the first dataset."""
+    """Return kind (image, video or audio) and shape of the samples that a validation generates.
+
+    They follow from the section `validation` of the run file or else from the first dataset.
+    """
     section, data = run.validation, run.datasets[0]
     if data.dataset_type == "audio":
         length = max(audio_lengths(data))
