@@ -46,7 +46,7 @@ LINEAR_AND_CONV_LAYERS: tuple[type[nn.Module], ...] = (
 LAYERS_BY_KIND = {"lora": LINEAR_LAYERS, "dora": LINEAR_LAYERS}
 """Layer types that an adapter kind supports; kinds not listed also support convolutions."""
 REGEX_PREFIX = "re:"
-"""Start of a target that is a regular expression."""
+"""Prefix of an entry in `adapter.targets` that is a regular expression for module names."""
 WILDCARDS = frozenset("*?[")
 ROLE_OF_PARAMETER = {
     "lora_A.weight": "down",
@@ -56,13 +56,13 @@ ROLE_OF_PARAMETER = {
     "lora_up.weight": "up",
     "lora_mid.weight": "mid",
 }
-"""Tensor role (see files/formats.py) by the parameter's name in peft or LyCORIS. Names that are not
-listed are roles themselves."""
+"""Tensor of an adapter layer (`down`, `up`, ...), by the parameter's name in peft or LyCORIS. Names
+that are not listed stay the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSettings:
-    """Settings of one module's adapter, with overrides applied."""
+    """Settings of one module's adapter, with the run file's `adapter.overrides` applied."""
 
     rank: int
     alpha: float
@@ -79,9 +79,9 @@ def add_adapter(
 ) -> dict[str, dict[str, ModuleSettings]]:
     """Freeze the transformers and add adapters to their target modules.
 
-    Returns the settings of each adapted module. `transformers` and the result are keyed by expert
-    ("high", "low", or "" for a single transformer). The new weights are fp32, whatever the dtype of
-    the frozen weights, and do not change the model's output yet.
+    Returns the settings of each adapted module. `transformers` and the result are keyed by "high"
+    and "low" (noise), or by "" for a single transformer. The new weights are fp32, whatever the
+    dtype of the frozen weights, and do not change the model's output yet.
     """
     selected = select_modules(transformers, section, default_targets)
     with torch.random.fork_rng(devices=[]):
@@ -106,7 +106,7 @@ def adapter_from_model(
     modules: Mapping[str, Mapping[str, ModuleSettings]],
     table: KeyTable,
 ) -> Adapter:
-    """Return the adapter with the current weights of the transformers.
+    """Return the adapter of a model, with the current weights of the adapter's layers.
 
     `modules` is the result of `add_adapter`.
     """
@@ -164,8 +164,9 @@ def _inject_peft(
 def select_modules(
     transformers: Mapping[str, nn.Module], section: AdapterSection, defaults: Sequence[str]
 ) -> dict[str, dict[str, ModuleSettings]]:
-    """Return the settings of each module that `adapter.targets` selects, by expert and name.
+    """Return the adapter settings of each module that `adapter.targets` selects.
 
+    They are keyed by transformer ("high" and "low" noise, or "" for a single one) and module name.
     `defaults` are the targets if the setting is empty.
     """
     targets = section.targets or tuple(defaults)
@@ -193,7 +194,7 @@ def select_modules(
 
 
 def settings_for(section: AdapterSection, name: str, expert: str = "") -> ModuleSettings:
-    """Return a module's adapter settings: those of the section, changed by matching overrides.
+    """Return a module's adapter settings: those of the run file, changed by matching overrides.
 
     A later override wins over an earlier one. An override of the rank resets alpha to that rank,
     unless it sets alpha too.
@@ -216,11 +217,11 @@ def alpha_of(section: AdapterSection) -> float:
 
 
 def matches(name: str, target: str, expert: str = "") -> bool:
-    """Return True if a target selects the module `name`.
+    """Return True if an entry of `adapter.targets` selects the module `name`.
 
-    A target is a module's name, the end of a name after a dot, a pattern with wildcards, or `re:`
-    and a regular expression. In models with two experts, the expert is the first part of the name:
-    `high.` or `low.`.
+    Such a target is a module's name, the end of a name after a dot, a pattern with wildcards, or
+    `re:` and a regular expression. In a model with a high-noise and a low-noise transformer, names
+    start with `high.` or `low.`, which is the `expert`.
     """
     full = f"{expert}.{name}" if expert else name
     if target.startswith(REGEX_PREFIX):
@@ -231,7 +232,7 @@ def matches(name: str, target: str, expert: str = "") -> bool:
 
 
 def target_suffix(name: str) -> str:
-    """Return the part of a module's name after the block number, as targets are usually written."""
+    """Return a module's name after the block number, as `adapter.targets` usually gives names."""
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     first = numbers[0] + 1 if numbers and numbers[0] + 1 < len(parts) else 0
@@ -244,9 +245,9 @@ def _check_matches(
     candidates: Mapping[str, Sequence[str]],
     all_modules: Mapping[str, Mapping[str, nn.Module]],
 ) -> None:
-    """Raise an error unless the target matches a module in every expert.
+    """Raise an error unless a target of the adapter matches a module in every transformer.
 
-    A target that names one expert need match only there.
+    A target that names the high-noise or the low-noise transformer need match only in that one.
     """
     _check_regex(target, setting)
     matched = {e: [n for n in names if matches(n, target, e)] for e, names in candidates.items()}

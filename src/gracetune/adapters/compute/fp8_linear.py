@@ -43,15 +43,21 @@ class Fp8Linear(nn.Module):
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
         self.bias = linear.bias
         self.outlier_basis = outlier_basis
-        """V, the basis of the input's outlier subspace; None if the layer was not calibrated."""
+        """Orthonormal basis V of the few directions in which the layer's input is largest (its
+        outlier subspace); None if the layer was converted without calibration."""
         self.outlier_weight = (
             None if outlier_basis is None else _project_weight(linear.weight, outlier_basis)
         )
-        """W V^T, the weight that the outlier part of the input is multiplied with, in bf16."""
+        """W V^T in bf16, for the weight W: it is multiplied with the input's coefficients in the
+        basis V, which are not rounded to fp8."""
 
     @property
     def frozen_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of this layer, in the order in which the fp8 matmul functions take them."""
+        """The weight, its scales, the bias, the outlier basis and the outlier weight.
+
+        The fp8 matmul functions take them as arguments in this order. The last two are None for a
+        layer without calibration.
+        """
         return (
             self.weight,
             self.weight_scales,
@@ -83,8 +89,8 @@ class Fp8Conversion:
     skipped: int
     """Number of layers that were not converted, because no fp8 kernel supports their dimensions."""
     uncalibrated: int = 0
-    """Number of converted layers without an outlier subspace, because none of their inputs was
-    observed."""
+    """Number of converted layers whose whole input is rounded to fp8, because calibration saw no
+    finite input from which to find the directions with the largest values."""
 
 
 def check_fp8_support(device: torch.device) -> None:
@@ -108,19 +114,23 @@ def check_fp8_capability(name: str, capability: tuple[int, int]) -> None:
 
 
 def convert_to_fp8(blocks: Iterable[nn.Module]) -> Fp8Conversion:
-    """Replace the frozen linear layers of the blocks by fp8 layers without outlier subspaces."""
+    """Replace the frozen linear layers of the blocks by fp8 layers, without calibration.
+
+    The whole input of each layer is then rounded to fp8, including its outliers.
+    """
     return _add_up([_convert_block(block, None) for block in blocks])
 
 
 def convert_to_fp8_calibrated(
     run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device
 ) -> Fp8Conversion:
-    """Replace the frozen linear layers of the blocks by fp8 layers with outlier subspaces.
+    """Replace the frozen linear layers of the blocks by fp8 layers, calibrated on samples.
 
     `run` must run the model on some samples. Hooks move each block to the device for its own
-    forward pass, convert it right after the pass, and move it back. If `run` catches an
-    out-of-memory error and tries again with fewer samples, blocks that are already converted stay
-    as they are.
+    forward pass, find the few directions in which each layer's input is largest (its outlier
+    subspace, which is not rounded to fp8), convert the layers, and move the block back to where its
+    weights were. If `run` catches an out-of-memory error and tries again with fewer samples, blocks
+    that are already converted stay as they are.
     """
     calibrations = {block: _BlockCalibration(block, device) for block in blocks}
     try:
@@ -144,11 +154,14 @@ def _project_weight(weight: Tensor, outlier_basis: Tensor) -> nn.Parameter:
 
 
 class _BlockCalibration:
-    """Hooks that move one block to the device, observe its forward pass and convert it."""
+    """Hooks that move a block to the device for its forward pass and then convert it to fp8.
+
+    For each frozen linear layer, they find the directions in which its input is largest.
+    """
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.conversion: Fp8Conversion | None = None
-        """Result of converting the block; None until the block has run."""
+        """Result of converting the block to fp8; None until the block has run."""
         frozen = [p for p in block.parameters() if not p.requires_grad]
         self._block = block
         # The largest weight tells where the block lives; small ones may be on the device already.
@@ -161,7 +174,7 @@ class _BlockCalibration:
         ]
 
     def close(self) -> None:
-        """Remove the hooks and move the block back."""
+        """Remove the hooks and move the block back to the device where its weights were."""
         for handle in self._handles:
             handle.remove()
         self._finish()
@@ -212,7 +225,7 @@ def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
 
 
 def _add_up(parts: Sequence[Fp8Conversion]) -> Fp8Conversion:
-    """Add up the counts of several blocks; raise an error if no layer was converted."""
+    """Add up the layer counts of several blocks; raise an error if no layer could be converted."""
     converted, skipped, uncalibrated = (
         sum(each) for each in zip(*map(astuple, parts), strict=True)
     )

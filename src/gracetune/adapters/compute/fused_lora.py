@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 
 def fuse_lora(model: nn.Module, undo: ExitStack | None = None) -> int:
-    """Replace the forward of a model's plain LoRA layers by the fused one.
+    """Compute a model's LoRA layers and the frozen layers under them by fused matmuls.
 
-    Returns the number of replaced layers. Callbacks that restore the model are pushed onto `undo`.
+    Replaces the forward of every peft LoRA layer that has one adapter without dropout, DoRA or
+    bias. Returns the number of these layers. Callbacks that restore the model are pushed onto
+    `undo`.
     """
     layers = [module for module in model.modules() if type(module) is LoraLinear]
     fused = [FusedLora(layer) for layer in layers if _is_fusable(layer)]
@@ -68,7 +70,7 @@ def runs_in_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 class FusedLora:
-    """Replaces the forward of one of peft's LoRA layers by a fused matmul."""
+    """Replaces the forward of one of peft's LoRA layers by a matmul fused with the frozen one."""
 
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
@@ -85,7 +87,10 @@ class FusedLora:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The trained factors A and B, read from the layer because a tracer may replace them."""
+        """The trained factors A and B.
+
+        They are read from the layer each time, because `functional_call` may have replaced them.
+        """
         down, up = self.layer.lora_A[self.name], self.layer.lora_B[self.name]
         return down.weight, up.weight
 
@@ -147,7 +152,7 @@ def _is_fusable(layer: LoraLinear) -> bool:
 
 
 class MultiTensorCast(torch.autograd.Function):
-    """Cast many small tensors with a few kernels, and in backward their gradients."""
+    """Autograd function that casts many small tensors, and their gradients, with a few kernels."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,7 +163,7 @@ class MultiTensorCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the tensors' original dtypes; None where there is none."""
+        """Return each gradient in the dtype of its tensor before the cast; None if it has none."""
         used = [index for index, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         dtypes = [ctx.dtypes[index] for index in used]
@@ -216,10 +221,11 @@ class SharedInputLora:
 
 
 def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:
-    """Combine LoRA layers that share their input; return None if they cannot be combined.
+    """Return a callable that computes LoRA layers with the same input together, or None.
 
-    All must be fused, with the same compute dtype, scale and shape of A, and their frozen layers
-    must be plain `nn.Linear` layers with a bias.
+    The layers must have been changed by `fuse_lora` and have the same compute dtype, scale and
+    shape of A, and their frozen layers must be plain `nn.Linear` layers with a bias. Otherwise the
+    result is None.
     """
     fused = [
         layer.forward.__self__
@@ -234,13 +240,16 @@ def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:
 
 
 class SharedInputLoraMatmul(torch.autograd.Function):
-    """Autograd function for `lora_linears`, with gradients for the input and all LoRA factors."""
+    """Autograd function that computes several LoRA layers with the same input.
+
+    It has gradients for the input and all LoRA factors.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, down: Tensor, scale: float, *rest: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the output of each layer.
+        """Return the output of each LoRA layer for the same input `x`.
 
         `down` is the stacked A factors. `rest` is all frozen weights, then all biases, then all B
         factors.
@@ -292,7 +301,11 @@ def lora_linears(
 def lora_linears_gradients(
     grads: list[Tensor], x: Tensor, hidden: Tensor, ups: list[Tensor], scale: float
 ) -> list[Tensor]:
-    """Return the gradients of the stacked A factors, of `hidden`, and of each B factor."""
+    """Return the gradients of the stacked A factors, of `hidden`, and of each B factor.
+
+    `grads` are the gradients of the outputs of LoRA layers with the same input x, `hidden` is x
+    times the transposed stack of A factors, and `ups` are the B factors.
+    """
     grad_hidden = torch.empty_like(hidden)
     grad_parts = grad_hidden.chunk(len(ups), dim=1)
     for grad, up, grad_part in zip(grads, ups, grad_parts, strict=True):
@@ -308,7 +321,7 @@ def lora_linears_gradients(
 def lora_linears_input_gradient(
     grads: list[Tensor], grad_hidden: Tensor, weights: list[Tensor], down: Tensor
 ) -> Tensor:
-    """Return the gradient of the common input, summed over all layers."""
+    """Return the gradient of the input that several LoRA layers share, summed over the layers."""
     grad_x = grad_hidden @ down
     for grad, weight in zip(grads, weights, strict=True):
         grad_x.addmm_(grad, weight)

@@ -57,7 +57,7 @@ MIN_SCALE = 1e-12
 
 
 class LoraMatmul(torch.autograd.Function):
-    """Autograd function for `lora_linear`: a frozen linear layer with a LoRA.
+    """Autograd function for a frozen linear layer with a LoRA, computed by `lora_linear`.
 
     It has gradients for the input and both LoRA factors.
     """
@@ -92,7 +92,10 @@ class LoraMatmul(torch.autograd.Function):
 
 
 class LoraMatmulFp8(torch.autograd.Function):
-    """Autograd function like `LoraMatmul`, with the frozen matmul in fp8 in both directions."""
+    """Autograd function for a frozen linear layer with a LoRA; the frozen weight is in fp8.
+
+    The matmuls with the frozen weight are in fp8 in forward and in backward.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913  autograd functions take tensors one by one
@@ -109,7 +112,9 @@ class LoraMatmulFp8(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns).
 
-        `weight` is in fp8, and `weight_scales` has the scale of each of its rows.
+        `weight` is in fp8, and `weight_scales` has the scale of each of its rows. `outlier_basis`
+        spans the directions in which x is large. They are multiplied with `outlier_weight` in bf16
+        instead of being rounded to fp8; both are None for a layer without calibration.
         """
         outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
         frozen = (*quantize_rows(rest), weight, weight_scales, bias, outliers, outlier_weight)
@@ -146,7 +151,12 @@ class FrozenMatmulFp8(torch.autograd.Function):
         outlier_basis: Tensor | None,
         outlier_weight: Tensor | None,
     ) -> Tensor:
-        """Return the layer's output for `x` of shape (rows, columns)."""
+        """Return the layer's output for `x` of shape (rows, columns).
+
+        `weight` is in fp8, and `weight_scales` has the scale of each of its rows. `outlier_basis`
+        spans the directions in which x is large. They are multiplied with `outlier_weight` in bf16
+        instead of being rounded to fp8; both are None for a layer without calibration.
+        """
         ctx.save_for_backward(weight, weight_scales)
         outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
         rows, scales = quantize_rows(rest)
@@ -194,10 +204,11 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     up: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `lora_linear`, with the frozen matmul in fp8.
+    """Return the output of a frozen fp8 layer with a LoRA, and `hidden`, the input times `down`^T.
 
-    In the symbols of the module's formula, `quantized` and `row_scales` are Q(r), `outliers` is z
-    and `outlier_weight` is W V^T. The input of the LoRA is x, which is not rounded.
+    `quantized` and `row_scales` are the part of x that was rounded to fp8. `outliers` are the
+    coefficients of the rest, the large part of x, which is multiplied with `outlier_weight` in
+    bf16. The LoRA's input is x itself, which is not rounded.
     """
     y = _scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
     hidden = functional.linear(x, down)
@@ -209,10 +220,11 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
 
 @torch.library.custom_op("gracetune::split_outliers", mutates_args=())
 def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return z, the coefficients of x in the outlier subspace, and r, the rest of x.
+    """Split x into its coefficients in the outlier basis, and the rest, which is small.
 
-    This is a custom operator so that checkpointing, which saves the results of matmuls, does not
-    save its result.
+    The rows of `outlier_basis` are the few directions in which x is largest. This is a custom
+    operator because activation checkpointing saves the results of matmuls, but should not save
+    these.
     """
     outliers = functional.linear(x, outlier_basis)
     return outliers, torch.addmm(x, outliers, outlier_basis, alpha=-1)
@@ -222,7 +234,10 @@ def split_outliers(x: Tensor, outlier_basis: Tensor) -> tuple[Tensor, Tensor]:
 def lora_gradients(
     grad: Tensor, x: Tensor, hidden: Tensor, up: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the LoRA's factors `down` and `up`, and of `hidden`."""
+    """Return the gradients of the LoRA's factors `down` and `up`, and of `hidden`.
+
+    `hidden` is x `down`^T, the narrow tensor between the factors. `grad` is the output's gradient.
+    """
     grad_hidden, grad_up = grad @ up, grad.t() @ hidden
     if scale != 1.0:
         torch._foreach_mul_([grad_hidden, grad_up], scale)
@@ -231,8 +246,9 @@ def lora_gradients(
 
 @torch.library.custom_op("gracetune::lora_input_gradient", mutates_args=())
 def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down: Tensor) -> Tensor:
-    """Return the gradient of the input x of a LoRA layer.
+    """Return the gradient of the input of a frozen linear layer with a LoRA.
 
+    `grad` is the output's gradient, and `grad_hidden` that of the tensor between the LoRA factors.
     The part from the LoRA is computed first, and the part from the frozen weight is added in place.
     """
     return (grad_hidden @ down).addmm_(grad, weight)
@@ -242,11 +258,12 @@ def lora_input_gradient(grad: Tensor, grad_hidden: Tensor, weight: Tensor, down:
 def lora_input_gradient_fp8(
     quantized: Tensor, row_scales: Tensor, grad_hidden: Tensor, weight_t: Tensor, down: Tensor
 ) -> Tensor:
-    """Return the gradient of the input x of a LoRA layer with an fp8 weight W.
+    """Return the gradient of the input of a LoRA layer with a frozen fp8 weight W.
 
-    `quantized` and `row_scales` are the output's gradient, already multiplied by W's scales.
-    `weight_t` is W^T, contiguous. The caller transposes it, because `torch.compile` does that
-    faster outside of a custom operator.
+    `quantized` and `row_scales` are the output's gradient, first multiplied by W's scales and then
+    rounded to fp8. `grad_hidden` is the gradient of the tensor between the LoRA factors. `weight_t`
+    is W^T, contiguous; the caller transposes it, because `torch.compile` does that faster outside
+    of a custom operator.
     """
     return input_gradient_fp8(quantized, row_scales, weight_t, down.dtype).addmm_(grad_hidden, down)
 
@@ -280,7 +297,11 @@ def _empty_outputs(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Ten
 
 
 def lora_output(hidden: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return bias + scale hidden up^T, to which the caller adds the frozen matmul in place."""
+    """Return bias + scale hidden up^T, the output of a layer without its frozen matmul.
+
+    `hidden` is x A^T for the input x and the LoRA's factor A. The caller adds the frozen matmul to
+    the result in place.
+    """
     if bias is None:
         return (hidden * scale) @ up.t()
     return torch.addmm(bias, hidden, up.t(), alpha=scale)
@@ -295,9 +316,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def input_gradient_fp8(
     quantized: Tensor, row_scales: Tensor, weight_t: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the part of the input's gradient that comes from a frozen fp8 weight.
+    """Return the part of the input's gradient that comes from a frozen fp8 weight W.
 
-    The arguments are those of `lora_input_gradient_fp8`.
+    `quantized` and `row_scales` are the output's gradient, first multiplied by W's scales and then
+    rounded to fp8. `weight_t` is W^T, contiguous.
     """
     ones = torch.ones(1, len(weight_t), device=weight_t.device)
     return _scaled_matmul(quantized, weight_t.t(), row_scales, ones, dtype, None)

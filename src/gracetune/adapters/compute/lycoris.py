@@ -46,8 +46,8 @@ LYCORIS_MODULES = {
 }
 """LyCORIS's Python module and class for each adapter kind."""
 MAX_FUSED_ROWS = 256
-"""Largest number of rows of kron(w1, b) for which the matrix is built. Its matmul costs as much as
-that of a LoRA whose rank is the number of rows."""
+"""Largest number of rows for which the matrix kron(w1, b) of a LoKr kron(w1, a b) is built. A
+matmul with it costs as much as a LoRA whose rank is that number of rows."""
 
 
 def add_lycoris_adapter(
@@ -161,10 +161,10 @@ class LokrLinear(AdaptedLayer):
 
 
 class FullDelta(nn.Module):
-    """A trainable delta with the shape of the weight, and one for the bias; both start at zero.
+    """Trainable changes of a layer's whole weight and bias, which start at zero.
 
     It replaces LyCORIS's `full` module, which copies every frozen weight and cannot compute the
-    delta's output by itself.
+    change of the output separately.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -175,7 +175,7 @@ class FullDelta(nn.Module):
         self._layer = [layer]  # in a list, so that it is not registered as a submodule twice
 
     def bypass_forward_diff(self, x: Tensor) -> Tensor:
-        """Return the delta's part of the layer's output. LyCORIS's modules have the same method."""
+        """Return the change of the layer's output. LyCORIS's modules have the same method."""
         weight = self.diff.to(x.dtype)
         bias = None if self.diff_b is None else self.diff_b.to(x.dtype)
         (layer,) = self._layer
@@ -247,9 +247,9 @@ class LokrMatmul(torch.autograd.Function):
 def lokr_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, kron_b: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a frozen linear layer plus a low-rank LoKr, and `hidden`.
+    """Return the output of a frozen linear layer with a LoKr kron(w1, a b), and `hidden`.
 
-    `kron_b` is kron(w1, b), `a` and `b` are the factors of w2, and `hidden` is x kron_b^T.
+    `kron_b` is kron(w1, b), and `hidden` is x kron_b^T.
     """
     hidden = functional.linear(x, kron_b)
     y = functional.linear(x, weight, bias)
@@ -261,7 +261,10 @@ def lokr_linear(
 def lokr_gradients(
     grad: Tensor, x: Tensor, hidden: Tensor, a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `kron_b`, `a` and `hidden`."""
+    """Return the gradients of `kron_b`, `a` and `hidden`, for a LoKr kron(w1, a b).
+
+    `kron_b` is kron(w1, b), and `hidden` is x kron_b^T. `grad` is the output's gradient.
+    """
     groups = grad.reshape(-1, len(a))
     grad_hidden = (groups @ a).view(hidden.shape)
     return grad_hidden.t() @ x, groups.t() @ hidden.view(-1, a.shape[1]), grad_hidden
@@ -283,7 +286,10 @@ lokr_gradients.register_fake(
 
 
 def can_fuse(w1: Tensor, b: Tensor) -> bool:
-    """Return True if kron(w1, b) has few enough rows (`MAX_FUSED_ROWS`) to be built."""
+    """Return True if kron(w1, b), for a LoKr kron(w1, a b), is small enough to be built.
+
+    It may have at most `MAX_FUSED_ROWS` rows.
+    """
     return len(w1) * len(b) <= MAX_FUSED_ROWS
 
 

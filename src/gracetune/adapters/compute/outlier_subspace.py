@@ -26,19 +26,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAX_DIMENSIONS = 32
-"""Largest number of dimensions of a layer's outlier subspace; more improved accuracy little."""
+"""Largest number of dimensions of the outlier subspace: the directions in which a layer's input is
+largest, and which are not rounded to fp8. More improved accuracy little."""
 COLUMNS_PER_DIMENSION = 4
-"""Input columns of a layer for each dimension of its subspace, in narrow layers."""
+"""Number of a layer's input columns for each direction that is not rounded to fp8, in layers too
+narrow for `MAX_DIMENSIONS` directions."""
 ALIGNMENT = 8
-"""Number that the dimensions of a subspace are a multiple of, as bf16 kernels need it."""
+"""Number of which the count of directions that are not rounded to fp8 is a multiple, as bf16 matmul
+kernels need it."""
 MAX_ROWS = 8192
-"""Largest number of rows of an input that are used, evenly spread over the input."""
+"""Largest number of rows of a layer's input, evenly spread, from which the directions with the
+largest values are computed."""
 ITERATIONS = 8
-"""Number of subspace iterations."""
+"""Number of iterations V <- qr(X^T X V) that find the directions V in which an input X is largest.
+"""
 
 
 class InputObserver:
-    """Computes the outlier subspaces of linear layers from their inputs in a forward pass.
+    """Finds the few directions in which each linear layer's input is largest (outlier subspace).
 
     Hooks observe the inputs from construction until `close`. `layers` has pairs (module to observe,
     layer). The module is the layer itself, or the adapter around it, which may use the layer's
@@ -54,10 +59,11 @@ class InputObserver:
         ]
 
     def basis(self, layer: nn.Module) -> nn.Parameter | None:
-        """Return the basis V of a layer's outlier subspace.
+        """Return an orthonormal basis of the directions in which a layer's input is largest.
 
         The result is None if the layer was not called, or if its input was not finite. Layers with
-        the same input tensor, such as query, key and value, share one parameter.
+        the same input tensor, such as query, key and value, have the same `nn.Parameter` as their
+        basis.
         """
         found = self._found.get(layer)
         return found if found is not None and bool(found.isfinite().all()) else None
@@ -78,7 +84,7 @@ class InputObserver:
 
 
 def num_dimensions(columns: int) -> int:
-    """Return the number of dimensions of the outlier subspace, for a number of input columns."""
+    """Return how many directions to keep out of fp8, for a layer with this many input columns."""
     return min(
         MAX_DIMENSIONS, max(ALIGNMENT, columns // COLUMNS_PER_DIMENSION // ALIGNMENT * ALIGNMENT)
     )
@@ -88,7 +94,7 @@ def num_dimensions(columns: int) -> int:
 def find_outlier_subspace(rows: Tensor) -> Tensor:
     """Return an orthonormal basis of the directions in which the rows have the most energy.
 
-    Its shape is (dimensions, columns). The result depends only on the rows.
+    The basis has the shape (dimensions, columns). The result depends only on the rows.
     """
     columns = rows.shape[1]
     start = torch.Generator().manual_seed(0)

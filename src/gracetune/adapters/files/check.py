@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "checked"
 TOLERANCE = 2e-2
-"""Largest relative difference at which a loaded module's output counts as equal to the output by
-the file's weights. diffusers multiplies alpha into weights of the file's dtype, which rounds."""
+"""Largest relative difference at which the output of a module in diffusers counts as equal to the
+output computed from the file. diffusers multiplies alpha into weights of the file's dtype, which
+rounds."""
 LOADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
 """Exceptions that diffusers' loaders raise for files they do not understand."""
 NOT_TRIED = "no pipeline is known for its family, so the file was read and counted, but not loaded"
@@ -62,7 +63,8 @@ class ToolResult:
     expected: int
     """Number of modules in the file."""
     reason: str = ""
-    """Explanation for the user if modules are lost, or if the file loads in an unusual way."""
+    """Explanation for the user if the tool does not load all modules, or loads the file in an
+    unusual way."""
     first_missing: str | None = None
     """First key or module that the tool does not load."""
     is_wrong: bool = False
@@ -82,14 +84,16 @@ class CheckReport:
     path: Path
     family: str
     format: str | None
-    """Name of the file's key format; None if its keys mix several formats."""
+    """Name of the key format, which is a tool's way to name the tensors in a file; None if the file
+    mixes several."""
     stage: Stage | None
     algorithms: tuple[str, ...]
     ranks: tuple[int, ...]
     expected: int
-    """Number of modules that the file must have."""
+    """Number of modules that an adapter file must change to be complete."""
     results: tuple[ToolResult, ...]
-    """One result for each tool; empty if the model family has no pipeline to load the file into."""
+    """Result of loading the file with each tool; empty if no diffusers pipeline is known for the
+    model family."""
     required_tools: tuple[str, ...]
     """Names of the tools that must load the whole file. If empty, any one tool must load all of it,
     and no tool may load only a part."""
@@ -117,7 +121,7 @@ class CheckReport:
         ]
 
     def raise_if_failed(self) -> CheckReport:
-        """Return the report itself if the file loads; otherwise raise an error with the reasons."""
+        """Return this report if the file loads; otherwise raise an error with the reasons."""
         if not self.ok:
             first = next((r.first_missing for r in self.results if not r.loads), None)
             raise AdapterError(
@@ -140,10 +144,10 @@ def check_file(
 ) -> CheckReport:
     """Load an adapter file with each tool and count the modules that the tool loads.
 
-    `table` has the names of the model family, if the family is known. `config` is the transformer's
-    configuration; by default it is derived from the file. `modules` are the modules that the file
-    must have, in diffusers' names. A file that cannot be read, or that holds both experts of a
-    model, raises an error.
+    `table` has the module names of the model family, if the family is known. `config` is the
+    transformer's configuration; by default it is derived from the file. `modules` are the modules
+    that the file must have, in diffusers' names. A file that cannot be read raises an error, and so
+    does one for both the high-noise and the low-noise transformer of a model.
     """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
@@ -440,7 +444,7 @@ class ComfyUILoad:
 def _load_in_comfyui(
     tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
 ) -> ToolResult:
-    """Simulate loading a file with ComfyUI. A fused projection counts as all of its parts."""
+    """Simulate loading a file with ComfyUI. A fused qkv projection counts as three modules."""
     known = comfyui_key_map(adapter.table, count_blocks(layers))
     load = simulate_comfyui(list(tensors), known)
     expected = len(layers)
@@ -459,7 +463,7 @@ def _load_in_comfyui(
 
 
 def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
-    """Return the key prefixes that ComfyUI looks for, each with the module that it belongs to."""
+    """Return a dict from each key prefix that ComfyUI looks for to diffusers' module name."""
     index = KeyIndex(table)
     found = {}
     for prefix, separator, naming in table.comfyui_prefixes:
@@ -474,7 +478,7 @@ def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str,
 def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:
     """Return the result that ComfyUI's loader would have for a file with these keys.
 
-    `known` is the result of `comfyui_key_map`.
+    `known` is a dict from each key prefix that ComfyUI looks for to diffusers' name of the module.
     """
     original = {key: key for key in keys}
     if WAN_FUN_KEY in original:
@@ -494,7 +498,10 @@ def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILo
 
 
 def _match_suffixes(prefix: str, keys: Mapping[str, str]) -> tuple[set[str], str | None]:
-    """Return the keys that ComfyUI loads for a prefix, and the missing key that makes it fail."""
+    """Return the file's keys that ComfyUI loads for a prefix, and a missing one.
+
+    If the missing key is not None, ComfyUI fails, because it needs the key beside another one.
+    """
     taken = {prefix + suffix for suffix in (*SINGLE_SUFFIXES, *LOKR_SUFFIXES)} & keys.keys()
     for up, down, mid in LORA_SUFFIXES:
         if prefix + up in keys:

@@ -61,16 +61,16 @@ PEFT_SETTINGS_KEY = "lora_adapter_metadata"
 """Entry of a file's header in which diffusers stores peft's settings as JSON."""
 SCALAR_ROLES = ("alpha", "scalar")
 UNUSED_ALPHA = 1e9
-"""Smallest alpha that causes a notice that alpha is ignored. ai-toolkit writes 9999999999 for a
-LoKr without a rank, where alpha has no effect."""
+"""Smallest alpha for which the user is told that alpha is ignored. ai-toolkit writes 9999999999 for
+a LoKr without a rank, where alpha has no effect."""
 MAX_REGEX_STEPS = 1e9
-"""Largest number of steps that matching a regular expression may take, by the estimate of
-`_could_hang`."""
+"""Largest estimated number of steps that matching a regular expression from a file may take."""
 _OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 PEFT_STYLES = ("peft", "peft-live")
 FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
-"""Role of the tensor that alpha / rank is multiplied into, for formats that do not store alpha."""
+"""Tensor of a layer that alpha / rank is multiplied into, by algorithm, for files that do not store
+alpha."""
 
 
 # Import
@@ -85,8 +85,8 @@ def import_tensors(
 ) -> Adapter:
     """Return the adapter that the tensors of a file describe.
 
-    `table` has the names of the model family; by default the header or the keys decide which of
-    `tables` is used. `peft_config` is the content of an adapter_config.json next to the file.
+    `table` has the module names of the model family; by default the header or the keys decide which
+    of `tables` is used. `peft_config` is the content of an adapter_config.json next to the file.
     """
     if not tensors:
         raise AdapterError("the file has no tensors.", kind="empty")
@@ -194,9 +194,11 @@ def _import_layer(
     tensors: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Layer:
-    """Build a layer from its keys by role, and convert conventions of the tool that wrote them.
+    """Build the adapter layer of one module from its tensors in a file.
 
-    These are peft's alpha and scaled bias, and the order of scale and shift in original names.
+    A tool's conventions are converted: alpha in peft's settings, peft's scaling of the bias, and in
+    files with the original model's module names an output (shift, scale), where diffusers has
+    (scale, shift). `keys` has the key of each tensor, by role, such as `down` and `up`.
     """
     layer = make_layer(
         {role: tensors[key.text] for role, key in keys.items()},
@@ -220,7 +222,7 @@ def _import_layer(
 def _check_magnitude(layer: Layer, key: str) -> None:
     """Raise an error unless a DoRA has one magnitude for each row, or one for each column.
 
-    If a convolution kernel is flattened, several columns of dW belong to one column of the weight.
+    The columns of a flattened convolution kernel may be a multiple of the magnitudes.
     """
     shape, magnitude = delta_shape(layer), layer.tensors["dora"]
     number = magnitude.numel()
@@ -297,8 +299,8 @@ def _peft_settings(
 def _with_peft_alpha(layer: Layer, module: str, settings: Mapping[str, object]) -> Layer:
     """Return the layer with the alpha of peft's settings.
 
-    peft takes alpha from `alpha_pattern` or from the value for all modules, and divides it by the
-    rank, or by its square root if `use_rslora` is set.
+    peft takes alpha from `alpha_pattern`, or else from `lora_alpha` or `alpha`, and divides it by
+    the rank, or by the rank's square root if `use_rslora` is set.
     """
     alpha = _setting_for_module("alpha_pattern", module, settings)
     if alpha is None:
@@ -367,20 +369,24 @@ def _pattern_error(name: str, pattern: str, reason: str) -> AdapterError:
 
 
 class UnsupportedModule(NamedTuple):
-    """A module whose layer cannot be written in a key format, and the reason."""
+    """A module whose adapter layer cannot be written in a key format, and the reason.
+
+    A key format is a tool's way to name the tensors in an adapter file.
+    """
 
     module: str
     reason: str
     is_nameless: bool = False
-    """True if the format has no name for the module. Then converting it to LoRA does not help."""
+    """True if the tool's key format has no name for the module. Then converting the module's layer
+    to LoRA does not help."""
 
 
 def export_tensors(
     adapter: Adapter, key_format: KeyFormat, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter by their keys in a format, ready to be saved.
+    """Return the tensors of an adapter, ready to be saved, with the keys of one tool's format.
 
-    Without `dtype`, each tensor keeps its own.
+    Without `dtype`, each tensor keeps its dtype.
     """
     adapter = _match_naming(_match_stages(adapter, key_format), key_format)
     unsupported = _first_unsupported(adapter, key_format)
@@ -397,14 +403,14 @@ def export_tensors(
 
 
 def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
-    """Return the first module of an adapter that a format cannot hold, or None."""
+    """Return the first module that cannot be written in a tool's key format, or None."""
     return _first_unsupported(_match_naming(adapter, key_format), key_format)
 
 
 def _first_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
-    """Return the first module that a format cannot hold, by names and shapes, or None.
+    """Return the first module whose name or tensors a tool's key format does not support, or None.
 
-    The adapter must already have the format's fused or separate projections.
+    Projections such as qkv must already be fused or separate as in the key format.
     """
     index = KeyIndex(adapter.table)
     for path, layer in adapter.layers.items():
@@ -429,7 +435,7 @@ def _first_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedMo
 
 
 def fold_scale(layer: Layer) -> Layer:
-    """Return the layer with alpha / rank multiplied into a factor, for formats without alpha."""
+    """Return a layer whose weights include alpha / rank, for files that do not store alpha."""
     scale = scale_of(layer)
     if scale == 1.0:
         return replace(layer, alpha=None)
@@ -442,9 +448,10 @@ def fold_scale(layer: Layer) -> Layer:
 
 
 def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
-    """Return the adapter with its layers assigned to experts as the format's keys need it.
+    """Return the adapter with its layers assigned to transformers as the key format needs it.
 
-    A format names the expert (`high` or `low`) in every key or in none.
+    For a model with a high-noise and a low-noise transformer, a key format names one (`high` or
+    `low`) in every key or in none.
     """
     if key_format.stages and adapter.table.has_stages:
         if None in adapter.stages:
@@ -467,9 +474,10 @@ def _match_stages(adapter: Adapter, key_format: KeyFormat) -> Adapter:
 
 
 def _match_naming(adapter: Adapter, key_format: KeyFormat) -> Adapter:
-    """Return the adapter with projections fused or separate as in the format's naming.
+    """Return the adapter with the modules that a key format has names for.
 
-    Original names also need the original order of scale and shift.
+    In diffusers' naming, projections such as qkv are separate. In the original model's naming they
+    are fused, and some modules have their outputs in the order (shift, scale), not (scale, shift).
     """
     if key_format.naming == "diffusers":
         return split_fused(adapter)
@@ -477,16 +485,20 @@ def _match_naming(adapter: Adapter, key_format: KeyFormat) -> Adapter:
 
 
 def _suffix_style(key_format: KeyFormat, layer: Layer) -> SuffixStyle:
-    """Return the suffix style for a layer.
+    """Return the naming style for the ends of a layer's keys, such as `.lora_A.weight`.
 
-    It is the format's, but ComfyUI reads a core tensor (`lora_mid`) only in kohya's style.
+    It is that of the key format, but ComfyUI reads a core tensor (`lora_mid`) only in kohya's
+    style.
     """
     is_tucker = key_format.style == "comfyui" and "mid" in layer.tensors
     return "kohya" if is_tucker else key_format.style
 
 
 def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -> dict[str, Tensor]:
-    """Return a layer's tensors by role as the format stores them, with alpha if it stores alpha."""
+    """Return a layer's tensors as a file in this key format stores them, by role such as `down`.
+
+    They include alpha if the format stores it.
+    """
     if key_format.alpha == "folded":
         layer = fold_scale(layer)
     if layer.algorithm == "lokr" and style in PEFT_STYLES:
@@ -504,10 +516,11 @@ def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -
 
 
 def _lokr_for_peft(layer: Layer) -> Layer:
-    """Return a LoKr layer with those factors multiplied out that peft would not load.
+    """Return a LoKr layer in which the factors that peft would not load are multiplied out.
 
-    peft creates w2 as a whole matrix if the rank is at least half of its larger dimension, and then
-    ignores its factors. It decomposes w1 in all modules or in none, so w1 is always written whole.
+    peft creates w2 as a whole matrix if the rank is at least half of w2's larger dimension, and
+    then ignores factors of w2. It decomposes w1 in all modules or in none, so w1 is always written
+    whole.
     """
     t = dict(layer.tensors)
     if "lokr_w1_a" in t:
@@ -552,9 +565,9 @@ def _unsupported_error(
 
 
 def _fitting_formats(adapter: Adapter) -> list[str]:
-    """Return the names of the formats that can hold the whole adapter.
+    """Return the names of the key formats in which the whole adapter can be written to one file.
 
-    Formats without a `caution` come first.
+    Formats that few tools or none can load come last.
     """
     names = []
     for key_format in sorted(FORMATS, key=lambda one: bool(one.caution)):

@@ -1,8 +1,8 @@
 """Define the key formats of adapter files: how each training tool names the tensors in a file.
 
-A key consists of a prefix, in some formats the name of an expert, a module's name and a suffix.
-keys.py shows examples, and parses and builds keys from the definitions here. The `tools` texts are
-repeated in docs/adapters.md.
+A key consists of a prefix, in some formats a name for one of the model's two transformers
+(high-noise or low-noise), a module's name and a suffix. keys.py shows examples, and parses and
+builds keys from the definitions here. The `tools` texts are repeated in docs/adapters.md.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.keys import Naming, Stage
 
 SuffixStyle = Literal["peft", "peft-live", "kohya", "comfyui"]
-"""Naming convention for the ends of keys: LoRA's `down` is `.lora_A.weight` in `peft` and
-`.lora_down.weight` in `kohya`."""
+"""Naming style for the ends of an adapter file's keys: LoRA's factor A ends in `.lora_A.weight` in
+`peft` and in `.lora_down.weight` in `kohya`."""
 AlphaRule = Literal["folded", "if-needed", "always"]
 """Rule for writing a layer's alpha to a file: `folded` multiplies alpha / rank into the weights,
 `if-needed` writes an alpha tensor unless alpha equals the rank, `always` writes one every time."""
@@ -67,8 +67,8 @@ SUFFIXES: dict[SuffixStyle, dict[str, str]] = {
     "comfyui": PLAIN_SUFFIXES
     | {"down": ".lora_A.weight", "up": ".lora_B.weight", "dora": ".dora_scale"},
 }
-"""End of the key for each tensor role, by suffix style. A style without a suffix for a role cannot
-store such a tensor."""
+"""End of the key for each tensor of a layer (`down`, `up`, ...), by a tool's naming style. A style
+without a suffix for a tensor cannot store it."""
 READ_ONLY_SUFFIXES = {
     ".lora_A": "down",
     ".lora_B": "up",
@@ -78,7 +78,8 @@ READ_ONLY_SUFFIXES = {
     ".w_norm": "diff",
     ".b_norm": "diff_b",
 }
-"""Suffixes that are accepted in files but never written, with the role of the tensor."""
+"""Ends of keys that are accepted in adapter files but never written, with the tensor of the layer
+(`down`, `up`, ...) that each stands for."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class KeyFormat:
     separator: Literal[".", "_", "$$"] = "."
     alpha: AlphaRule = "always"
     stages: tuple[tuple[Stage, str], ...] = ()
-    """Name of each expert in the keys, for formats that hold both experts of a model in one file;
-    otherwise empty."""
+    """Name of the high-noise and of the low-noise transformer in the keys, for formats that hold
+    the adapters of both in one file; otherwise empty."""
     caution: str = ""
     """Reason not to write files in this format, such as "no tool loads it"; empty if there is
     none."""
@@ -106,8 +107,8 @@ AI_TOOLKIT_STAGES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer_1"),
     ("low", "transformer_2"),
 )
-"""Names of the two experts in ai-toolkit's keys. They are numbered from 1, so `transformer_2` is
-the low-noise expert, as in diffusers."""
+"""Names of the high-noise and the low-noise transformer in ai-toolkit's keys. They are numbered
+from 1, so `transformer_2` is the low-noise one, as in diffusers."""
 STAGE_PREFIXES: tuple[tuple[Stage, str], ...] = (
     ("high", "transformer."),
     ("low", "transformer_2."),
@@ -306,4 +307,5 @@ FORMAT_ALIASES = {
     "simpletuner": "diffusers",
     "simpletuner-lycoris": "lycoris",
 }
-"""Tool names that users may give instead of a format's name, with the format of that tool."""
+"""Tool names that users may give instead of a key format's name, with the key format of that tool.
+"""

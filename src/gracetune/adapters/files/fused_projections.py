@@ -49,7 +49,7 @@ Span = tuple[int, int]
 
 
 def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> Adapter:
-    """Split fused projections into the separate modules that diffusers has.
+    """Split an adapter's fused projections, such as qkv, into the separate modules of diffusers.
 
     With `only`, all other projections stay fused.
     """
@@ -71,7 +71,7 @@ def split_fused(adapter: Adapter, only: Collection[LayerPath] | None = None) -> 
 def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
     """Return the modules that a fused projection is split into, each with its share of the rows.
 
-    For any other module the result is empty.
+    The shares are a ratio: 1, 1 and 1 for equal parts. For any other module the result is empty.
     """
     template, number = template_of(path.module)
     fused = next((fused for fused in table.fused if fused.whole == template), None)
@@ -81,7 +81,7 @@ def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
 
 
 def join_fused(adapter: Adapter) -> Adapter:
-    """Join the separate projections of diffusers into the original model's fused projections."""
+    """Join an adapter's separate projections, such as q, k and v, into the original model's qkv."""
     fused_by_part = {part: fused for fused in adapter.table.fused for part, _ in fused.parts}
     layers: dict[LayerPath, Layer] = {}
     gathered: dict[LayerPath, dict[str, Layer]] = {}
@@ -102,10 +102,10 @@ def join_fused(adapter: Adapter) -> Adapter:
 
 
 def swap_halves(adapter: Adapter) -> Adapter:
-    """Swap the upper and lower half of the rows of dW in the modules of `table.swapped_halves`.
+    """Swap the upper and lower half of the rows of the weight change in some modules.
 
-    Their output is (scale, shift) in diffusers and (shift, scale) in the original model. Swapping
-    twice restores the adapter.
+    These are the modules of `table.swapped_halves`, whose output is (scale, shift) in diffusers and
+    (shift, scale) in the original model. Swapping twice restores the adapter.
     """
     layers = dict(adapter.layers)
     for path, layer in adapter.layers.items():
@@ -145,7 +145,7 @@ def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:
 def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | None]:
     """Split a fused layer into one layer for each span of rows.
 
-    None stands for a part that was missing when the layer was joined.
+    A part that had no adapter when the parts were joined is None.
     """
     blocks = _split_block_diagonal(layer, spans)
     if blocks is not None:
@@ -154,7 +154,10 @@ def _split(module: str, layer: Layer, spans: Sequence[Span]) -> list[Layer | Non
 
 
 def _split_block_diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | None] | None:
-    """Return the LoRAs that `_block_diagonal` joined; None if the layer is not a block diagonal."""
+    """Split a LoRA whose `up` is block diagonal into one LoRA for each span of rows.
+
+    The result is None if `up` is not block diagonal. In the list, None stands for a part of zeros.
+    """
     if set(layer.tensors) != {"down", "up"}:
         return None
     up, down = layer.tensors["up"], layer.tensors["down"]
@@ -174,7 +177,7 @@ def _split_block_diagonal(layer: Layer, spans: Sequence[Span]) -> list[Layer | N
 
 
 def _trim_padding(layer: Layer, up: Tensor, down: Tensor) -> Layer | None:
-    """Return one LoRA of a block diagonal without the zeros that padded its rank.
+    """Return one LoRA, cut out of a block-diagonal LoRA, without the zeros that pad its rank.
 
     The result is None if the LoRA has only zeros.
     """
@@ -226,9 +229,10 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
 
 
 def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
-    """Concatenate layers along the rows of their weight changes dW.
+    """Concatenate layers along the rows of their weight changes.
 
-    The result is None if they differ in a tensor that has no axis for these rows.
+    The result is None if they differ in a tensor that has no axis for these rows, such as a LoRA's
+    `down`.
     """
     first = parts[0]
     if any(set(part.tensors) != set(first.tensors) or part.alpha != first.alpha for part in parts):
@@ -249,7 +253,10 @@ def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:
 
 
 def _row_axes(module: str, layer: Layer) -> dict[str, int]:
-    """Return the axis for the rows of the weight change dW, by role, for tensors that have one."""
+    """Return, for each tensor whose axis is the rows of the weight change, that axis, by role.
+
+    For a LoRA it is {"up": 0}.
+    """
     axes = {"diff_b": 0} if "diff_b" in layer.tensors else {}
     if layer.is_dora:
         if not is_dora_per_row(layer):
@@ -266,9 +273,10 @@ def _row_axes(module: str, layer: Layer) -> dict[str, int]:
 
 
 def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
-    """Join LoRAs into one whose i-th block of ranks changes only the rows of part i.
+    """Join the LoRAs of separate projections into one LoRA whose `up` is block diagonal.
 
-    Zeros pad every block to the largest rank. A missing part is a block of zeros.
+    The i-th block changes only the rows of part i. Zeros pad every block to the largest rank, and a
+    missing part is a block of zeros.
     """
     first = next(iter(parts.values()))
     share_of = dict(fused.parts)

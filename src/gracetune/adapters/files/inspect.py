@@ -37,15 +37,19 @@ class Inspection:
     nbytes: int
     family: str
     form: str
-    """Name of the key format. For a file that mixes formats, each name with its number of keys."""
+    """Name of the key format, which is a tool's way to name the tensors in a file. For a file that
+    mixes several, each name with its number of keys."""
     tools: str
-    """Tools that write or read files in this format."""
+    """Names of the tools that write or read files with such keys."""
     caution: str
-    """Reason not to use the format; empty if there is none."""
+    """Reason not to use files with such keys, for example that no tool loads them; empty if there
+    is none."""
     stages: tuple[str, ...]
-    """Experts that the file has layers for; empty if neither its keys, header nor name tell."""
+    """Transformers that the adapter changes, `high` for high noise and `low` for low noise; empty
+    if neither the keys, the header nor the file's name tell."""
     stage_by: str
-    """Source of `stages`: "its keys", "its header" or "its name"."""
+    """Source from which `stages`, the high-noise or low-noise transformer, is known: "its keys",
+    "its header" or "its name"."""
     algorithms: Mapping[str, int]
     ranks: Mapping[str, int]
     alphas: Mapping[str, int]
@@ -55,10 +59,10 @@ class Inspection:
     targets: Mapping[str, int]
     """Number of modules for each name inside a block, such as `attn1.to_q`."""
     norms: Mapping[str, float]
-    """Norm of the weight change dW, by module. If the keys name an expert, module names start with
-    it: "high: blocks.0.attn1.to_q"."""
+    """Norm of the weight change, by module. If the keys name the high-noise or low-noise
+    transformer, module names start with it: "high: blocks.0.attn1.to_q"."""
     by_block: Mapping[str, float]
-    """Norm of the weight changes of all modules in a block together."""
+    """Norm of the weight changes of all modules in a block together, by block."""
     metadata: Mapping[str, str]
     notices: tuple[str, ...]
 
@@ -68,7 +72,7 @@ def inspect(
 ) -> Inspection:
     """Read an adapter file and describe it.
 
-    `table` has the names of the model family, if the family is known.
+    `table` has the module names of the model family, if the family is known.
     """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)

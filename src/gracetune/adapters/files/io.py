@@ -1,4 +1,4 @@
-"""Read adapter files of any training tool, and write them in any key format.
+"""Read adapter files of any training tool, and write them with the keys of any tool.
 
 The header of a written file describes the adapter and the run that trained it.
 """
@@ -39,8 +39,8 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Names of the files that `PeftModel.save_pretrained` writes."""
 STAGE_BY_FILE_NAME: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
-"""Expert that a file is for, by a part of the file's name. ai-toolkit and gracetune use these
-names."""
+"""Transformer that an adapter file is for, high-noise or low-noise, by a part of the file's name.
+ai-toolkit and gracetune use these names."""
 STAGES: dict[str, Stage] = {"high": "high", "low": "low"}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
@@ -55,7 +55,8 @@ class AdapterMetadata:
     base_model: str = ""
     stage: Stage | None = None
     boundary: float | None = None
-    """Sigma below which the low-noise expert takes over from the high-noise expert."""
+    """Sigma below which the low-noise transformer takes over from the high-noise one; None for a
+    model with one transformer."""
     trigger: str = ""
     """Trigger word, from the run's instance prompt."""
     run_digest: str = ""
@@ -81,7 +82,7 @@ def read_adapter(
 ) -> Adapter:
     """Read the adapter in a file or folder.
 
-    `table` has the names of the model family, if the family is known.
+    `table` has the module names of the model family, if the family is known.
     """
     adapter, _ = read_adapter_and_tensors(resolve_path(path), tables, table)
     return adapter
@@ -139,10 +140,10 @@ def resolve_path(path: Path) -> Path:
 
 
 def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
-    """Find the expert (`high` or `low`) that a file is for, in its keys, its header or its name.
+    """Return the transformer that a file is for, `high` or `low` noise, and where that was found.
 
-    Returns the expert and where it was found: "its keys", "its header" or "its name". The result is
-    (None, "") if it was not found, or if the file holds both experts.
+    The place is "its keys", "its header" or "its name". The result is (None, "") if nothing was
+    found, or if the file is for both transformers.
     """
     in_keys = adapter.stages
     in_header = adapter.metadata.get("gracetune.stage")
@@ -190,7 +191,7 @@ def write_adapter(
     """Write an adapter to one file and return its path.
 
     The header has the entries of the file that the adapter was read from, a description of its
-    layers, and the entries of `metadata`. Without `dtype`, each tensor keeps its own.
+    layers, and the entries of `metadata`. Without `dtype`, each tensor keeps its dtype.
     """
     key_format = get_format(key_format) if isinstance(key_format, str) else key_format
     tensors = export_tensors(adapter, key_format, dtype)
@@ -219,7 +220,11 @@ def write_stages(
     metadata: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """Write an adapter to the files that `stage_files` names, and return their paths."""
+    """Write an adapter to one file, or to one file for each transformer, and return the paths.
+
+    Two files are written for a high-noise and a low-noise transformer if the key format cannot hold
+    both. Without `dtype`, each tensor keeps its dtype.
+    """
     key_format = get_format(key_format) if isinstance(key_format, str) else key_format
     written = []
     for stage, file in stage_files(path, adapter, key_format).items():
@@ -232,10 +237,10 @@ def write_stages(
 
 
 def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Stage | None, Path]:
-    """Return the path of the file to write for each expert (`high`, `low`) of an adapter.
+    """Return the file to write for the high-noise and for the low-noise transformer.
 
-    The result is {None: path} if one file is enough: the format holds both experts, or the adapter
-    has one.
+    The keys are `high` and `low`, or None if one file is enough: the key format holds both
+    transformers, or the adapter changes only one.
     """
     if key_format.stages or len(adapter.stages) == 1:
         return {None: path}
@@ -246,7 +251,7 @@ def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Sta
 
 
 def default_format(adapter: Adapter) -> KeyFormat:
-    """Return the key format that most tools can load this adapter from."""
+    """Return the key format (a tool's naming of tensors) in which most tools load the adapter."""
     layers = adapter.layers.values()
     algorithms = {layer.algorithm for layer in layers}
     if any(layer.is_dora for layer in layers) and algorithms == {"lora"}:
@@ -257,7 +262,7 @@ def default_format(adapter: Adapter) -> KeyFormat:
 
 
 def describe_adapter(adapter: Adapter) -> dict[str, str]:
-    """Return family, algorithm, rank and alpha as header entries."""
+    """Return model family, algorithm, rank and alpha as entries of a safetensors header."""
     algorithms = sorted(
         {("dora+" if layer.is_dora else "") + layer.algorithm for layer in adapter.layers.values()}
     )

@@ -41,15 +41,16 @@ Naming = Literal["original", "diffusers", "mixed"]
 """Origin of module names: the checkpoint of the model's authors, diffusers, or ai-toolkit's old
 mixture of both."""
 Stage = Literal["high", "low"]
-"""Expert of a model with two transformers, such as Wan 2.2, by the noise that it denoises: `high`
-is diffusers' `transformer`, `low` is its `transformer_2`."""
+"""One transformer of a model with two, such as Wan 2.2: `high` is used at high noise and is
+diffusers' `transformer`, `low` is used at low noise and is `transformer_2`."""
 
 BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
 """Matches the name of a module inside a numbered block: (`...blocks.`, number, rest)."""
 BOTH_STAGES_FORMAT = "diffusers-both"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
-"""Matches an expert's name as a fork of ai-toolkit wrote it: `transformer1` for `transformer_1`."""
+"""Matches `transformer1` or `transformer2` in a key. A fork of ai-toolkit wrote them for
+`transformer_1` (high noise) and `transformer_2` (low noise)."""
 _TEXT_ENCODER_PREFIXES = ("lora_te", "text_encoder", "te1", "te2")
 """Prefixes of keys that belong to text encoders, whose adapters are not supported."""
 
@@ -58,7 +59,7 @@ _TEXT_ENCODER_PREFIXES = ("lora_te", "text_encoder", "te1", "te2")
 class FusedProjection:
     """A projection that is one module in the original model and several modules in diffusers.
 
-    The rows of its weight are the rows of the parts, one part after the other.
+    The rows of its weight are the rows of the parts, such as q, k and v, one part after the other.
     """
 
     whole: str
@@ -69,7 +70,7 @@ class FusedProjection:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """Functions that build a family's diffusers pipeline, to test that an adapter loads in it."""
+    """Functions that build a diffusers pipeline without weights, to test that an adapter loads."""
 
     build: Callable[[Callable[[Any], Any]], Any]
     """Returns the pipeline. Its argument is a function that makes a model without weights from a
@@ -80,21 +81,25 @@ class PipelineSpec:
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The names of a model family's modules. `{}` in a name stands for the number of a block."""
+    """The names of a model family's modules in diffusers and in the original model.
+
+    `{}` in a name stands for the number of a block.
+    """
 
     family: str
     """Name of the family, which adapter files have in the header entry `gracetune.family`."""
     rows: tuple[tuple[str, str], ...]
     """The original name and diffusers' name of each module."""
     unfused: tuple[str, ...] = ()
-    """Diffusers' names of modules that the original model does not have separately: the parts of
-    fused projections."""
+    """Diffusers' names of modules that the original model has only as parts of fused projections,
+    such as q, k and v of a qkv."""
     mixed_rows: tuple[tuple[str, str], ...] = ()
     """Like `rows`, but the first name is the one in ai-toolkit's old LoKr files, which mix original
     and diffusers' names."""
     fused: tuple[FusedProjection, ...] = ()
     swapped_halves: frozenset[str] = frozenset()
-    """Modules whose output is (scale, shift) in diffusers and (shift, scale) in the original."""
+    """Modules whose output is (scale, shift) in diffusers and (shift, scale) in the original model.
+    """
     bare_parameters: frozenset[str] = frozenset()
     """Diffusers' names in `rows` that are not modules but parameters, without a `.weight`."""
     block_linears: tuple[str, ...] = ()
@@ -103,18 +108,19 @@ class KeyTable:
     """Largest number of blocks of each kind in a published model of the family. A file with more
     blocks is for another family."""
     has_stages: bool = False
-    """True if the family has models with two experts, one for high and one for low noise."""
+    """True if the family has models with two transformers, one for high and one for low noise."""
     default_formats: tuple[tuple[str, str], ...] = (
         ("lora", "diffusers"),
         ("lokr", "diffusers"),
         ("other", "lycoris"),
     )
-    """Key format that most tools load, by algorithm."""
+    """Key format, a tool's naming of the tensors in a file, that most tools load, by the adapter's
+    algorithm."""
     aliases: tuple[str, ...] = ()
-    """Other names for the family that are accepted."""
+    """Other names that users may give for the model family."""
     comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
-    """Prefix, separator and naming of the keys that ComfyUI looks for; empty if ComfyUI does not
-    support the family."""
+    """Start of the keys that ComfyUI looks for, separator of name parts, and origin of the module
+    names; empty if ComfyUI does not support the family."""
     pipeline: PipelineSpec | None = None
     """Functions that build the family's diffusers pipeline; None if adapters cannot be tested."""
     accepts_any_name: bool = False
@@ -128,19 +134,19 @@ ANY_NAME_FORMATS = (
     ("loha", "diffusers"),
     ("other", "simpletuner-comfyui"),
 )
-"""Default formats, by algorithm, for families whose module names are not known. They keep
-diffusers' dotted names."""
+"""Key format to write by default, by the adapter's algorithm, for model families whose module names
+are not known. These formats keep diffusers' dotted names."""
 
 
 def any_name_table(family: str) -> KeyTable:
-    """Return a `KeyTable` for a family with unknown module names; it keeps names unchanged."""
+    """Return a table of module names for an unknown model family; it keeps names unchanged."""
     return KeyTable(family, rows=(), accepts_any_name=True, default_formats=ANY_NAME_FORMATS)
 
 
 def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
-    """Return the `KeyTable` of a model family, by its name or an alias.
+    """Return the table of module names of a model family, by the family's name or an alias.
 
-    An unknown family has a table that accepts any name.
+    For an unknown family, the table accepts any module name.
     """
     for table in tables.values():
         if family == table.family or family in table.aliases:
@@ -151,7 +157,7 @@ def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
 def detect_table(
     keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
 ) -> KeyTable:
-    """Return the `KeyTable` of the model family that an adapter file is for.
+    """Return the table of module names for the model family that an adapter file is for.
 
     It is the table of `family` if that is given, or else the one that can parse the most keys.
     """
@@ -173,7 +179,7 @@ def detect_table(
 
 
 def get_format(name: str) -> KeyFormat:
-    """Return a key format by its name or by the name of a tool that writes it."""
+    """Return a key format, a tool's naming of tensors in a file, by its name or a tool's name."""
     resolved = FORMAT_ALIASES.get(name, name)
     for key_format in FORMATS:
         if key_format.name == resolved:
@@ -187,9 +193,9 @@ def get_format(name: str) -> KeyFormat:
 
 
 class LayerPath(NamedTuple):
-    """Location of a layer: the expert, or None if its key names none, and the module.
+    """Location of an adapter layer: the transformer and diffusers' name of the module.
 
-    Modules have diffusers' names.
+    The transformer is `high` or `low` (noise), or None if the key does not name one.
     """
 
     stage: Stage | None
@@ -198,7 +204,10 @@ class LayerPath(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedKey:
-    """The expert, module and role that a key of an adapter file stands for."""
+    """A key of an adapter file, parsed into transformer, module and role of the tensor.
+
+    The role is what the tensor is in the module's adapter, such as LoRA's `down`.
+    """
 
     text: str
     path: LayerPath
@@ -206,12 +215,12 @@ class ParsedKey:
     """Role of the tensor in its layer, such as `down`; see `formats.ROLES`."""
     naming: Naming
     formats: frozenset[str]
-    """Names of the formats that have this key; empty if the prefix and the suffix are known, but
-    not in one format."""
+    """Names of the key formats, one for each tool's naming, that this key fits; empty if no tool
+    combines its prefix with its suffix."""
 
 
 class KeyIndex:
-    """Translates a family's module names between diffusers' and other namings, by a `KeyTable`."""
+    """Translates module names between diffusers, the original model and ai-toolkit's mixture."""
 
     def __init__(self, table: KeyTable) -> None:
         self.table = table
@@ -232,7 +241,7 @@ class KeyIndex:
         }
 
     def to_diffusers(self, name: str, naming: Naming, separator: str) -> str | None:
-        """Return diffusers' name of a module, or None if the table does not have the name."""
+        """Return diffusers' name of a module, or None if the model family has no such name."""
         if self.table.accepts_any_name:
             plain = separator == "." and naming == "diffusers" and DOTTED_NAME.fullmatch(name)
             return name if plain else None
@@ -246,7 +255,7 @@ class KeyIndex:
         return None if template is None else template.format(in_block[2])
 
     def from_diffusers(self, module: str, naming: Naming, separator: str) -> str | None:
-        """Return the name that a module of diffusers has in a naming, or None if it has none."""
+        """Translate diffusers' name of a module to another naming; None if it has no such name."""
         if self.table.accepts_any_name:
             return self.to_diffusers(module, naming, separator)
         template, number = template_of(module)
@@ -255,7 +264,10 @@ class KeyIndex:
         return None if name is None else name.format(number).replace(".", separator)
 
     def templates(self, naming: Naming) -> Mapping[str, str]:
-        """Return all module names of a naming, by diffusers' names, with `{}` as block number."""
+        """Return a dict from diffusers' names of all modules to their names in a naming.
+
+        `{}` stands for the number of a block.
+        """
         return self._from_diffusers[naming]
 
 
@@ -271,7 +283,7 @@ def is_bare_parameter(module: str, table: KeyTable) -> bool:
 
 
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
-    """Parse a key of an adapter file. Return None if no format has such a key for the family."""
+    """Parse a key of an adapter file; return None if no tool writes such a key for the family."""
     parts = split_suffix(text)
     if parts is None:
         return None
@@ -296,9 +308,10 @@ def build_key(
     role: str,
     style: SuffixStyle | None = None,
 ) -> str:
-    """Return a tensor's key in a format. The format must have a name and a suffix for it.
+    """Return the key of a tensor in the naming of one tool, `key_format`.
 
-    `style` replaces the format's own suffix style.
+    The format must have a name for the module and a suffix for the tensor's role, such as `down`.
+    `style` replaces the format's own style of suffixes.
     """
     name = index.from_diffusers(path.module, key_format.naming, key_format.separator)
     suffix = SUFFIXES[style or key_format.style].get(role)
@@ -308,9 +321,10 @@ def build_key(
 
 
 def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
-    """Return a key without its suffix, the role that the suffix stands for, and its styles.
+    """Split a key's suffix off; return the rest, the tensor's role, and the suffix's styles.
 
-    The result is None if the key has no known suffix.
+    The role is what the tensor is in its layer, such as `down`. Styles are the tools' ways to write
+    suffixes, such as `peft` and `kohya`. The result is None if the key has no known suffix.
     """
     for suffix, (role, styles) in _ROLE_OF_SUFFIX.items():
         if text.endswith(suffix):
@@ -319,9 +333,9 @@ def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
 
 
 def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
-    """Assign `transformer.` keys to the high expert if the file also has `transformer_2.` keys.
+    """Assign `transformer.` keys to the high-noise transformer if there are `transformer_2.` keys.
 
-    In a file without `transformer_2.` keys, `transformer.` names no expert.
+    In a file without `transformer_2.` keys, they may belong to either transformer.
     """
     if not any(key.formats == {BOTH_STAGES_FORMAT} for key in keys):
         return list(keys)
@@ -338,7 +352,7 @@ def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
 
 
 def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
-    """Return the format that all of the keys have, or None for a file that mixes formats."""
+    """Return the key format (a tool's naming) that all keys fit, or None if there is none."""
     common = frozenset.intersection(*(key.formats for key in keys)) if keys else frozenset()
     has_stages = {key.path.stage for key in keys} != {None}
     fitting = [key_format for key_format in FORMATS if key_format.name in common]
@@ -348,13 +362,13 @@ def detect_format(keys: Sequence[ParsedKey]) -> KeyFormat | None:
 
 
 def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
-    """Return, for each format, how many of the keys have it; the most common format comes first."""
+    """Return, for each tool's key format, how many of the keys fit it, the most common first."""
     counts = Counter(name for key in keys for name in key.formats)
     return dict(counts.most_common())
 
 
 def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
-    """Return the error for a key that no table has a name for; it shows the most similar key."""
+    """Return the error for a key that no model family has; it names a similar known key."""
     families = " or ".join(table.family for table in tables)
     if text.startswith(_TEXT_ENCODER_PREFIXES):
         reason = "it belongs to a text encoder, and adapters of text encoders are not supported"
@@ -388,7 +402,10 @@ def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
 
 
 def _parse_body(body: str, key_format: KeyFormat, index: KeyIndex) -> LayerPath | None:
-    """Return the layer that a key, given without its suffix, stands for in one format, or None."""
+    """Return the transformer and module that a key stands for in one tool's key format, or None.
+
+    `body` is the key without its suffix.
+    """
     for stage, prefix in _prefixes(key_format, index.table):
         if body.startswith(prefix):
             name = body[len(prefix) :]
@@ -417,7 +434,7 @@ def _prefix(key_format: KeyFormat, stage: Stage | None) -> str:
 
 
 def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
-    """Return how many keys can be parsed with a table.
+    """Return how many keys can be parsed with one model family's table of module names.
 
     The result is 0 if a block number is beyond the family's `max_blocks`.
     """
@@ -436,9 +453,11 @@ def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
 
 
 def _roles_by_suffix() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:
-    """Return the tensor role and the styles of every key suffix, the longest suffix first.
+    """Return, for every key suffix, the tensor's role and the styles that have the suffix.
 
-    `.lora_B.default.weight` must be tried before shorter suffixes that it also ends with.
+    The role is what the tensor is in its layer, such as `down`; a style is a tool's way to write
+    suffixes. The longest suffix is first, because `.lora_B.default.weight` must be tried before
+    shorter suffixes that it also ends with.
     """
     found: dict[str, tuple[str, set[SuffixStyle]]] = {}
     for style, suffixes in SUFFIXES.items():

@@ -52,9 +52,11 @@ TENSOR_SETS: dict[Algorithm, tuple[frozenset[str], ...]] = {
     ),
     "full": (frozenset({"diff"}), frozenset({"diff_b"}), frozenset({"diff", "diff_b"})),
 }
-"""Tensor roles of a complete layer, by algorithm. A layer must match one of the sets."""
+"""Names of the tensors in a complete adapter layer, by algorithm. A layer must match one of the
+sets."""
 OPTIONAL_ROLES = frozenset({"diff_b", "dora"})
-"""Roles of tensors that any layer may have in addition: the bias's change and DoRA's magnitude."""
+"""Names of tensors that any adapter layer may have in addition: the bias's change and DoRA's
+magnitude."""
 ALGORITHM_BY_ROLE: dict[str, Algorithm] = {
     role: algorithm for algorithm, sets in TENSOR_SETS.items() for roles in sets for role in roles
 }
@@ -64,8 +66,8 @@ RANK_AXES: dict[Algorithm, tuple[tuple[str, int], ...]] = {
     "lokr": (("lokr_w2_b", 0), ("lokr_w1_b", 0)),
     "full": (),
 }
-"""Tensor role and axis whose size is the rank, by algorithm. The first role that a layer has is
-used."""
+"""Tensor, and axis of the tensor, whose size is the rank of an adapter layer, by algorithm. The
+first of the tensors that a layer has is used."""
 EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("mid", False, "up", 1, "down", 0),
     ("mid", True, "up", 1, "mid", 0),
@@ -84,17 +86,18 @@ EQUAL_AXES: tuple[tuple[str, bool, str, int, str, int], ...] = (
     ("hada_t1", True, "hada_w1_a", 1, "hada_w2_a", 1),
     ("", False, "hada_w1_b", 1, "hada_w2_b", 1),
 )
-"""Pairs of axes that must have the same size: (core tensor, needs_core, first tensor, its axis,
-second tensor, its axis). A rule applies only to layers that have the core tensor if `needs_core` is
-True, and only to layers without it if False."""
+"""Pairs of axes that must have the same size in an adapter layer: (core tensor, needs_core, first
+tensor, its axis, second tensor, its axis). The core tensor is that of a Tucker decomposition. If
+`needs_core` is True, the rule applies only to layers that have it, otherwise only to layers without
+it."""
 CONV_ROLES = ("down", "mid", "hada_t1", "hada_t2", "lokr_w2", "lokr_w2_b", "lokr_t2")
-"""Roles of tensors that may have the axes of a convolution kernel. All other factors are matrices,
-except that `up` may be a 1x1 convolution."""
+"""Names of the tensors in an adapter layer that may have the axes of a convolution kernel. All
+other factors are matrices, except that `up` may be a 1x1 convolution."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The change that an adapter makes to one module: the tensors by role, and alpha."""
+    """The change that an adapter makes to one module: tensors by role (`down`, `up`) and alpha."""
 
     algorithm: Algorithm
     tensors: Mapping[str, Tensor]
@@ -110,34 +113,36 @@ class Layer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The layers of an adapter, with the key format and the header of the file that it is from."""
+    """The layers of an adapter, with the names of the tensors and the header in its file."""
 
     table: KeyTable
     layers: Mapping[LayerPath, Layer]
     format: str | None = None
-    """Name of the file's key format; None if its keys mix several formats, or if there is no
-    file."""
+    """Name of the key format, a tool's naming of tensors, of the file; None if the file mixes
+    several, or if there is no file."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Entries of the file's safetensors header."""
     notices: tuple[str, ...] = ()
-    """Messages for the user about assumptions and ignored values."""
+    """Messages for the user about assumptions made and values ignored on reading the file."""
 
     @property
     def stages(self) -> tuple[Stage | None, ...]:
-        """The experts that the adapter has layers for, `high` before `low`; (None,) if no layer
-        names an expert."""
+        """The transformers that the adapter changes, `high` noise before `low` noise.
+
+        The value is (None,) if no layer names a transformer.
+        """
         found = {path.stage for path in self.layers}
         order: tuple[Stage | None, ...] = (None, "high", "low")
         return tuple(stage for stage in order if stage in found)
 
     def select_stage(self, stage: Stage | None) -> Adapter:
-        """Return a copy of the adapter with only the layers of one expert."""
+        """Return a copy of the adapter with only the `high` or `low` noise transformer's layers."""
         kept = {path: layer for path, layer in self.layers.items() if path.stage == stage}
         return replace(self, layers=kept)
 
 
 def join_stages(high: Adapter, low: Adapter) -> Adapter:
-    """Join two adapters, one for the high-noise and one for the low-noise expert, into one."""
+    """Join the adapters for the high-noise and the low-noise transformer of a model into one."""
     if high.table.family != low.table.family:
         raise AdapterError(
             f"the high expert's file is a {high.table.family} adapter and the low expert's a "
@@ -156,7 +161,10 @@ def join_stages(high: Adapter, low: Adapter) -> Adapter:
 
 
 def with_stage(adapter: Adapter, stage: Stage | None) -> Adapter:
-    """Return a copy of the adapter with all layers assigned to one expert, or to none."""
+    """Return a copy of the adapter with all layers assigned to one transformer, or to none.
+
+    The transformer is `high` or `low` (noise).
+    """
     layers = {LayerPath(stage, path.module): layer for path, layer in adapter.layers.items()}
     assert len(layers) == len(adapter.layers), "an adapter with both experts would lose layers"
     return replace(adapter, layers=layers)
@@ -203,7 +211,7 @@ def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def make_layer(tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """Build a layer from its tensors by role, and check them.
+    """Build an adapter layer from its tensors by role (`down`, `up`, ...), and check them.
 
     `keys` has the key of each tensor in the file, for error messages.
     """
@@ -267,7 +275,7 @@ def _mismatch(
 
 
 def _has_valid_axes(role: str, shape: tuple[int, ...], roles: frozenset[str]) -> bool:
-    """Return True if a tensor of this role can have this number of axes.
+    """Return True if an adapter tensor of this role, such as `down`, can have this number of axes.
 
     `roles` are the roles of all tensors in its layer.
     """
@@ -283,7 +291,7 @@ def _has_valid_axes(role: str, shape: tuple[int, ...], roles: frozenset[str]) ->
 
 
 def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, str]) -> Layer:
-    """Return the layer with the alpha of its file, which is ignored if the layer has no rank."""
+    """Return the layer with the alpha of its file. Without a rank, alpha is ignored."""
     if "alpha" not in tensors or rank_of(layer) is None:
         return layer
     alpha = float(tensors["alpha"].float().item())
@@ -298,7 +306,10 @@ def _with_alpha(layer: Layer, tensors: Mapping[str, Tensor], keys: Mapping[str, 
 
 
 def _with_scalar(layer: Layer, tensors: Mapping[str, Tensor]) -> Layer:
-    """Multiply LyCORIS's trained `scalar` into the factor that LyCORIS multiplies on saving."""
+    """Multiply LyCORIS's trained `scalar` into one of the layer's factors.
+
+    It is the factor that LyCORIS itself multiplies when it saves an adapter.
+    """
     if "scalar" not in tensors:
         return layer
     order = ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a")

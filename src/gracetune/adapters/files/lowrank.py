@@ -39,17 +39,17 @@ OVERSAMPLING, POWER_ITERATIONS = 16, 3
 
 @dataclass(frozen=True)
 class TruncationLoss:
-    """Error of low-rank approximations, as a share of the norm of the weight changes.
+    """Errors of low-rank approximations of weight changes, each divided by the norm of the change.
 
     The fields are part of the JSON output.
     """
 
     mean: float
-    """Mean share over all modules."""
+    """Relative error of a low-rank approximation, averaged over all modules."""
     worst: float
-    """Largest share."""
+    """Largest relative error of a low-rank approximation in any module."""
     worst_at: str
-    """Module with the largest share."""
+    """Name of the module whose low-rank approximation has the largest relative error."""
 
 
 def combine_adapters(
@@ -102,7 +102,10 @@ def convert_to_lora(
 
 
 def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[Layer, float]:
-    """Approximate a weight change by a LoRA; return it and its error as a share of the norm."""
+    """Approximate a weight change by a LoRA; return the LoRA and its relative error.
+
+    The error is the norm of the difference, divided by the norm of `matrix`.
+    """
     flat = matrix.float().flatten(1)
     rank = min(rank, *flat.shape)
     u, s, v = _truncated_svd(flat, rank, generator)
@@ -117,7 +120,7 @@ def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[La
 
 
 def summarize_loss(losses: Mapping[LayerPath, float]) -> TruncationLoss:
-    """Return the mean and the largest loss over all modules."""
+    """Return the mean and the largest of the modules' relative approximation errors."""
     worst = max(losses, key=lambda path: losses[path])
     return TruncationLoss(sum(losses.values()) / len(losses), losses[worst], worst.module)
 
@@ -135,10 +138,10 @@ def _is_matrix(layer: Layer) -> bool:
 def _split_alike(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None
 ) -> Sequence[tuple[Adapter, float]]:
-    """Split fused projections for which another of the adapters has separate parts.
+    """Split a fused projection, such as qkv, if another of the adapters has its parts separately.
 
-    A projection that is fused in all adapters stays fused: then no algorithm has to be split, and
-    one LoRA is enough for all parts.
+    A projection that is fused in all adapters stays fused, because splitting it may not be exact,
+    and because one LoRA is enough for all parts.
     """
     used = {path for adapter, _ in adapters for path in adapter.layers}
     table = adapters[0][0].table
@@ -150,9 +153,10 @@ def _split_alike(
 
 
 def _expand_lokr(adapter: Adapter, to_split: Set[LayerPath], rank: int | None) -> Adapter:
-    """Replace each LoKr that must be split by its full matrix, which can be split at any row.
+    """Replace each LoKr on a projection in `to_split` by its full matrix.
 
-    Only if `rank` is given, because then the sum is approximated by a small LoRA afterwards.
+    A full matrix, unlike a LoKr, can be split at any row. Without `rank` nothing is replaced: only
+    with it is the large matrix approximated by a small LoRA afterwards.
     """
     layers = dict(adapter.layers)
     for path in to_split & layers.keys():
@@ -332,7 +336,7 @@ def extract(
 
 
 def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
-    """Raise an error if one model lacks weights of the other, as a single shard of it would."""
+    """Raise an error if one model has weights that the other lacks, as with one file of several."""
     unpaired = sorted(before.keys.keys() ^ after.keys.keys())
     if unpaired:
         first = {**before.keys, **after.keys}[unpaired[0]][1]

@@ -36,8 +36,8 @@ SUBFOLDERS: dict[Stage | None, str] = {
     "high": "transformer",
     "low": "transformer_2",
 }
-"""Subfolder of a diffusers pipeline that holds each expert's transformer; None stands for a model
-with a single transformer."""
+"""Subfolder of a diffusers pipeline that holds the high-noise and the low-noise transformer; None
+stands for a model with a single transformer."""
 MODEL_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 """Prefixes that the keys of a model file may have before the weight's name."""
 
@@ -49,7 +49,7 @@ class MergeReport:
     changed: int
     """Number of modules that were changed."""
     files: tuple[str, ...]
-    """Names of the model's files that hold weights."""
+    """Names of the written files that hold the model's weights."""
 
 
 def merge_into(
@@ -80,7 +80,8 @@ def merge_into_pipeline(
 ) -> dict[str, MergeReport]:
     """Write a copy of a pipeline's folder with adapters merged into its transformers.
 
-    `by_stage` has the adapters and strengths for each expert, or for None if there is a single one.
+    `by_stage` has the adapters and strengths for the high-noise (`high`) and low-noise (`low`)
+    transformer, or for None if there is a single transformer.
     """
     targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
     for name in targets:
@@ -109,14 +110,14 @@ def holds_transformers(path: Path) -> bool:
 
 
 class WeightUpdate(NamedTuple):
-    """The change that one adapter layer makes to a weight of the model, or to some of its rows."""
+    """The change that an adapter layer makes to a model's weight, or to some rows of the weight."""
 
     layer: Layer
     strength: float
     bias: bool
     rows: tuple[int, int, int] | None
-    """(start, end, total): the rows from start / total to end / total of the weight are changed.
-    None for all rows."""
+    """(start, end, total): the weight's rows are divided into `total` equal parts, and parts start
+    to end - 1 are changed. None for all rows."""
 
 
 def _plan_updates(
@@ -148,15 +149,15 @@ def _plan_updates(
 
 
 def _changes_bias(layer: Layer) -> list[bool]:
-    """Return a list with False if a layer changes the weight, and True if it changes the bias."""
+    """Return [False] if a layer changes the weight, [True] for the bias, [False, True] for both."""
     kinds = [] if set(layer.tensors) == {"diff_b"} else [False]
     return [*kinds, True] if "diff_b" in layer.tensors else kinds
 
 
 def _rows_in_fused(table: KeyTable) -> dict[str, tuple[str, tuple[int, int, int]]]:
-    """Return the fused projection that each part belongs to, and its rows there.
+    """Return, for each part of a fused projection, such as q of qkv, the projection and the rows.
 
-    The rows are in the form of `WeightUpdate.rows`.
+    The rows of the part are (start, end, total), in units of the projection's rows / total.
     """
     found = {}
     for fused in table.fused:
@@ -224,7 +225,7 @@ def _apply_update(key: str, weight: Tensor, update: WeightUpdate) -> Tensor:
 
 
 class Weight(NamedTuple):
-    """Identifies the weight, or the bias, of a module by diffusers' name of the module."""
+    """Identifier of a module's weight, or of its bias, by diffusers' name of the module."""
 
     module: str
     bias: bool
@@ -237,11 +238,11 @@ class ModelWeights:
     files: tuple[Path, ...]
     naming: Naming
     keys: Mapping[Weight, tuple[Path, str]]
-    """File and key of each weight."""
+    """File of each weight, and key of the weight in the file."""
 
 
 def open_model(path: Path, table: KeyTable) -> ModelWeights:
-    """Find the file and the key of every weight of a model that the family's table has a name for.
+    """Find the file and the key of every weight of a model whose name the family's table has.
 
     No weights are read.
     """
@@ -286,7 +287,7 @@ def _single(places: Sequence[tuple[Path, str]]) -> tuple[Path, str]:
 
 
 def _parse_weight(key: str, naming: Naming, index: KeyIndex) -> Weight | None:
-    """Return the weight that a key of a model file stands for in a naming, or None."""
+    """Return the weight that a model file's key stands for in a naming of modules, or None."""
     for prefix in MODEL_PREFIXES:
         if not key.startswith(prefix):
             continue
