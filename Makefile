@@ -21,14 +21,14 @@ $(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c sr
 
 venv: $(STAMP)  ## make .venv with pinned dependencies
 
-demo: venv  ## train the demo, then a LoRA on top of it, and judge the pictures
+demo: venv  ## train the demo, then a LoRA on top of it, and check the images
 	$(BIN)/gracetune train examples/demo.json
 	$(BIN)/gracetune train examples/demo-lora.json
 	$(BIN)/python examples/judge_shapes.py runs/demo
 	$(BIN)/python examples/judge_shapes.py runs/demo-lora --min-colour 0.85 --min-shape 0.85
-	@echo 'Pictures: runs/demo/validation and runs/demo-lora/validation'
+	@echo 'Images: runs/demo/validation and runs/demo-lora/validation'
 
-# In their own order, since the longest file has one test: it would come last, with one core idle.
+# In the order of the files, so that the longest ones do not start last, with one core idle.
 test: venv  ## the tests, with coverage, on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=90
 

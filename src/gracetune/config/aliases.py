@@ -26,7 +26,7 @@ EVERY_DATASET = ("datasets", "*")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The place where the user set a value, for error messages."""
+    """The place where the user set a value, such as a line of the run file, for error messages."""
 
     location: str
     """File and line such as `run.json:3`, or another description such as `override a.b=c`."""
@@ -79,10 +79,10 @@ def translate(parsed: ParsedText, name: str) -> Draft:
 
 
 def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
-    """Set a value in the draft, replacing the one from the file.
+    """Set a value in a draft (a translated run file), replacing the value from the file.
 
     `path` may be another tool's key. A dictionary is merged into the existing one; a list replaces
-    the existing one. `where` describes the place of the override for messages.
+    the existing one. `where` says in messages where the new value comes from.
     """
     if isinstance(value, list):
         for target in _expand_datasets(canonical_path((*path, 0), {})[:-1], draft):
@@ -96,7 +96,11 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
 
 
 def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return the origin of a key, or else of a key inside it, or else of the nearest section."""
+    """Return where the user set a key; None if unknown.
+
+    For a key without an entry in `origins`, uses a key inside that section, or else the nearest
+    section around the key.
+    """
     inner = (other for other in origins if other[: len(path)] == path)
     outer = (path[:length] for length in range(len(path) - 1, 0, -1) if path[:length] in origins)
     nearest = path if path in origins else next(chain(inner, outer), None)
@@ -104,8 +108,10 @@ def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin |
 
 
 def leaves(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the path and value of each leaf: dictionaries and lists of dictionaries are descended
-    into, and all other values are leaves.
+    """Yield the path and value of each leaf of nested dictionaries and lists.
+
+    Only non-empty dictionaries and lists of dictionaries are descended into. All other values,
+    such as a list of numbers, are leaves.
     """
     if isinstance(value, dict) and value:
         for key, child in value.items():
@@ -176,7 +182,10 @@ def _set_implied(draft: Draft, key: str, value: object, reason: str = "") -> Non
 
 
 def _expand_datasets(target: KeyPath, draft: Draft) -> list[KeyPath]:
-    """Return one path per dataset if the path is `datasets.*...`, else the path alone."""
+    """Replace the `*` of a path `datasets.*...` by the index of each dataset in the draft.
+
+    Returns one path per dataset; another path is returned alone.
+    """
     if target[:2] != EVERY_DATASET:
         return [target]
     datasets = draft.tree.get("datasets")
@@ -199,7 +208,10 @@ def _canonical_value(draft: Draft, path: KeyPath, value: object) -> object:
 
 
 def _apply_alias(path: KeyPath, value: object) -> KeyPath | None:
-    """Translate a path by the longest key in `ALIASES` that it starts with; None if none fits."""
+    """Translate another tool's key to gracetune's by the table `ALIASES`.
+
+    Uses the longest alias that the path starts with; returns None if there is none.
+    """
     exact = ALIASES.get(pattern_of(path))
     if exact is not None and not isinstance(value, dict):
         return _fill_indices(exact, path, ())
@@ -461,5 +473,5 @@ VALUE_REMARKS: Mapping[tuple[str, str | bool | None], str] = {
 to the user; by (gracetune's key, other tool's value)."""
 
 RAMP_SWITCH_KEY = "initial_effective_batch_size"
-"""Key that also turns the batch-size ramp on if it is at the top level of a run file, as in the
-guides of the forks that gracetune replaces."""
+"""Key that, at the top level of a run file, also turns on the batch-size ramp (the effective batch
+size grows during training), as the forks that gracetune replaces document it."""

@@ -32,12 +32,12 @@ class Violation(NamedTuple):
 
 
 def find_violations(run: RunFile) -> list[Violation]:
-    """Return the violations of all `CHECKS`."""
+    """Return all settings of a run file that contradict other settings, each with a message."""
     return [violation for check in CHECKS for violation in check(run)]
 
 
 def check_trainable(run: RunFile) -> None:
-    """Raise an error if the run has violations, no dataset, or a dataset without a location."""
+    """Raise an error if settings contradict each other, or if a dataset or its location is missing."""
     violations = [*find_violations(run), *_check_has_data(run)]
     if violations:
         raise ConfigError("\n".join(f"{key} {message}" for key, message in violations))

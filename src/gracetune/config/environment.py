@@ -29,10 +29,11 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables from which torch reads allocator settings; the first takes precedence."""
 OWN_ALLOC_CONF_VARIABLE = "GRACETUNE_ALLOC_CONF"
-"""Environment variable that `use_uvm` and `uvm_*` are moved to."""
+"""Environment variable for gracetune's own allocator settings (`use_uvm`, `uvm_*`), which stock
+torch would refuse in PYTORCH_CUDA_ALLOC_CONF."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""Torch allocator setting that gracetune turns on by default: a memory plan fills the GPU to within
-a few percent, and without expandable segments, fragmentation may need more than that."""
+"""Torch allocator setting that gracetune turns on by default. It prevents fragmentation, for which a
+memory plan leaves no room: a plan fills the GPU to within a few percent."""
 LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 """Environment variable whose presence shows that `accelerate launch` started this process."""
 
@@ -79,7 +80,7 @@ class AllocConf:
     """The allocator settings in an environment variable, split into gracetune's and torch's."""
 
     ours: Mapping[str, str]
-    """Values of `use_uvm` and `uvm_*`, as text; they have been checked."""
+    """Values of gracetune's own settings (`use_uvm`, `uvm_*`) by name, as text that was checked."""
     theirs: str
     """All other settings as `key:value,...`, for torch to read."""
     unknown: tuple[str, ...]
@@ -95,7 +96,8 @@ class EnvironmentSettings:
     access_pattern: str | None = None
     mixed_precision: str | None = None
     alloc_conf: str = ""
-    """Value of torch's allocator variable, which may still contain `use_uvm` and `uvm_*`."""
+    """Value of the variable from which torch reads allocator settings, such as PYTORCH_ALLOC_CONF. It
+    may still contain gracetune's own settings (`use_uvm`, `uvm_*`)."""
     use_uvm: bool | None = None
     stage1_threshold: float | None = None
     stage1_min_bytes: int | None = None
@@ -114,17 +116,23 @@ def sharding_engine(env: Mapping[str, str]) -> str:
 
 
 def process_environment() -> Mapping[str, str]:
-    """Return this process's environment variables, for callers that are given no others."""
+    """Return this process's environment variables (`os.environ`)."""
     return os.environ
 
 
 def claim_process_alloc_conf() -> None:
-    """Run `claim_alloc_conf` on this process's environment; call it before importing torch."""
+    """Move gracetune's allocator settings out of the environment variables that torch reads.
+
+    Call it before torch is imported, because stock torch refuses `use_uvm` and `uvm_*`.
+    """
     claim_alloc_conf(os.environ)
 
 
 def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
-    """Move `use_uvm` and `uvm_*` from torch's variables to GRACETUNE_ALLOC_CONF, in place."""
+    """Move gracetune's own allocator settings (`use_uvm`, `uvm_*`) to GRACETUNE_ALLOC_CONF.
+
+    They are removed from the variables that torch reads. `environ` is changed in place.
+    """
     for variable in ALLOC_CONF_VARIABLES:
         conf = split_alloc_conf(environ.get(variable, ""), variable)
         if not conf.ours:
@@ -237,7 +245,8 @@ def _uvm_hints(env: Mapping[str, str]) -> bool | None:
 def _mixed_precision(env: Mapping[str, str]) -> str | None:
     """Return the value of ACCELERATE_MIXED_PRECISION; None if the user has not chosen one.
 
-    `accelerate launch` sets it to `no` by default, so that value is ignored if it comes from there.
+    The value `no` is ignored if `accelerate launch` started this process, because that is what it
+    sets by default.
     """
     value = env.get(PRECISION_VARIABLE)
     if not value or (value == "no" and LAUNCHER_VARIABLE in env):

@@ -293,9 +293,10 @@ def _section_keys(model: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
-    """Return the section class in a field's type (None if it has none), and how keys continue.
+    """Return the section class (pydantic model) that a field's type contains; None if it has none.
 
-    The second value is `.*` for a list of sections, otherwise empty.
+    The second value follows the field's name in dotted keys: `.*` for a list of sections, otherwise
+    empty.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, ""
@@ -308,9 +309,10 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
 
 
 def _key_path(place: Sequence[str | int]) -> KeyPath:
-    """Return the path of the key in a pydantic error location.
+    """Convert a pydantic error location to the path of a key in the run file.
 
-    Pydantic inserts the name of the attempted type wherever a field is a union; it is removed.
+    Where a field is a union, pydantic inserts the name of the type that it tried; that name is
+    removed.
     """
     path: list[str | int] = []
     kind: object = RunFile
@@ -341,7 +343,10 @@ def _type_name(kind: object) -> str:
 
 
 def _type_inside(kind: object, step: str | int) -> object:
-    """Return the type of the field or item `step` of a type; None if it is unknown."""
+    """Return the type of a model's field `step`, or of the items of a tuple or the values of a dict.
+
+    Returns None if it is unknown.
+    """
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         info = kind.model_fields.get(str(step))
         return None if info is None else info.annotation
@@ -352,9 +357,9 @@ def _type_inside(kind: object, step: str | int) -> object:
 
 
 def _is_inside(path: KeyPath, outer: KeyPath) -> bool:
-    """Return True if `path` is inside `outer`.
+    """Return True if the key `path` lies in the section `outer`, at any depth.
 
-    If both have errors (in a union), only the inner one is reported, because it is more precise.
+    If pydantic reports errors for both, only the one of the key is shown, as it is more precise.
     """
     return len(path) > len(outer) and path[: len(outer)] == outer
 
@@ -372,8 +377,9 @@ def _explain_one(
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:
-    """Describe the allowed values, such as "a number or 'auto'"; a union has one error for each
-    alternative.
+    """Return the allowed values of a setting in words, such as "a number or 'auto'".
+
+    `details` has pydantic's errors for the setting: one for each member of a union type.
     """
     rules = list(dict.fromkeys(map(_rule, details)))
     if len(rules) == 1:

@@ -198,7 +198,7 @@ class _JsonReader:
         return items
 
     def _separator(self, end: str) -> None:
-        """Read the comma between two items, or nothing before the closing character `end`."""
+        """Skip the comma after an item; after the last item, stop before the closing character `end`."""
         self._skip_space()
         if self._peek() == end:
             return
@@ -271,7 +271,10 @@ def _parse_yaml(text: str, name: str) -> tuple[object, dict[KeyPath, int]]:
 
 
 def _record_yaml_lines(root: yaml.Node, name: str, lines: dict[KeyPath, int]) -> None:
-    """Record the line of each key in `lines`; reject duplicate keys and endless YAML aliases."""
+    """Record the line of each key of a YAML document in `lines`.
+
+    Rejects duplicate keys, and aliases that contain themselves or expand to too many values.
+    """
     waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
     visited = 0
     while waiting:

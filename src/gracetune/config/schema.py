@@ -44,15 +44,16 @@ class ModelSection(Section):
         "entry point. `tiny` is a small model for trying things out.",
     )
     path: str | None = None
-    """Folder of a model saved by diffusers, or its name on the Hugging Face hub. Every family but
-    `tiny` needs it."""
+    """Folder of a model saved by diffusers, or its name on the Hugging Face hub. Every model
+    family but the built-in `tiny` needs it."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Set it to pin a version. Default: the newest."""
     transformer_file: str | None = None
     """Safetensors file with the transformer's weights under the tensor names of the original
     release (not diffusers' names). Set it to train these weights instead of those in `path`."""
     transformer_2_file: str | None = None
-    """Like `transformer_file`, for the second transformer: the low-noise expert of `wan22`."""
+    """Safetensors file with the weights of the second transformer, which is the low-noise one in
+    models of the family `wan22`; otherwise like `transformer_file`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the model's weights in memory. `auto`: the data type in the model's files. Full
     fine-tuning converts the weights to fp32, unless this is `bfloat16` and the optimizer can keep
@@ -68,7 +69,7 @@ class ModelSection(Section):
     """Input that the model generates from, for models that can do both: `text` alone, or an `image`
     and text. `auto`: the task that the model was released for."""
     init_seed: int = 0
-    """Seed of the random initial weights of `tiny`, if `path` is not set."""
+    """Seed of the random initial weights of the model family `tiny`, if `path` is not set."""
     attention_mechanism: str = "auto"
     """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto` measures the installed
     backends when the run starts and uses the fastest; without a GPU it uses torch's default. Set a
@@ -76,18 +77,18 @@ class ModelSection(Section):
 
 
 class OverrideSection(Section):
-    """Adapter settings for some modules only. A setting that is not given here keeps the value of
-    the `adapter` section."""
+    """Adapter settings for the modules that match a pattern in `adapter.overrides`. A setting that
+    is not given here keeps the value of the `adapter` section."""
 
     rank: PositiveInt | None = None
-    """Replaces `adapter.rank` in the modules that match."""
+    """Rank of the adapter in the modules that match the pattern. Default: `adapter.rank`."""
     alpha: PositiveFloat | None = None
-    """Replaces `adapter.alpha` in the modules that match. Default: the rank if `rank` is set here,
-    otherwise `adapter.alpha`."""
+    """Alpha of the adapter in the modules that match the pattern. Default: `rank` if the override
+    sets it, otherwise `adapter.alpha`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Replaces `adapter.dropout` in the modules that match."""
+    """Dropout of the adapter in the modules that match the pattern. Default: `adapter.dropout`."""
     factor: Annotated[int, Field(ge=-1)] | None = None
-    """Replaces `adapter.factor` in the modules that match (`lokr` only)."""
+    """`lokr` only: factor in the modules that match the pattern. Default: `adapter.factor`."""
 
 
 class AdapterSection(Section):
@@ -171,17 +172,18 @@ class Gh200Section(Section):
     `latents`, `audio`, `text` and others. `host`: read in place from host memory; `staged`: kept in
     host memory and prefetched before use; `device`: moved to the GPU at once; `leave`: no hint."""
     enable_batch_size_rampup: bool = False
-    """Turn the batch-size ramp on."""
+    """Turn on the batch-size ramp: the effective batch size grows during training."""
     initial_effective_batch_size: PositiveInt | None = None
-    """Effective batch size at the start of the ramp, in samples over all ranks. The ramp needs
-    it."""
+    """Effective batch size at the start of the batch-size ramp, in samples over all ranks. It must
+    be set if the ramp is on."""
     target_effective_batch_size: PositiveInt | None = None
-    """Effective batch size at the end of the ramp, in samples over all ranks. Default:
+    """Effective batch size at the end of the batch-size ramp, in samples over all ranks. Default:
     `train.batch_size` times `train.gradient_accumulation_steps` times the number of ranks."""
     batch_rampup_steps: PositiveInt = 1000
-    """Length of the ramp in micro-batches per rank."""
+    """Number of micro-batches per rank during which the effective batch size grows."""
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
-    """Shape of the ramp: `linear` grows evenly, `quadratic` grows slowly at first."""
+    """Growth of the effective batch size in the batch-size ramp: `linear` grows evenly, `quadratic`
+    slowly at first."""
 
 
 class TrainSection(Section):
@@ -229,12 +231,14 @@ class TrainSection(Section):
     """Meaning of `min_snr_gamma` for flow-matching models. `identity`: all timesteps have the same
     weight; `exact`: the paper's weights, which are almost 0 for timesteps near 1."""
     experts: Literal["both", "high", "low"] = "both"
-    """Experts to train, for models with a high-noise and a low-noise transformer."""
+    """Transformers to train, for models with a high-noise and a low-noise transformer."""
     expert_turns: Literal["alternate", "proportional"] = "alternate"
-    """Distribution of steps over two experts. `alternate`: the same number for both;
-    `proportional`: as often as drawn timesteps fall into each expert's range."""
+    """Distribution of optimizer steps over the high-noise and the low-noise transformer, for models
+    with both. `alternate`: the same number for each; `proportional`: as often as drawn timesteps
+    fall into the range of each."""
     switch_every: PositiveInt = 1
-    """Length of an expert's turn in optimizer steps, for models with two experts."""
+    """Number of optimizer steps for which one of the two transformers is trained before the other may
+    follow, for models with a high-noise and a low-noise transformer."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay per optimizer step of an exponential moving average of the trained weights, such as
     0.999. 0: no average."""
@@ -279,25 +283,26 @@ class OptimizerSection(Section):
     makes room on the GPU and slows steps down. `auto`: on the GPU, except that the planner may move
     part of it to host memory in full fine-tuning."""
     lr_bump: PositiveFloat | None = None
-    """`automagic` only: amount by which the learning rate of each element rises or falls per step.
-    Default: one learning rate per parameter group, which adapts by itself."""
+    """`automagic` only: amount by which the learning rate of each weight element rises or falls per
+    step. Default: elements have no learning rates of their own; the optimizer adapts one learning
+    rate per parameter group instead."""
     min_lr: PositiveFloat | None = None
     """`automagic` only: lower bound of the learning rates. Default: 1e-7."""
     max_lr: PositiveFloat | None = None
     """`automagic` only: upper bound of the learning rates. Default: 1e-3 with `lr_bump`, otherwise
     0.1."""
     high_noise_lr_bump: PositiveFloat | None = None
-    """`automagic` only: replaces `lr_bump` for the high-noise expert."""
+    """`automagic` only: replaces `lr_bump` for the high-noise transformer of models with two."""
     high_noise_min_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `min_lr` for the high-noise expert."""
+    """`automagic` only: replaces `min_lr` for the high-noise transformer of models with two."""
     high_noise_max_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `max_lr` for the high-noise expert."""
+    """`automagic` only: replaces `max_lr` for the high-noise transformer of models with two."""
     low_noise_lr_bump: PositiveFloat | None = None
-    """`automagic` only: replaces `lr_bump` for the low-noise expert."""
+    """`automagic` only: replaces `lr_bump` for the low-noise transformer of models with two."""
     low_noise_min_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `min_lr` for the low-noise expert."""
+    """`automagic` only: replaces `min_lr` for the low-noise transformer of models with two."""
     low_noise_max_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `max_lr` for the low-noise expert."""
+    """`automagic` only: replaces `max_lr` for the low-noise transformer of models with two."""
 
 
 class ValidationSection(Section):
@@ -393,16 +398,16 @@ class InMemorySection(Section):
     """Staging: reading all files of a dataset into host memory before training."""
 
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
-    """Compression of staged files. `auto` tries some files of each suffix and compresses those that
-    become at least 5 % smaller; useful for text and raw data, not for JPEG or MP4. Datasets of type
-    `in_memory` use `none` unless it is set."""
+    """Compression of the files that are kept in host memory. `auto` tries some files of each suffix
+    and compresses those that become at least 5 % smaller; useful for text and raw data, not for
+    JPEG or MP4. Datasets of type `in_memory` use `none` unless it is set."""
     num_workers: PositiveInt | None = None
     """Number of threads that read files. Default: the number of CPUs, at most 72."""
     chunk_size: PositiveInt | None = None
     """Largest number of files that a thread reads at a time. Default: chosen so that all threads
     have work."""
     memory_limit_gb: PositiveFloat | None = None
-    """Limit in GiB of the host memory for staged files. The run stops if the dataset needs more.
+    """Limit in GiB of the host memory for the files of a dataset. The run stops if it needs more.
     Default: the free memory, less a reserve."""
 
 
@@ -438,8 +443,8 @@ class ShapesSection(Section):
     seed: int = 0
     """Seed of the positions and sizes of the shapes."""
     concept: str | None = None
-    """Generate only images of this shape, which the usual dataset does not have (`star`). Use it to
-    teach an adapter something new."""
+    """Generate images of this shape only. The one choice is `star`, which the default dataset lacks,
+    so that an adapter can learn something new from it."""
 
 
 class AugmentationSection(Section):
@@ -505,11 +510,11 @@ class DatasetSection(Section):
     With `false`, the parts to train on have weight 1, so samples with small masks count less.
     """
     in_memory: InMemorySection = InMemorySection()
-    """Settings of staging, for types `in_memory` and `shapes`."""
+    """Settings for reading all files into host memory, for types `in_memory` and `shapes`."""
     columns: ColumnsSection = ColumnsSection()
     """Column names, for parquet files and saved Hugging Face datasets."""
     remote: RemoteSection = RemoteSection()
-    """Settings of requests, for remote addresses."""
+    """Settings of the requests to remote storage, if `instance_data_dir` is a remote address."""
     shapes: ShapesSection = ShapesSection()
     """Settings of the generated images, for type `shapes`."""
     resolution: Annotated[int, Field(ge=8)] = 1024
@@ -574,17 +579,18 @@ class DatasetSection(Section):
     """Seconds to wait until a sample is read and decoded, after which the run stops. Raise it for
     slow storage or long videos."""
     cache_latents_to_disk: bool | None = None
-    """The name of `cache_config.persistent_cache` in ai-toolkit. A run has one cache, so it applies
-    to all datasets."""
+    """Keep the cache on disk after the run, as in ai-toolkit. It sets `cache_config.persistent_cache`
+    and so applies to all datasets, because a run has one cache."""
     augmentations: tuple[AugmentationSection, ...] = ()
     """Random changes of each image. They are derived from the run's seed and the image's content,
     so a repeated run draws the same ones. Images only."""
     augmentations_cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] | None = None
     """Caching of samples with random crops, clips or augmentations; other samples ignore it.
 
-    `static` (the default): drawn and encoded once, or `variants` times. `refresh_each_epoch`: drawn
-    again for each epoch, and encoded in the background during the epoch before. `disable_cache`:
-    drawn again for each epoch, and encoded when a batch needs them.
+    `static` (the default): the random changes are drawn, and the sample is encoded, once or
+    `variants` times. `refresh_each_epoch`: they are drawn again for each epoch, and encoded in the
+    background during the epoch before. `disable_cache`: they are drawn again for each epoch, and
+    encoded when a batch needs the sample.
     """
     variants: PositiveInt = 1
     """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.

@@ -76,7 +76,7 @@ def decode_audio(
 ) -> Tensor:
     """Decode one clip of `length` audio samples to a float32 tensor with the layout CN.
 
-    `clip` is the position of the clip in the file: 0 is the start, 1 the end.
+    `clip` is the position of the clip in the file: 0 for the first seconds, 1 for the last ones.
     """
     import torch
 

@@ -101,9 +101,10 @@ class Augmentation(NamedTuple):
     """
 
     amount: float | None
-    """Default of `augmentations[].amount`; None for augmentations without an amount, like flips."""
+    """Default of the setting `augmentations[].amount`, the largest change that is drawn, such as
+    degrees of rotation; None for augmentations without an amount, like flips."""
     max_amount: float
-    """Largest value of `augmentations[].amount` that is accepted."""
+    """Largest value that the run file may set as `augmentations[].amount`."""
     draw: Callable[[float, Callable[[str], float]], Parameters]
     """Function (amount, random) -> parameters. `random(name)` returns a number in [0, 1)."""
     apply: Callable[[Image.Image, Parameters, Role], Image.Image]
@@ -289,7 +290,9 @@ TOP_CROP = (0.5, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class SampleTransform:
-    """Everything besides the bucket that decides how a sample is rendered to a tensor."""
+    """Everything besides the target size that decides how a sample is rendered to a tensor: crop,
+    augmentations, decoder and clip position.
+    """
 
     crop: tuple[float, float] = CENTRE_CROP
     """Position of the crop, horizontally and vertically: 0 keeps the left or top, 1 the right or
@@ -301,9 +304,10 @@ class SampleTransform:
     lanczos: Lanczos = "pillow"
     """Library that resizes images. Pillow and torch give slightly different pixels."""
     rate: float = 0.0
-    """Frames per second of a video or samples per second of audio; 0 for images."""
+    """Rate that the clip is converted to: frames per second of a video, or samples per second of
+    audio; 0 for images."""
     clip: float = 0.0
-    """Position of the clip in a video or audio file: 0 is the start, 1 the end."""
+    """Position of the clip in a video or audio file: 0 for the first seconds, 1 for the last ones."""
 
     @property
     def name(self) -> str:
@@ -334,9 +338,9 @@ def sample_transform(
     epoch: int = 0,
     lanczos: Lanczos = "pillow",
 ) -> SampleTransform:
-    """Return the transform of a sample according to the dataset's settings.
+    """Return how to render a sample (crop, augmentations, clip) according to its dataset's settings.
 
-    Its random choices depend only on the run's `seed`, the bytes of the file and the `epoch`.
+    The random choices depend only on the run's `seed`, the bytes of the file and the `epoch`.
     """
     about = f"{seed} {sample.digest} {epoch}"
     match section.crop:

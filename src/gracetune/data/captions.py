@@ -29,9 +29,10 @@ MAX_LISTED = 5
 def read_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
 ) -> dict[str, str]:
-    """Return the caption of each sample by its key, as `caption_strategy` says.
+    """Read the captions as `caption_strategy` says; return {key: caption}.
 
-    Raises an error if a sample has no caption. An empty caption is allowed.
+    The key of a sample is its relative path in `source`. Raises an error if a sample has no
+    caption. An empty caption is allowed.
     """
     strategy = section.caption_strategy
     if strategy == "auto":
@@ -84,7 +85,7 @@ def _from_text_files(
 
 
 def _tables(source: Source, name: str) -> list[str]:
-    """Return the keys of all files called `name`, those in outer folders first."""
+    """Return the relative paths of all caption tables called `name`, those in outer folders first."""
     found = [key for key in source.keys() if PurePosixPath(key).name == name]  # noqa: SIM118
     return sorted(found, key=lambda key: key.count("/"))
 

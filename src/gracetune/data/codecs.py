@@ -58,11 +58,14 @@ class CodecChoice(NamedTuple):
     codec: str | None
     """Name of the codec; None for no compression."""
     savings: Mapping[str, float]
-    """Fraction of the bytes of the sampled files that each codec saves, by its name."""
+    """Fraction of the bytes that each codec saves on the files it was tried on, by its name."""
 
 
 def choose(sampled: Sequence[bytes]) -> CodecChoice:
-    """Choose the codec that saves most on the sampled files; none if that is below MIN_SAVING."""
+    """Compress some files with each candidate codec, and choose the one that saves most.
+
+    Chooses none if it saves less than the fraction MIN_SAVING.
+    """
     total = sum(map(len, sampled))
     if total == 0:
         return CodecChoice(None, dict.fromkeys(CANDIDATES, 0.0))
@@ -86,7 +89,8 @@ def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
 SAMPLED_FILES = 16
 """Largest number of files per suffix on which `compression: auto` tries its codecs."""
 SAMPLED_NBYTES = 32 * 1024**2
-"""Largest total size in bytes of the sampled files per suffix; one file may be larger."""
+"""Largest total size in bytes of the files per suffix on which `compression: auto` tries its codecs.
+One file is used even if it is larger."""
 MAX_SUFFIXES = 16
 """Number of suffixes that get a codec of their own; files of rarer suffixes share one."""
 OTHER_SUFFIXES = "other"
@@ -105,7 +109,7 @@ class Packing:
     reason: str
     """Explanation of the choice, for a notice to the user."""
     sampled: Mapping[str, bytes]
-    """Contents of the sampled files by key, so that staging need not read them again."""
+    """Contents by key of the files that codecs were tried on, so that they are not read twice."""
 
     def codec_of(self, key: str) -> str | None:
         """Return the name of the codec to try on a file; None for no compression."""

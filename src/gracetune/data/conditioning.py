@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Role = Literal["control", "mask"]
 
 MAX_LISTED = 5
-"""Number of samples without a companion that an error message lists."""
+"""Number of samples without a control image or mask that an error message lists."""
 ASPECT_TOLERANCE = 0.02
 """Largest relative difference between the aspect ratios of a sample and of its mask or control
 image. They must match, because both are cropped in the same way."""
@@ -36,17 +36,21 @@ class Companions:
     source: Source
     """Source that reads the samples as well as their control images and masks."""
     keys: Mapping[str, tuple[tuple[Role, str], ...]] = field(default_factory=dict)
-    """For each sample key: the role ("control" or "mask") and the key in `source` of each file."""
+    """For each sample's key: pairs of a role ("control" or "mask") and the key in `source` of the
+    control image or mask."""
 
 
 class JoinedSource:
-    """Several sources combined into one, so that they can be staged under one memory limit."""
+    """A source that combines several others, such as the samples of a dataset and their masks.
+
+    It lets them be read into host memory under one memory limit.
+    """
 
     def __init__(self, parts: Mapping[str, Source]) -> None:
         """Combine several sources, given as {prefix: source}.
 
-        A file's key is the prefix followed by its key in the source. The prefix of the samples
-        themselves is empty.
+        The key of a file is the prefix followed by the file's key in its own source. The prefix of
+        the samples' source is empty.
         """
         self._parts = parts
         self._where: dict[str, tuple[Source, str]] = {}

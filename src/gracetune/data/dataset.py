@@ -57,21 +57,22 @@ PACKAGES: dict[str, Callable[[], None]] = {
     "video": video.require_packages,
     "audio": audio.require_packages,
 }
-"""Function per `dataset_type` that raises an error if a package it needs is not installed."""
+"""For each `dataset_type`: a function that raises an error if a package that decodes such files is
+not installed."""
 PROBED_AHEAD = 256
 """Largest number of samples that worker threads check ahead of the main thread."""
 NOUNS = {"image": "images", "video": "videos", "audio": "audio files"}
 
 
 class Opener(Protocol):
-    """A function that opens the source of one dataset type.
+    """A function that opens the files of a dataset as a `Source`; each value of `type` has one.
 
-    `SOURCES` lists gracetune's own; other packages register theirs as entry points of the group
-    `gracetune.source`.
+    `SOURCES` lists gracetune's own functions; other packages register theirs as entry points of
+    the group `gracetune.source`.
     """
 
     def __call__(self, section: DatasetSection, setting: str, emit: Emit) -> Source:
-        """Open the source; `setting` is the dataset's name in messages, such as `datasets[0]`."""
+        """Open the files of a dataset; `setting` is its name in messages, such as `datasets[0]`."""
         ...
 
 
@@ -103,9 +104,9 @@ def open_dataset(
     corruption: CorruptionLog,
     meet_in: Path | None = None,
 ) -> OpenDataset:
-    """List the samples and captions of a dataset, stage its files, and check every sample.
+    """List the samples and captions of a dataset, and check that every sample can be decoded.
 
-    Files are read into host memory if the dataset's type says so. Processes on one machine that
+    Files are first read into host memory if the dataset's type says so. Processes on one machine that
     pass the same folder as `meet_in` share one copy in memory.
     """
     setting = f"datasets[{index}]"
@@ -185,7 +186,10 @@ def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Seque
 def _probe(
     source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
 ) -> _Probe | str:
-    """Read a sample and its companions; return their properties, or why they are unreadable."""
+    """Read a sample and its control image and mask; return their sizes and digests.
+
+    Returns the reason as text if one of them is unreadable.
+    """
     try:
         data = source.read(key)
         probe = _probe_file(data, section.dataset_type)
@@ -270,7 +274,7 @@ def open_address(section: DatasetSection, setting: str, emit: Emit) -> Source:
 
 
 def address_kind(address: str) -> str:
-    """Return what an address refers to, as a key of `OPENERS`.
+    """Return what an address refers to: "folder", "tar", "parquet", "hf" or "remote".
 
     Judged by its URL scheme, its suffix, or the files in the folder.
     """

@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from gracetune.memory.shared_arena import SegmentWriter
 
 ABI = 2
-"""Version of the helper's interface; a compiled helper with another version is not used."""
+"""Version of the functions in gather.c; a compiled library with another version is not used."""
 LIBRARY = "_gather.so"
 SOURCE = Path(__file__).with_name("gather.c")
 _WHOLE = -1
 FAILED = -1
-"""Length that is returned for a file that changed since it was measured, or cannot be copied."""
+"""Length that `Gather` returns for a file that it did not copy: the file cannot be read, or its size
+is not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGather:
-    """Stands for the compiled helper if it is not available."""
+    """Result of `find_gather` if the compiled library of gather.c cannot be used."""
 
     reason: str
-    """Why the helper is not available, for a notice to the user."""
+    """Why the compiled library cannot be used, for a notice to the user."""
 
 
 class Gather:
-    """The loaded C library with Python signatures."""
+    """Python interface of the compiled gather.c, which copies many files or buffers in one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         int64_array = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
@@ -80,10 +81,10 @@ class Gather:
     def __call__(
         self, segment: SegmentWriter, places: Sequence[FileRange], sizes: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Copy files of known sizes into a segment of a shared-memory arena.
+        """Copy files of known sizes into shared memory, to the end of `segment`.
 
-        Returns the offset of each file, and its length or FAILED. Raises ArenaFullError if there is
-        no memory left.
+        Returns two lists: the address of each copy, and its length in bytes or FAILED. Raises
+        ArenaFullError if there is no memory left.
         """
         paths = _encode_paths([place.path for place in places])
         offsets = np.array(
@@ -110,7 +111,7 @@ def _encode_paths(paths: Sequence[str]) -> bytes:
 
 
 def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
-    """Load the compiled helper, or return the reason why it is missing."""
+    """Load the compiled library of gather.c; if that fails, return the reason as `MissingGather`."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingGather(

@@ -59,7 +59,8 @@ class Decoders:
     lanczos: Lanczos = "pillow"
     """Library that resizes images."""
     simple: Mapping[str, DecodeSimple] = field(default_factory=dict)
-    """Decoders of simple files (see the module), by Pillow's name of the file format."""
+    """Decoders of files that are 8-bit RGB, upright, opaque and without a colour profile (simple), by
+    Pillow's name of the file format."""
     description: str = "images are decoded and resized by Pillow"
     """Sentence about the choice, for a notice to the user."""
 
@@ -205,14 +206,15 @@ image with the range 0 to 255.
 """
 
 _WARNING_FILTERS = threading.Lock()
-"""Lock for Python's warning filters, which are shared by all threads of the process."""
+"""Lock that a thread holds while it ignores Pillow's warnings, because Python's warning filters are
+shared by all threads."""
 
 
 CENTRE_CROP = (0.5, 0.5)
 """Crop position that keeps the centre. The two numbers say which fraction of the cropped width is
 removed at the left, and which fraction of the cropped height at the top."""
 FULL_SIZE: Size = (0, 0)
-"""Value of `min_size` that means: decode at full resolution."""
+"""Default of the parameter `min_size` of `decode`, which means: decode at full resolution."""
 
 
 class UnreadableImageError(UnreadableSampleError):
@@ -268,7 +270,10 @@ def decode_pixels(data: bytes, decoders: Decoders = PILLOW, min_size: Size = FUL
 
 
 def _decode_simple(data: bytes, decoders: Decoders) -> Pixels | None:
-    """Decode a simple file (see the module) without Pillow; return None for other files."""
+    """Decode a simple file without Pillow; return None for other files.
+
+    Simple means 8-bit RGB, upright, opaque, not animated and without a colour profile.
+    """
     header = parse_simple_header(data)
     if header is None or header[0] not in decoders.simple:
         return None
@@ -301,8 +306,8 @@ def fit_pixels(
 def crop_box(shown: Size, wanted: Size, crop: tuple[float, float]) -> tuple[int, int, int, int]:
     """Return the largest box with the aspect ratio of `wanted` in an image of the size `shown`.
 
-    The box is (left, top, right, bottom) in whole pixels; `crop` is its position, as in
-    CENTRE_CROP.
+    The box is (left, top, right, bottom) in whole pixels. `crop` is its horizontal and vertical
+    position: 0 is left or top, 1 right or bottom.
     """
     scale = max(wanted[0] / shown[0], wanted[1] / shown[1])
     width, height = (
@@ -501,8 +506,8 @@ _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
 """Markers of JPEG frame headers: baseline, extended and progressive, all with Huffman coding."""
 _JPEG_SCAN = 0xFFDA
 _JPEG_IGNORED = frozenset((0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, 0xFFFE))
-"""Markers of JPEG segments that a simple file may contain: tables, restart interval, JFIF, comment.
-Other segments can contain an orientation, a colour profile or a colour transform."""
+"""Markers of JPEG segments that do not change how the pixels are shown: tables, restart interval,
+JFIF, comment. Others can contain an orientation, a colour profile or a colour transform."""
 _JPEG_COMPONENTS = (3, 1, 2, 3)
 """Number and identifiers of the components of a JFIF image; others can mean another colour
 space."""
@@ -514,10 +519,11 @@ _WEBP_ALPHA = 1 << 28
 
 
 def parse_simple_header(data: bytes) -> tuple[str, Size] | None:
-    """Return the format and the (width, height) of a simple file (see the module), else None.
+    """Return the format and (width, height) of a simple image file; None for other files.
 
-    It does as little as possible: decoding an image evicts Python's data from the CPU caches, so
-    Python code between two images takes about ten times its usual time.
+    Simple means 8-bit RGB, upright, opaque, not animated and without a colour profile. The code is
+    minimal, because Python runs about ten times slower between two images: decoding evicts its
+    data from the CPU caches.
     """
     try:
         file_format, read = _HEADER_PARSERS[data[0]]
@@ -592,5 +598,5 @@ _HEADER_PARSERS: dict[int, tuple[str, Callable[[bytes], Size | None]]] = {
     0x89: ("PNG", _parse_png),
     ord("R"): ("WEBP", _parse_webp),
 }
-"""Format and header parser by the first byte of a file. A parser returns the size of a simple file,
-or None."""
+"""Image format and header parser by the first byte of a file. A parser returns the (width, height)
+of an image that is upright, opaque 8-bit RGB without a colour profile, and None for others."""

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch, Sample, Shape
 
 INLINE = Prefetch()
-"""Settings without workers: each batch is loaded when it is requested. Suitable if loading a batch
-is a lookup in memory."""
+"""Prefetch settings without workers: each batch is loaded when it is requested. Suitable if loading
+a batch is a lookup in memory."""
 LOOKAHEAD_BATCHES = 8
-"""Number of batches by which the caches are told in advance what will be loaded."""
+"""Number of batches for which a loader announces the samples to the caches before it loads them, so
+that the caches can read ahead."""
 NO_EPOCH = -1
-"""Value of `Draw.epoch` for samples outside of an epoch, such as held-out samples."""
+"""Epoch number of samples that are loaded outside of training epochs, such as held-out samples."""
 MAX_NAMED_SAMPLES = 8
 """Number of samples of a batch that an error message lists."""
 
@@ -93,12 +94,12 @@ class LoaderState:
 class _ShuffledEpoch:
     number: int
     entries: NDArray[np.int64]
-    """Numbers of all draws of the epoch, shuffled among draws of the same size."""
+    """Numbers of all draws (uses of a sample) of the epoch, shuffled among draws of the same size."""
     batches: NDArray[np.int64]
-    """Range (start, stop) in `entries` of each batch, in shuffled order."""
+    """Each batch as a range (start, stop) of positions in `entries`; the batches are shuffled."""
     extras: Mapping[int, NDArray[np.int64]]
-    """For each group by its index: the samples that this epoch uses once more than the others,
-    because `weight` makes the number of repeats fractional."""
+    """For each `BucketGroup` by its index: the indices of the samples that this epoch uses once more
+    than the others, because `weight` makes the number of repeats fractional."""
 
 
 class BatchOrder:
@@ -152,7 +153,8 @@ class BatchOrder:
     def one_draw_per_size(self) -> list[Draw]:
         """Return one sample of each size, the largest size first.
 
-        Their epoch is `NO_EPOCH`, so that loading them starts no encoding of augmented samples.
+        Their epoch is `NO_EPOCH`, so that loading them does not start to encode the augmented samples
+        of the next epoch.
         """
         draws = [replace(self._draw(start, 0), epoch=NO_EPOCH) for start, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
@@ -165,7 +167,10 @@ class BatchOrder:
         return counts
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
-        """Return the range (start, stop) of draw numbers of each size."""
+        """Return, for each sample size, the range (start, stop) of its draw numbers.
+
+        A draw is one use of a sample; the draws of an epoch are numbered by size.
+        """
         spans: dict[Shape, tuple[int, int]] = {}
         for group, start, stop in zip(
             self._groups, self._starts[:-1], self._starts[1:], strict=True
@@ -174,7 +179,7 @@ class BatchOrder:
         return [(start, stop) for start, stop in spans.values() if stop > start]
 
     def _batch_bounds(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Split the draw numbers of one size into batches, as rows (start, stop).
+        """Split a range of draws (uses of samples of one size) into batches, as rows (start, stop).
 
         The last batch may be smaller than the others.
         """
@@ -196,9 +201,9 @@ class BatchOrder:
         return _ShuffledEpoch(number, entries, self._bounds[order], extras)
 
     def _extra_samples(self, index: int, number: int) -> NDArray[np.int64]:
-        """Return the indices of the samples of a group that epoch `number` uses once more.
+        """Return the samples of a group that epoch `number` uses once more than the others.
 
-        Shuffled copies of the group form an endless sequence, of which each epoch takes the next
+        They are given by their indices in the group. Shuffled copies of the group form an endless sequence, of which each epoch takes the next
         piece. Every sample is therefore chosen equally often.
         """
         group = self._groups[index]
@@ -240,9 +245,9 @@ class Loader:
     ) -> None:
         """Start after the first `consumed` batches, counted over all ranks.
 
-        `load` reads the batch of some draws; it runs in the workers of `prefetch`, if there are
-        any. `will_need` is called with the draws of each batch, `LOOKAHEAD_BATCHES` batches before
-        `load`.
+        `load` reads the batch of some draws (uses of samples) in the workers of `prefetch`, if
+        there are any. `will_need` is called with the draws of each batch `LOOKAHEAD_BATCHES`
+        batches earlier than `load`, so that caches can read ahead.
         """
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self._world_size = world_size
@@ -269,7 +274,10 @@ class Loader:
 def _announce_ahead(
     batches: Iterator[tuple[Draw, ...]], will_need: Callable[[Sequence[Draw]], None]
 ) -> Iterator[tuple[Draw, ...]]:
-    """Yield the batches unchanged; call `will_need` on each, `LOOKAHEAD_BATCHES` batches before."""
+    """Yield the batches unchanged, each `LOOKAHEAD_BATCHES` batches after its call of `will_need`.
+
+    That call lets caches read the samples of the batch ahead.
+    """
     waiting: deque[tuple[Draw, ...]] = deque()
     for draws in batches:
         will_need(draws)

@@ -198,7 +198,8 @@ class DataPipeline:
         """Return an endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
         It starts after the first `consumed` batches, counted over all ranks. If the device has
-        memory of its own, a thread copies batches there in advance; closing the iterator ends it.
+        memory of its own, a thread copies batches there in advance; closing the iterator ends the
+        thread.
         """
         loader = Loader(self.order, self.load, rank, world_size, consumed, will_need=self.will_need)
         if not self._transfer.needs_copy:
@@ -211,7 +212,7 @@ class DataPipeline:
         return PrefetchedBatches(loader, self._transfer.new_stream(), depth)
 
     def batches_fed(self, step: int, batches: BatchIterator) -> BatchesFed:
-        """Return statistics of the batches so far: cache hits, bytes copied and waiting time."""
+        """Return an event with statistics of `batches` up to `step`, such as cache hits and waiting time."""
         counts, hit_counts = batches.counts, self._stores.hit_counts
         return BatchesFed(
             step=step,
@@ -338,12 +339,16 @@ def _fixed_batches(groups: Sequence[BucketGroup], batch_size: int) -> tuple[tupl
 
 @dataclass(frozen=True, slots=True)
 class PreparedDataset:
-    """A dataset whose samples are in the cache, or were checked if it is not cached."""
+    """A dataset that is ready for training.
+
+    Its samples are encoded in the cache; with `augmentations_cache_mode: disable_cache`, they were
+    only decoded as a check.
+    """
 
     groups: list[BucketGroup]
     """The readable samples, by bucket."""
     source: Source
-    """Source of the files, for encoding them again in later epochs."""
+    """Source that reads the files, for encoding them again in later epochs."""
 
 
 class DatasetPreparer:
@@ -449,10 +454,12 @@ class DatasetPreparer:
         emit: Emit,
         report: str,
     ) -> Unreadable:
-        """Encode the samples and masks of a dataset that a cache lacks; load them into memory.
+        """Encode the samples and masks of a dataset that the cache `store` does not have yet.
 
-        `index` is the number of the dataset. `report` is the name of a folder in which the ranks
-        tell each other which samples they could not read. Returns the unreadable samples.
+        If the cache is in host memory, all entries are then loaded from disk.
+
+        `index` is the position of the dataset in the run file. `report` is the prefix of the folder
+        in which the ranks tell each other which samples they could not read. Returns the unreadable samples.
         """
         section, encoder = self.run.datasets[index], self._family.identity()["latents"]
         workers, decoders = _decode_workers(section), self.transforms.decoders
@@ -526,7 +533,10 @@ class RefreshedEpochEncoder:
                     raise unreadable_now(*unreadable[0])
 
     def entered(self, epoch: int) -> None:
-        """Record that this rank now reads `epoch`; rank 0 deletes the epochs that no rank reads."""
+        """Record that this rank now reads the latents of `epoch`.
+
+        Rank 0 deletes the latents of earlier epochs, which no rank reads any more.
+        """
         if self._preparer.stores.latents_on_disk:
             self._folder.entered(epoch)
 
@@ -572,7 +582,7 @@ def _decode_workers(section: DatasetSection) -> Prefetch:
 
 
 def _summarize(dataset: str, groups: Sequence[BucketGroup]) -> str:
-    """Describe the buckets of a dataset in one line. The prefix "data:" shows it on the console."""
+    """Describe the buckets of a dataset in one line: their sizes and numbers of samples."""
     total = sum(len(group.samples) for group in groups)
     shown = groups[:MAX_LISTED_BUCKETS]
     sizes = [f"{'x'.join(map(str, group.size))} ({len(group.samples)})" for group in shown]

@@ -36,7 +36,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Prefetch(NamedTuple):
-    """Settings of `prefetched`: number and kind of its workers."""
+    """Settings for running tasks in advance: number and kind of workers, and limits."""
 
     num_workers: int = 0
     """Number of workers. With 0, each task runs in the caller's thread when its result is needed.
@@ -123,7 +123,7 @@ def _run_task(slot: _PendingTask[Task, Result], work: Callable[[Task], Result]) 
 
 
 class _Workers(Generic[Task, Result]):
-    """The worker threads or processes of one call of `prefetched`.
+    """Worker threads or processes that run submitted tasks.
 
     Threads are daemons, so that a thread that hangs cannot keep the process from exiting.
     """
@@ -209,8 +209,8 @@ Item = TypeVar("Item")
 
 CHUNK_FILES = 256
 CHUNK_NBYTES = 16 * 1024**2
-"""Largest size of a chunk: CHUNK_FILES files, or CHUNK_NBYTES bytes. Larger chunks would be
-distributed less evenly, smaller ones would cost more scheduling."""
+"""A chunk is the group of files that a worker reads as one task. It has at most CHUNK_FILES files
+and CHUNK_NBYTES bytes: larger chunks spread the work less evenly, smaller ones cost scheduling."""
 
 
 def default_workers() -> int:
@@ -239,10 +239,10 @@ def ordered_map(
 
 
 def chunks(sizes: Sequence[int], num_workers: int, max_files: int | None) -> Iterator[range]:
-    """Split files into chunks of consecutive files, and yield the index range of each chunk.
+    """Split files into chunks, one per task of a worker, and yield the index range of each chunk.
 
-    `sizes` has the size of each file in bytes. A chunk has at most `max_files` files; by default so
-    few that every worker gets several chunks.
+    `sizes` has the size of each file in bytes. A chunk has at most `max_files` consecutive files;
+    by default so few that every worker gets several chunks.
     """
     fair = -(-len(sizes) // (4 * num_workers))
     limit = max_files or max(1, min(CHUNK_FILES, fair))

@@ -101,14 +101,17 @@ class RemoteFiles:
         return unquote(path) if self.over_http else path
 
     def info(self, path: str) -> dict[str, Any]:
-        """Return fsspec's information on one file, such as its size; OSError after all retries."""
+        """Return fsspec's information on one file, such as its size; retry failed requests.
+
+        Raises OSError if all retries fail.
+        """
         return self._retry(partial(self._info, path))
 
     def read(self, path: str, start: int, stop: int, size: int) -> bytes:
         """Return the bytes from `start` to `stop` of a file; failed requests are retried.
 
-        `size` is the length of the file. If the server does not support range requests, the whole
-        file is returned.
+        `size` is the length of the file in bytes. A server without range requests sends the whole
+        file, which is then the result; the caller must check the length.
         """
         parts: list[bytes] = []
         while start < stop:
@@ -142,7 +145,10 @@ class RemoteFiles:
         return cast("dict[str, Any]", found)
 
     def _retry(self, ask: Callable[[], Result]) -> Result:
-        """Call `ask`, and repeat it with growing pauses if it fails; OSError after all retries."""
+        """Call `ask`, and repeat it with growing pauses while it fails.
+
+        Raises OSError if all retries fail, or if the error is permanent.
+        """
         attempt = 0
         while True:
             try:
@@ -173,8 +179,9 @@ def version_of(about: Mapping[str, Any]) -> str:
 def find_remote_shards(
     address: str, ending: str, section: RemoteSection, setting: str
 ) -> list[RemoteShard]:
-    """Return the shards at a remote address: one file, all files below it, or a pattern's matches.
+    """Return the shards (tar or parquet files) at a remote address.
 
+    The address is one file, a folder, or a pattern such as `s3://data/*.tar`.
     `ending` is the suffix of shard files, such as `.tar`.
     """
     files = RemoteFiles(address, section, setting)
@@ -320,9 +327,9 @@ class RemoteSource:
         return size
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """Return a digest of the entity tags or modification times of files.
+        """Return a digest of the entity tags or modification times of files, which changes with them.
 
-        HTTP listings have neither, so changes are not detected there.
+        HTTP listings have neither, so changes of files on an HTTP server are not detected.
         """
         return blake3("\n".join(self._versions[key] for key in keys).encode()).hexdigest(length=16)
 

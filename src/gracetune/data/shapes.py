@@ -74,18 +74,18 @@ class ShapeSpec:
 
 
 def held_out(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """Return the third of all combinations that is not trained on.
+    """Return the third of all combinations of colour, shape and background that is not trained on.
 
-    Each colour, shape and background also occurs in the training combinations. With `concept`, the
-    combinations are those of this shape alone.
+    Each colour, shape and background also occurs in the training combinations. `concept` is a
+    shape to use instead of the usual ones.
     """
     return tuple(figure for figure, held in _figures(concept) if held)
 
 
 def drawn(concept: str | None = None) -> tuple[ShapeSpec, ...]:
-    """Return the combinations that the dataset contains: all that are not held out.
+    """Return the combinations of colour, shape and background in the dataset: two thirds of all.
 
-    With `concept`, the combinations are those of this shape alone.
+    The others are held out. `concept` is a shape to use instead of the usual ones.
     """
     return tuple(figure for figure, held in _figures(concept) if not held)
 
@@ -175,7 +175,10 @@ def open_shapes(section: DatasetSection, setting: str, emit: Emit) -> ShapesSour
 
 
 def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
-    """Return all combinations, each with True if it is held out."""
+    """Return all combinations of colour, shape and background, each with True if it is held out.
+
+    `concept` is a shape to use instead of the usual ones.
+    """
     shapes = SHAPES if concept is None else (concept,)
     words = itertools.product(enumerate(COLOURS), enumerate(shapes), enumerate(BACKGROUNDS))
     return [
@@ -249,9 +252,9 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
-    """Return the marker file that generated folders contain: their settings and file digests.
+    """Read the marker file, by which a folder of generated images is recognised.
 
-    Raises an error if the folder was not generated.
+    It contains the settings and the digest of each file. Raises an error if the folder has none.
     """
     try:
         made = json.loads((root / MARKER).read_text(encoding="utf-8"))
@@ -267,7 +270,7 @@ def _marker(root: Path, setting: str) -> dict[str, Mapping[str, object]]:
 
 
 def _check_no_user_files(root: Path, files: Mapping[str, object], setting: str) -> None:
-    """Raise an error if files in a generated folder were added or changed since.
+    """Raise an error if the user has added or changed files in the folder of generated images.
 
     `files` has the digests of the generated files by name.
     """

@@ -52,7 +52,7 @@ class Shard(Protocol):
         ...
 
     def open(self, ahead_nbytes: int) -> BinaryIO:
-        """Open the shard as a file; for a remote shard, `ahead_nbytes` is the buffer size."""
+        """Open the shard as a file object; for a remote shard, it reads `ahead_nbytes` at a time."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -60,7 +60,10 @@ class Shard(Protocol):
         ...
 
     def place(self, offset: int, nbytes: int) -> FileRange | None:
-        """Return these bytes as a range of a local file; None for a remote shard."""
+        """Return the range of `nbytes` bytes from `offset` on as a `FileRange`, without reading it.
+
+        Returns None for a remote shard.
+        """
         ...
 
     def stamp(self) -> str:

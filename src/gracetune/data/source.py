@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _PIECE_NBYTES = 1024**2
-"""Number of bytes to request at a time from a file that has grown since it was measured."""
+"""Number of bytes to request at a time from a file that grows while it is read."""
 
 
 class Source(Protocol):
@@ -61,7 +61,10 @@ class FileRange(NamedTuple):
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """A source whose data lies in local files, so that the kernel can copy it to staged memory."""
+    """A source whose data lies in local files.
+
+    The kernel can copy such data to shared memory directly, without a detour through Python.
+    """
 
     def place(self, key: str) -> FileRange | None:
         """Return where the bytes of a key are on disk; None if they are not in a local file."""
@@ -79,7 +82,10 @@ class StampedSource(Source, Protocol):
 
 @runtime_checkable
 class EstimatingSource(Source, Protocol):
-    """A source that knows its approximate total size, but must read a file to know its length."""
+    """A source that knows its approximate total size, but not the lengths of single files.
+
+    It would have to read a file to know its length.
+    """
 
     def estimate(self) -> int:
         """Return the approximate total size of all samples in bytes."""

@@ -93,7 +93,11 @@ def describe_is_one_phrase(source: Source, files: Mapping[str, bytes]) -> None: 
 
 
 def optional_methods_agree(source: Source, files: Mapping[str, bytes]) -> None:
-    """Check the results of the optional methods `place`, `stamp` and `estimate`, if any."""
+    """Check the optional methods of a source, if it has them.
+
+    `place` must name a file range with the file's bytes, `stamp` must return the same text for
+    unchanged files, and `estimate` at least half of the total size.
+    """
     if isinstance(source, FileSource):
         for key, data in files.items():
             place = source.place(key)

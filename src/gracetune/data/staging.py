@@ -49,14 +49,15 @@ if TYPE_CHECKING:
 
 RESERVE_NBYTES = 4 * GIB
 RESERVE_SHARE = 0.1
-"""Staging leaves this fraction of the host's memory free, but at most RESERVE_NBYTES."""
+"""Fraction of the host's memory, but at most RESERVE_NBYTES, that stays free when a dataset is staged
+(read into host memory)."""
 WATCH_NBYTES = 256 * MIB
-"""The host's free memory is checked each time that this many bytes have been staged, because other
-processes may use memory as well."""
+"""The host's free memory is checked each time that this many bytes of a dataset have been read into
+memory, because other processes may use memory as well."""
 
 
 def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
-    """Return how many bytes of host memory staging may use now.
+    """Return how many bytes of host memory a dataset that is read into memory may use now.
 
     It is the free memory less a reserve, and negative if less than the reserve is free.
     """
@@ -65,7 +66,10 @@ def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
 
 
 class StagingBudget:
-    """Limits the memory of staged files to `memory_limit_gb` and to the host's free memory."""
+    """Limits the host memory that a dataset which is read into memory may use.
+
+    The limit is the setting `memory_limit_gb` or the free memory, whichever is smaller.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class StagingBudget:
         """Set the limit to `limit_gib` or to `room()`, whichever is smaller.
 
         `raw_nbytes` and `num_files` are the estimated size of the whole dataset and its number of
-        files; error messages use them. `room` returns the bytes that can be staged now.
+        files; error messages use them. `room` returns the bytes of memory that may be used now.
         """
         self._limit_gib = limit_gib
         self._raw_total = raw_nbytes
@@ -91,12 +95,12 @@ class StagingBudget:
         asked = None if limit_gib is None else int(limit_gib * GIB)
         self._is_user_limit = asked is not None and asked <= room_now
         self.nbytes = asked if asked is not None and self._is_user_limit else max(0, room_now)
-        """Limit of the memory for staged files in bytes."""
+        """Limit in bytes of the host memory for the files of the dataset."""
 
     def check(self, certain_nbytes: int) -> None:
-        """Raise an error if `certain_nbytes`, a lower bound of the staged size, exceeds the limit.
+        """Raise an error if the dataset needs more memory than the limit.
 
-        It is called before any file is read.
+        `certain_nbytes` is a lower bound of its size in memory, known before any file is read.
         """
         if certain_nbytes > self.nbytes:
             raise self._exceeded(certain_nbytes)
@@ -126,7 +130,7 @@ class StagingBudget:
         )
 
     def no_room(self, error: ArenaFullError) -> DataError:
-        """Return the error to raise if writing to the arena failed."""
+        """Return the error to raise if writing files to shared memory failed, with its cause."""
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
             return self.out_of_memory(str(error))
@@ -154,9 +158,9 @@ class StagingBudget:
 
 
 class StagedSource:
-    """A source whose files are in host memory.
+    """A source whose files were read (staged) into host memory, which several processes can share.
 
-    Reading a file that could not be staged raises the error that occurred then.
+    If a file could not be read at that time, reading it from this source raises the same error.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -185,7 +189,7 @@ class StagedSource:
         Raises an error if they need more than `section.memory_limit_gb` or than `room()` returns.
         Processes on one machine that pass the same folder as `meet_in` share one copy: the first
         process reads the files, and the others wait and map its memory. `setting` is the dataset's
-        name in messages, and `find` loads the compiled helper.
+        name in messages, and `find` loads the compiled library that copies files.
         """
         keys = sorted(set(keys))
         gather = find()
@@ -306,12 +310,14 @@ def _identity(
 
 UNREADABLE = 255
 CODEC_NAMES = (None, *sorted(CODECS))
-"""Names of the codecs; the index stores a codec as its position in this tuple."""
+"""Names of the codecs; None for no compression. The index of staged files stores a codec as its
+position in this tuple."""
 WRITE_BATCH_NBYTES = 1024**2
-"""Files that are read in Python are collected and written to the arena once they have this many
-bytes."""
+"""Files that are read in Python are collected until they have this many bytes together, and then
+written to shared memory in one call."""
 TIMED_FILES = 16
-"""Number of files whose `stat` is timed to find out whether the disk is local."""
+"""Number of files whose `stat` is timed to guess whether they are on a local disk. On network storage
+the lengths of files are read by several threads."""
 LOCAL_STAT_S = 20e-6
 """If `stat` takes less than this many seconds per file, the files are assumed to be on a local
 disk."""
@@ -363,10 +369,10 @@ def fill_arena(
     room: Callable[[], int],
     gather: Gather | MissingGather,
 ) -> Arena:
-    """Read the files with these keys, which must be sorted, into a new arena with an index.
+    """Read the files with these keys, which must be sorted, into new shared memory (an arena).
 
-    `sizes` has the length of each file. Raises an error if the files do not fit into the limit of
-    `section` or into `room()` bytes.
+    An index of the files is appended. `sizes` has the length of each file in bytes. Raises an error
+    if the files need more than `section.memory_limit_gb` or than `room()` bytes.
     """
     num_workers = section.num_workers or default_workers()
     budget = StagingBudget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
@@ -397,18 +403,18 @@ def fill_arena(
 
 @dataclass(slots=True)
 class _Rows:
-    """Index entries of a chunk of consecutive files, one list per column."""
+    """Location, sizes and codec of some consecutive files in shared memory, one list per property."""
 
     first: int
-    """Number of the first file of the chunk in the dataset."""
+    """Position of the first of these files among all files of the dataset, sorted by name."""
     at: list[int] = field(default_factory=list)
-    """Offset of each file in the arena."""
+    """Address of each file in shared memory: number of the segment and offset in it, as one integer."""
     stored: list[int] = field(default_factory=list)
     """Size of each file in bytes as it is stored."""
     nbytes: list[int] = field(default_factory=list)
     """Size of each file in bytes without compression."""
     codec: list[int] = field(default_factory=list)
-    """Number of each file's codec in CODEC_NAMES, or UNREADABLE."""
+    """Position in CODEC_NAMES of the codec of each file; UNREADABLE if the file was not read."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Keys of files that could not be read, with the reason."""
 
@@ -419,7 +425,7 @@ class _Rows:
         self.codec.append(codec)
 
     def filled(self, at: list[int], nbytes: list[int]) -> _Rows:
-        """Set the entries of all files of the chunk, which are stored uncompressed."""
+        """Set the addresses and sizes of all files at once; all are stored uncompressed."""
         self.at, self.stored, self.nbytes = at, nbytes, nbytes
         self.codec = [PLAIN] * len(at)
         return self
@@ -433,7 +439,7 @@ class _Rows:
 
 
 class _WriteBatch:
-    """Collects small files in memory and writes them to the arena in one call."""
+    """Collects small files and writes them to shared memory in one call."""
 
     def __init__(self, segment: SegmentWriter, rows: _Rows) -> None:
         self._segment = segment
@@ -458,7 +464,7 @@ class _WriteBatch:
 
 
 class _Filler:
-    """Copies chunks of files into the arena; all worker threads share one instance."""
+    """Copies files of a dataset into shared memory; all worker threads share one instance."""
 
     def __init__(
         self,
@@ -480,7 +486,7 @@ class _Filler:
         self._gather = None if isinstance(gather, MissingGather) else gather
 
     def fill(self, numbers: range) -> _Rows:
-        """Copy the files with these numbers into the arena, and return their index entries."""
+        """Copy the files at these positions in `keys` to shared memory; return their addresses and sizes."""
         rows = _Rows(numbers.start)
         places = self._places(numbers)
         with self._writer.segment_writer() as segment:
@@ -520,10 +526,10 @@ class _Filler:
     def _copy_with_helper(
         self, numbers: range, places: Sequence[FileRange | None], segment: SegmentWriter
     ) -> tuple[list[int], list[int]]:
-        """Copy files with the compiled helper, in one call.
+        """Copy files to shared memory with the compiled library (`Gather`), in one call.
 
-        Returns the offset of each file in the arena, and its length, or FAILED if it was not
-        copied.
+        Returns two lists: the address of each copy, and its length in bytes, or FAILED if the file
+        was not copied.
         """
         sizes = self._sizes[numbers.start : numbers.stop]
         starts, lengths = [0] * len(sizes), [FAILED] * len(sizes)
@@ -543,7 +549,11 @@ class _Filler:
     def _copy_in_kernel(
         self, number: int, place: FileRange | None, rows: _Rows, segment: SegmentWriter
     ) -> bool:
-        """Copy one large file inside the kernel; return False if it must be read instead."""
+        """Copy one file to shared memory by a system call, and add its address and size to `rows`.
+
+        Returns False, without copying, if the file is small or not in a local file, so that Python
+        must read it.
+        """
         size = self._sizes[number]
         if size < SMALL_NBYTES or place is None:
             return False
@@ -565,9 +575,9 @@ class _Filler:
         return True
 
     def _copy_growth(self, descriptor: int, size: int, done: int, segment: SegmentWriter) -> int:
-        """Copy the bytes that a file has gained since it was measured, and count them.
+        """Copy the bytes that a file has gained since its size was read; add them to the memory in use.
 
-        `size` is the measured size, and `done` the number of bytes already copied. Returns the
+        `size` is the size that was read, and `done` the number of bytes already copied. Returns the
         number of bytes copied now.
         """
         more = max(0, os.fstat(descriptor).st_size - done) if done > size else 0

@@ -38,7 +38,7 @@ _RECORD = np.dtype(
     [("nbytes", "<u8"), ("codec", "u1"), ("last", "u1"),
      ("start", "<u8"), ("stop", "<u8"), ("kind", "<u4"), ("segment", "<u2")]
 )  # fmt: skip
-"""Fields of a record; the name of the file follows them."""
+"""Fields of a record in the index, which describes one file; the file's name follows them."""
 _SLOW_FIELDS_NBYTES = 10
 _SLOW_FIELDS = struct.Struct("<QBB").unpack_from
 _FAST_FIELDS = "<QQIH"
@@ -46,25 +46,29 @@ _NAME_AT = struct.calcsize(_FAST_FIELDS)
 _KIND = struct.Struct("<I").unpack_from
 _KIND_AT = 16
 _COMPRESSED = 1 << 31
-"""Bit of the field `kind` that is set if the file is stored compressed. The other bits are the
-length of the name."""
+"""Bit in the field `kind` of an index record that is set if the file is stored compressed. The other
+bits of the field are the length of the file's name in bytes."""
 _DUMMY = 2**32 - 1
 _BUCKETS_PER_FILE = 4
 """Smallest number of hash buckets per file; more buckets mean fewer collisions."""
 _TRAILER = struct.Struct("<QQ8s")
-"""Last bytes of the index: offset and length of its JSON header, and the magic bytes."""
+"""Last bytes of the index: address and length of its JSON header, and the magic bytes by which the
+index is recognised."""
 _MAGIC = b"gtindex2"
 
 PLAIN = 0
-"""Number in the field `codec` of files that are stored uncompressed."""
+"""Codec number of files that are stored uncompressed."""
 MAX_NAME_NBYTES = 2**16 - 1
 
 
 class Columns(NamedTuple):
-    """Location and size of all files, as one array per property, sorted by file name."""
+    """Location and size of all staged files in shared memory, as one array per property.
+
+    The files are sorted by name.
+    """
 
     at: NDArray[np.uint64]
-    """Offset of each file in the arena."""
+    """Address of each file in shared memory: number of the segment and offset in it, as one integer."""
     stored_nbytes: NDArray[np.uint64]
     """Size of each file in bytes as it is stored."""
     nbytes: NDArray[np.uint64]
@@ -74,7 +78,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def empty(cls, length: int) -> Columns:
-        """Return columns for `length` files, filled with zeros."""
+        """Return arrays for `length` files, filled with zeros."""
         at, stored_nbytes, nbytes = (np.zeros(length, np.uint64) for _ in range(3))
         return cls(at, stored_nbytes, nbytes, np.zeros(length, np.uint8))
 
@@ -82,7 +86,7 @@ class Columns(NamedTuple):
 def write_index(
     writer: ArenaWriter, keys: Sequence[str], columns: Columns, facts: Mapping[str, object]
 ) -> None:
-    """Append the index of all files to the arena.
+    """Append an index of the files with these names to the shared memory that contains them.
 
     `facts` is JSON-serialisable metadata of the dataset, which `StagingIndex.facts` returns.
     """
@@ -130,9 +134,10 @@ def _records(
     order: NDArray[np.intp],
     buckets: NDArray[np.uint32],
 ) -> bytearray:
-    """Return the records of all files as bytes, after a dummy record for empty buckets.
+    """Return the index records of all files as bytes, sorted by hash bucket.
 
-    `order` has the files sorted by bucket, and `buckets` the bucket of each file in that order.
+    The first record is a dummy that stands for "no file"; empty hash buckets point to it. `order`
+    has the files sorted by hash bucket, and `buckets` the hash bucket of each in that order.
     """
     rows = np.zeros(len(names), _RECORD)
     at = columns.at[order]
@@ -159,13 +164,13 @@ class StagedFile(NamedTuple):
     """Location and size of one staged file."""
 
     at: int
-    """Offset of the file in the arena."""
+    """Address of the file in shared memory: number of the segment and offset in it, as one integer."""
     stored_nbytes: int
-    """Size in bytes as it is stored."""
+    """Size of the file in bytes as it is stored, which may be compressed."""
     nbytes: int
-    """Size in bytes without compression."""
+    """Size of the file in bytes without compression."""
     codec: int
-    """Number of its codec; PLAIN if it is not compressed."""
+    """Number of the file's codec; PLAIN if it is not compressed."""
 
 
 class StagingIndex(Sequence[str]):
@@ -192,13 +197,14 @@ class StagingIndex(Sequence[str]):
         self._unpack = {
             n: struct.Struct(f"{_FAST_FIELDS}{n}s").unpack_from for n in head["lengths"]
         }
-        """Function that reads a record, by the length of its name; has all lengths that occur."""
+        """Functions that unpack a record of the index, by the length of the file name in the record. A name
+        of another length is therefore not in the index."""
 
     def viewer(self, fallback: View) -> View:
         """Return a function that returns the bytes of a file by its name, without a copy.
 
         It calls `fallback(name)` for files that are missing, compressed, or not the first in their
-        bucket. It is a closure over local variables, because a lookup takes less than a microsecond
+        hash bucket. It is a closure over local variables, because a lookup takes less than a microsecond
         and attribute access would slow it down noticeably.
         """
         unpack, records, firsts = self._unpack, self._records, self._firsts

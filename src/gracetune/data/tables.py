@@ -89,7 +89,7 @@ class TableFile(NamedTuple):
     groups: Sequence[TableChunk]
     """The rows of the file, in groups."""
     stamp: str
-    """Text that differs if the file has changed since; see `StampedSource`."""
+    """Text that changes whenever the file changes, such as a digest of its inode and change time."""
 
 
 class _RowLocation(NamedTuple):
@@ -290,9 +290,10 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
 
 
 def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
-    """Return the suffix of the path in each row, or "" if it is unknown.
+    """Return the suffix of each sample's file name, such as `.jpg`; "" for an unsupported suffix.
 
-    Returns None if the column `name` has no paths.
+    The file names are in the field `path` of the struct column `name`. Returns None if the column
+    has no such field.
     """
     kind = schema.field(name).type
     if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
@@ -303,7 +304,7 @@ def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[s
 
 
 def _suffix_by_content(column: pa.ChunkedArray) -> str:
-    """Return the suffix of the first sample's format, judged by its magic bytes, or `.bin`."""
+    """Return the suffix of the first sample in a column, judged by its magic bytes, or `.bin`."""
     for value in column:
         data, _ = _data_and_path(value.as_py())
         if data:

@@ -117,8 +117,9 @@ def decode_video(
 ) -> Tensor:
     """Decode one clip to a float32 tensor with the layout CFHW and values in [-1, 1].
 
-    `clip` is the position of the clip in the video: 0 is the start, 1 the end. If the file's frame
-    rate is not `fps`, each frame of the clip is the one that a player would show at that time.
+    `clip` is the position of the clip in the video: 0 for the first seconds, 1 for the last ones.
+    If the file's frame rate is not `fps`, each frame of the clip is the one that a player would
+    show at that time.
     """
     import torch
 

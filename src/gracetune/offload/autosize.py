@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 RING_WINDOW_PASSES = 4
-"""Number of training passes over which the weight ring's stall time is measured (a stall
-window)."""
+"""Length, in training passes, of a stall window: the time over which waits for streamed weights
+are added up."""
 MIN_STALL_SHARE = 0.005
 """Slots are added to the weight ring while compute waits for weights for more than this share of
 the time."""
@@ -40,8 +40,8 @@ RING_REQUIRED_RATIO = 0.97
 """Slots added to the weight ring are kept if they cut the stall time to at most this fraction of
 the time before."""
 DISTANCE_WINDOW_PASSES = 3
-"""Number of training passes over which stalls on activation copies are measured (a stall
-window)."""
+"""Length, in training passes, of a stall window: the time over which waits for prefetched
+activations are added up."""
 DISTANCE_REQUIRED_RATIO = 0.9
 """A longer activation prefetch distance is kept if it cuts the stall time to at most this fraction
 of the time before."""
@@ -77,8 +77,7 @@ class GrowthController:
     def start_pass(
         self, max_size: int, is_stalled: Callable[[StallWindow], bool], extrapolate: bool
     ) -> StallWindow | None:
-        """Count a training pass that starts now. If it completes a stall window, decide on the
-        size.
+        """Count a training pass that starts now; change the size if a stall window is complete.
 
         Returns the window if its stalls changed the size, else None. The first increase is by one.
         With `extrapolate`, a later increase is as large as is needed to end the stalls, assuming
@@ -110,10 +109,9 @@ class _Increase(NamedTuple):
 
 
 class RingAutosizer:
-    """Add slots (device buffers for one block's weights each) to a weight ring within a memory
-    limit.
+    """Add slots to a weight ring while steps stall, within a device memory limit.
 
-    With one more slot, copies of weights start one block earlier. One more slot also saves two
+    A slot is a device buffer for the weights of one block. With one more slot, copies of weights start one block earlier. One more slot also saves two
     copies per pass: one more block is still on the device when forward turns to backward, and when
     the next pass starts. The ring never gets fewer slots than it was created with.
     """

@@ -172,8 +172,8 @@ class BlockCall:
     sent: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     """Storages that were copied to the host, in order."""
     outgoing: list[tuple[weakref.ref[OffloadedStorage], Tensor]] = field(default_factory=list)
-    """Storages whose copy to the host may still be running, each with the device memory that is
-    read."""
+    """Storages whose copy to the host may still be running, each with the device memory that
+    the copy reads."""
     last_copy: PendingCopy | None = None
     """The last copy to the host. Copies run in order, so waiting for it waits for all of them."""
     nbytes: int = 0

@@ -181,8 +181,8 @@ class WeightRing:
             for block in self._block_weights
             for weight in block.weights
         }
-        """Address and version counter of each streamed parameter when the ring was created. If they
-        change later, an error is raised, because the copy in the ring would not follow."""
+        """Address and version counter of each streamed parameter when the ring was created. If one
+        changes later, an error is raised, because the ring may still use the old values."""
         load_resident_weights(model, self._block_weights, copy_engine.device)
         slot_nbytes = max(block.nbytes for block in self._block_weights)
         self._slots = SlotPool(copy_engine, slot_nbytes, slots)
@@ -387,10 +387,10 @@ class WeightRing:
         self._in_use = self._lease = None
 
     def _use(self, index: int) -> SlotLease:
-        """Fetch a block's weights if needed, start the next prefetches, and return views of its
-        slot.
+        """Return views of a block's weights on the device, fetching them if needed.
 
-        Kernels that are queued after this call may read the weights.
+        Also starts the next prefetches. Kernels that are queued after this call may read the
+        weights.
         """
         if index == self._in_use:
             assert self._lease is not None, f"block {index} is in use without a lease"

@@ -40,19 +40,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """A plan's decisions in the form that `apply_plan` takes; two experts get the same layout."""
+    """A plan's decisions in the form that `apply_plan` takes.
+
+    A model with two transformers (Wan 2.2: high noise and low noise) uses the layout for both.
+    """
 
     blocks: Sequence[BlockPlan]
     compiled: bool
     slots: int = DEFAULT_SLOTS
-    """Number of slots of the weight ring."""
+    """Number of slots of the weight ring (device buffers for one streamed block each)."""
     offload: OffloadSettings | None = None
-    """Settings of the activation offload; None: defaults, with prefetching within
-    `spare_nbytes`."""
+    """Settings of the activation offload; None: defaults, and activations may be prefetched into
+    `spare_nbytes` of device memory."""
     min_offload_nbytes: int = MIB
     """Activations of fewer bytes stay on the device."""
     spare_nbytes: int = 0
-    """Bytes of device memory that the plan leaves free. They may be used to prefetch more."""
+    """Bytes of device memory that the plan leaves free. Prefetched activations may use them."""
 
 
 class AppliedPlan:
@@ -74,16 +77,22 @@ class AppliedPlan:
         self._undo = undo
 
     def allow_ring_growth(self, nbytes: int) -> None:
-        """Let the ring add slots, using at most `nbytes` of device memory, while steps stall."""
+        """Let the weight ring add slots while steps wait for weights, within `nbytes` in all.
+
+        With activation offload, half of `nbytes` is left to the offload.
+        """
         if self.ring is not None:  # the activation offload may use the other half
             self.ring.enable_autosize(nbytes if self.offload is None else nbytes // 2)
 
     def shrink_ring(self) -> bool:
-        """Release the slots that the ring added; return False if there were none."""
+        """Free the slots that the weight ring has added; return False if there were none."""
         return self.ring is not None and self.ring.release_extra_slots()
 
     def stall_seconds(self) -> float:
-        """Return how many seconds compute has waited for copies; synchronizes with the device."""
+        """Return how many seconds compute has waited for copies of weights and activations.
+
+        Synchronizes with the device.
+        """
         ring = 0.0 if self.ring is None else self.ring.counters().stalled_s
         return ring + (0.0 if self.offload is None else self.offload.counters().stalled_s)
 
@@ -137,10 +146,10 @@ def apply_plan(
 
 
 def _checkpoint_mode(plan: BlockPlan, compiled: bool) -> CheckpointMode:
-    """Return the checkpoint mode for a block's plan.
+    """Return the checkpoint mode for a block's plan: `keep`, `lean` or `recompute`.
 
-    A compiled block that is offloaded uses `lean`. An eager one uses `keep`, because saved-tensor
-    hooks do not see the tensors that selective checkpointing stores.
+    A compiled block that is offloaded uses `lean`. An eager offloaded block uses `keep`, because
+    saved-tensor hooks do not see the tensors that selective checkpointing stores.
     """
     if plan.activations == "offload":
         return "lean" if compiled else "keep"

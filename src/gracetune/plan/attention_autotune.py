@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CHOICE_FILE = "attention.json"
 RECORDED_TIMESTEP = 0.5
-"""Timestep of the recorded pass; any would do, because the shapes of attention stay the same."""
+"""Timestep of the forward pass that records attention calls. Any value would do, because it does
+not change the shapes."""
 
 
 def autotune_attention(
@@ -75,7 +76,7 @@ def autotune_attention(
     """Time all attention backends on this GPU and switch the transformers to the fastest.
 
     `shapes` is a text that changes with the model, precision, batch size or buckets, and so with
-    the shapes of attention. If it changes, a recorded choice is not used again.
+    the shapes of attention. If it changes, the choice recorded in `folder` is not used again.
     """
     device = accelerator.device
     environment = {
@@ -107,8 +108,9 @@ def pick_attention(
 ) -> None:
     """Switch to the attention backend recorded in `file`, or to the one that `choose` picks.
 
-    The main process decides, and the other processes use the same backend. Models whose attention
-    does not go through diffusers' dispatcher are left as they are.
+    A recorded backend is used only if it was chosen in the same `environment`: device, versions and
+    shapes. The main process decides, and the other processes use the same backend. Models whose
+    attention does not go through diffusers' dispatcher are left as they are.
     """
     transformers = list(transformers_of(family.transformer).values())
     if not all(map(dispatched_processors, transformers)):
@@ -143,7 +145,10 @@ def _recorded_or_chosen(
 
 
 def read_choice(file: Path, environment: dict[str, str]) -> str:
-    """Return the attention backend recorded for this environment, or an empty string."""
+    """Return the attention backend recorded in `file`, or an empty string if there is none.
+
+    A record made in another `environment` (device, versions, shapes) is ignored.
+    """
     # No file yet, an unreadable file, or a backend that is no longer installed.
     with suppress(OSError, ValueError, RuntimeError, ImportError):
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -156,9 +161,10 @@ def read_choice(file: Path, environment: dict[str, str]) -> str:
 def record_calls(
     family: Family, accelerator: Accelerator, batches: Batches
 ) -> tuple[Calls, Callable[[], Sequence[AttentionCall]]]:
-    """Return the most expensive attention calls of the largest batch.
+    """Return the most expensive attention calls in a forward pass over the largest batch.
 
-    Also returns a function that records the calls of the other buckets.
+    Also returns a function that runs the batches of the other buckets (sample sizes) and returns
+    their attention calls.
     """
     recorder = AttentionRecorder()
     _forward_once(family, accelerator, batches[0](), recorder)
@@ -176,7 +182,7 @@ def record_calls(
 def _forward_once(
     family: Family, accelerator: Accelerator, batch: Batch, recorder: AttentionRecorder
 ) -> None:
-    """Run the trained transformer once under the recorder, without touching the run's RNGs."""
+    """Run the trained transformer once under the recorder, without advancing the run's RNGs."""
     device = accelerator.device
     x0, given = family.split_encoded(batch.latents)
     timesteps = torch.full((len(batch),), RECORDED_TIMESTEP, device=device)
@@ -190,7 +196,7 @@ def _forward_once(
 
 
 def describe_choice(timings: Sequence[BackendTiming]) -> str:
-    """Return the notice's text: the fastest backend, all times, and why others were left out."""
+    """Return a text for the log: the fastest backend, all times, and why others were left out."""
     timed = [timing for timing in timings if isfinite(timing.seconds)]
     times = ", ".join(f"{timing.name} {timing.seconds * 1e3:.2f} ms" for timing in timed)
     text = f"attention: {fastest(timings)} (fastest of {len(timed)}: {times})"

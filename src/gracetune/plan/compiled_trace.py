@@ -42,12 +42,12 @@ COMPILED_ENTRY_COST = 20.0
 """CPU time to enter a compiled block (guards and wrappers), in units of one operator call."""
 Function = Callable[..., tuple[Tensor, ...]]
 SavedSet = Literal["all", "matmuls", "attention"]
-"""The tensors that forward saves. `all`: those that torch's partitioner chooses; `matmuls`: the
+"""Set of tensors that forward saves. `all`: those that torch's partitioner chooses; `matmuls`: the
 outputs of matmuls and attention; `attention`: the outputs of attention alone."""
 
 
 def joint_graph(function: Function, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """Return forward and backward of a function as one graph.
+    """Return forward and backward of a function as one graph (AOTAutograd's joint graph).
 
     The arguments are fake tensors; call this under their `FakeTensorMode`.
     """
@@ -73,10 +73,11 @@ def partition(
     trained: Sequence[bool],
     hidden: Sequence[int],
 ) -> Trace:
-    """Split a joint graph into forward and backward, and return the block's trace.
+    """Split a block's joint graph into forward and backward, and predict their kernels and memory.
 
-    The first arguments of the graph are the weights; `trained` tells for each whether it is
-    trained. `hidden` has the positions of the arguments that are hidden states.
+    `saved_set` selects the tensors that forward saves. The first arguments of the graph are the
+    weights; `trained` tells for each whether it is trained. `hidden` has the positions of the
+    arguments that are hidden states.
     """
     graph = _copy(joint)  # partitioning modifies the graph
     if saved_set == "matmuls":
@@ -178,7 +179,7 @@ class _FusedGraph:
         self._num_custom_ops = sum(is_custom_op(kernel.node.target) for kernel in kernels)
 
     def calls(self, saved: int) -> HostCalls:
-        """Return what the CPU does to launch the graph, if `saved` tensors are saved or read."""
+        """Return the CPU's work to launch the graph, whose pass saves or reads `saved` tensors."""
         return HostCalls(
             kernels=len(self.ops),
             custom_ops=self._num_custom_ops,
@@ -223,7 +224,8 @@ class _FusedGraph:
         return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Return the lower peak, in bytes, of the two kernel orders that Inductor tries."""
+        """Return the lower of the memory peaks, in bytes, of the two kernel orders Inductor
+        tries."""
         orders = (kernels, self._freeing_first(kernels, owned))
         return min(self._highest(graph, order, owned) for order in orders)
 
@@ -253,7 +255,7 @@ class _FusedGraph:
     def _highest(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
         """Return the peak of memory, in bytes, if kernels run in this order.
 
-        A tensor is freed after its last use. Tensors in `owned` belong to the caller and do not
+        A tensor is freed after its last use. Storages in `owned` belong to the caller and do not
         count.
         """
         last = {s: place for place, kernel in enumerate(kernels) for s in kernel.reads}
@@ -303,7 +305,8 @@ def _workspace(node: fx.Node) -> int:
 
 
 def _value(argument: object) -> Any:
-    """Return the fake tensor of a node, None if it has none, or an argument that is no node."""
+    """Return the fake tensor of an fx node (None if it has none); return other arguments
+    unchanged."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
@@ -323,7 +326,7 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _output_slots(graph: fx.Graph) -> list[fx.Node | None]:
-    """Return the outputs of a graph by position; None for an output that is not a node."""
+    """Return the output nodes of a graph by position; None where an output is not a node."""
     (node,) = [node for node in graph.nodes if node.op == "output"]
     given = cast("Sequence[object]", node.args[0])
     return [leaf if isinstance(leaf, fx.Node) else None for leaf in given]

@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 PIN_NBYTES_PER_S = 2e9
 """Rough rate, in bytes per second, at which host memory is pinned and filled with weights."""
 MIN_GAIN = 0.03
-"""A new plan must save at least this share of a micro-batch's time to replace the current one."""
+"""A new plan must save at least this share of a micro-batch's time to replace the current plan."""
 SMALLER_SHARES = (0.85, 0.92, 0.97)
-"""After an out-of-memory error, a plan is searched within these shares of the failed plan's memory,
-tried in order."""
+"""After an out-of-memory error, plans that need at most these shares of the failed plan's memory
+are searched, in this order."""
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10
-"""A prediction is accepted if the measurement differs by at most this share of it."""
+"""Largest accepted error of predicted memory and time, as a share of the prediction."""
 MIN_LINK_FACTOR, MAX_LINK_FACTOR, LINK_BISECTIONS = 0.25, 4.0, 12
-"""Range of the link's bandwidth, relative to the assumed one, and number of bisection steps in
-which calibration searches it."""
+"""Smallest and largest bandwidth of the link between host and device that calibration considers,
+relative to the assumed one, and number of bisection steps to find it."""
 
 
 class MemoryMeter(Protocol):
@@ -67,9 +67,9 @@ class MemoryMeter(Protocol):
         ...
 
     def peak_nbytes(self) -> int | None:
-        """Return the peak since `restart` in bytes, without what was allocated before the plan.
+        """Return the peak since `restart`, in bytes, or None if it is unknown.
 
-        None: the peak is unknown.
+        Memory that was allocated before the meter was created is not counted.
         """
         ...
 
@@ -145,7 +145,7 @@ class PlanController:
         self.start_measuring()
 
     def start_measuring(self) -> None:
-        """Reset the meters of time and memory that `check` compares with the plan."""
+        """Start measuring time and memory, which `check` compares with the plan."""
         self._meter.restart()
         self._micro_batches = self._full_size = 0
         self._stalled_before = self._applied.stall_seconds()
@@ -154,7 +154,8 @@ class PlanController:
     def count_batch(self, batch: Batch) -> Batch:
         """Count a micro-batch and return it unchanged.
 
-        Only full batches of the largest bucket are comparable with the plan.
+        Full batches of the largest bucket (sample size) are counted separately, because only they
+        are comparable with the plan.
         """
         self._micro_batches += 1
         is_full = len(batch) >= self.plan.batch
@@ -206,7 +207,10 @@ class PlanController:
         return False
 
     def shrink_ring(self, reason: str) -> bool:
-        """Release the slots that the ring added; return False if there were none."""
+        """Free the slots that the weight ring has added; return False if there were none.
+
+        `reason` is the text of the out-of-memory error for the warning.
+        """
         released = self._applied.shrink_ring()
         if released:
             text = f"{reason} Continuing without the slots that were added to the weight ring."
@@ -215,14 +219,15 @@ class PlanController:
 
     @property
     def slots_nbytes(self) -> int:
-        """Device memory of the weight ring's slots in bytes; synchronizes with the device."""
+        """Device memory of the weight ring's slots, in bytes. Reading it synchronizes with the
+        device."""
         if self._applied.ring is None:
             return 0
         counters = self._applied.ring.counters()
         return counters.slots * counters.slot_nbytes
 
     def streaming_stats(self, step: int) -> WeightsStreamed | None:
-        """Return the totals of weight streaming so far, including those of earlier plans.
+        """Return counts and times of weight streaming in this run, including earlier plans.
 
         Returns None if no weight was ever streamed. Synchronizes with the device.
         """
@@ -272,7 +277,10 @@ class PlanController:
         return text
 
     def _correct(self, measured: StepMeasurement, remaining: int) -> bool:
-        """Calibrate the cost model and plan again; apply the new plan if it is worth the change."""
+        """Calibrate the cost model with a measurement and plan again.
+
+        Applies the new plan if it is worth the change, and returns True if the plan was changed.
+        """
         model, fixed = calibrate(self._problem.model, self._problem.fixed, self.plan, measured)
         self._problem = replace(self._problem, model=model, fixed=fixed)
         current = predict(model, candidate_of(self.plan), fixed, simulated=False)
@@ -296,7 +304,7 @@ class PlanController:
     def _better_plan(self, current: Plan, remaining: int) -> Plan | None:
         """Return a plan that saves more time in the rest of the run than the change costs, or None.
 
-        A plan that fits is also returned if the current one does not fit.
+        If the current plan does not fit the memory, any plan that fits is returned.
         """
         problem = replace(self._problem, micro_batches=remaining)
         if current.compiled:  # the graphs exist: compiled plans cost nothing extra
@@ -366,13 +374,13 @@ class StepMeasurement:
     seconds: float | None
     """Seconds per micro-batch; None if some were smaller than those that the plan is made for."""
     stalled_s: float
-    """Seconds per micro-batch in which compute waited for copies."""
+    """Seconds per micro-batch in which compute waited for copies of weights or activations."""
     peak_nbytes: int | None
-    """Peak of device memory; None if unknown, or if no micro-batch had full size."""
+    """Peak of device memory in bytes; None if unknown, or if no micro-batch had full size."""
 
 
 def is_off(plan: Plan, measured: StepMeasurement) -> bool:
-    """Return True if measured memory or time differs from the plan by more than the tolerance."""
+    """Return True if measured memory or time differs too much from the plan's prediction."""
     return _is_memory_off(plan, measured) or _is_time_off(plan, measured)
 
 
@@ -389,7 +397,8 @@ def calibrate(
 
         compute_factor = (seconds - stalled) / (predicted step - predicted waits)
 
-    Then the link's bandwidth is chosen such that the simulated step takes the measured time.
+    Then the bandwidth between host and device is chosen such that the simulated step takes the
+    measured time.
     """
     if _is_memory_off(plan, measured):
         assert measured.peak_nbytes is not None
@@ -429,9 +438,10 @@ def _fit_rates(
 
 
 def _fit_link(seconds: float, step_with: Callable[[float], float]) -> float:
-    """Return the factor of the link's bandwidth for which a simulated step takes `seconds`.
+    """Return the factor by which to multiply the bandwidth between host and device.
 
-    It is found by bisection; `step_with` simulates a step with a given factor.
+    With it, a simulated step takes `seconds`. It is found by bisection; `step_with` simulates a
+    step with a given factor.
     """
     if abs(step_with(1.0) - seconds) <= 0.01 * seconds:
         return 1.0

@@ -67,7 +67,10 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class ModeCosts:
-    """Time and memory of one block in one activation mode at one batch size."""
+    """Time and memory of one block at one batch size in one activation mode.
+
+    The mode decides which activations are kept for backward, and which are recomputed.
+    """
 
     forward: PassSeconds
     backward: PassSeconds
@@ -75,7 +78,7 @@ class ModeCosts:
     saved_nbytes: int
     """Bytes kept from forward to backward, without weights and the block's input."""
     saves_input: bool
-    """True if the block's input is kept too."""
+    """True if the block's input is kept for backward too."""
     forward_peak_nbytes: int
     backward_peak_nbytes: int
     forward_host_s: float = 0.0
@@ -90,7 +93,10 @@ class ModeCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostsByMode:
-    """Time and memory of one block at one batch size, by activation mode."""
+    """Time and memory of one block at one batch size, by activation mode.
+
+    The mode decides which activations are kept for backward, and which are recomputed.
+    """
 
     keep: ModeCosts
     lean: ModeCosts
@@ -122,7 +128,7 @@ class BlockCosts:
         return modes.lean if is_lean else modes.keep
 
     def recompute_seconds(self, activations: ActivationMode, compiled: bool) -> float:
-        """Return how many more seconds of compute the mode takes than `keep`."""
+        """Return how many more seconds of compute an activation mode takes than mode `keep`."""
         mode, keep = self.costs_of(activations, compiled), self.costs_of("keep", compiled)
         return (mode.forward + mode.backward).total - (keep.forward + keep.backward).total
 
@@ -149,7 +155,7 @@ class BlockCosts:
 
 
 def is_offloaded(plan: BlockPlan) -> bool:
-    """Return True if any of the block's activations go to host memory."""
+    """Return True if a block's plan keeps any of its activations in host memory."""
     return plan.activations == "offload" or plan.offload_input
 
 
@@ -166,13 +172,15 @@ class ModelCosts:
     batch_nbytes: int
     """Bytes of the batch itself: latents, text, timesteps."""
     cast_copies_nbytes: int = 0
-    """Bytes of the copies of trained weights in the compute dtype, which exist all step long."""
+    """Bytes of the copies of trained weights in the compute dtype, which exist throughout a
+    step."""
     optimizer_host_s: float = 0.0
     """CPU seconds to launch the kernels of an optimizer step."""
 
     @property
     def slot_nbytes(self) -> int:
-        """The size of a ring slot, which must fit any block."""
+        """The size, in bytes, of a slot of the weight ring: that of the largest block's frozen
+        weights."""
         return max(block.frozen_nbytes for block in self.blocks)
 
 
@@ -187,7 +195,7 @@ class CostModel:
         stored_share: float = 1.0,
         plain_checkpointing: bool = False,
     ) -> None:
-        """Store the inputs of the prediction; `at` computes it.
+        """Store the inputs of the prediction; method `at` computes it.
 
         `stored_share` is the size of the frozen weights as stored (quantized or not), as a share of
         their traced size. With `plain_checkpointing`, recomputed blocks recompute attention too, as
@@ -214,7 +222,8 @@ class CostModel:
         return self._shapes.trained_nbytes
 
     def rescaled(self, compute_factor: float, link_factor: float) -> CostModel:
-        """Return a copy with compute times and the link's bandwidth multiplied by these factors."""
+        """Return a copy with compute times and host-device bandwidth multiplied by these
+        factors."""
         other = copy(self)
         other.rates = replace(
             self.rates,
@@ -226,7 +235,7 @@ class CostModel:
         return other
 
     def at(self, batch: int) -> ModelCosts:
-        """Return the predicted costs at a batch size."""
+        """Return the predicted time and memory of the model at a batch size."""
         if batch not in self._costs:
             self._costs[batch] = self._model_costs(batch)
         return self._costs[batch]
@@ -306,7 +315,7 @@ class CostModel:
         return PassSeconds(**spent)
 
     def _timed(self, op: Op, scale: float) -> float | None:
-        """Return the kernel's time as measured on this machine; None if it cannot be measured."""
+        """Return the kernel's measured time on this machine in seconds; None if there is none."""
         is_fp8 = op.frozen and self.frozen_compute == "fp8"  # the timer runs bf16 kernels
         return None if self.rates.timer is None or is_fp8 else self.rates.timer(op, scale)
 
@@ -344,26 +353,30 @@ EAGER_FORWARD_NBYTES, EAGER_BACKWARD_NBYTES = 2.8, 7.0
 largest matmul input. Rounding makes fp32 copies of the input, and in backward also of the
 gradient."""
 SUBSPACE_DIMENSIONS = 32
-"""Number of dimensions of the outlier subspace, in most layers."""
+"""Dimensions of an fp8 layer's outlier subspace, in most layers: the few input directions with
+large values, which are multiplied in bf16."""
 BF16_NBYTES, SCALE_NBYTES = 2, 4
 SPLIT_PASSES = 3
-"""Times that splitting an input reads or writes it: one read for the part inside the subspace, one
-read and one write for the rest."""
+"""Number of times that an fp8 layer reads or writes its input to split it: one read for the part
+with large values (outliers), one read and one write for the rest."""
 ROUNDING_KERNELS = {False: 9, True: 2}
 """Number of kernels that scale and round a matrix to fp8; True: in a compiled block."""
 SPLIT_KERNELS, MATMUL_KERNELS = 2, 6
-"""Number of kernels per fp8 layer in forward: to split the input, and to multiply it."""
+"""Number of kernels per fp8 layer in forward: to split outliers from the input, and to multiply
+both parts."""
 LORA_GRADIENT_KERNELS, INPUT_GRADIENT_KERNELS, TRANSPOSE_KERNELS = 3, 3, 1
 """Number of kernels per fp8 layer in backward: for the gradients of LoRA's two matrices, for the
 input's gradient (without rounding), and to transpose the weight."""
 SAVED_PER_LAYER, VIEWS_PER_LAYER = 1.5, 2
-"""Per fp8 layer: extra tensors that autograd saves, and extra views in an eager backward."""
+"""Extra tensors that autograd saves per fp8 layer, and extra views per fp8 layer in an eager
+backward."""
 
 
 def fp8_extra_nbytes(keep: Trace) -> int:
     """Return the bytes that one block's fp8 layers store beside their weights.
 
-    These are the outlier subspace, the weight projected onto it, and the weight's scales.
+    These are the basis of the outlier subspace (input directions with large values, multiplied in
+    bf16), the weight projected onto it, and the weight's scales.
     """
     return sum(
         SUBSPACE_DIMENSIONS * BF16_NBYTES * (op.dims[1] + op.dims[2]) + SCALE_NBYTES * op.dims[2]
@@ -373,7 +386,7 @@ def fp8_extra_nbytes(keep: Trace) -> int:
 
 
 def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
-    """Return a block's traces as if its frozen matmuls were computed in fp8."""
+    """Adjust a block's traces (kernels and memory of a pass), as if frozen matmuls ran in fp8."""
     keep, lean, recompute = (
         _with_splitting(_with_fp8_calls(trace, traces.keep, compiled), traces.keep)
         for trace in (traces.keep, traces.lean, traces.recompute)
@@ -400,7 +413,7 @@ def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
 
 
 def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
-    """Replace the host's calls for bf16 layers by those for fp8 layers.
+    """Replace the CPU's operator calls for bf16 layers by those for fp8 layers in a trace.
 
     Each fp8 layer calls its own operators, while bf16 layers with the same input may share one.
     """
@@ -444,7 +457,7 @@ def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
 
 
 def _exchange_calls(calls: HostCalls, ops: Sequence[Op], fp8_calls: HostCalls) -> HostCalls:
-    """Return `calls` without the calls of the bf16 custom operators in `ops`, plus `fp8_calls`."""
+    """Replace the CPU calls of the bf16 custom operators in `ops` by `fp8_calls`."""
     dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + fp8_calls.dispatched
     return replace(
         calls,
@@ -462,12 +475,15 @@ def _num_layers(ops: Sequence[Op]) -> int:
 
 
 def _num_frozen_kernels(ops: Sequence[Op]) -> int:
-    """Return the number of kernels of frozen layers, including those of their LoRA."""
+    """Return the number of kernels in `ops` of frozen layers, including those of their LoRA."""
     return sum(op.frozen for op in ops)
 
 
 def _with_splitting(trace: Trace, keep: Trace) -> Trace:
-    """Add the kernels that split the inputs of fp8 layers, in forward and in recomputed forward."""
+    """Add the kernels that split outliers from the inputs of fp8 layers to a block's trace.
+
+    They run in forward and again in a recomputed forward.
+    """
 
     def split(numel: int) -> Op:
         return Op("elementwise", 0.0, float(SPLIT_PASSES * BF16_NBYTES * numel))
@@ -479,7 +495,8 @@ def _with_splitting(trace: Trace, keep: Trace) -> Trace:
 
 
 def _recomputed_numel(trace: Trace, keep: Trace) -> int:
-    """Return the number of elements in the inputs of frozen matmuls that backward recomputes."""
+    """Return the total number of elements in the inputs of the frozen matmuls that backward
+    recomputes."""
     return max(0, sum(_input_sizes(trace.backward)) - sum(_input_sizes(keep.backward)))
 
 

@@ -100,7 +100,10 @@ def _both_ways_share(
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     seconds: Callable[[Callable[[], object]], float],
 ) -> float:
-    """Return the share of its bandwidth that the link keeps per direction while both are busy."""
+    """Return how much of its bandwidth the host-device link keeps per direction if both are busy.
+
+    1.0: copies in opposite directions do not slow each other down.
+    """
     if device.type != "cuda":
         return 1.0  # a CPU has no link
     pinned, source, target = buffers
@@ -127,7 +130,7 @@ class KernelTimer:
         clock: Callable[[], float],
         edge: int = EDGE,
     ) -> None:
-        """`edge`: rows and columns of the matmul that keeps the device busy (`_time_short`)."""
+        """`edge`: rows and columns of the matmul that keeps the device busy in `_time_short`."""
         self._device = device
         self._synchronize = synchronize
         self._clock = clock
@@ -140,7 +143,7 @@ class KernelTimer:
     def seconds(self, op: Op, scale: float) -> float | None:
         """Return a kernel's time at `scale` times the traced batch; None if it cannot be timed.
 
-        Elementwise kernels are timed at the traced batch and extrapolated,
+        Elementwise kernels are timed at the traced batch size and extrapolated,
 
             seconds(scale) = fixed + (seconds(1) - fixed) * scale,
 
@@ -164,7 +167,7 @@ class KernelTimer:
         return None if once is None else once * first
 
     def _once(self, what: Hashable, work: Callable[[], float]) -> float | None:
-        """Measure a kernel at the first call, and return the remembered time later.
+        """Measure a kernel in the first call, and return the remembered time in later calls.
 
         Returns None if the device cannot run the kernel: it may lack memory, or the operator may
         exist on the CPU only.
@@ -298,9 +301,9 @@ def measure_gpu(device: torch.device, family: str, emit: Callable[[Notice], None
 def probe_model_factory(
     family: str, free: int, emit: Callable[[Notice], None]
 ) -> ProbeModelFactory:
-    """Return the factory of a family's probe models for the launch probe.
+    """Return the function that builds the small models with which launch overhead is measured.
 
-    Emits a notice if another family's model, or small tensors, must be used instead.
+    Emits a notice if another family's model, or smaller tensors, must be used instead.
     """
     if family not in PLANNABLE:
         emit(Notice(f"launch overhead is measured with {PROXY_FAMILY} in place of {family}"))

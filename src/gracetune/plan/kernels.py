@@ -49,7 +49,7 @@ CUSTOM_OP_NAMESPACE = "gracetune"
 """Namespace under which our custom operators are registered in torch."""
 _ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 ATTENTION_BACKWARD_FACTOR = 2.5
-"""Flops of attention's backward relative to its forward: five matmuls instead of two."""
+"""Ratio of the flops of attention's backward to those of its forward: five matmuls to two."""
 
 
 def tensors_of(tree: object) -> list[Tensor]:
@@ -64,12 +64,13 @@ def touched_nbytes(tensor: Tensor) -> int:
 
 
 def attention_workspace(query: Tensor) -> int:
-    """Return the bytes of the fp32 buffer in which CUDA's attention sums the query gradient."""
+    """Return the bytes of the fp32 buffer in which CUDA's attention backward sums query
+    gradients."""
     return int(query.numel()) * 4
 
 
 def is_custom_op(func: object) -> bool:
-    """Return True for our own operators, which compute a matmul and its LoRA."""
+    """Return True for gracetune's own operators, which compute a matmul and its LoRA."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace == CUSTOM_OP_NAMESPACE
 
 
@@ -148,7 +149,7 @@ def matmul_ops(
 def _custom_op_kernels(
     func: OpOverload, args: Any, weights: WeightStorages, backward: bool
 ) -> list[Op]:
-    """Run one of our custom operators on fake tensors and return its kernels.
+    """Run one of gracetune's custom operators on fake tensors and return its kernels.
 
     Only the last kernel gets the output's bytes, because activation checkpointing saves or
     recomputes the operator as a whole.
@@ -201,7 +202,7 @@ def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written:
 
 
 class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, records every kernel, and when each tensor is allocated and freed."""
+    """Dispatch mode that records every kernel, and when each tensor is allocated and freed."""
 
     def __init__(self, weights: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -210,7 +211,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kinds[weight.requires_grad].add(storage_id(weight))
         self._weights = WeightStorages(frozenset(kinds[False]), frozenset(kinds[True]))
         self._known = kinds[False] | kinds[True] | {storage_id(tensor) for tensor in inputs}
-        """Storages of weights and inputs, which are not counted."""
+        """Identifiers of the storages of weights and inputs, which do not count as allocations."""
         self._alive: dict[int, tuple[int, int]] = {}
         """Live allocations: storage address -> (serial number, bytes). Addresses may be reused,
         serial numbers are not."""
@@ -218,13 +219,14 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nbytes_at_take = 0
         """Bytes that were allocated when `take` was last called."""
         self._changes: list[tuple[int, int]] = []
-        """Changes since the last `take`: (serial number, bytes), with negative bytes for frees."""
+        """Allocations since the last `take`: (serial number, bytes), with negative bytes for
+        frees."""
         self._ops: list[Op] = []
         self._dispatched = self._custom_ops = self._views = 0
         self.backward = False
 
     def take(self, excluded: Iterable[Tensor] = ()) -> tuple[tuple[Op, ...], int]:
-        """Return the kernels since the last `take`, and the peak of allocated bytes.
+        """Return the kernels since the last `take`, and the peak of allocated bytes since then.
 
         Tensors in `excluded` do not count towards the peak.
         """
@@ -260,12 +262,12 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_ops(self) -> int:
-        """Number of kernels since the last `take`."""
+        """Number of kernels recorded since the last `take`."""
         return len(self._ops)
 
     @property
     def num_dispatched(self) -> int:
-        """Number of operator calls since the last `take_calls`."""
+        """Number of operator calls recorded since the last `take_calls`."""
         return self._dispatched
 
     def is_alive(self, storage: int) -> bool:

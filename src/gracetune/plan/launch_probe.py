@@ -57,9 +57,10 @@ ProbeModelFactory = Callable[[bool, bool], MetaModel]
 whether its tensors have realistic sizes."""
 
 WARM_UP, REPEATS = 1, 6
-"""Number of untimed and of timed passes of each variant."""
+"""Number of untimed and of timed passes of each probe model."""
 DROPPED_SHARE = 0.2
-"""The slowest passes are ignored, this share of all: other processes may have interrupted them."""
+"""Share of the timed passes that is ignored: the slowest, which other processes may have
+interrupted."""
 
 VIEW_COST = 0.7
 """CPU time of an operator that launches no kernel, relative to one that does. Measured on a CPU
@@ -68,10 +69,10 @@ POLICY_SAVE_COST = 2.2
 """Extra CPU time of a selective-checkpoint policy if it saves an operator's result, in units of
 `LaunchCosts.policy_s`. Measured on a CPU with tiny Flux and Qwen-Image models."""
 PACK_COSTS = (0.1, 0.07)
-"""CPU time of the ring's saved-tensor hooks per saved tensor, in forward and in backward, in units
-of `LaunchCosts.policy_s`. Measured on a CPU with three tiny models."""
+"""CPU time of the weight ring's saved-tensor hooks per saved tensor, in forward and in backward, in
+units of `LaunchCosts.policy_s`. Measured on a CPU with three tiny models."""
 STREAM_COSTS = (11.0, 10.0)
-"""CPU time of the ring per streamed block, in forward and in backward, in units of
+"""CPU time of the weight ring per streamed block, in forward and in backward, in units of
 `LaunchCosts.policy_s`. Timed on an H200 with half and with all of Flux's blocks streamed. On a CPU,
 which has no events and streams, it is (7, 5)."""
 OFFLOAD_COSTS = (1.2, 0.65)
@@ -79,12 +80,12 @@ OFFLOAD_COSTS = (1.2, 0.65)
 `LaunchCosts.policy_s`. Measured on a CPU."""
 
 PROXY_FAMILY = "wan22"
-"""Model family that is probed instead of a family without published shapes."""
+"""Model family that stands in for a family without published shapes in the launch probe."""
 TINY_EDGE, TINY_TOKENS, TINY_RANK = 64, 8, 2
-"""Sample edge in pixels, text tokens and LoRA rank of a tiny probe model."""
+"""Image edge in pixels, text tokens and LoRA rank of a tiny probe model."""
 REALISTIC_CONFIG = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "ffn_dim": 1024}
 REALISTIC_EDGE, REALISTIC_TOKENS = 1024, 3072
-"""Sample edge in pixels and text tokens of a realistic probe model, whose tensors have a MiB or
+"""Image edge in pixels and text tokens of a realistic probe model, whose tensors have a MiB or
 more. torch's allocator and kernels treat smaller tensors differently, and launch them faster."""
 REALISTIC_NBYTES = 2 * GIB
 """Bytes of free device memory that realistic probe models require. The largest, Qwen-Image's, takes
@@ -93,31 +94,33 @@ REALISTIC_NBYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class LaunchCosts:
-    """CPU seconds per operator call, by kind of call."""
+    """CPU seconds per operator call, by kind of call, while the CPU launches kernels."""
 
     forward_s: float = 0.0
-    """Time of an operator called by the model, including the model's own Python code around it."""
+    """CPU time of an operator called by the model, including the model's own Python code around
+    it."""
     backward_s: float = 0.0
-    """Time of an operator called by autograd."""
+    """CPU time of an operator called by autograd."""
     custom_op_s: float = 0.0
-    """Time of a custom operator called by the model, without launching its kernels."""
+    """CPU time of a custom operator called by the model, without launching its kernels."""
     custom_op_backward_s: float = 0.0
-    """Time of a custom operator called by autograd, without launching its kernels."""
+    """CPU time of a custom operator called by autograd, without launching its kernels."""
     policy_s: float = 0.0
-    """Time that a selective-checkpoint policy adds to an operator in forward."""
+    """CPU time that a selective-checkpoint policy adds to an operator in forward."""
     policy_recompute_s: float = 0.0
-    """Time that a selective-checkpoint policy adds to an operator that backward recomputes."""
+    """CPU time that a selective-checkpoint policy adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
-    """Time of an optimizer step, per trained tensor."""
+    """CPU time of an optimizer step, per trained tensor."""
 
     def forward_seconds(self, trace: Trace) -> float:
-        """Return the CPU time to launch a forward pass."""
+        """Return the CPU seconds to launch a traced block's forward pass."""
         calls = trace.forward_calls
         policy_calls = calls.policy_calls + POLICY_SAVE_COST * calls.policy_saves
         return self._model_seconds(calls) + policy_calls * self.policy_s
 
     def backward_seconds(self, trace: Trace) -> float:
-        """Return the CPU time to launch a backward pass, including recomputed forward work."""
+        """Return the CPU seconds to launch a traced block's backward, with recomputed forward
+        work."""
         recompute, backward = trace.recompute_calls, trace.backward_calls
         seconds = self._model_seconds(recompute)
         seconds += recompute.policy_calls * self.policy_recompute_s
@@ -145,7 +148,7 @@ class LaunchCosts:
 
 
 def equivalent_ops(calls: HostCalls) -> float:
-    """Return how many operators with one kernel would take as much CPU time as these calls.
+    """Return how many operators with one kernel each would take as much CPU time as these calls.
 
     Custom operators are not included.
     """
@@ -156,7 +159,7 @@ def equivalent_ops(calls: HostCalls) -> float:
 
 
 class HostSeconds(NamedTuple):
-    """CPU seconds of one step: forward, backward and update."""
+    """CPU seconds of one step: forward, backward and the optimizer's update."""
 
     forward: float
     backward: float
@@ -169,12 +172,15 @@ def measure_launch_costs(
     clock: Callable[[], float],
     make_model: ProbeModelFactory,
 ) -> LaunchCosts:
-    """Build the probe models, time them for a few seconds, and return the launch costs."""
+    """Build small probe models, time them for a few seconds, and return the CPU's launch costs."""
     return LaunchProbe(device, synchronize, clock, make_model).measure()
 
 
 class LaunchProbe:
-    """The probe models on a device. They can be measured several times."""
+    """Small models on a device, whose steps are timed to measure launch overhead.
+
+    They can be measured several times.
+    """
 
     def __init__(
         self,
@@ -191,7 +197,10 @@ class LaunchProbe:
         self._bare_calls, self._fused_calls = self._bare.count(), self._fused.count()
 
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
-        """Time all variants and return the costs per call."""
+        """Time the probe models and return the CPU time per operator call.
+
+        There are three: bare, with a fused LoRA, and fused under a selective-checkpoint policy.
+        """
         variants = self._bare, self._fused, self._policy
         times: list[list[HostSeconds]] = [[] for _ in variants]
         for _ in range(WARM_UP + repeats):  # in turns, since the CPU's speed varies over time
@@ -228,7 +237,7 @@ def _start_autograd_thread(device: torch.device) -> None:
 
 
 def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
-    """Return the mean time of the passes, without the slowest ones.
+    """Return the mean CPU time of the timed steps, without the slowest ones.
 
     The minimum would be too optimistic: a step consists of fast and slow calls.
     """
@@ -237,7 +246,7 @@ def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
 
 
 class _ProbePass:
-    """Runs a probe model forward and backward and updates its trained weights."""
+    """Runs training steps of a probe model, a small model that measures launch overhead."""
 
     def __init__(
         self, make: Callable[[bool], MetaModel], device: torch.device, has_policy: bool = False
@@ -275,7 +284,7 @@ class _ProbePass:
         )
 
     def count(self) -> tuple[HostCalls, HostCalls]:
-        """Count the calls of forward and backward in a tiny copy of the model on the CPU.
+        """Count the operator calls of forward and backward in a tiny copy of the model on the CPU.
 
         `policy_calls` of forward is the number of operators inside blocks.
         """
@@ -330,7 +339,7 @@ def _save_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointP
 
 @functools.cache
 def _decide(op: Any) -> CheckpointPolicy:
-    """Choose recomputation for every operator, by a cached lookup like that of a real policy."""
+    """Return "recompute" for every operator, by a cached lookup as in a real checkpoint policy."""
     is_saved = op.name() == "none"
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -341,7 +350,8 @@ def _decide(op: Any) -> CheckpointPolicy:
 def build_probe_model(family: str, has_adapter: bool, is_realistic: bool = False) -> MetaModel:
     """Build a tiny version of a family's model: as it is, or with a LoRA as in a run.
 
-    With `is_realistic`, its tensors are large enough for a GPU. A CPU would compute for seconds.
+    With `is_realistic`, its tensors are as large as a GPU needs for realistic timing. A CPU would
+    compute for seconds.
     """
     name = family if family in PLANNABLE else PROXY_FAMILY
     changes = planner_shapes(name).probe_config

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["measured", "published", "inferred", "assumed"]
-"""Origin of a figure: measured by us, published by others, inferred from a measurement, assumed."""
+"""Origin of a figure: measured by this project, published by others, inferred from a measurement of
+another machine, or assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,12 @@ class MachineSpec:
         return Rates(**{name: figure.value for name, figure in self.figures.items()})
 
     def device(self) -> DeviceSpec:
-        """Return the GPU's description for the simulated driver."""
+        """Return the GPU's description, which can also configure a simulated CUDA driver."""
         return DeviceSpec(int(self.device_memory.value), self.attributes, self.rates())
 
     def platform(self) -> Platform:
-        """Return the platform that would be detected on this machine, with all host memory free."""
+        """Return what hardware detection would find on this machine if all host memory were
+        free."""
         shared = self.link is Link.INTEGRATED
         why = f"published data of {self.title}, not this machine"
         return Platform(
@@ -109,9 +111,11 @@ _SPARK = "NVIDIA DGX Spark data sheet"
 _GH200_SHEET = "NVIDIA GH200 data sheet"
 
 _MATMUL_SHARE = 769 / 989.4
-"""Share of the published dense bf16 rate that an 8192 x 8192 x 8192 matmul reached on an H200."""
+"""Share of the published dense bf16 rate that an 8192 x 8192 x 8192 matmul reached on an H200;
+assumed for other GPUs."""
 _STREAM_SHARE = 4194 / 4800
-"""Share of the published memory bandwidth that a device copy reached on an H200."""
+"""Share of the published memory bandwidth that a device copy reached on an H200; assumed for other
+GPUs."""
 _PREFETCH_IN_SHARE = 49.5 / 55.5
 _PREFETCH_OUT_SHARE = 10.5 / 55.3
 
@@ -348,19 +352,20 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
         0.05 * GIB, "inferred", "workspaces of cuBLAS and cuDNN, from measured peaks"
     ),
 }
-"""Constants of the cost model. A share is the part of the machine's matmul rate or memory bandwidth
-that a kind of kernel reaches in a training step."""
+"""Constants of the cost model, by name. A `share` is the part of the machine's matmul rate or
+memory bandwidth that a kind of kernel reaches in a training step."""
 NO_LAUNCH_COSTS = LaunchCosts()
 """Launch costs of zero, for tests with round numbers."""
 TYPICAL_LAUNCH_COSTS = LaunchCosts(
     **{field.name: FITTED_CONSTANTS[field.name].value for field in fields(LaunchCosts)}
 )
-"""Launch costs assumed for machines known only by name. On this machine they are measured."""
+"""CPU launch costs assumed for machines known only by name. Those of the machine at hand are
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveRates:
-    """Rates that a training step reaches, in flops or bytes per second."""
+    """Rates that a training step reaches on one machine, in flops or bytes per second."""
 
     gemm: float
     fp8: float
@@ -379,9 +384,9 @@ class EffectiveRates:
     link_out: float
     """Bandwidth from device to host."""
     both_ways_share: float
-    """Share of its bandwidth that the link keeps per direction while both are busy."""
+    """Share of its bandwidth that the host-device link keeps per direction while both are busy."""
     timer: Timer | None = None
-    """Times single kernels on the machine at hand; None: use the rates above."""
+    """Function that times single kernels on the machine at hand; None: use the rates above."""
     step_share: float = 1.0
     """Speed of a matmul inside a long compiled step, as a share of its speed when timed alone."""
     host: LaunchCosts = NO_LAUNCH_COSTS
@@ -398,9 +403,9 @@ class MachineRates:
     link_in: float
     link_out: float
     both_ways_share: float = 1.0
-    """Share of its bandwidth that the link keeps per direction while both are busy."""
+    """Share of its bandwidth that the host-device link keeps per direction while both are busy."""
     timer: Timer | None = None
-    """Times single kernels on the machine at hand; None for other machines."""
+    """Function that times single kernels on the machine at hand; None for other machines."""
     host: LaunchCosts = TYPICAL_LAUNCH_COSTS
     """CPU time to launch kernels, measured or typical."""
 

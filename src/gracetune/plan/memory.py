@@ -37,34 +37,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """Memory that a run needs whatever plan is chosen. All sizes are in bytes."""
+    """Memory that a run needs whatever plan is chosen, and what decides it. Sizes are in bytes."""
 
     optimizer_nbytes: int
-    """State of the optimizer, for all experts together."""
+    """Bytes of optimizer state, for all transformers of the model together."""
     experts: int = 1
-    """Number of transformers of this shape. A step uses one of them; all get the same plan."""
+    """Number of equally large transformers in the model: 2 for Wan 2.2 (high noise and low noise).
+    A step uses one of them; all get the same plan."""
     device_caches_nbytes: int = 0
-    """Text embeddings that stay on the device."""
+    """Bytes of text embeddings that stay on the device."""
     text_nbytes: int = 0
-    """Text embeddings of the whole dataset: the most that could stay on the device."""
+    """Bytes of the text embeddings of the whole dataset: the most that could stay on the device."""
     text_part: int = 0
-    """Text embeddings may fill 1/text_part of the device budget; 0: `device_caches_nbytes` is
-    fixed."""
+    """If not 0: text embeddings may fill 1/text_part of the device memory budget, and `for_budget`
+    sets `device_caches_nbytes` accordingly."""
     host_caches_nbytes: int = 0
-    """Encoded samples in host memory."""
+    """Bytes of encoded samples in host memory."""
     host_weights_nbytes: int = 0
-    """Models kept in host memory, such as text encoders."""
+    """Bytes of models kept in host memory, such as text encoders."""
     library_nbytes: int = 0
-    """Workspaces of cuBLAS and cuDNN."""
+    """Bytes of the workspaces of cuBLAS and cuDNN."""
     averages_nbytes: int = 0
-    """Exponential moving averages of the trained weights."""
+    """Bytes of exponential moving averages of the trained weights."""
     state_slots_nbytes: int = 0
-    """Device buffers through which optimizer state is copied, if any of it is in host memory."""
+    """Bytes of the device buffers through which optimizer state is copied, if any of it is in host
+    memory."""
     batches_ahead: int = 1
     """Number of batches prefetched to the device besides the one in use."""
 
     def for_budget(self, device_nbytes: int) -> FixedMemory:
-        """Return a copy in which text embeddings may fill their share of this device budget."""
+        """Return a copy for this budget of device memory, of which text embeddings get their
+        share."""
         if not self.text_part:
             return self
         text = min(self.text_nbytes, device_nbytes // self.text_part)
@@ -73,7 +76,7 @@ class FixedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The changing part of device memory at one point of a step, in bytes."""
+    """The part of device memory that changes during a step, at one point of the step, in bytes."""
 
     activations: int
     workspace: int
@@ -85,7 +88,7 @@ class _Moment:
 
 
 def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
-    """Return the device memory at its peak, by role."""
+    """Return the device memory in bytes at its peak, by use: weights, activations, caches etc."""
     peak = max(_moments(costs, candidate, fixed.experts), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
@@ -106,7 +109,10 @@ def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
 
 
 def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
-    """Return the host memory by role at the end of forward, when it holds all offloaded tensors."""
+    """Return the host memory in bytes by use: weights, optimizer state, activations and caches.
+
+    It is that at the end of forward, when the host holds all offloaded activations.
+    """
     offloaded = sum(
         block.offloaded_nbytes(plan, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -126,13 +132,14 @@ def _state_on_device(host_share: float, fixed: FixedMemory) -> int:
 
 
 def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Iterator[_Moment]:
-    """Yield the changing part of device memory at every moment of a step that could be the peak."""
+    """Yield activations, workspace and gradients at each moment of a step that could be the
+    peak."""
     # With accumulation, gradients of earlier micro-batches exist all the time, possibly for each of
     # two experts.
     accumulated = experts * costs.trained_nbytes if candidate.accumulation > 1 else 0
     gradients = accumulated
     held = [costs.outside.saved_nbytes]
-    """H_i of the module docstring: bytes saved on the device before the forward of block i."""
+    """Bytes of activations that are on the device before the forward of each block."""
     offloaded = [
         block.offloaded_nbytes(plan, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)

@@ -44,7 +44,10 @@ class MetaModel:
     """Origin of the configuration (a file, or the published model's name), for the report."""
 
     def trace_target(self) -> TraceTarget:
-        """Return the inputs of the tracer. Add the adapter to the model before this call."""
+        """Return the model, its blocks and its inputs for the tracer.
+
+        Add the adapter to the model before this call.
+        """
         blocks = [
             b for name in self.shapes.blocks for b in self.model.get_submodule(name).children()
         ]

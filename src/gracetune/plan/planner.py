@@ -67,11 +67,11 @@ class PlannerInputs:
     """Inputs of the planner that the data pipeline and the trainer provide."""
 
     load_largest: Callable[[], Batch]
-    """Loads one sample of the largest bucket."""
+    """Function that loads one sample of the largest bucket (sample size)."""
     batches_ahead: int
     """Number of batches that are prefetched to the device besides the one in use."""
     convert_to_fp8: Callable[[], None]
-    """Converts the frozen layers to fp8; called if `model.frozen_compute` is fp8."""
+    """Function that converts the frozen layers to fp8; called if `model.frozen_compute` is fp8."""
 
 
 def plan_run(
@@ -131,9 +131,9 @@ def build_problem(
     *,
     one_memory: bool = False,
 ) -> PlanProblem:
-    """Return the planning problem of a loaded run, for the device memory given.
+    """Return the inputs of the plan search for a loaded run and a device memory budget.
 
-    `model` is the cost model of the run's largest bucket.
+    `model` is the cost model of the run's largest bucket (sample size).
     """
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
@@ -168,7 +168,11 @@ def apply_to_family(
     emit: Emit,
     spare_nbytes: int = 0,
 ) -> AppliedPlan:
-    """Apply a plan to the family's transformers; two experts get the same plan and share a ring."""
+    """Apply a plan to the family's transformers and return the object that can remove it.
+
+    The two transformers of Wan 2.2 (high noise and low noise) get the same plan and share a weight
+    ring.
+    """
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
     num_blocks = len(blocks) // len(transformers)
@@ -218,8 +222,8 @@ def _free_host_nbytes(family: Family) -> int:
 def _frozen_host_nbytes(family: Family) -> int:
     """Return the bytes of host memory that the loaded frozen weights occupy.
 
-    They count as free, because every plan moves these weights to the device or into the ring's own
-    host memory.
+    They count as free, because every plan moves these weights to the device or into host memory
+    that the plan accounts for.
     """
     frozen = [p for p in family.transformer.parameters() if not p.requires_grad]
     spans = [(p.data_ptr(), p.nbytes) for p in frozen if p.device.type == "cpu"]

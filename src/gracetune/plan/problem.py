@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 90.0
 """Rough time in seconds to compile a model's blocks for the first time."""
 TRACED_BATCH = 2
-"""Batch size of the trace. With a batch of one, some copies would be views and not be counted."""
+"""Batch size at which a model's kernels and memory are traced. With a batch of one, some copies
+would be views and not be counted."""
 HOT_TEXT_PART = 64
-"""By default, text embeddings may fill 1/64 of the device budget (`cache_config`)."""
+"""Text embeddings may fill 1/64 of the device memory budget, unless `cache_config` sets a limit."""
 MASTER_NBYTES = 4
 """Bytes per trained parameter of an fp32 master copy."""
 STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -71,7 +72,8 @@ class PlanProblem:
     budget: PlanBudget
     constraints: Constraints
     micro_batches: int
-    """Number of micro-batches of the whole run. Compiling must save its own time in them."""
+    """Number of micro-batches in the whole run. Blocks are compiled only if this saves more time in
+    them than compiling takes."""
 
     def solve(self, budget: PlanBudget) -> Plan:
         """Return the plan that makes the whole run shortest, including compilation."""
@@ -85,13 +87,14 @@ class PlanProblem:
         return min(plans, key=self._run_seconds)
 
     def fits(self, plan: Plan) -> bool:
-        """Return True if the plan fits the device budget."""
+        """Return True if the plan fits the device memory budget."""
         return self.spare_nbytes(plan) >= 0
 
     def spare_nbytes(self, plan: Plan, peak_nbytes: int | None = None) -> int:
-        """Return how many bytes of the device budget a plan leaves free; negative: it does not fit.
+        """Return how many bytes of the device memory budget a plan leaves free.
 
-        `peak_nbytes` is the plan's measured peak; if it is None, the predicted peak is used.
+        A negative number means that the plan does not fit. `peak_nbytes` is the plan's measured
+        peak; if it is None, the predicted peak is used.
         """
         required = required_device_nbytes(self.model, candidate_of(plan), self.fixed, self.budget)
         unpredicted = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
@@ -138,10 +141,11 @@ def build_cost_model(
 def family_trace_target(
     family: Family, latent_shape: Sequence[int], text: Mapping[str, Tensor]
 ) -> TraceTarget:
-    """Return the inputs of the tracer for a loaded model that has its adapter.
+    """Return the model, blocks and inputs for the tracer, for a loaded model with its adapter.
 
-    Of two experts, the first that is trained is traced. `latent_shape` is the shape of one encoded
-    sample; `text` is a batch of text embeddings of any batch size, as `stack_text` returns it.
+    Of the two transformers of Wan 2.2, the first that is trained is traced. `latent_shape` is the
+    shape of one encoded sample; `text` is a batch of text embeddings of any batch size, as
+    `stack_text` returns it.
     """
     transformers = transformers_of(family.transformer)
     number = next(
@@ -193,7 +197,8 @@ def plan_settings(run: RunFile) -> PlanSection:
 
 
 def largest_sample(run: RunFile) -> SampleShape:
-    """Return the size of the run's largest sample. A plan that fits it fits every bucket."""
+    """Return the size of the run's largest sample. A plan that fits it fits every smaller
+    sample."""
     if not run.datasets:
         raise ConfigError(
             "datasets is empty, so the planner does not know the size of a sample. Add a dataset "
@@ -250,14 +255,17 @@ def _host_state(run: RunFile) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSize:
-    """Sizes in bytes of the trained weights of one expert and of their optimizer state."""
+    """Bytes of the trained weights of one transformer, and of their optimizer state.
+
+    Wan 2.2 has two transformers of this size.
+    """
 
     nbytes: int
-    """Size of the trained weights."""
+    """Bytes of the trained weights."""
     state_nbytes: int
-    """Size of the optimizer's state."""
+    """Bytes of the optimizer's state."""
     state_slots_nbytes: int = 0
-    """Size of the device buffers through which the state is copied, if it is in host memory."""
+    """Bytes of the device buffers through which the state is copied, if it is in host memory."""
 
 
 def fixed_memory_of(
@@ -318,7 +326,10 @@ class MemoryRow:
 def memory_table(
     model: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
 ) -> Iterator[MemoryRow]:
-    """Yield the memory of each part of a run: the dataset's `samples`, and a step with batch 1."""
+    """Yield the rows of a table of a run's memory: data, weights, optimizer and activations.
+
+    Data is for a dataset of `samples` samples, activations are for one sample.
+    """
     latents, text = cached_sample_nbytes(model)
     experts = model.experts
     both = " of both experts" if experts == 2 else ""

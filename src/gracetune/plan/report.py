@@ -42,7 +42,8 @@ class ReportHeading:
     notes: tuple[str, ...] = ()
     """Assumptions of the plan that the user should know."""
     has_ramp: bool = False
-    """True if a batch-size ramp sets the gradient accumulation."""
+    """True if a batch-size ramp (a batch that grows during the run) sets the gradient
+    accumulation."""
 
 
 def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
@@ -202,7 +203,7 @@ def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, 
 
 
 def _close(result: SearchResult) -> str:
-    """Return an explanation if an alternative is slightly faster than the chosen plan, else ''."""
+    """Return why the chosen plan is not the fastest, if another is slightly faster, else ''."""
     if result.others[0].samples_per_second <= result.best.samples_per_second:
         return ""
     return f" (a simpler plan is preferred to one that is up to {TIE_MARGIN:.1%} faster)"

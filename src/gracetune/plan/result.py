@@ -47,28 +47,30 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of device or host memory by role, at the moment of the peak."""
+    """Bytes of device or host memory by use (role), at the moment of the peak."""
 
     weights: int = 0
-    """Frozen weights. On the device: resident weights and the ring's slots. On the host: streamed
-    weights, and models that are kept there."""
+    """Frozen weights, in bytes. On the device: resident weights and the ring's slots. On the host:
+    streamed weights, and models that are kept there."""
     adapters: int = 0
-    """Trained weights (an adapter's, or in full training all), their copies and moving averages."""
+    """Bytes of trained weights (an adapter's, or in full training all), their copies and moving
+    averages."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     caches: int = 0
-    """Prefetched batches and cached samples."""
+    """Bytes of prefetched batches and cached samples."""
     workspace: int = 0
-    """Temporary memory of the running block and of libraries."""
+    """Bytes of temporary memory of the running block and of libraries."""
 
     @property
     def total(self) -> int:
-        """The sum of all roles."""
+        """Bytes of all roles together: weights, adapters, gradients and so on."""
         return sum(self.by_role().values())
 
     def by_role(self) -> dict[Role, int]:
-        """Return the bytes of each role, in the order in which they are printed."""
+        """Return the bytes of each role (weights, adapters, ...), in the order in which they are
+        printed."""
         return {
             "weights": self.weights,
             "adapters": self.adapters,
@@ -115,7 +117,8 @@ class Plan:
     """The decisions on how to run a training step, with the predicted memory and time."""
 
     blocks: tuple[BlockPlan, ...]
-    """The plan of each block, in forward order. A second expert gets the same plan."""
+    """The plan of each block, in forward order. If the model has two transformers (Wan 2.2), both
+    get it."""
     batch: int
     """Samples per micro-batch."""
     accumulation: int
@@ -128,7 +131,8 @@ class Plan:
     host: Bytes
     seconds: Seconds
     simulated: bool
-    """True if the time was predicted from published figures of a machine, not measured rates."""
+    """True if time was predicted for another machine from its published figures, False if from
+    rates measured on this machine."""
     host_state: float = 0.0
     """Share of the optimizer's state that is kept in host memory, 0 to 1."""
 

@@ -67,7 +67,7 @@ COMPILED_MIXES: tuple[Mix, ...] = (
     ((RECOMPUTE_FROM_HOST,), LEAN),
 )
 """Combinations of activation modes to try for compiled blocks: (modes of the first blocks, mode of
-the last blocks). As many last blocks as fit get the second one."""
+the last blocks). As many last blocks as fit in memory get the second one."""
 EAGER_MIXES: tuple[Mix, ...] = (
     ((LEAN,), KEEP),
     ((RECOMPUTE,), KEEP),
@@ -78,7 +78,7 @@ EAGER_MIXES: tuple[Mix, ...] = (
 
 
 class PlanError(GracetuneError):
-    """No plan fits the available memory."""
+    """Raised if no plan fits the available memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class PlanBudget:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """The choices among which the planner may decide."""
+    """The choices that the planner may make, such as batch sizes to try."""
 
     samples: int = 1
     """Number of samples per optimizer step on this device: micro-batch size times accumulation."""
@@ -111,7 +111,8 @@ class Constraints:
     host_state: tuple[float, ...] = (0.0,)
     """Shares of the optimizer's state to try in host memory."""
     run_file_batch: int | None = None
-    """The run file's micro-batch size, for which a second plan is made; None: no second plan."""
+    """The run file's micro-batch size. If the best plan has another one, a plan for this size is
+    made too; None: no second plan."""
 
     def batch_sizes(self) -> list[int]:
         """Return the micro-batch sizes to try, largest first."""
@@ -119,7 +120,10 @@ class Constraints:
         return [n for n in divisors if self.batches is None or n in self.batches]
 
     def for_budget(self, budget: PlanBudget) -> Constraints:
-        """Return a copy for this budget: with one shared memory, nothing may stream or offload."""
+        """Return a copy for this budget: if host and device share one memory, nothing is offloaded.
+
+        Weights are not streamed either, and optimizer state is not kept in host memory.
+        """
         if not budget.one_memory:
             return self
         return replace(self, stream=False, offload=False, host_state=(0.0,))
@@ -133,7 +137,7 @@ class RunFileBatchPlan:
     plan: Plan | None
     """The best plan with this micro-batch size; None: no plan fits."""
     why: str = ""
-    """The reason why no plan fits."""
+    """Error message that says why no plan fits; empty if one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +146,10 @@ class SearchResult:
 
     best: Plan
     others: tuple[Plan, ...]
-    """Alternatives: the best plan of each other kind (see `_kind`), fastest first."""
+    """Alternatives: the fastest plan of each other combination of batch size, compilation,
+    streaming and activation modes, fastest first."""
     num_tried: int
-    """Number of candidates that were simulated."""
+    """Number of candidate plans that were simulated."""
     as_written: RunFileBatchPlan | None = None
     """The plan for the run file's micro-batch size; None if the best plan has the same size, or if
     `Constraints.run_file_batch` is None."""
@@ -177,7 +182,8 @@ def find_best_plan(
         raise PlanError(_explain_no_fit(model, fixed, budget, constraints))
     plans: list[Plan] = []
     best_of_kind: dict[object, float] = {}
-    """Seconds per sample of the fastest plan so far, by kind of plan."""
+    """Seconds per sample of the fastest plan so far, for each kind of plan as `_kind` returns
+    it."""
     for bound, _, candidate in by_bound:
         fastest = sorted(best_of_kind.values())
         if len(fastest) > MAX_ALTERNATIVES and bound > fastest[MAX_ALTERNATIVES]:
@@ -199,7 +205,7 @@ def compare_with_run_file(
     budget: PlanBudget,
     constraints: Constraints,
 ) -> SearchResult:
-    """Add the plan for the run file's micro-batch size, if the best plan has another size."""
+    """Add a plan for the run file's micro-batch size, if the best plan has another size."""
     best, batch = result.best, constraints.run_file_batch
     if batch is None or best.batch == batch:
         return result
@@ -214,7 +220,7 @@ def compare_with_run_file(
 def predict(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, simulated: bool
 ) -> Plan:
-    """Return the candidate as a plan, with its predicted memory and time."""
+    """Return the candidate's decisions as a plan with predicted memory and time."""
     costs = model.at(candidate.batch)
     state_nbytes = fixed.optimizer_nbytes // fixed.experts
     return Plan(
@@ -233,7 +239,10 @@ def predict(
 
 
 def _kind(plan: Plan | PlanCandidate) -> object:
-    """Return a key for the kind of a plan: plans are reported as alternatives if it differs."""
+    """Return a key of the plan's main choices: batch size, compilation, streaming, offloading.
+
+    Of plans with equal keys, only the fastest is reported.
+    """
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
     return plan.batch, plan.compiled, bool(plan.streamed), treatments, bool(plan.host_state)
 
@@ -257,7 +266,10 @@ def _simplest(plans: list[Plan]) -> Plan:
 def _stream_less(
     model: CostModel, plan: Plan, fixed: FixedMemory, budget: PlanBudget, simulated: bool
 ) -> Plan:
-    """Return the plan with as few streamed blocks as fit; the search tried coarse numbers only."""
+    """Return the plan with as few streamed blocks as fit in memory, if it is about as fast.
+
+    The search itself has tried only a few numbers of streamed blocks.
+    """
     low, high = 0, len(plan.streamed)
     while low < high:
         count = (low + high) // 2
@@ -281,7 +293,7 @@ def _with_streamed(plan: Plan, count: int) -> PlanCandidate:
 
 
 def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
-    """Return the fastest plan of each kind other than that of the best plan."""
+    """Return the fastest plan of each kind (see `_kind`), except the kind of the best plan."""
     shown = {_kind(best)}
     others = []
     for plan in sorted(plans, key=lambda plan: -plan.samples_per_second):
@@ -296,7 +308,7 @@ def _alternatives(plans: list[Plan], best: Plan) -> tuple[Plan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PartialCandidate:
-    """A candidate plan whose activation modes are not chosen yet."""
+    """A candidate plan for which each block's activation mode is not chosen yet."""
 
     num_blocks: int
     streamed: tuple[int, ...]
@@ -329,9 +341,9 @@ class PartialCandidate:
 def candidates(
     model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> Iterator[PlanCandidate]:
-    """Yield the candidates that fit the budget.
+    """Yield the candidate plans that fit the memory budget.
 
-    In each, as many of the last blocks as fit use the faster activation mode.
+    In each, as many of the last blocks as fit use the faster of two activation modes.
     """
 
     def fits_on_device(candidate: PlanCandidate) -> bool:
@@ -358,7 +370,7 @@ def _partial_candidates(model: CostModel, constraints: Constraints) -> Iterator[
 def fits(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> bool:
-    """Return True if device and host have room for the candidate."""
+    """Return True if device and host have room for the candidate plan."""
     host = host_bytes(model.at(candidate.batch), candidate, fixed).total
     return host <= budget.host_nbytes and fits_device(model, candidate, fixed, budget)
 
@@ -366,7 +378,7 @@ def fits(
 def fits_device(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> bool:
-    """Return True if the device has room for the candidate."""
+    """Return True if the device has room for the candidate plan."""
     return required_device_nbytes(model, candidate, fixed, budget) <= budget.device_nbytes
 
 
@@ -385,7 +397,7 @@ def required_device_nbytes(
 def smallest_candidate(
     model: CostModel, fixed: FixedMemory, budget: PlanBudget, constraints: Constraints
 ) -> PlanCandidate:
-    """Return the candidate that needs least device memory.
+    """Return the candidate plan that needs least device memory.
 
     This is not always the smallest batch with everything streamed: accumulated gradients and ring
     slots need memory too.
@@ -406,7 +418,8 @@ def evenly_spaced(count: int, num_blocks: int) -> tuple[int, ...]:
 def _streaming_choices(
     num_blocks: int, constraints: Constraints
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the choices to try for streaming: (indices of streamed blocks, number of slots)."""
+    """Yield the choices to try for streaming: (indices of streamed blocks, number of ring
+    slots)."""
     yield (), 0
     if not constraints.stream:
         return
@@ -432,9 +445,9 @@ def _with_most_last_blocks(
     last: Treatment,
     fits_on_device: Callable[[PlanCandidate], bool],
 ) -> PlanCandidate | None:
-    """Return the candidate in which as many last blocks as fit use the mode `last`.
+    """Return the candidate in which as many of the last blocks as fit use the mode `last`.
 
-    Returns None if the candidate does not fit even without such blocks.
+    The other blocks use the modes in `first`. Returns None if even that does not fit.
     """
     low, high = 0, partial.num_blocks
     best = partial.candidate(first, last, low)
@@ -485,10 +498,11 @@ def _explain_no_fit(
 
 
 def _smallest_sufficient(required: Callable[[int], int]) -> str:
-    """Return the smallest size that is enough, as a text that is not rounded down.
+    """Return the smallest budget that meets its own requirement, as a text that is not rounded
+    down.
 
-    The required size may grow with the budget, because caches fill a small share of it. That share
-    is small, so the loop ends soon.
+    `required` maps a budget in bytes to the bytes that are needed with it. They may grow with the
+    budget, because caches fill a share of it. That share is small, so the loop ends soon.
     """
     nbytes = required(0)
     while True:

@@ -33,17 +33,17 @@ class Op:
     weights_nbytes: float = 0.0
     """The part of `nbytes` that is weights, which do not grow with the batch."""
     out_nbytes: float = 0.0
-    """The part of `nbytes` that is written."""
+    """The part of `nbytes` that the kernel writes."""
     frozen: bool = False
     """True for a matmul with a frozen weight, and for other kernels of the same custom operator.
-    These may be computed in fp8."""
+    These kernels may be computed in fp8."""
     backward: bool = False
     dims: tuple[int, ...] = ()
     """Sizes of a kernel that can be timed. Matmul with a weight: rows, in features, out features.
     Attention: batch, heads, queries, keys, head width. The first size grows with the batch. Empty
     for other kernels."""
     starts_custom_op: bool = False
-    """True for the first kernel of one of our custom operators."""
+    """True for the first kernel of one of gracetune's custom operators."""
     reads_frozen_weight: bool = False
     """True for a matmul whose own weight is frozen, unlike an adapter's in the same operator."""
     replay: ReplayCall | None = None
@@ -52,7 +52,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class HostCalls:
-    """Counts of the CPU's calls to launch one pass. Scaled counts may be fractional."""
+    """Counts of the operator calls by which the CPU launches one forward or backward pass.
+
+    Scaled counts may be fractional.
+    """
 
     dispatched: float = 0.0
     """Number of operator calls; a custom operator counts as one."""
@@ -61,7 +64,7 @@ class HostCalls:
     views: float = 0.0
     """Number of operator calls that launch no kernel: views and allocations."""
     custom_ops: float = 0.0
-    """Number of calls of our custom operators, which run Python code."""
+    """Number of calls of gracetune's custom operators, which run Python code."""
     saved_tensors: float = 0.0
     """Number of tensors that autograd saves in forward, or reads in backward."""
     policy_calls: float = 0.0
@@ -78,9 +81,10 @@ class HostCalls:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Kernels, memory and CPU calls of one block in one activation mode.
+    """Predicted kernels, memory and CPU calls of one block's forward and backward.
 
-    There is also one trace for the model outside of blocks.
+    A block has one trace for each activation mode (what it keeps or recomputes). The model outside
+    of blocks has a trace too.
     """
 
     forward: tuple[Op, ...]
@@ -92,17 +96,17 @@ class Trace:
     forward_peak_nbytes: int
     """Peak of the memory that forward allocates, including its output and saved tensors."""
     backward_peak_nbytes: int
-    """Peak of memory in backward: saved tensors still needed, and workspace. Gradients of weights
-    are not included."""
+    """Peak of memory in backward, in bytes: saved tensors still needed, and workspace. Gradients of
+    weights are not included."""
 
     transposed_nbytes: int = 0
-    """Memory of a transposed weight in backward, which adds to the peak at any batch size."""
+    """Bytes of a transposed weight in backward, which add to the peak at any batch size."""
     num_needed: int | None = None
-    """Number of forward kernels up to the last one that saves a tensor, where checkpointing stops
-    recomputing; None: all kernels."""
+    """Number of forward kernels up to the last one that saves a tensor. Checkpointing recomputes no
+    further; None: all kernels."""
     forward_calls: HostCalls = HostCalls()
     recompute_calls: HostCalls = HostCalls()
-    """CPU calls of the forward work that backward recomputes."""
+    """Counts of CPU calls in the forward work that backward recomputes."""
     backward_calls: HostCalls = HostCalls()
 
     @property
@@ -113,7 +117,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class TracesByMode:
-    """The traces of a block by activation mode. Their `backward` includes recomputed kernels."""
+    """Traces (kernels and memory of forward and backward) of a block by activation mode.
+
+    `backward` of a trace includes recomputed kernels.
+    """
 
     keep: Trace
     lean: Trace
@@ -125,9 +132,10 @@ def recomputed_trace(
 ) -> Trace:
     """Return the trace of an eager block that keeps its input and the outputs of `saved` kernels.
 
-    `keep` is the trace of the same block without recomputation. Backward first recomputes forward
-    up to the last kernel that it needs, without the `saved` kernels. With a selective-checkpoint
-    policy (`has_policy`), every operator also runs the policy's Python code, even a saved one.
+    A trace lists kernels and memory. `keep` is the trace of the same block without recomputation.
+    Backward first recomputes forward up to the last kernel that it needs, without the `saved`
+    kernels. With a selective-checkpoint policy (`has_policy`), every operator also runs the
+    policy's Python code, even a saved one.
     """
     saved_ids = {id(op) for op in saved}
     repeated = tuple(op for op in keep.forward[: keep.num_needed] if id(op) not in saved_ids)
@@ -165,7 +173,8 @@ def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class BlockShapes:
-    """Sizes and traces of one kind of block; most models have one or two kinds."""
+    """Sizes and traces (kernels, memory) of one kind of block; most models have one or two
+    kinds."""
 
     frozen_nbytes: int
     trained_nbytes: int
@@ -175,19 +184,20 @@ class BlockShapes:
     compiled: TracesByMode
     cast_copies_nbytes: int = 0
     """Bytes of the copies of trained weights in the compute dtype, which are made once per pass; 0
-    if the weights are used as they are."""
+    if the weights are used without a cast."""
     num_trained: int = 0
     """Number of trained parameters (tensors)."""
 
     @property
     def gradients_nbytes(self) -> int:
-        """Bytes of weight gradients after backward, in the dtype in which weights are used."""
+        """Bytes of weight gradients after backward. They have the dtype in which weights are
+        used."""
         return self.cast_copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """Sizes and traces of a whole model at one batch size."""
+    """Sizes and traces (kernels, memory) of a whole model at one batch size."""
 
     name: str
     batch: int
@@ -203,7 +213,7 @@ class ModelShapes:
 
     @property
     def blocks(self) -> tuple[BlockShapes, ...]:
-        """The shapes of every block, in forward order."""
+        """The sizes and traces of every block, in forward order."""
         return tuple(self.kinds[kind] for kind in self.order)
 
     @property
@@ -230,7 +240,8 @@ class ModelShapes:
 
 aten = torch.ops.aten
 FP32_ARGUMENTS = {aten.native_layer_norm_backward.default: (3, 4)}
-"""Positions of arguments that CUDA expects in fp32, and the CPU in the dtype of the input."""
+"""Operator -> positions of arguments that CUDA expects in fp32, but the CPU in the input's
+dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +284,7 @@ class _TypedNumber:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """A list or tuple among the arguments, in hashable form."""
+    """A list or tuple among an operator's arguments, in hashable form."""
 
     members: tuple[object, ...]
 

@@ -53,8 +53,8 @@ COMPUTE, WEIGHTS_IN, ACTIVATIONS_IN, ACTIVATIONS_OUT, HOST = range(len(STREAMS))
 INWARD = (WEIGHTS_IN, ACTIVATIONS_IN)
 
 NUM_STEPS, MORE_STEPS = 2, 8
-"""Number of simulated steps, first try and second try. The second is needed if the last step is
-shorter than its kernel launches, because kernels were still queued from the step before."""
+"""Number of steps to simulate first, and number if that was too few: when the last step is shorter
+than its kernel launches, it ran kernels queued in the step before."""
 ROUNDING_S = 1e-9
 LAUNCH_QUEUE_DEPTH = 1021
 """Maximum number of kernels that are launched but not yet started; launching one more blocks the
@@ -67,7 +67,7 @@ run every saved tensor is copied separately, as soon as it exists."""
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """The decisions of a plan, before anything is predicted."""
+    """The decisions of a plan, before its memory and time are predicted."""
 
     blocks: tuple[BlockPlan, ...]
     batch: int
@@ -75,7 +75,7 @@ class PlanCandidate:
     accumulation: int
     """Micro-batches per optimizer step."""
     slots: int
-    """Slots of the weight ring."""
+    """Number of slots of the weight ring (device buffers for one streamed block each)."""
     compiled: bool
     host_state: float = 0.0
     """Share of the optimizer's state that lives in host memory, 0 to 1."""
@@ -98,7 +98,8 @@ def candidate_of(plan: Plan) -> PlanCandidate:
 def predict_seconds(
     costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates, optimizer_nbytes: int
 ) -> Seconds:
-    """Simulate steps and return the time of one micro-batch, including its share of the update."""
+    """Simulate steps and return the time of one micro-batch, with its share of the optimizer
+    step."""
     for num_steps in (NUM_STEPS, MORE_STEPS):
         script = _StepScript(costs, candidate, rates, optimizer_nbytes, num_steps)
         for _ in range(num_steps):
@@ -142,7 +143,7 @@ def predict_seconds(
 def lower_bound_seconds(
     costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates
 ) -> float:
-    """Return a lower bound of the simulated time, which is much cheaper than the simulation.
+    """Return a cheap lower bound, in seconds, of the time that `predict_seconds` would simulate.
 
     It is the longest of the compute time, the launch time, and the copy time in each direction.
     """
@@ -168,7 +169,8 @@ def _min_launch_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
 def _min_incoming_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> float:
     """Return the bytes that a step must at least copy to the device.
 
-    These are weights, except those still in a slot from before, and offloaded activations.
+    These are streamed weights, except those still on the device from an earlier use, and offloaded
+    activations.
     """
     weights = sorted(2 * [costs.blocks[index].frozen_nbytes for index in candidate.streamed])
     fetches = max(0, 2 * (len(candidate.streamed) - candidate.slots))
@@ -177,7 +179,7 @@ def _min_incoming_nbytes(costs: ModelCosts, candidate: PlanCandidate) -> float:
 
 
 def _offloaded_nbytes(costs: ModelCosts, candidate: PlanCandidate, except_last: int) -> float:
-    """Return the bytes that all blocks except the last `except_last` offload.
+    """Return the bytes of activations that all blocks except the last `except_last` offload.
 
     Backward reaches the last blocks so soon that their activations may never leave the device.
     """
@@ -211,7 +213,7 @@ def _recompute_seconds(costs: ModelCosts, candidate: PlanCandidate) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A piece of work on one stream: a pass over a block, a copy, or kernel launches."""
+    """A piece of work on one simulated stream: a pass over a block, a copy, or kernel launches."""
 
     stream: int
     seconds: float
@@ -242,7 +244,7 @@ def simulate(tasks: Sequence[Task], both_ways_share: float) -> TaskTimes:
         queues[task.stream].append(number)
     heads = [0] * len(STREAMS)
     left = [-1.0] * len(STREAMS)
-    """Remaining seconds of each stream's running task; negative if none runs."""
+    """Remaining seconds of the task that each stream runs; negative if it runs none."""
     starts = [0.0] * len(tasks)
     ends = [-1.0] * len(tasks)
     now = 0.0
@@ -290,7 +292,8 @@ def _stream_speeds(left: Sequence[float], both_ways_share: float) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Forward or backward of one block, or of the model outside of blocks."""
+    """Time and kernels of one forward or backward: of one block, or of the model outside of
+    blocks."""
 
     seconds: float
     launch_s: float
@@ -313,7 +316,7 @@ def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pas
 
 @dataclass
 class _StepScript:
-    """Lists the tasks of a candidate's steps, in the order in which a run queues them."""
+    """Builds the list of tasks to simulate for a candidate plan's steps, in queueing order."""
 
     costs: ModelCosts
     candidate: PlanCandidate
@@ -335,7 +338,7 @@ class _StepScript:
         uses = order + (order[1:] * (self.num_steps - 1) if len(streamed) > 1 else [])
         self._fetches = iter(fetches(uses, candidate.slots) if streamed else [])
         self._fetch_task: dict[int, int] = {}
-        """Index of the latest task that fetched the weights of each block."""
+        """For each streamed block, index of the latest task that fetches its weights."""
         self._block_in_use: int | None = None
         # An update reads and writes the weights, reads their gradients, and reads and writes the
         # optimizer's state. Its time is divided by the number of micro-batches.
@@ -357,17 +360,17 @@ class _StepScript:
             )
             if (nbytes := block.offloaded_nbytes(plan, candidate.compiled))
         }
-        """Offloaded bytes by block index, for blocks that offload anything."""
+        """Bytes of offloaded activations by block index, for blocks that offload any."""
         self._launch_s = self._launch_seconds()
         outside_launch_s = outside.forward_host_s, outside.backward_host_s
         self._outside_launch_s = outside_launch_s if self._launch_s else (0.0, 0.0)
         self._compute_tasks: list[int] = []
         self._kernels: list[float] = []
-        """Total number of kernels launched up to and including each compute task."""
+        """For each compute task, the total number of kernels up to its end."""
         self._last_launch = -1
 
     def _launch_seconds(self) -> list[tuple[float, float]]:
-        """Return the CPU time to launch each block's forward and backward.
+        """Return the CPU seconds to launch each block's forward and backward.
 
         The list is empty if launching is faster than computing in every block: then the host is
         always ahead of the device and need not be simulated.
@@ -390,19 +393,19 @@ class _StepScript:
 
     @property
     def outside_s(self) -> float:
-        """Compute time outside of blocks, including the update."""
+        """Compute time outside of blocks in seconds, including the optimizer's update."""
         return sum(self._outside_s) + self._update_s
 
     def seconds_of(self, *streams: int) -> float:
-        """Return the total duration of the last step's tasks on these streams."""
+        """Return the total seconds of the last step's tasks on these streams."""
         last_step = self.tasks[self.first_of_last_step :]
         return sum(task.seconds for task in last_step if task.stream in streams)
 
     def write_step(self) -> None:
-        """Add the tasks of one step: forward, loss, backward, update."""
+        """Add the tasks of one step: forward, loss, backward and the optimizer's update."""
         self.first_of_last_step = len(self.tasks)
         copies_out: dict[int, list[int]] = {}
-        """Indices of the tasks that copy the activations of each block to the host."""
+        """For each block, indices of the tasks that copy its activations to the host."""
         outside_forward, outside_backward = _passes(self.costs.outside, self._outside_launch_s)
         self._compute(outside_forward)
         for index, plan in enumerate(self.candidate.blocks):
@@ -456,12 +459,15 @@ class _StepScript:
         return EAGER_COPY_PARTS if index in self._offloaded and leaves_early else 1
 
     def _copy_out(self, index: int, num_parts: int) -> int:
-        """Add a task that copies the activations of the last compute task to the host."""
+        """Add a task that copies a block's activations, or one part, to the host; return its index.
+
+        It starts after the last compute task.
+        """
         seconds = self._offloaded[index] / self.rates.link_out / num_parts
         return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._last_launch])
 
     def _copy_in(self, index: int, copies_out: list[int]) -> list[int]:
-        """Add tasks that copy a block's activations back to the device.
+        """Add tasks that copy a block's activations back to the device; return their indices.
 
         They start after the last compute task, which frees the memory that they need.
         """
@@ -470,7 +476,8 @@ class _StepScript:
         return [self._add(ACTIVATIONS_IN, seconds, dependencies) for _ in copies_out]
 
     def _queue_fetches(self, index: int) -> None:
-        """Add the weight fetches that the ring queues when it is about to use a block."""
+        """Add the weight copies that the weight ring would start when this block is about to be
+        used."""
         is_streamed = self.candidate.blocks[index].weights == "streamed"
         if not is_streamed or index == self._block_in_use:
             return
@@ -512,7 +519,7 @@ class _StepScript:
 
 @dataclass(slots=True)
 class _SimulatedSlot:
-    """A slot without memory, with which the ring's fetch policy is simulated."""
+    """A slot of the weight ring without memory, to simulate which block is fetched into it."""
 
     block: int | None = None
 
@@ -522,7 +529,10 @@ class _SimulatedSlot:
 
 
 def fetches(uses: Sequence[int], num_slots: int) -> list[list[int]]:
-    """Return, for each use of a block, the blocks whose fetch the ring queues just before it."""
+    """Simulate a weight ring: return, for each use of a block, which blocks are fetched before it.
+
+    `uses` lists block indices in the order in which they are used.
+    """
     slots = [_SimulatedSlot() for _ in range(num_slots)]
     queued: list[list[int]] = []
     for block, ranks in zip(uses, _upcoming(uses), strict=True):
@@ -540,7 +550,10 @@ def fetches(uses: Sequence[int], num_slots: int) -> list[list[int]]:
 
 
 def _upcoming(uses: Sequence[int]) -> list[dict[int, int]]:
-    """Return, for each use of a block, the ranks of the blocks used later: 0 is used next."""
+    """Return, for each use of a block, the order in which blocks are used after it.
+
+    Each dictionary maps a block to its position in that order; 0 is used next.
+    """
     found: list[dict[int, int]] = []
     order: list[int] = []
     for block in reversed(uses):

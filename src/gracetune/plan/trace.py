@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceTarget:
-    """A model to trace, which already has its adapter, and how to call it."""
+    """A model to trace, and functions that make its inputs and call it. It has its adapter
+    already."""
 
     name: str
     model: nn.Module
@@ -51,22 +52,23 @@ class TraceTarget:
     """Function that returns a batch of the given size, as the data loader would. It is called under
     `FakeTensorMode`."""
     predict: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    """Function that calls the model with such a batch and returns the model's prediction."""
+    """Function that calls the model with a batch from `inputs` and returns the model's
+    prediction."""
     compute_dtype: torch.dtype | None = None
-    """Dtype to which trained weights are cast once per pass; None: they are used as they are."""
+    """Dtype to which trained weights are cast once per pass; None: they are not cast."""
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """The arguments and outputs of one call of a block, flattened into lists of leaves."""
+    """Recorded arguments and outputs of one call of a block, flattened by `torch.utils._pytree`."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     hidden: tuple[int, ...]
-    """Positions of the argument leaves that are hidden states. They come from earlier blocks, or
-    for the first block from the embeddings."""
+    """Positions of the hidden states in `leaves`. They come from earlier blocks, or for the first
+    block from the embeddings."""
     outputs: tuple[Any, ...]
-    """The leaves of the block's outputs; the last block may return None for unused ones."""
+    """The flattened outputs of the block; the last block may return None for unused ones."""
     out_spec: TreeSpec
 
     @property
@@ -76,7 +78,8 @@ class TracedCall:
 
 
 class CalledModel(nn.Module):
-    """A module whose forward calls `TraceTarget.predict`, so that `functional_call` can run it."""
+    """Wraps a traced model so that `torch.func.functional_call` runs it through
+    `TraceTarget.predict`."""
 
     def __init__(self, target: TraceTarget) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class CalledModel(nn.Module):
 
 
 def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
-    """Trace a training step of a model at this batch size."""
+    """Trace a training step of a model at this batch size; return its kernels, sizes and memory."""
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -131,7 +134,8 @@ def _forget_fakes(model: nn.Module) -> None:
 
 
 def _fresh(call: TracedCall) -> list[Any]:
-    """Return new tensors like a call's arguments; hidden states require gradients."""
+    """Return empty tensors of the same shapes as a call's arguments; hidden states need
+    gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.hidden:
         leaves[place].requires_grad_(True)
@@ -158,7 +162,7 @@ def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
 
 
 def _eager_modes(keep: Trace, input_nbytes: int) -> TracesByMode:
-    """Derive the traces of an eager block in all modes from that of mode `keep`.
+    """Derive an eager block's traces in all activation modes from that of mode `keep`.
 
     Mode `lean` saves the outputs of attention and of matmuls with frozen weights. A LoRA's own
     matmuls are part of the same operator and are not saved separately.
@@ -219,9 +223,10 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
 def _compiled(
     block: nn.Module, fakes: dict[int, Tensor], call: TracedCall
 ) -> Callable[[SavedSet], Trace]:
-    """Trace a block's joint graph. Return a function that partitions it and returns a trace.
+    """Trace a block's forward and backward as one graph, as the compiler would.
 
-    The function's argument selects the tensors that forward saves.
+    Returns a function that takes the set of tensors to save, splits the graph accordingly, and
+    returns the kernels and memory of the parts.
     """
     weights = named_fakes(block, fakes)
     names = list(weights)
@@ -256,7 +261,8 @@ def _base(tensor: Tensor) -> Tensor:
 def _trace_outside(
     target: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[TracedCall], batch: int
 ) -> tuple[Trace, int]:
-    """Return the trace of embeddings, head and loss, and the bytes of the batch."""
+    """Trace embeddings, head and loss; return their kernels and memory, and the bytes of a
+    batch."""
     weights = named_fakes(target.model, fakes, "model.")
     inputs = target.inputs(batch)
     recorder = KernelRecorder(weights.values(), inputs.values())
@@ -295,7 +301,10 @@ def _trace_outside(
 
 
 def _context(calls: Sequence[TracedCall]) -> list[Tensor]:
-    """Return the arguments that all blocks share: text, timestep embedding, positions."""
+    """Return the tensor arguments of all blocks that are not hidden states.
+
+    These are text, timestep embedding and positions, which blocks usually share.
+    """
     return [
         leaf
         for call in calls
@@ -345,11 +354,11 @@ def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -
 def record_block_calls(
     target: TraceTarget, fakes: dict[int, Tensor], batch: int
 ) -> list[TracedCall]:
-    """Run the whole model once and return the recorded call of each block."""
+    """Run the whole model once and return the recorded arguments and outputs of each block."""
     seen: dict[nn.Module, TracedCall] = {}
     hidden_storages: set[int] = set()
     known: dict[object, tuple[list[Any], TreeSpec]] = {}
-    """Outputs by block signature: of several equal blocks, only the first is run."""
+    """Flattened outputs by block signature: of several equal blocks, only the first is run."""
 
     def recording(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -397,7 +406,7 @@ def block_signature(block: nn.Module, leaves: Sequence[Any]) -> object:
 
 
 def _fresh_outputs(outputs: Sequence[Any]) -> list[Any]:
-    """Return new tensors like the outputs. Outputs that share a storage share a new one."""
+    """Return empty tensors like the outputs. Outputs that share a storage share one again."""
     bases: dict[int, Tensor] = {}
     fresh: list[Any] = []
     for leaf in outputs:
@@ -432,7 +441,10 @@ class _BlockStub(torch.autograd.Function):
 
 @contextmanager
 def stub_blocks(blocks: Sequence[nn.Module], calls: Sequence[TracedCall]) -> Iterator[None]:
-    """Replace the forward of blocks by stubs while the rest of the model is traced."""
+    """Replace the forward of blocks by stubs while the rest of the model is traced.
+
+    A stub returns outputs of the recorded shapes and computes nothing.
+    """
     anchor = torch.empty(1, requires_grad=True)  # without it, frozen embeddings would need no graph
 
     def stub(call: TracedCall) -> Callable[..., Any]:
