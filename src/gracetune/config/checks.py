@@ -37,7 +37,7 @@ def find_violations(run: RunFile) -> list[Violation]:
 
 
 def check_trainable(run: RunFile) -> None:
-    """Raise an error if settings contradict each other, or if a dataset or its location is missing."""
+    """Raise an error if settings contradict each other, or a dataset or its location is missing."""
     violations = [*find_violations(run), *_check_has_data(run)]
     if violations:
         raise ConfigError("\n".join(f"{key} {message}" for key, message in violations))

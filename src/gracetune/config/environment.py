@@ -32,8 +32,8 @@ OWN_ALLOC_CONF_VARIABLE = "GRACETUNE_ALLOC_CONF"
 """Environment variable for gracetune's own allocator settings (`use_uvm`, `uvm_*`), which stock
 torch would refuse in PYTORCH_CUDA_ALLOC_CONF."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
-"""Torch allocator setting that gracetune turns on by default. It prevents fragmentation, for which a
-memory plan leaves no room: a plan fills the GPU to within a few percent."""
+"""Torch allocator setting that gracetune turns on by default. It prevents fragmentation, for which
+a memory plan leaves no room: a plan fills the GPU to within a few percent."""
 LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 """Environment variable whose presence shows that `accelerate launch` started this process."""
 
@@ -96,8 +96,8 @@ class EnvironmentSettings:
     access_pattern: str | None = None
     mixed_precision: str | None = None
     alloc_conf: str = ""
-    """Value of the variable from which torch reads allocator settings, such as PYTORCH_ALLOC_CONF. It
-    may still contain gracetune's own settings (`use_uvm`, `uvm_*`)."""
+    """Value of the variable from which torch reads allocator settings, such as PYTORCH_ALLOC_CONF.
+    It may still contain gracetune's own settings (`use_uvm`, `uvm_*`)."""
     use_uvm: bool | None = None
     stage1_threshold: float | None = None
     stage1_min_bytes: int | None = None

@@ -343,7 +343,7 @@ def _type_name(kind: object) -> str:
 
 
 def _type_inside(kind: object, step: str | int) -> object:
-    """Return the type of a model's field `step`, or of the items of a tuple or the values of a dict.
+    """Return the type of a model's field `step`, of a tuple's items, or of a dict's values.
 
     Returns None if it is unknown.
     """

@@ -198,7 +198,7 @@ class _JsonReader:
         return items
 
     def _separator(self, end: str) -> None:
-        """Skip the comma after an item; after the last item, stop before the closing character `end`."""
+        """Skip the comma after an item; after the last item, stop before the character `end`."""
         self._skip_space()
         if self._peek() == end:
             return

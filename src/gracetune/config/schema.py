@@ -237,8 +237,8 @@ class TrainSection(Section):
     with both. `alternate`: the same number for each; `proportional`: as often as drawn timesteps
     fall into the range of each."""
     switch_every: PositiveInt = 1
-    """Number of optimizer steps for which one of the two transformers is trained before the other may
-    follow, for models with a high-noise and a low-noise transformer."""
+    """Number of optimizer steps for which one of the two transformers is trained before the other
+    may follow, for models with a high-noise and a low-noise transformer."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay per optimizer step of an exponential moving average of the trained weights, such as
     0.999. 0: no average."""
@@ -443,8 +443,8 @@ class ShapesSection(Section):
     seed: int = 0
     """Seed of the positions and sizes of the shapes."""
     concept: str | None = None
-    """Generate images of this shape only. The one choice is `star`, which the default dataset lacks,
-    so that an adapter can learn something new from it."""
+    """Generate images of this shape only. The one choice is `star`, which the default dataset
+    lacks, so that an adapter can learn something new from it."""
 
 
 class AugmentationSection(Section):
@@ -579,8 +579,8 @@ class DatasetSection(Section):
     """Seconds to wait until a sample is read and decoded, after which the run stops. Raise it for
     slow storage or long videos."""
     cache_latents_to_disk: bool | None = None
-    """Keep the cache on disk after the run, as in ai-toolkit. It sets `cache_config.persistent_cache`
-    and so applies to all datasets, because a run has one cache."""
+    """Keep the cache on disk after the run, as in ai-toolkit. It sets
+    `cache_config.persistent_cache` and so applies to all datasets, because a run has one cache."""
     augmentations: tuple[AugmentationSection, ...] = ()
     """Random changes of each image. They are derived from the run's seed and the image's content,
     so a repeated run draws the same ones. Images only."""

@@ -307,7 +307,7 @@ class SampleTransform:
     """Rate that the clip is converted to: frames per second of a video, or samples per second of
     audio; 0 for images."""
     clip: float = 0.0
-    """Position of the clip in a video or audio file: 0 for the first seconds, 1 for the last ones."""
+    """Position of the clip in a video or audio file: 0 for the first seconds, 1 for the last."""
 
     @property
     def name(self) -> str:
@@ -338,7 +338,7 @@ def sample_transform(
     epoch: int = 0,
     lanczos: Lanczos = "pillow",
 ) -> SampleTransform:
-    """Return how to render a sample (crop, augmentations, clip) according to its dataset's settings.
+    """Return how to render a sample (crop, augmentations, clip) by its dataset's settings.
 
     The random choices depend only on the run's `seed`, the bytes of the file and the `epoch`.
     """

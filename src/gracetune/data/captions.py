@@ -85,7 +85,7 @@ def _from_text_files(
 
 
 def _tables(source: Source, name: str) -> list[str]:
-    """Return the relative paths of all caption tables called `name`, those in outer folders first."""
+    """Return the relative paths of all caption tables called `name`, outer folders first."""
     found = [key for key in source.keys() if PurePosixPath(key).name == name]  # noqa: SIM118
     return sorted(found, key=lambda key: key.count("/"))
 

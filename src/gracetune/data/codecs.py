@@ -89,8 +89,8 @@ def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
 SAMPLED_FILES = 16
 """Largest number of files per suffix on which `compression: auto` tries its codecs."""
 SAMPLED_NBYTES = 32 * 1024**2
-"""Largest total size in bytes of the files per suffix on which `compression: auto` tries its codecs.
-One file is used even if it is larger."""
+"""Largest total size in bytes of the files per suffix on which `compression: auto` tries its
+codecs. One file is used even if it is larger."""
 MAX_SUFFIXES = 16
 """Number of suffixes that get a codec of their own; files of rarer suffixes share one."""
 OTHER_SUFFIXES = "other"

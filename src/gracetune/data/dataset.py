@@ -106,8 +106,8 @@ def open_dataset(
 ) -> OpenDataset:
     """List the samples and captions of a dataset, and check that every sample can be decoded.
 
-    Files are first read into host memory if the dataset's type says so. Processes on one machine that
-    pass the same folder as `meet_in` share one copy in memory.
+    Files are first read into host memory if the dataset's type says so. Processes on one machine
+    that pass the same folder as `meet_in` share one copy in memory.
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()

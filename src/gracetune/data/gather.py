@@ -27,8 +27,8 @@ LIBRARY = "_gather.so"
 SOURCE = Path(__file__).with_name("gather.c")
 _WHOLE = -1
 FAILED = -1
-"""Length that `Gather` returns for a file that it did not copy: the file cannot be read, or its size
-is not the expected one."""
+"""Length that `Gather` returns for a file that it did not copy: the file cannot be read, or its
+size is not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _encode_paths(paths: Sequence[str]) -> bytes:
 
 
 def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
-    """Load the compiled library of gather.c; if that fails, return the reason as `MissingGather`."""
+    """Load the compiled library of gather.c; on failure, return the reason as `MissingGather`."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingGather(

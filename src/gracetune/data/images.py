@@ -59,8 +59,8 @@ class Decoders:
     lanczos: Lanczos = "pillow"
     """Library that resizes images."""
     simple: Mapping[str, DecodeSimple] = field(default_factory=dict)
-    """Decoders of files that are 8-bit RGB, upright, opaque and without a colour profile (simple), by
-    Pillow's name of the file format."""
+    """Decoders of files that are 8-bit RGB, upright, opaque and without a colour profile (simple),
+    by Pillow's name of the file format."""
     description: str = "images are decoded and resized by Pillow"
     """Sentence about the choice, for a notice to the user."""
 

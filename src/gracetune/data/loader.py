@@ -94,12 +94,12 @@ class LoaderState:
 class _ShuffledEpoch:
     number: int
     entries: NDArray[np.int64]
-    """Numbers of all draws (uses of a sample) of the epoch, shuffled among draws of the same size."""
+    """Numbers of all draws (uses of a sample) of the epoch, shuffled among draws of equal size."""
     batches: NDArray[np.int64]
     """Each batch as a range (start, stop) of positions in `entries`; the batches are shuffled."""
     extras: Mapping[int, NDArray[np.int64]]
-    """For each `BucketGroup` by its index: the indices of the samples that this epoch uses once more
-    than the others, because `weight` makes the number of repeats fractional."""
+    """For each `BucketGroup` by its index: the indices of the samples that this epoch uses once
+    more than the others, because `weight` makes the number of repeats fractional."""
 
 
 class BatchOrder:
@@ -153,8 +153,8 @@ class BatchOrder:
     def one_draw_per_size(self) -> list[Draw]:
         """Return one sample of each size, the largest size first.
 
-        Their epoch is `NO_EPOCH`, so that loading them does not start to encode the augmented samples
-        of the next epoch.
+        Their epoch is `NO_EPOCH`, so that loading them does not start to encode the augmented
+        samples of the next epoch.
         """
         draws = [replace(self._draw(start, 0), epoch=NO_EPOCH) for start, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
@@ -203,8 +203,9 @@ class BatchOrder:
     def _extra_samples(self, index: int, number: int) -> NDArray[np.int64]:
         """Return the samples of a group that epoch `number` uses once more than the others.
 
-        They are given by their indices in the group. Shuffled copies of the group form an endless sequence, of which each epoch takes the next
-        piece. Every sample is therefore chosen equally often.
+        They are given by their indices in the group. Shuffled copies of the group form an endless
+        sequence, of which each epoch takes the next piece. Every sample is therefore chosen equally
+        often.
         """
         group = self._groups[index]
         count, share = len(group.samples), group.draws_per_epoch % len(group.samples)

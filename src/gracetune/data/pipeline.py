@@ -212,7 +212,10 @@ class DataPipeline:
         return PrefetchedBatches(loader, self._transfer.new_stream(), depth)
 
     def batches_fed(self, step: int, batches: BatchIterator) -> BatchesFed:
-        """Return an event with statistics of `batches` up to `step`, such as cache hits and waiting time."""
+        """Return statistics of the batches so far: cache hits, bytes copied and waiting time.
+
+        `step` is the number of the current optimizer step.
+        """
         counts, hit_counts = batches.counts, self._stores.hit_counts
         return BatchesFed(
             step=step,
@@ -459,7 +462,8 @@ class DatasetPreparer:
         If the cache is in host memory, all entries are then loaded from disk.
 
         `index` is the position of the dataset in the run file. `report` is the prefix of the folder
-        in which the ranks tell each other which samples they could not read. Returns the unreadable samples.
+        in which the ranks tell each other which samples they could not read. Returns the unreadable
+        samples.
         """
         section, encoder = self.run.datasets[index], self._family.identity()["latents"]
         workers, decoders = _decode_workers(section), self.transforms.decoders

@@ -327,7 +327,7 @@ class RemoteSource:
         return size
 
     def stamp(self, keys: Sequence[str]) -> str:
-        """Return a digest of the entity tags or modification times of files, which changes with them.
+        """Return a text that changes with the entity tags or modification times of these files.
 
         HTTP listings have neither, so changes of files on an HTTP server are not detected.
         """

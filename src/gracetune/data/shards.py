@@ -52,7 +52,7 @@ class Shard(Protocol):
         ...
 
     def open(self, ahead_nbytes: int) -> BinaryIO:
-        """Open the shard as a file object; for a remote shard, it reads `ahead_nbytes` at a time."""
+        """Open the shard as a file object; a remote shard is read `ahead_nbytes` at a time."""
         ...
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 RESERVE_NBYTES = 4 * GIB
 RESERVE_SHARE = 0.1
-"""Fraction of the host's memory, but at most RESERVE_NBYTES, that stays free when a dataset is staged
-(read into host memory)."""
+"""Fraction of the host's memory, but at most RESERVE_NBYTES, that stays free when a dataset is
+staged (read into host memory)."""
 WATCH_NBYTES = 256 * MIB
 """The host's free memory is checked each time that this many bytes of a dataset have been read into
 memory, because other processes may use memory as well."""
@@ -316,8 +316,8 @@ WRITE_BATCH_NBYTES = 1024**2
 """Files that are read in Python are collected until they have this many bytes together, and then
 written to shared memory in one call."""
 TIMED_FILES = 16
-"""Number of files whose `stat` is timed to guess whether they are on a local disk. On network storage
-the lengths of files are read by several threads."""
+"""Number of files whose `stat` is timed to guess whether they are on a local disk. On network
+storage the lengths of files are read by several threads."""
 LOCAL_STAT_S = 20e-6
 """If `stat` takes less than this many seconds per file, the files are assumed to be on a local
 disk."""
@@ -403,12 +403,12 @@ def fill_arena(
 
 @dataclass(slots=True)
 class _Rows:
-    """Location, sizes and codec of some consecutive files in shared memory, one list per property."""
+    """Address, sizes and codec of some consecutive files in shared memory, one list for each."""
 
     first: int
     """Position of the first of these files among all files of the dataset, sorted by name."""
     at: list[int] = field(default_factory=list)
-    """Address of each file in shared memory: number of the segment and offset in it, as one integer."""
+    """Address of each file in shared memory: segment number and offset, as one integer."""
     stored: list[int] = field(default_factory=list)
     """Size of each file in bytes as it is stored."""
     nbytes: list[int] = field(default_factory=list)
@@ -486,7 +486,10 @@ class _Filler:
         self._gather = None if isinstance(gather, MissingGather) else gather
 
     def fill(self, numbers: range) -> _Rows:
-        """Copy the files at these positions in `keys` to shared memory; return their addresses and sizes."""
+        """Copy the files at these positions in `keys` to shared memory.
+
+        Returns their addresses and sizes.
+        """
         rows = _Rows(numbers.start)
         places = self._places(numbers)
         with self._writer.segment_writer() as segment:
@@ -575,7 +578,7 @@ class _Filler:
         return True
 
     def _copy_growth(self, descriptor: int, size: int, done: int, segment: SegmentWriter) -> int:
-        """Copy the bytes that a file has gained since its size was read; add them to the memory in use.
+        """Copy the bytes that a file has gained since its size was read; count them in the budget.
 
         `size` is the size that was read, and `done` the number of bytes already copied. Returns the
         number of bytes copied now.

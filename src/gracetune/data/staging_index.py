@@ -46,8 +46,8 @@ _NAME_AT = struct.calcsize(_FAST_FIELDS)
 _KIND = struct.Struct("<I").unpack_from
 _KIND_AT = 16
 _COMPRESSED = 1 << 31
-"""Bit in the field `kind` of an index record that is set if the file is stored compressed. The other
-bits of the field are the length of the file's name in bytes."""
+"""Bit in the field `kind` of an index record that is set if the file is stored compressed. The
+other bits of the field are the length of the file's name in bytes."""
 _DUMMY = 2**32 - 1
 _BUCKETS_PER_FILE = 4
 """Smallest number of hash buckets per file; more buckets mean fewer collisions."""
@@ -68,7 +68,7 @@ class Columns(NamedTuple):
     """
 
     at: NDArray[np.uint64]
-    """Address of each file in shared memory: number of the segment and offset in it, as one integer."""
+    """Address of each file in shared memory: segment number and offset, as one integer."""
     stored_nbytes: NDArray[np.uint64]
     """Size of each file in bytes as it is stored."""
     nbytes: NDArray[np.uint64]
@@ -164,7 +164,7 @@ class StagedFile(NamedTuple):
     """Location and size of one staged file."""
 
     at: int
-    """Address of the file in shared memory: number of the segment and offset in it, as one integer."""
+    """Address of the file in shared memory: segment number and offset, as one integer."""
     stored_nbytes: int
     """Size of the file in bytes as it is stored, which may be compressed."""
     nbytes: int
@@ -197,15 +197,15 @@ class StagingIndex(Sequence[str]):
         self._unpack = {
             n: struct.Struct(f"{_FAST_FIELDS}{n}s").unpack_from for n in head["lengths"]
         }
-        """Functions that unpack a record of the index, by the length of the file name in the record. A name
-        of another length is therefore not in the index."""
+        """Functions that unpack a record of the index, by the length of the file name in the
+        record. A name of another length is therefore not in the index."""
 
     def viewer(self, fallback: View) -> View:
         """Return a function that returns the bytes of a file by its name, without a copy.
 
         It calls `fallback(name)` for files that are missing, compressed, or not the first in their
-        hash bucket. It is a closure over local variables, because a lookup takes less than a microsecond
-        and attribute access would slow it down noticeably.
+        hash bucket. It is a closure over local variables, because a lookup takes less than a
+        microsecond and attribute access would slow it down noticeably.
         """
         unpack, records, firsts = self._unpack, self._records, self._firsts
         segments, mask = self._segments, len(self._firsts) - 1

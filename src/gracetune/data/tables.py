@@ -89,7 +89,7 @@ class TableFile(NamedTuple):
     groups: Sequence[TableChunk]
     """The rows of the file, in groups."""
     stamp: str
-    """Text that changes whenever the file changes, such as a digest of its inode and change time."""
+    """Text that changes whenever the file changes, such as a digest of its change time."""
 
 
 class _RowLocation(NamedTuple):
