@@ -41,11 +41,14 @@ if TYPE_CHECKING:
 AugmentationMode = Literal["static", "refresh_each_epoch", "disable_cache"]
 
 FOLDER = "generations"
-"""Subfolder of the run's folder that has the latents of `refresh_each_epoch`."""
+"""Subfolder of a run's folder with the cached latents of datasets with `refresh_each_epoch`."""
 
 
 def augmentation_mode(section: DatasetSection) -> AugmentationMode:
-    """Return a dataset's `augmentations_cache_mode`; `static` if nothing in it is random."""
+    """Return when a dataset's samples are augmented and encoded (`augmentations_cache_mode`).
+
+    The mode is `static` (once, before training) if nothing in the dataset is random.
+    """
     if not is_randomized(section):
         return "static"
     return section.augmentations_cache_mode or "static"
@@ -58,14 +61,20 @@ def is_randomized(section: DatasetSection) -> bool:
 
 
 def augmentation_epoch(section: DatasetSection, epoch: int) -> int:
-    """Return the number of the augmentation epoch that a training epoch uses."""
+    """Return which random version of its samples (augmentation epoch) a training epoch uses.
+
+    `static` datasets repeat their `variants` versions; the others have a new one in every epoch.
+    """
     if epoch == NO_EPOCH:
         return 0
     return epoch % section.variants if augmentation_mode(section) == "static" else epoch
 
 
 def check_variants(section: DatasetSection, index: int) -> None:
-    """Raise an error if `variants` is set but has no effect: not `static`, or nothing is random."""
+    """Raise an error if a dataset sets `variants`, its number of random versions, without effect.
+
+    It has an effect only if something is random and `augmentations_cache_mode` is `static`.
+    """
     if section.variants == 1:
         return
     setting = f"datasets[{index}].variants is {section.variants}"
@@ -83,36 +92,38 @@ def check_variants(section: DatasetSection, index: int) -> None:
 
 
 class EncodingStopped(Exception):  # noqa: N818  not an error
-    """Raised by `EpochEncoder.encode` when it was told to stop; not an error."""
+    """Raised by `EpochEncoder.encode` when its caller asked it to stop; not an error."""
 
 
 class EpochEncoder(Protocol):
-    """Encodes augmentation epochs into caches; implemented by the data pipeline."""
+    """Encodes the randomly augmented samples of an epoch into a cache (data/pipeline.py)."""
 
     def open_store(self, epoch: int) -> Store:
-        """Open the cache store of one augmentation epoch."""
+        """Open the cache store for the augmented samples of one epoch."""
         ...
 
     def encode(self, store: Store, epoch: int, stopping: threading.Event) -> None:
-        """Encode all samples of `epoch` into the store; called in a background thread.
+        """Encode all samples, augmented for `epoch`, into the store; called in a background thread.
 
         Raises `EncodingStopped` once the event `stopping` is set.
         """
         ...
 
     def entered(self, epoch: int) -> None:
-        """Record that this rank reads `epoch` from now on, so that older epochs can be deleted."""
+        """Record that this rank now reads the cache of `epoch`; older caches may be deleted."""
         ...
 
 
 class AugmentationEpochs:
-    """Returns the cache store of each training epoch and encodes the next one in the background.
+    """Gives each training epoch a cache of newly augmented samples.
 
-    For datasets with `refresh_each_epoch`. Used by one thread.
+    While one epoch trains, the samples of the next epoch are augmented and encoded in the
+    background. For datasets with `augmentations_cache_mode: refresh_each_epoch`. Used by one
+    thread.
     """
 
     def __init__(self, first: Store, encoder: EpochEncoder, emit: Callable[[Notice], None]) -> None:
-        """Start with `first`, the store of augmentation epoch 0. The caller closes it."""
+        """Start with `first`, the filled cache store of epoch 0, which the caller closes."""
         self._first = first
         self._encoder = encoder
         self._emit = emit
@@ -121,9 +132,10 @@ class AugmentationEpochs:
         self._next: _BackgroundEncoding | None = None
 
     def store_for(self, epoch: int) -> Store:
-        """Return the store of an epoch, completely encoded.
+        """Return the cache store with all augmented samples of a training epoch.
 
-        The first call for an epoch waits for its encoding, then starts encoding the next epoch.
+        The first call for an epoch waits until its samples are encoded, then starts encoding those
+        of the next epoch in the background.
         """
         if epoch != self._epoch:
             previous, self._current = self._current, self._wait_for(epoch)
@@ -135,11 +147,11 @@ class AugmentationEpochs:
         return self._current
 
     def current_store(self, epoch: int) -> Store | None:
-        """Return the store of `epoch`; None unless the last `store_for` call was for `epoch`."""
+        """Return the cache store of `epoch` if `store_for` was last called for it, else None."""
         return self._current if epoch == self._epoch else None
 
     def close(self) -> None:
-        """Stop encoding in the background and close the current store.
+        """Stop encoding the next epoch in the background, and close the current store.
 
         `store_for` still works afterwards; it encodes the samples that are missing.
         """
@@ -148,7 +160,10 @@ class AugmentationEpochs:
             self._current.close()
 
     def _wait_for(self, epoch: int) -> Store:
-        """Return the encoded store of an epoch; start encoding now unless a thread is doing it."""
+        """Wait until an epoch's samples are encoded, and return their cache store.
+
+        Starts encoding them if no background thread does so already.
+        """
         if self._next is not None and self._next.epoch != epoch:
             self._stop_next()
         if epoch == 0:
@@ -169,7 +184,7 @@ class AugmentationEpochs:
 
 
 class _BackgroundEncoding:
-    """A background thread that encodes one augmentation epoch."""
+    """A background thread that encodes the augmented samples of one epoch."""
 
     def __init__(self, epoch: int, encoder: EpochEncoder) -> None:
         self.epoch = epoch
@@ -184,7 +199,7 @@ class _BackgroundEncoding:
         self._thread.start()
 
     def result(self) -> Store:
-        """Wait for the thread and return the encoded store; raise the error if encoding failed."""
+        """Wait for the thread and return the filled cache store; raise its error if it failed."""
         self._thread.join()
         self._reported = True
         if isinstance(self._error, GracetuneError):
@@ -194,7 +209,7 @@ class _BackgroundEncoding:
         return self._store
 
     def stop(self) -> str:
-        """Stop the thread; return its error message if `result` has not raised it, else empty."""
+        """Stop the thread; return its error message; empty if none, or if `result` raised it."""
         self._stopping.set()
         self._thread.join()
         self._store.close()
@@ -216,18 +231,21 @@ class _BackgroundEncoding:
 
 
 class AugmentationEpochFolder:
-    """The folder with a run's caches of augmentation epochs; deletes those no rank needs."""
+    """The folder with the caches of augmented samples, one per epoch; deletes unneeded ones."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._folder = folder
         self._ranks = ranks
 
     def path(self, epoch: int) -> Path:
-        """Return the cache folder of one augmentation epoch."""
+        """Return the folder with the cached, augmented samples of one epoch."""
         return self._folder / f"generation-{epoch}"
 
     def entered(self, epoch: int) -> None:
-        """Record that this rank reads `epoch`; on rank 0, delete the epochs that no rank needs."""
+        """Write to a file that this rank reads the cache of `epoch`.
+
+        Rank 0 also deletes the caches of epochs that no rank needs any more.
+        """
         write_text(self._mark(self._ranks.rank), str(epoch))
         marks = [self._mark(rank) for rank in range(self._ranks.world_size)]
         if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
@@ -239,11 +257,11 @@ class AugmentationEpochFolder:
 
 
 def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
-    """Return the cache folders of augmentation epochs that no rank needs any more.
+    """Return the cache folders of those epochs whose augmented samples no rank needs any more.
 
-    `marks` are the ranks' files with the number of the epoch that each rank reads. A rank that
-    reads epoch N encodes N + 1, so the epochs from the lowest number to the highest plus one are
-    in use. Without marks, no epoch is.
+    `marks` are files, one per rank, with the number of the epoch that the rank reads. A rank that
+    reads epoch N encodes N + 1, so the epochs from the lowest number to the highest plus one are in
+    use. Without marks, no epoch is.
     """
     reading = [int(mark.read_text()) for mark in marks]
     first, last = min(reading, default=0), max(reading, default=-2) + 1
@@ -255,5 +273,5 @@ def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
 
 
 def read_marks(folder: Path) -> list[Path]:
-    """Return the files in which each rank of a run has written which epoch it reads."""
+    """Return the files in which each rank has written the number of the epoch that it reads."""
     return sorted(folder.glob("rank-*-reads"))

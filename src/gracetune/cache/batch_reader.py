@@ -79,7 +79,10 @@ class PromptNames:
     transforms: SampleTransforms
 
     def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
-        """Return the caption; with a control image, also the image's digest, crop and size."""
+        """Return the cache name of a prompt: its caption.
+
+        If the text encoder also sees a control image, the image's digest, crop and size follow.
+        """
         if not self.takes_control:
             return caption
         assert sample.control is not None, f"{sample.key} has no control image"
@@ -91,14 +94,18 @@ class PromptNames:
         return f"{caption} [control {sample.control.digest} {geometry}]"
 
     def epochs(self, sample: Sample) -> range:
-        """Return the training epochs with different prompt names; later epochs repeat the names."""
+        """Return the training epochs for which the prompts of a sample have to be encoded.
+
+        Prompt names differ between epochs only if the text encoder sees a control image, whose
+        random crop repeats after `variants` epochs. Otherwise one epoch is enough.
+        """
         section = self.transforms.sections[sample.dataset]
         return range(section.variants if self.takes_control else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """A dataset with `disable_cache`: its samples are decoded and encoded during training."""
+    """A dataset that is not cached (`disable_cache`): samples are encoded during training."""
 
     source: Source
     prefetch: Prefetch
@@ -119,10 +126,11 @@ class BatchReader:
         latent_grid: LatentGrid,
         tiling: Tiling = NO_TILING,
     ) -> None:
-        """Read from `stores` and `augmentation_epochs`.
+        """Create a reader of the caches `stores` and `augmentation_epochs`.
 
-        `live_sources` maps the ids of datasets with `disable_cache` to their files; `encode`
-        encodes those. `identity` has the encoder ids of `latents` and `text` for cache keys.
+        `live_sources` are the datasets that are not cached (`disable_cache`), by id; `encode`
+        encodes their samples. `identity` has the ids of the encoders of `latents` and of `text`,
+        which are part of every cache key.
         """
         self._transforms = transforms
         self._stores = stores
@@ -140,10 +148,10 @@ class BatchReader:
         self._text_keys: dict[str, str] = {}
 
     def read_latents(self, draws: Sequence[Draw], allocate: Allocate) -> Tensor:
-        """Return the stacked latents of a batch, whose samples all have the same size.
+        """Return the stacked latents of a batch's samples (`draws`), which all have the same size.
 
-        Cached latents are copied into memory from `allocate`. Latents that are encoded now stay on
-        the encoder's device.
+        Cached latents are copied into memory from `allocate`. Latents of datasets that are not
+        cached are encoded now and stay on the encoder's device.
         """
         by_mode: dict[AugmentationMode, list[int]] = {}
         for place, draw in enumerate(draws):
@@ -160,7 +168,7 @@ class BatchReader:
         return torch.stack([found[place].to(device) for place in range(len(draws))])
 
     def read_loss_weights(self, draws: Sequence[Draw]) -> Tensor | None:
-        """Return the loss weight of each latent cell (BHW), or None if no sample has a mask."""
+        """Return the loss weight of each latent cell (BHW); None if no sample has a mask."""
         masked: dict[AugmentationMode, list[int]] = {}
         for place, draw in enumerate(draws):
             if draw.sample.mask is not None:
@@ -244,7 +252,11 @@ class BatchReader:
         return found
 
     def _latent_key(self, draw: Draw) -> str:
-        """Return the cache key of a sample's latents; keys of `static` datasets are hashed once."""
+        """Return the cache key of a sample's latents.
+
+        Keys of `static` datasets are remembered: they are the same in later epochs. Keys of other
+        datasets are computed on every call.
+        """
         sample = draw.sample
         if self._modes[sample.dataset] != "static":
             return self._hash_latent_key(draw)
@@ -292,7 +304,7 @@ class BatchReader:
         draws: Sequence[Draw],
         decode: Callable[[LiveSource, Sequence[EncodeItem]], Iterator[Tensor | str]],
     ) -> Tensor:
-        """Decode samples with the worker threads of their datasets, and stack the results."""
+        """Decode and stack samples of datasets that are not cached, in worker threads."""
         found: dict[int, Tensor] = {}
         by_dataset: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):

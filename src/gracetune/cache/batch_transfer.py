@@ -65,15 +65,16 @@ STAGING_SLOTS = 2
 DEVICE_ALIGNMENT = 512
 """Granularity of device allocations, in bytes."""
 BATCH_PLACEMENT = {"latents": "staged", "audio": "staged"}
-"""Default placement by role: copied to the device before use, not read over the link."""
+"""Default placement of a batch's tensors: copied to the device before use (`staged`)."""
 LATENTS = "latents of the batch"
-"""Name of the latents among the staged tensors; no text tensor has this name."""
+"""Name of the latents among the tensors of a batch that are copied; no text tensor has it."""
 
 
 class BatchTransfer:
     """Copies batches to the device and reports the memory in use.
 
-    If the run enables managed memory, the copies are allocated there and get placement hints.
+    If the run enables CUDA managed memory, the copies are allocated in it, and the driver gets
+    hints about where to keep them.
     """
 
     def __init__(self, session: MemorySession, device: torch.device, table: PlacementTable) -> None:
@@ -95,7 +96,7 @@ class BatchTransfer:
 
     @property
     def link(self) -> Link:
-        """The kind of link between the device and host memory."""
+        """Kind of connection between the device and host memory, such as PCIe or NVLink-C2C."""
         return self._session.machine.platform.link
 
     @property
@@ -119,10 +120,10 @@ class BatchTransfer:
     def to_device(
         self, latents: WriteInto, text: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Start copying a batch to the device; return its latents and text tensors there.
+        """Start copying a batch to the device; return the device tensors of its latents and text.
 
-        `latents` writes the latents into staging memory. Tensors that are on the device already
-        (latents that were just encoded, cached texts) stay as they are.
+        `latents` is a function that writes the latents into pinned memory. Tensors that are on the
+        device already (latents that were just encoded, cached texts) are returned as they are.
         """
         if not self.needs_copy:
             gathered, texts = latents(allocate_pageable), dict(text)
@@ -142,14 +143,18 @@ class BatchTransfer:
         return gathered, {**text, **sent}
 
     def track_memory(self, role: str, nbytes: Callable[[], int], tier: Tier | None = None) -> None:
-        """Count the memory of `role` in `memory_used`; `nbytes` returns its current size.
+        """Include a component's memory, called `role`, in `memory_used`.
 
-        `tier` is the kind of memory, by default that of the device.
+        `nbytes` returns the bytes that it uses at the moment. `tier` is the kind of memory, by
+        default the memory in which batches are.
         """
         self._tracked[role] = tier or self._tier, nbytes
 
     def memory_used(self, step: int) -> MemoryUsed:
-        """Return the memory in use; may also reclaim memory, so call it between steps only."""
+        """Return the memory in use at a step.
+
+        Also frees memory if the device is almost full, so call it only between steps.
+        """
         self._session.observe(reclaim=True)
         for role, (tier, nbytes) in self._tracked.items():
             self._session.accounting.release(tier, role, self._reserved.get(role, 0))
@@ -159,7 +164,7 @@ class BatchTransfer:
         return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:
-        """Give the CUDA driver the placement hints for a batch, if hints are enabled."""
+        """Tell the CUDA driver where to keep a batch's tensors, if memory hints are enabled."""
         if self._hints is not None:
             place_batch({"latents": latents, "text": text}, self._hints, self._table)
 
@@ -176,7 +181,10 @@ def build_batch_transfer(
     emit: Callable[[Event], None],
     gc_freeze: GcFreeze | None = None,
 ) -> BatchTransfer:
-    """Build the `BatchTransfer` of a run; report the memory link and whether hints are on."""
+    """Build the `BatchTransfer` of a run.
+
+    Also reports how host memory and device are connected, and whether memory hints are on.
+    """
     session = MemorySession(
         lambda: open_machine(device.index or 0),
         lambda: environment_settings(process_environment()),
@@ -213,7 +221,7 @@ def _record_event() -> torch.cuda.Event:
 
 
 class PinnedStaging:
-    """Pinned slots that batches pass through on their way to the device.
+    """Pinned host buffers (slots) through which batches are copied to the device.
 
     A slot is written again only after the device has copied from it.
     """
@@ -232,10 +240,11 @@ class PinnedStaging:
     def send(
         self, parts: Mapping[str, WriteInto], empty_on_device: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """Write tensors into a slot and start copying them to the device without waiting.
+        """Write tensors into a pinned buffer (slot) and start copying them to the device.
 
-        `parts` maps names to functions that write a tensor into the slot. `empty_on_device`
-        allocates the target of a copy. A tensor that is already on the device is not copied.
+        Returns the device tensors without waiting for the copies. `parts` maps names to functions
+        that write a tensor into the slot. `empty_on_device` allocates the target of a copy. A
+        tensor that is already on the device is not copied.
         """
         sent = {}
         with self._lock:
@@ -298,7 +307,7 @@ def copy_into(tensor: Tensor, allocate: Allocate) -> Tensor:
 
 
 class BatchIterator(Protocol):
-    """An iterator over `(batch, loader state)` that counts batches and waits."""
+    """Iterates over batches, each with the loader state after it; counts how often steps waited."""
 
     counts: PrefetchCounters
     depth: PrefetchDepth
@@ -314,10 +323,10 @@ class PrefetchDepth:
 
     batches: int
     max_nbytes: int | None
-    """Device memory for prefetched batches, in bytes; None keeps the number of batches fixed."""
+    """Maximum device memory for prefetched batches, in bytes; None: their number is fixed."""
 
     def grow(self, batch_nbytes: int) -> None:
-        """Raise the number of batches by one if they fit into `max_nbytes`."""
+        """Prefetch one batch more from now on, if all prefetched batches fit into `max_nbytes`."""
         if self.max_nbytes is not None and (self.batches + 1) * batch_nbytes <= self.max_nbytes:
             self.batches += 1
 
@@ -384,7 +393,10 @@ class CudaTransferStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Queue copies, allocations and live encoding on this stream, without gradients."""
+        """Make PyTorch run copies, allocations and encoding on this stream in the `with` block.
+
+        No gradients are recorded in the block.
+        """
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
             yield
 
@@ -415,7 +427,10 @@ class _ReadyBatch(Generic[Arrival]):
 
 
 class PrefetchedBatches(Generic[Arrival]):
-    """Iterates over `(batch, loader state)`, loading `depth` batches ahead in a thread."""
+    """Iterates over batches, loading `depth` of them ahead in a background thread.
+
+    Each batch comes with the loader state after it, which a checkpoint needs.
+    """
 
     def __init__(
         self,
@@ -512,9 +527,10 @@ def batch_nbytes(batch: Batch) -> int:
 
 
 class DeviceTextCache:
-    """Text embeddings that stay on the device.
+    """Text embeddings that stay on the device for the whole run.
 
-    The set is chosen once, so that a resumed run has the same.
+    The prompts are chosen at the start and never replaced, so a resumed run keeps the same ones on
+    the device.
     """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
@@ -538,7 +554,7 @@ def cache_texts_on_device(
     device: torch.device,
     budget_nbytes: int,
 ) -> DeviceTextCache:
-    """Copy text embeddings to the device, in the order of `names`, until the budget is full."""
+    """Copy prompts' embeddings to the device, in the order of `names`, up to `budget_nbytes`."""
     chosen = {}
     left = budget_nbytes
     for name in names:

@@ -66,7 +66,7 @@ A larger batch is not faster, and a VAE needs hundreds of bytes per pixel.
 AUTO_TILE_PIXELS = 2048 * 2048
 """Pixels of an image or a video frame above which `vae_tiling: auto` encodes in tiles."""
 POLL_S = 0.05
-"""Seconds between two checks for another rank's report file."""
+"""Seconds between two checks whether another rank has written its list of unreadable samples."""
 
 
 class SampleEncoder(Protocol):
@@ -125,10 +125,10 @@ class Ranks:
     """Seconds without any progress after which waiting for another rank fails."""
 
     def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
-        """Return the keys that this rank encodes.
+        """Return those of the keys whose entries this rank encodes.
 
-        The share depends on the keys alone, not on their number: a rank that starts later finds
-        fewer keys missing and must still divide them in the same way.
+        Each key by itself determines its rank. A rank that starts later finds fewer keys missing,
+        and all ranks must still divide them in the same way.
         """
         return [key for key in keys if int(key[:8], 16) % self.world_size == self.rank]
 
@@ -140,10 +140,11 @@ class Ranks:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> dict[str, str]:
-        """Publish this rank's unreadable keys, wait for all ranks, and return everyone's.
+        """Exchange unreadable samples with the other ranks: write this rank's, wait for theirs.
 
-        Keys map to the reason why they are unreadable. `num_done` counts the finished entries of
-        all ranks; the timeout restarts when it changes.
+        Returns those of all ranks, as a mapping from cache key to the reason. `stage` is the name
+        of the work that the ranks do, such as "rendering masks". `num_done` counts the finished
+        cache entries of all ranks; the timeout restarts when the count changes.
         """
         if self.world_size == 1:
             return unreadable
@@ -293,7 +294,7 @@ def decode_items(
 def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
     """Return the decoded, cropped and augmented sample, or the reason why it is unreadable.
 
-    If the sample has a control image, it is appended to the image as three more channels.
+    A control image is appended to the sample's image as three more channels.
     """
     sample, transform, read = item.sample, item.transform, item.source.read
     try:
@@ -316,7 +317,7 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
 
 
 class _HalvingEncoder(Generic[Item, Result]):
-    """Encodes in batches; halves the batch size permanently when memory runs out."""
+    """Encodes samples or prompts in batches; halves the batch size for good if memory runs out."""
 
     def __init__(self, encode: Callable[[Sequence[Item]], Result], unit: str, emit: Emit) -> None:
         self._encode = encode
@@ -360,7 +361,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 class EncodingProgress:
-    """Emits progress events of one encoding stage, every `ENCODE_BATCH_SIZE` units."""
+    """Emits events with the progress of encoding or mask rendering, about every 32 samples."""
 
     def __init__(self, stage: str, total: int, unit: str, emit: Emit) -> None:
         self._stage, self._total, self._unit, self._emit = stage, total, unit, emit
@@ -368,7 +369,7 @@ class EncodingProgress:
         self._started = time.monotonic()
 
     def advance(self, count: int) -> None:
-        """Add `count` units to those done; emit an event when a batch is complete."""
+        """Add `count` finished samples; emit an event if they complete a batch or all work."""
         self._done += count
         passed = self._done // ENCODE_BATCH_SIZE > (self._done - count) // ENCODE_BATCH_SIZE
         if passed or self._done == self._total:
@@ -399,7 +400,10 @@ class _Prompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Collects every prompt that a run will use, and encodes prompts by name."""
+    """Collects all prompts of a run, and encodes those with given cache names.
+
+    A prompt's cache name is its caption, plus its control image if the text encoder sees one.
+    """
 
     def __init__(
         self,
@@ -408,7 +412,10 @@ class PromptEncoder:
         sources: Mapping[str, Source],
         prompt_names: PromptNames,
     ) -> None:
-        """Collect the prompts of all groups; control images are read from `sources`, by dataset."""
+        """Collect the prompts of all samples in the bucket groups.
+
+        `sources` are the files of each dataset, from which control images are read.
+        """
         self._encoder, self._sources = encoder, sources
         self._transforms = prompt_names.transforms
         self._prompts: dict[str, _Prompt] = {}
@@ -425,7 +432,7 @@ class PromptEncoder:
         return list(self._prompts)
 
     def encode(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Return the text embeddings of the prompts with these names."""
+        """Return the text embeddings of the prompts with these cache names."""
         prompts = [self._prompts[name] for name in names]
         captions = [prompt.caption for prompt in prompts]
         if not self._encoder.takes_control:

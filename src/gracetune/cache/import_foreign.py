@@ -47,30 +47,36 @@ if TYPE_CHECKING:
     """Samples of the run by file name without folder and extension."""
 
 MIN_COSINE = 0.98
-"""Minimum cosine similarity at which two encodings count as equal: tools resize differently."""
+"""Minimum cosine similarity at which our and another tool's encoding of a sample are equal.
+
+It is below 1, because tools resize images with different filters.
+"""
 NORM_RANGE = (0.9, 1.1)
-"""Range of the ratio of their norms in which two encodings count as equal."""
+"""Range of the ratio of two encodings' norms in which they count as equal."""
 
 _CAPTION_DIGEST = re.compile(r"(?P<digest>[0-9a-f]{32})(-.+)?")
 
 TokenTrim = Literal["masked", "stripped", "whole"]
 TOKEN_TRIMS: Sequence[TokenTrim] = ("masked", "stripped", "whole")
-"""Ways to drop padding tokens: by attention mask, all zeros at the end, or not at all."""
+"""Ways to remove padding tokens from another tool's text embeddings.
+
+`masked` uses the attention mask, `stripped` removes zeros at the end, `whole` keeps all tokens.
+"""
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """The imported entries, and the reasons why others were skipped."""
+    """Result of importing another tool's cache: imported entries, and why files were skipped."""
 
     imported: list[str] = field(default_factory=list)
-    """Keys of the imported entries."""
+    """Cache keys of the imported entries."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Reason why a file was skipped, by its path."""
+    """Reason why a cache file was not imported, by the path of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ImportSample:
-    """A sample of the run and the path of its file, to match entries with."""
+    """A sample of the run and its file, to be compared with another tool's cache file for it."""
 
     item: EncodeItem
     file: Path
@@ -79,9 +85,10 @@ class _ImportSample:
 def import_foreign(
     run: RunFile, encoder: SampleEncoder, folder: Path, emit: Emit, *, write: bool
 ) -> ImportReport:
-    """Import another tool's cache files in `folder` that match the run's samples and captions.
+    """Import cache files of ai-toolkit or SimpleTuner that match the run's samples and captions.
 
-    Without `write`, nothing is imported, and the report lists what would be.
+    Searches `folder` and its subfolders. Without `write`, nothing is imported, and the report lists
+    what would be.
     """
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
@@ -143,7 +150,11 @@ def _find_sample(stem: str, samples: SamplesByStem) -> _ImportSample:
 
 
 class _LatentImporter:
-    """Reads and checks latents; compares the first entry with the run's own encoding."""
+    """Reads cached latents of another tool, and checks that they equal the run's own.
+
+    Each file's name, age, shape and crop are checked; only the first file's values are compared
+    with the output of the run's encoder.
+    """
 
     def __init__(
         self, encoder: SampleEncoder, transforms: SampleTransforms, samples: SamplesByStem
@@ -155,7 +166,7 @@ class _LatentImporter:
         self._compared = False
 
     def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        """Return the cache key and tensors of a file; raise an error if a check fails."""
+        """Return the cache key and latents of another tool's file, after checking them."""
         entry = read_foreign(path)
         item = self._check_sample(path, entry)
         if not self._compared:
@@ -165,7 +176,11 @@ class _LatentImporter:
         return key, {"latents": entry.tensors["latents"]}
 
     def _check_sample(self, path: Path, entry: ForeignEntry) -> EncodeItem:
-        """Return the sample of an entry; raise an error if age, shape or crop do not match."""
+        """Return the sample that another tool's cache file belongs to.
+
+        Raises an error if the sample was changed after the file was written, or if shape or crop
+        differ.
+        """
         sample = _find_sample(entry.stem, self._samples)
         _check_centre_crop(sample.item)
         if not sample.file.is_file() or sample.file.stat().st_mtime > path.stat().st_mtime:
@@ -195,7 +210,7 @@ class _LatentImporter:
 
 
 def _check_centre_crop(item: EncodeItem) -> None:
-    """Raise an error unless a sample is a plain centre crop of an image, as in other tools."""
+    """Raise an error unless the run only crops an image at its centre, as the other tools do."""
     transform, dataset = item.transform, item.sample.dataset
     if transform.draw.steps:
         raise CacheError("the run augments this sample, and the entry may be augmented otherwise")
@@ -239,10 +254,10 @@ def _compare_encodings(theirs: Tensor, ours: Tensor) -> tuple[bool, float]:
 
 
 class _TextImporter:
-    """Reads and checks text embeddings.
+    """Reads cached text embeddings of another tool, and checks that they equal the run's own.
 
-    The first entry with a given set of tensor names is compared with the run's own encoding, to
-    find out which of its tensors corresponds to which of ours.
+    The first file with a given set of tensor names is compared with the output of the run's
+    encoder, to find out which of its tensors corresponds to which of gracetune's.
     """
 
     def __init__(self, encoder: SampleEncoder, samples: SamplesByStem) -> None:
@@ -255,7 +270,10 @@ class _TextImporter:
         self._matches: dict[frozenset[str], dict[str, TensorMatch]] = {}
 
     def read(self, path: Path) -> tuple[CacheKey, dict[str, Tensor]]:
-        """Return the cache key and tensors of a file; raise an error if a check fails."""
+        """Return the cache key and text embeddings of another tool's file, as gracetune's tensors.
+
+        Raises an error if a check fails.
+        """
         entry = read_foreign(path)
         caption = self._caption(path, entry)
         names = frozenset(entry.tensors)
@@ -265,7 +283,11 @@ class _TextImporter:
         return text_key(caption, self._identity), convert_text(entry.tensors, self._matches[names])
 
     def _caption(self, path: Path, entry: ForeignEntry) -> str:
-        """Find an entry's caption: by file name digest, metadata, or the sample's text file."""
+        """Return the caption of another tool's cache file.
+
+        It is found by the digest in the file's name, in the file's metadata, or in the sample's
+        text file.
+        """
         digest = caption_digest(path.stem)
         if digest is not None:
             if digest not in self._by_digest:
@@ -285,14 +307,14 @@ class _TextImporter:
 
 @dataclass(frozen=True, slots=True)
 class TensorMatch:
-    """The tensor of another tool's entry that one of ours is made from, and how."""
+    """Rule that converts a tensor of another tool's text embeddings to one of gracetune's."""
 
     theirs: str
-    """Name of the other tool's tensor; empty for an attention mask of ones, which is generated."""
+    """Name of the other tool's tensor; empty for an attention mask, which is filled with ones."""
     trim: TokenTrim
     """How to drop the tensor's padding tokens (see `TOKEN_TRIMS`)."""
     like: Tensor
-    """A tensor with the dtype and shape of ours; an empty one if it has tokens."""
+    """A tensor with the dtype and shape of gracetune's; if it has a row per token, with no rows."""
 
 
 def captions_by_digest(captions: Iterable[str]) -> dict[str, str]:
@@ -307,14 +329,20 @@ def caption_digest(stem: str) -> str | None:
 
 
 def match_text(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[str, TensorMatch]:
-    """Find the other tool's tensor for each of ours, given both encodings of one caption."""
+    """Find which of another tool's tensors corresponds to each of gracetune's.
+
+    `theirs` and `ours` are the two tools' embeddings of the same caption.
+    """
     return {name: _match(name, tensor.cpu(), theirs) for name, tensor in ours.items()}
 
 
 def convert_text(
     theirs: Mapping[str, Tensor], matches: Mapping[str, TensorMatch]
 ) -> dict[str, Tensor]:
-    """Convert another tool's text entry to our tensor names and dtypes, without padding."""
+    """Convert another tool's text embeddings to gracetune's tensor names and dtypes.
+
+    Padding tokens are removed.
+    """
     converted, length = {}, 0
     for name, match in matches.items():
         if match.theirs:
@@ -352,7 +380,7 @@ def _match(name: str, ours: Tensor, theirs: Mapping[str, Tensor]) -> TensorMatch
 
 
 def _trim(theirs: Mapping[str, Tensor], name: str, trim: TokenTrim) -> Tensor:
-    """Return a tensor of an entry without batch dimension and padding tokens."""
+    """Return a tensor of another tool's embeddings without batch dimension and padding tokens."""
     tensor = theirs[name]
     while tensor.ndim > 1 and tensor.shape[0] == 1:
         tensor = tensor[0]

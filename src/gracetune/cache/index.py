@@ -29,9 +29,14 @@ BUSY_TIMEOUT_S = 60.0
 MAPPED_NBYTES = 1024**3
 """Size of SQLite's memory map of the index, in bytes. The kernel reads ahead in a mapping.
 
-Reading ahead through a file descriptor is no alternative: closing it releases SQLite's locks."""
+Opening the file once more to read it ahead is no alternative. SQLite uses POSIX file locks, and
+closing any descriptor of a file releases all locks that the process has on it.
+"""
 _MAX_CACHED_LAYOUTS = 1024
-"""Maximum number of parsed tensor layouts kept in memory; most entries share one."""
+"""Maximum number of tensor layouts (names, dtypes, shapes, offsets) kept in memory.
+
+Most cache entries share one layout.
+"""
 _KEYS_PER_QUERY = 900
 """Number of keys per SQL query; SQLite allows 999 values."""
 _PRIMARY_CODE_MASK = 0xFF
@@ -63,7 +68,7 @@ Result = TypeVar("Result")
 
 
 class DamagedIndexError(CacheError):
-    """Raised if the index file is damaged; it can be rebuilt from the shards."""
+    """Raised if a cache's SQLite index is damaged; it can be rebuilt from the cache's shards."""
 
 
 class TensorSlice(NamedTuple):
@@ -89,7 +94,7 @@ class EntryRow(NamedTuple):
     tensors: tuple[TensorSlice, ...]
     checksum: bytes
     about: Mapping[str, str]
-    """Components of the key, such as sample, encoder and geometry (see cache/keys.py)."""
+    """Components that the cache key is a hash of, such as sample, encoder and geometry."""
 
     @property
     def end(self) -> int:
@@ -99,7 +104,7 @@ class EntryRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """A row of the index about one shard file."""
+    """A row of the index about one shard, a file that contains many cache entries."""
 
     name: str
     """File name of the shard without suffix."""
@@ -247,10 +252,10 @@ class CacheIndex:
 
     @_translate_errors
     def add(self, rows: Sequence[EntryRow], shard: str, length: int, moved: bool = False) -> None:
-        """Add the rows of new entries and set their shard's length, in one transaction.
+        """Add the rows of new entries and set their shard's committed length, in one transaction.
 
-        The entries' bytes must have been flushed to the shard before. An existing row with the
-        same key is kept. With `moved`, the rows exist already and get their new location.
+        The entries' bytes must have been flushed to the shard before. An existing row with the same
+        key is kept. With `moved`, the rows exist already and get their new location.
         """
         statement = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
         if not moved:
@@ -302,7 +307,10 @@ class CacheIndex:
         return EntryRow(row_id, key, shard, offset, nbytes, layout, checksum, components)
 
     def _parse_layout(self, tensors: str) -> tuple[TensorSlice, ...]:
-        """Parse a tensor layout from JSON; equal layouts give the same object, to compare fast."""
+        """Parse an entry's tensor layout (names, dtypes, shapes, offsets) from JSON.
+
+        Equal layouts give the same object, so that comparing them is fast.
+        """
         layout = self._layouts.get(tensors)
         if layout is None:
             if len(self._layouts) == _MAX_CACHED_LAYOUTS:
@@ -347,7 +355,10 @@ class CacheIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Run the block in a transaction that takes SQLite's write lock first: no deadlocks."""
+        """Run the block in a transaction that has SQLite's write lock from the start.
+
+        If two transactions read first and then asked for the lock, they would block each other.
+        """
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -50,7 +50,10 @@ class VerifyReport:
     nbytes: int
     damaged: tuple[DamagedEntry, ...]
     bad_headers: tuple[str, ...]
-    """Names of sealed shards with an invalid safetensors header, which only other tools read."""
+    """Names of complete shards whose safetensors header is invalid.
+
+    Only other tools read the header; gracetune finds entries through the index.
+    """
     index_problems: tuple[str, ...]
     """Problems that SQLite finds in the index; if any, the other fields may be incomplete."""
 
@@ -61,7 +64,10 @@ class VerifyReport:
 
 
 def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
-    """Check every cache entry against its checksum, and the index and headers; change nothing."""
+    """Check all cache entries against their checksums; also check the index and shard headers.
+
+    Changes nothing in the cache.
+    """
     with store.index() as index:
         problems = index.problems()
     found = _Findings()
@@ -102,7 +108,7 @@ def repair(store: ShardStore, report: VerifyReport) -> None:
 
 @dataclass(slots=True)
 class _Findings:
-    """Results of `verify` so far; they survive if reading the index fails half-way."""
+    """Problems that `verify` has found so far; kept even if reading the index fails half-way."""
 
     num_entries: int = 0
     nbytes: int = 0
@@ -146,7 +152,10 @@ def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[Dam
 
 
 def _header_is_good(store: ShardStore, name: str) -> bool:
-    """Return False if a sealed shard has an invalid header; open shards have none yet."""
+    """Return False if a shard's safetensors header is invalid.
+
+    A shard that is still being written has no header yet, which is not an error.
+    """
     path = store.shards / f"{name}{SEALED_SUFFIX}"
     try:
         with safe_open(path, "pt"):
@@ -165,7 +174,7 @@ _CHUNK_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class UnusedEntries:
-    """Keys, size and kinds of the cache entries that no run needs."""
+    """Keys, total size and kinds of the cache entries that none of the given runs needs."""
 
     keys: tuple[str, ...]
     nbytes: int
@@ -190,8 +199,8 @@ def find_unused(store: ShardStore, required: Collection[str]) -> UnusedEntries:
 def compact(store: ShardStore) -> int:
     """Free the space of deleted entries: rewrite shards that are mostly gaps, remove empty ones.
 
-    Returns the bytes freed. Shards that another process is writing are skipped. A reader whose
-    shard is gone looks the entry up again and finds its new location.
+    Returns the bytes freed. Shards that another process is writing are skipped. A reader that finds
+    a shard gone looks the entry up in the index again, which has its new location.
     """
     store.seal()
     return sum(_compact_file(store, path) for path in sorted(store.shards.iterdir()))
@@ -235,7 +244,10 @@ def _move(store: ShardStore, rows: list[EntryRow]) -> None:
 
 
 def disk_nbytes(path: Path) -> int:
-    """Return the disk space of a shard in bytes: less than its size, as the header is a hole."""
+    """Return the disk space of a shard in bytes.
+
+    It is less than the file size, because the space reserved for the header is a hole in the file.
+    """
     return path.stat().st_blocks * 512
 
 
@@ -264,7 +276,10 @@ def find_caches(folder: Path) -> list[Path]:
 
 
 def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
-    """Find the entries of a sample file or caption file; if `file` is no file, by key prefix."""
+    """Find the cache entries that were encoded from `file`, a sample or a caption file.
+
+    If there is no such file, `what` is taken as the beginning of a cache key.
+    """
     with store.index() as index:
         if not file.is_file():
             return index.rows_with_prefix(what)

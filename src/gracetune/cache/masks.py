@@ -51,7 +51,10 @@ def fill_masks(
     prefetch: Prefetch,
     ranks: Ranks,
 ) -> list[tuple[Sample, str]]:
-    """Render the masks that the store lacks; return samples with an unreadable mask and why."""
+    """Compute and store the masks that the cache lacks, one value per latent cell.
+
+    Returns the samples whose mask is unreadable, with the reason.
+    """
     masked = [item for item in items if item.sample.mask is not None]
     keyed = {_key(item, latent_grid): item for item in masked}
     missing = missing_keys(store, keyed)
@@ -84,7 +87,10 @@ def mask_keys(items: Sequence[EncodeItem], latent_grid: LatentGrid) -> list[Cach
 def render_masks(
     prefetch: Prefetch, items: Sequence[EncodeItem], latent_grid: LatentGrid, decoders: Decoders
 ) -> Iterator[Tensor | str]:
-    """Render masks in worker threads; yield, in order, levels per cell or why a mask failed."""
+    """Crop masks and average them over each latent cell, in worker threads.
+
+    Yields, in the order of `items`, a tensor of values from 0 to 255, or why a mask is unreadable.
+    """
     return prefetched(
         items,
         lambda item: _render(item, latent_grid(item.size), decoders),

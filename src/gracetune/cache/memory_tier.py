@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 
 SLAB_NBYTES = 64 * 1024**2
-"""Minimum size of a slab in bytes, if the budget allows.
+"""Minimum size in bytes of a slab, a large block of host memory, if the budget allows.
 
 Slabs are powers of two, because torch rounds pinned memory up to these.
 """
 MIN_SLAB_NBYTES = 4096
 WARM_CHUNK_SIZE = 64
-"""Number of entries that a worker thread of `warm` loads at a time."""
+"""Number of cache entries that a worker thread of `MemoryTier.warm` loads at a time."""
 MAX_PENDING_USES = 4096
-"""Number of batches whose use is remembered for the next eviction."""
+"""Maximum number of batches whose keys are kept to find the least recently used entries."""
 
 
 class HostMemoryBudget:
-    """A limit on host memory that several stores share."""
+    """A limit on host memory that several cache stores share."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -77,16 +77,20 @@ class HostMemoryBudget:
 
 @dataclass(slots=True)
 class HitCounts:
-    """Counts of entries found in memory and of entries read from a store."""
+    """Counts of cache entries found in host memory and of those read from a slower store."""
 
     hits: int = 0
     """Number of entries found in host memory."""
     reads: int = 0
-    """Number of entries read from the backing store or from files."""
+    """Number of entries that were not in host memory and had to be read from a store of files."""
 
 
 class MemoryTier:
-    """A store that keeps entries in host memory, within a fixed budget."""
+    """A cache store that keeps entries in host memory, within a fixed budget.
+
+    If the budget is full, the least recently used entries are dropped and read again from the
+    backing store when they are needed.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class MemoryTier:
         hit_counts: HitCounts,
         find: Callable[[], Gather | MissingGather] = find_gather,
     ) -> None:
-        """Keep entries in slabs from `allocate`; `what` names the entries in messages.
+        """Keep entries in large blocks from `allocate`; `what` names the entries in messages.
 
         `backing` stores all entries; without it, all must fit into the budget. `find` loads the C
         helper that copies batches.
@@ -118,7 +122,7 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """Host memory allocated for slabs in bytes, whether used or free."""
+        """Host memory in bytes that is allocated for entries, whether used or free."""
         return self._slabs.nbytes
 
     def get(self, key: str) -> Entry | None:
@@ -126,7 +130,10 @@ class MemoryTier:
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Return entries as views of slabs; read those not in memory from the backing store."""
+        """Return entries as views of this store's memory.
+
+        Entries that are not in memory are read from the backing store.
+        """
         with self._lock:
             self._uses.append(keys)
             here = [*map(self._entries.get, keys)]
@@ -153,7 +160,7 @@ class MemoryTier:
         return self._table.stack(rows, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002
-        """Return entries as views of memory in this store."""
+        """Return entries like `get_many`, as views of this store's memory, without `allocate`."""
         return self.get_many(keys)
 
     def will_need(self, keys: Sequence[str]) -> None:
@@ -223,7 +230,11 @@ class MemoryTier:
             self._backing.close()
 
     def _load(self, backing: Store, keys: Sequence[str], *, evict: bool) -> dict[str, Entry]:
-        """Read entries from `backing` into slabs; return those that do not fit without a copy."""
+        """Read entries from `backing` into this store's memory and return all that exist.
+
+        An entry for which there is no space is returned as `backing` has it, such as a view of a
+        file. With `evict`, least recently used entries make space first.
+        """
         addresses: set[int] = set()
 
         def allocate(nbytes: int) -> Tensor | None:
@@ -250,7 +261,10 @@ class MemoryTier:
             return all(key in self._entries for key in keys)
 
     def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
-        """Copy an entry into a slab; return None if there is no space, even after evictions."""
+        """Copy an entry into this store's memory and return the copy; None if there is no space.
+
+        With `evict`, least recently used entries make space first.
+        """
         layout, nbytes = _layout(entry)
         buffer = self._allocate(nbytes, evict=evict and self._backing is not None)
         if buffer is None:
@@ -280,7 +294,7 @@ class MemoryTier:
             return buffer
 
     def _apply_uses(self) -> None:
-        """Sort `_entries` by last use, from the recorded batches.
+        """Sort `_entries` by last use, according to the recorded keys of the batches read so far.
 
         Called only before an eviction, because reordering costs more than a lookup.
         """
@@ -300,10 +314,10 @@ class MemoryTier:
 
 
 class SlabAllocator:
-    """First-fit allocator over a few large slabs of host memory; the caller must hold a lock.
+    """First-fit allocator over a few large blocks (slabs) of host memory.
 
-    Unlike an arena (memory/shared_arena.py), its memory is private to the process and is freed
-    entry by entry. The slabs themselves are kept as long as the allocator.
+    The caller must hold a lock. Unlike an arena (memory/shared_arena.py), its memory is private to
+    the process and is freed entry by entry. The slabs themselves are kept as long as the allocator.
     """
 
     def __init__(self, budget: HostMemoryBudget, allocate: Callable[[int], Tensor]) -> None:
@@ -317,7 +331,10 @@ class SlabAllocator:
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor | None:
-        """Allocate bytes, which are freed with their last view; None if all slabs are full."""
+        """Allocate memory as a uint8 tensor; None if all slabs are full and the budget is used up.
+
+        The memory is free again when neither the tensor nor a view of it exists any more.
+        """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         alignment = entry_alignment(nbytes)
@@ -393,7 +410,7 @@ def allocate_pinned(nbytes: int) -> Tensor:
 
 
 def _layout(entry: Entry) -> tuple[dict[str, tuple[int, Tensor]], int]:
-    """Return each tensor of an entry with its offset in the slab, and the total bytes."""
+    """Return each tensor of an entry with its offset in the entry's memory, and the total bytes."""
     layout, end = {}, 0
     for name, tensor in entry.items():
         layout[name] = (end, tensor)
@@ -426,7 +443,7 @@ class TensorSpec(NamedTuple):
 
 
 class GatherRow(NamedTuple):
-    """Everything needed to copy a tensor. The row keeps the tensor's memory alive."""
+    """A row of `GatherTable`: a cached tensor, kept alive, and its address, dtype and shape."""
 
     spec: TensorSpec
     address: int
@@ -434,9 +451,10 @@ class GatherRow(NamedTuple):
 
 
 class GatherTable:
-    """The addresses and specs of all tensors in memory, by tensor name and entry key.
+    """Table of all cached tensors in host memory (`GatherRow`), by tensor name and entry key.
 
-    The caller must hold a lock, except for `stack`.
+    It finds what copying a batch needs with one lookup per tensor. The caller must hold a lock,
+    except for `stack`.
     """
 
     def __init__(self, gather: Gather | MissingGather) -> None:
@@ -454,22 +472,23 @@ class GatherTable:
             self._rows.setdefault(name, {})[key] = row
 
     def find(self, keys: Sequence[str], name: str) -> list[GatherRow] | None:
-        """Return the rows of one tensor of each entry; None if an entry is missing."""
+        """Return the table rows of the tensor `name` of each entry; None if an entry is missing."""
         try:
             return [*map(self._rows[name].__getitem__, keys)]
         except KeyError:
             return None
 
     def remove(self, key: str) -> None:
-        """Remove an entry's rows; its memory is freed once nothing else refers to it."""
+        """Remove an entry's tensors, which are freed once nothing else refers to them."""
         for rows in self._rows.values():
             rows.pop(key, None)
 
     def stack(self, rows: Sequence[GatherRow], allocate: Allocate) -> Tensor:
         """Stack the tensors of `rows` into newly allocated memory; needs no lock.
 
-        Uses the C helper if torch has one thread, and torch otherwise, as each is faster there.
-        Tensors with different specs also go to torch, which raises a helpful error.
+        Uses a C helper if torch runs on one thread, and torch if it has several threads and is
+        faster. Tensors with different shapes or dtypes also go to torch, which raises a helpful
+        error.
         """
         specs, addresses, tensors = zip(*rows, strict=True)
         spec, count = specs[0], len(rows)

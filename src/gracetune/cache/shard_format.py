@@ -68,24 +68,30 @@ if TYPE_CHECKING:
 
 
 DEFAULT_DATA_OFFSET = MIB
-"""Header space of a new shard in bytes, unless its first entry needs more."""
+"""Bytes reserved for the header of a new shard (cache file), unless its first entry needs more."""
 MAX_SHARD_NBYTES = 256 * MIB
-"""Size in bytes from which on a shard gets no more entries."""
+"""Size in bytes from which on a shard (cache file) gets no more entries."""
 OPEN_SUFFIX, SEALED_SUFFIX = ".open", ".safetensors"
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
 LARGE_ENTRY_NBYTES = 64 * 1024
 """Size in bytes from which on entries are page-aligned, as direct reads (O_DIRECT) need."""
 RECORD_MAGIC = b"gtentry1"
-"""First bytes of a record. Length, checksum and contents of its JSON text follow."""
+"""First bytes of a record, the JSON description in front of each cache entry.
+
+The length and the checksum of the JSON text follow, then the text itself.
+"""
 _OPEN_MAGIC = b"gtshard1"
-"""First bytes of an open shard, which has no header yet. Its data offset follows."""
+"""First bytes of a shard (cache file) that still grows and has no safetensors header yet.
+
+The offset of its first entry follows.
+"""
 _FIXED_HEADER_NBYTES = 256
-"""Bytes of a shard's header besides its entries: its length, metadata and the first gap."""
+"""Header bytes of a shard that do not belong to an entry: length, metadata and first gap."""
 _RECORD_HEAD_NBYTES = 24
 _MAX_RECORD_NBYTES = 16 * 1024**2
 _SEARCH_NBYTES = 1024 * TENSOR_ALIGNMENT
-"""Number of bytes that `find_record` searches at a time."""
+"""Number of bytes that `find_record` reads at a time."""
 DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -112,24 +118,30 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class ShardFile:
-    """A shard file that this process has locked: no other process may change it."""
+    """A shard (a file of cache entries) that this process has locked, so that only it may write."""
 
     def __init__(self, path: Path, descriptor: int, row: ShardRow) -> None:
         self.path = path
         self.row = row
         self.end = row.length
-        """Offset after the last entry, where the next record is appended."""
+        """Offset of the end of the last entry, where the next entry is appended."""
         self.header_nbytes = 0
-        """Upper bound of the size of the header that sealing will write, in bytes."""
+        """Upper bound, in bytes, of the header that `seal` writes once the shard is complete."""
         self._descriptor = descriptor
 
     def fits_entry(self, header_nbytes: int) -> bool:
-        """Return True if one more entry fits that takes `header_nbytes` of the header."""
+        """Return True if the shard and its header have space for one more entry.
+
+        `header_nbytes` is the number of header bytes that the entry takes.
+        """
         fits_header = self.header_nbytes + header_nbytes <= self.row.data_offset
         return self.end < MAX_SHARD_NBYTES and fits_header
 
     def append(self, packed: PackedEntry, header_nbytes: int) -> int:
-        """Append an entry and return its offset; it still has to be flushed and indexed."""
+        """Append an entry and return its offset.
+
+        The caller then flushes the file (`sync`) and adds the entry's row to the index.
+        """
         record = align_up(self.end)
         offset = align_up(record + len(packed.record), entry_alignment(packed.nbytes))
         padded = packed.record.ljust(offset - record, b"\0")
@@ -145,7 +157,7 @@ class ShardFile:
         os.fdatasync(self._descriptor)
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
-        """Write the header, rename the shard to a safetensors file, and release the lock."""
+        """Complete the shard: write its header, rename it to .safetensors, and release its lock."""
         # The last entry may end in empty tensors, or be empty: set the length that the header has.
         os.ftruncate(self._descriptor, self.end)
         header = build_header(rows, self.row.data_offset, self.end)
@@ -168,9 +180,9 @@ class ShardFile:
 
 
 def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile:
-    """Create a shard, lock it and add it to the index.
+    """Create a shard (cache file), lock it and add it to the index.
 
-    The header space is large enough for one entry that takes `header_nbytes` of it, or more.
+    The space reserved for its header suffices for at least one entry that takes `header_nbytes`.
     """
     while True:
         path = folder / f"{secrets.token_hex(8)}{OPEN_SUFFIX}"
@@ -191,7 +203,10 @@ def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFi
 
 
 def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFile | None:
-    """Lock an existing shard that has space for another entry; None if there is none."""
+    """Lock an existing shard that has space for another entry; None if there is none.
+
+    `header_nbytes` is the number of header bytes that the entry takes.
+    """
     for path in appendable_shards(folder):
         shard = lock_shard(path, index)
         if shard is None:
@@ -213,7 +228,7 @@ def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFil
 
 
 def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
-    """Lock a shard and truncate uncommitted bytes of an open one.
+    """Lock a shard for writing, and cut off bytes that a killed process left without committing.
 
     Returns None if another process has locked or removed the shard. A shard that is not in the
     index is deleted.
@@ -233,7 +248,7 @@ def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
 
 
 def appendable_shards(folder: Path) -> Iterator[Path]:
-    """Yield shards to append to: open ones, then sealed ones that are less than half full."""
+    """Yield shards to append to: growing ones, then complete ones that are less than half full."""
     files = sorted(folder.iterdir())
     yield from (path for path in files if path.suffix == OPEN_SUFFIX)
     for path in files:
@@ -242,7 +257,7 @@ def appendable_shards(folder: Path) -> Iterator[Path]:
 
 
 def open_shard(folder: Path, name: str, flags: int = 0) -> int | None:
-    """Return a file descriptor for reading a shard, growing or sealed; None if it is gone."""
+    """Return a file descriptor for reading a shard, complete or growing; None if it is gone."""
     # Two rounds, because another process may rename it between two attempts.
     for suffix in (SEALED_SUFFIX, OPEN_SUFFIX, SEALED_SUFFIX, OPEN_SUFFIX):
         try:
@@ -285,7 +300,10 @@ def read_data_offset(data: Bytes) -> int:
 
 
 def entry_header_nbytes(key: str, tensors: Iterable[TensorSlice]) -> int:
-    """Return an upper bound of the header bytes that an entry takes, with gaps."""
+    """Return an upper bound of the bytes that an entry takes in a shard's safetensors header.
+
+    The header lists the entry's tensors and the gaps between them.
+    """
     return sum(
         260 + len(json.dumps(f"{key}/{tensor.name}")) + len(json.dumps(tensor.shape))
         for tensor in tensors
@@ -373,7 +391,10 @@ class PackedEntry:
 
 
 class EntryRecord(NamedTuple):
-    """A parsed record: key, offset, layout and checksum of the entry after it."""
+    """Parsed record: the description in front of a cache entry in a shard file.
+
+    It repeats the entry's row in the index, so that a lost index can be rebuilt.
+    """
 
     key: str
     offset: int
@@ -384,7 +405,10 @@ class EntryRecord(NamedTuple):
 
 
 def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> PackedEntry:
-    """Convert an entry to bytes: lay out its aligned tensors, and build its record."""
+    """Convert an entry to the bytes of its aligned tensors and of its record.
+
+    The record describes the entry (`about` is part of it) and is written in front of the tensors.
+    """
     tensors: list[TensorSlice] = []
     parts: list[Bytes] = []
     end = 0
@@ -457,7 +481,7 @@ def padded_nbytes(nbytes: int) -> int:
 
 
 def read_record(data: Bytes, offset: int) -> EntryRecord | None:
-    """Parse the record at `offset`; None if there is no complete, intact record."""
+    """Parse the description of a cache entry (record) at `offset`; None if it is not intact."""
     head = data[offset : offset + _RECORD_HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
     if head[:8] != RECORD_MAGIC or length > _MAX_RECORD_NBYTES:
@@ -475,7 +499,10 @@ def read_record(data: Bytes, offset: int) -> EntryRecord | None:
 
 
 def find_record(data: Bytes, offset: int) -> int | None:
-    """Return the offset of the first record at or after `offset`, which may be incomplete."""
+    """Return the offset of the first description of an entry (record) at or after `offset`.
+
+    Only its first bytes are checked, so the record may be incomplete. None if there is none.
+    """
     while offset + _RECORD_HEAD_NBYTES <= len(data):
         chunk = data[offset : offset + _SEARCH_NBYTES]
         rows = len(chunk) // TENSOR_ALIGNMENT

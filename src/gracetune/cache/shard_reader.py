@@ -135,7 +135,10 @@ class ShardReader:
         return file is not None
 
     def _submit(self, pairs: Sequence[tuple[EntryRow, Bytes]]) -> list[int]:
-        """Start direct reads and return their tickets; empty if direct reads do not work."""
+        """Start direct reads and return a number (ticket) for each, which `_wait` takes.
+
+        Returns an empty list if direct reads do not work.
+        """
         files = [self._file(row.shard, direct=True) for row, _ in pairs]
         requests = [
             ReadRequest(file.number, row.offset, buffer)
@@ -151,7 +154,7 @@ class ShardReader:
         return tickets or []
 
     def _wait(self, ticket: int, row: EntryRow) -> bool:
-        """Wait for the direct read `ticket`; return False if it failed, or if `ticket` is 0."""
+        """Wait for a direct read; return False if it failed or was not started (`ticket` is 0)."""
         try:
             return ticket > 0 and self._queue.wait(ticket) >= row.nbytes
         except OSError as error:
@@ -292,15 +295,18 @@ class AioQueue:
         self._context = ctypes.c_ulong(0)
         self._tickets = count(1)
         self._in_flight: dict[int, Bytes] = {}
-        """Buffers of unfinished reads by ticket, kept alive until the disk has written to them."""
+        """Buffers of unfinished reads by ticket (number), kept alive until they are filled."""
         self._results: dict[int, int] = {}
-        """Results of finished reads by ticket: bytes read, or a negative error code."""
+        """Results of finished reads by ticket (number): bytes read, or a negative error code."""
         self._state_lock, self._reap_lock = threading.Lock(), threading.Lock()
         self.refusal = "" if self._syscall_numbers else f"unknown for {machine}"
         """Why the kernel refused to create an AIO queue; empty if it did not refuse so far."""
 
     def submit(self, requests: Sequence[ReadRequest]) -> list[int] | None:
-        """Start reads and return a ticket for each; None if the kernel refuses an AIO queue."""
+        """Start reads and return a number (ticket) for each, which `wait` takes.
+
+        Returns None if the kernel refuses an AIO queue.
+        """
         blocks = np.zeros(len(requests), _REQUEST)
         blocks["ticket"] = tickets = [next(self._tickets) for _ in requests]
         blocks["descriptor"] = [request.descriptor for request in requests]
@@ -327,7 +333,10 @@ class AioQueue:
         return tickets
 
     def wait(self, ticket: int) -> int:
-        """Wait for a read and return the number of bytes read; raise OSError if it failed."""
+        """Wait for the read with this number, and return how many bytes it read.
+
+        Raises OSError if the read failed.
+        """
         while ticket not in self._results:
             is_known = ticket in self._in_flight or ticket in self._results
             assert is_known, f"there is no read {ticket}"
@@ -379,7 +388,10 @@ class AioQueue:
         return max(0, taken)
 
     def _reap(self, ticket: int = 0) -> None:
-        """Wait until a read finishes; return at once if `ticket` or every read is finished."""
+        """Wait until at least one read finishes, and move all finished reads to `_results`.
+
+        Returns at once if no read is in flight, or if the read `ticket` is finished already.
+        """
         with self._reap_lock:
             if not self._in_flight or ticket in self._results:
                 return

@@ -226,12 +226,15 @@ class ShardStore:
             return index.delete(keys)
 
     def move(self, rows: Sequence[EntryRow], entries: Sequence[Entry]) -> None:
-        """Copy entries to another shard and update their rows; the caller locks the old shard."""
+        """Copy entries to another shard and update their index rows.
+
+        `rows` are their current rows. The caller has locked the old shard.
+        """
         with self._writing() as writer:
             writer.move(rows, entries)
 
     def seal(self) -> None:
-        """Seal the shard that is being written, so that it becomes a safetensors file."""
+        """Complete the shard (cache file) being written, so that it becomes a safetensors file."""
         with self._writing() as writer:
             writer.finish()
 
@@ -257,7 +260,10 @@ class ShardStore:
         )
 
     def close(self) -> None:
-        """Seal the shard that is being written and close all files; later calls reopen them."""
+        """Complete the shard (cache file) being written, and close all files.
+
+        Later calls open them again.
+        """
         if self._pid != os.getpid():
             return
         with self._write_lock:
@@ -298,7 +304,10 @@ class ShardStore:
                 raise unwritable_error(self.folder, error.strerror or error) from error
 
     def _open(self) -> None:
-        """Open the index and create this process's state; a forked child needs its own."""
+        """Open the index and create file readers and caches, which belong to this process.
+
+        A forked child calls it again, because it must not use its parent's.
+        """
         self._use_lock = IndexUseLock(self.shards)
         try:
             self._index = CacheIndex(self.folder / INDEX)
@@ -453,7 +462,7 @@ class ShardWriter:
         self._file: ShardFile | None = None
 
     def put(self, entries: Mapping[str, Entry]) -> None:
-        """Append the entries that do not exist yet, and commit them to the index."""
+        """Append the entries whose keys are not in the index yet, and commit them to the index."""
         existing = self._index.existing_keys([*entries])
         new = [(_new_row(key, entry), entry) for key, entry in entries.items()]
         self._append([(row, entry) for row, entry in new if row.key not in existing], moved=False)
@@ -463,7 +472,7 @@ class ShardWriter:
         self._append([*zip(rows, entries, strict=True)], moved=True)
 
     def finish(self) -> None:
-        """Seal the current shard; remove it if it has no entries."""
+        """Complete the current shard, so that it becomes a safetensors file; remove it if empty."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -474,12 +483,12 @@ class ShardWriter:
             file.remove()
 
     def close(self) -> None:
-        """Seal the current shard and close the index."""
+        """Complete the current shard, so that it is a safetensors file, and close the index."""
         self.finish()
         self._index.close()
 
     def release(self) -> None:
-        """Unlock the current shard without sealing it; another writer may continue it."""
+        """Unlock the current shard without completing it; another writer may append to it."""
         if self._file is not None:
             self._file.release()
             self._file = None
@@ -521,7 +530,7 @@ class ShardWriter:
 
 
 def _new_row(key: str, entry: Entry) -> EntryRow:
-    """Return the index row of a new entry, still without a location."""
+    """Return the index row of a new entry, before it is known in which shard it is stored."""
     assert entry is not None, f"there is no entry for {key}"
     return EntryRow(0, str(key), "", 0, 0, (), b"", key_components(key))
 
@@ -603,7 +612,7 @@ def rebuild_missing_index(
 
 
 def _shard_names(shards: Path) -> list[str]:
-    """Return the names of all shard files, growing or sealed."""
+    """Return the names, without suffix, of all shard files in a folder."""
     names = {path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)}
     return sorted(names)
 

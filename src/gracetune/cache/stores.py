@@ -79,7 +79,7 @@ class CacheStores:
 
     @property
     def latents_on_disk(self) -> bool:
-        """True if latents are written to files, with or without a memory tier in front."""
+        """True if latents are written to files, even if they are also kept in memory."""
         return self._persistent or self._types["latents"] == "disk"
 
     def open_latents(self, name: str, folder: Path) -> Store:
@@ -93,7 +93,7 @@ class CacheStores:
         self.close()
 
     def close(self) -> None:
-        """Seal the shards that are being written and close all files; reading reopens them."""
+        """Complete the cache files being written, and close all files; reading reopens them."""
         self.latents.close()
         self.text.close()
 
@@ -131,10 +131,10 @@ class CacheStores:
 
 
 def _budgets(section: CacheSection, num_ranks: int) -> dict[str, HostMemoryBudget]:
-    """Return the host memory budgets of `latents` and `text`.
+    """Return the limits on host memory for caching `latents` and `text`.
 
-    All ranks may be on this machine, so each rank takes its part of the available memory. Entries
-    on disk need no memory.
+    All ranks may be on this machine, so each rank takes an equal part of the available memory.
+    Entries on disk need no memory.
     """
     total = psutil.virtual_memory().available * 3 // 4 // num_ranks
     if section.host_budget_gb is not None:

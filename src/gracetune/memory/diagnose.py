@@ -210,7 +210,11 @@ def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> Fi
 def check_environment(
     variables: Mapping[str, str], effects: Sequence[str], problem: str
 ) -> Finding:
-    """Check gracetune's environment variables; `problem` is the error message of an invalid one."""
+    """Check gracetune's environment variables.
+
+    `variables` are those that are set, `effects` says what they do, and `problem` is the error
+    message if one is invalid.
+    """
     figures = dict(variables)
     if problem:
         return fail(
@@ -253,7 +257,7 @@ def check_torch_build(
 
 
 def check_platform(platform: Platform) -> Finding:
-    """Report the kind of link between host and device, and how it was detected."""
+    """Report how host memory and device are connected, and how that was detected."""
     why = platform.reasons["link"]
     figures: dict[str, Figure] = {
         "link": platform.link.value,
@@ -400,20 +404,20 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class PoolTrial:
-    """Result of `try_pool`, which allocates a tensor in a managed pool."""
+    """Result of `try_pool`, which allocates a tensor in a pool of CUDA managed memory."""
 
     kind: PointerKind
     """Kind of memory in which the tensor was allocated."""
     correct: bool
     """True if the device read back what it wrote."""
     live_bytes: int
-    """Managed bytes of the pool while the tensor existed."""
+    """Bytes of managed memory that the pool had allocated while the tensor existed."""
     held_bytes: int
-    """Managed bytes that closing the pool did not free."""
+    """Bytes of managed memory that closing the pool did not free."""
 
 
 def try_pool(pool: ManagedPool, driver: Driver, nbytes: int) -> PoolTrial:
-    """Test a managed pool: allocate a tensor in it, use it, free it and close the pool."""
+    """Test a pool of managed memory: allocate a tensor in it, use and free it, close the pool."""
     import torch
 
     with pool.allocating():
@@ -460,7 +464,7 @@ def open_torch_bench(driver: Driver, platform: Platform, copy_bytes: int) -> Dev
 # the device has and therefore runs only where that is safe.
 
 MIN_COPY_RATE = {Link.COHERENT: 200e9, Link.MANAGED: 12e9, Link.COPY: 6e9}
-"""Rate of pinned copies (bytes/s) below which `check_copies` warns, by kind of link."""
+"""Rate of pinned copies (bytes/s) below which `check_copies` warns, by type of connection."""
 MIN_PREFETCH_GAIN = 5.0
 """Speed-up of a first touch by a prefetch below which `check_faults` warns."""
 SWEEP_CHUNK_BYTES = 256 * MIB
@@ -590,7 +594,7 @@ def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
 
 
 def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
-    """Return the finding for the test of a managed pool (see `try_pool`)."""
+    """Return the finding for the test of a pool of CUDA managed memory (see `try_pool`)."""
     name = "pool round trip"
     if isinstance(trial, PoolUnavailable):
         return skip(name, trial.reason)
@@ -616,7 +620,10 @@ def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
 
 
 def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> Finding:
-    """Allocate `scale` times the device's memory as managed memory and touch all of it."""
+    """Allocate `scale` times the device's memory as managed memory and touch all of it.
+
+    Unless `force` is set, this is skipped on devices without NVLink-C2C, where it can hang the GPU.
+    """
     name = "oversubscription"
     refusal = _managed_memory_refusal(bench)
     if refusal:

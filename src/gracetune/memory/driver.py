@@ -124,9 +124,10 @@ _NO_LOCATION = -2
 _MEMORY_TYPE_DEVICE = 2
 _LEGACY_STREAM = 0
 _PER_THREAD_STREAM = 2
-"""CU_STREAM_PER_THREAD. `discard` uses it instead of the legacy stream, which CUDA rejects there.
+"""Handle of CUDA's per-thread default stream.
 
-The two streams are ordered with each other.
+`CudaDriver.discard` uses it in place of the legacy default stream, for which CUDA rejects discards.
+Each of the two streams waits for work queued on the other.
 """
 
 

@@ -45,7 +45,7 @@ HINTS_OFF = (
     "hints are off: set gh200_optimizations.enable_uvm_hints, "
     "SIMPLETUNER_GH200_ENABLE_UVM_HINTS=1 or set_uvm_hint_override(True)"
 )
-"""Reason that every hint gives for not being applied while hints are off."""
+"""Reason reported for each memory hint (advice or prefetch) that is skipped as hints are off."""
 _NOT_MANAGED = {
     PointerKind.UNKNOWN: "pageable host memory; allocate it in ManagedPool.allocating() instead",
     PointerKind.HOST: "pinned host memory, which never moves",
@@ -61,7 +61,7 @@ _NO_HINTS_HERE = {
 
 
 class Verdict(StrEnum):
-    """Outcome of a memory hint: applied, unsupported or failed."""
+    """Outcome of a memory hint (advice or prefetch): applied, unsupported or failed."""
 
     APPLIED = "applied"
     UNSUPPORTED = "unsupported"
@@ -70,13 +70,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A memory hint that was given, and its outcome; truthy if it was applied."""
+    """A memory hint (advice or prefetch) and its outcome; truthy if it was applied."""
 
     verb: str
-    """Name of the method that gave the hint, such as `prefetch_to_device`."""
+    """Name of the `Hints` method that gave the hint, such as `prefetch_to_device`."""
     verdict: Verdict
     reason: str = ""
-    """Why the hint was not applied; for `residency`, how the location is known."""
+    """Why the hint was not applied; in a `Residency`, what is known about the tensor's memory."""
     nbytes: int = 0
     """Number of bytes that the hint covers."""
     code: int = 0
@@ -109,7 +109,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class HintCounts:
-    """Counts of the memory hints given so far, and of their bytes."""
+    """Counts of the memory hints (advice and prefetches) given so far, and of their bytes."""
 
     verdicts: Counter[tuple[str, Verdict]] = field(default_factory=Counter)
     """Number of hints by method name and outcome."""
@@ -136,7 +136,7 @@ def ignore_notice(notice: Notice) -> None:
 
 
 class Hints:
-    """Gives the CUDA driver memory hints for tensors, and counts their outcomes."""
+    """Gives the CUDA driver hints about where tensors should be, and counts their outcomes."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Hints:
         self._reported: set[tuple[str, str]] = set()
 
     def prefer_cpu_residency(self, tensor: Tensor) -> Hint:
-        """Ask the driver to keep a tensor in host memory; kernels then read it over the link."""
+        """Ask the driver to keep a tensor in host memory, where kernels read it without a copy."""
         return self._advise("prefer_cpu_residency", tensor, HOST)
 
     def prefer_gpu_residency(self, tensor: Tensor) -> Hint:
@@ -247,7 +247,10 @@ class Hints:
         )
 
     def _target(self, verb: str, tensor: Tensor) -> tuple[Driver, Span] | Hint:
-        """Return the driver and a tensor's pages; if no hint is possible, the unsupported hint."""
+        """Return the driver and the pages of a tensor to give a hint for.
+
+        If no hint is possible, returns a `Hint` with the outcome `UNSUPPORTED` and the reason.
+        """
         if not self.enabled:
             return self._unsupported(verb, HINTS_OFF)
         if self._driver is None or self._platform_refusal:
@@ -261,7 +264,7 @@ class Hints:
         return self._driver, span
 
     def _device_of(self, tensor: Tensor) -> int:
-        """Return the ordinal of a tensor's device; for a CPU tensor, that of the platform."""
+        """Return the ordinal of a tensor's device; for a CPU tensor, `self.platform.device`."""
         index = tensor.get_device()
         return self.platform.device if index < 0 else index
 

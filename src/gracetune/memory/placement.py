@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class Placement(StrEnum):
-    """Where the tensors of a role are kept."""
+    """Where the tensors with a role, such as `latents` or `text`, should be kept."""
 
     HOST = "host"
-    """In host memory, read in place by the device."""
+    """In host memory, where kernels on the device read them without a copy."""
     STAGED = "staged"
     """In host memory, prefetched to the device before use."""
     DEVICE = "device"
-    """In device memory, prefetched there at once."""
+    """In device memory, to which they are prefetched at once."""
     LEAVE = "leave"
     """No hints are given; the tensors stay where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
-    """Maps tensor names to roles, and roles to placements."""
+    """Maps tensor names to roles (such as `text`), and roles to placements (such as `device`)."""
 
     roles: Mapping[str, str]
     """Roles by tensor name, such as `text` for `prompt_embeds`."""
     placements: Mapping[str, Placement]
-    """Placements by role."""
+    """Placements by role, such as `device` for `text`."""
 
     def __post_init__(self) -> None:
         unplaced = sorted(set(self.roles.values()) - set(self.placements))
@@ -98,7 +98,7 @@ DEFAULT_TABLE = PlacementTable(
         }
     ),
 )
-"""Default placements: latents and audio, read once, stay in host memory; others move."""
+"""Default roles and placements: latents and audio stay in host memory, as they are read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """Outcome of placing a batch; truthy if hints were given and every one was applied."""
+    """Outcomes of the hints for a batch; truthy if there were hints and all were applied."""
 
     placed: tuple[PlacedTensor, ...]
     unknown: tuple[str, ...]
@@ -158,7 +158,7 @@ def placement_table(
 
 
 def place_batch(batch: object, hints: Hints, table: PlacementTable = DEFAULT_TABLE) -> BatchReport:
-    """Give placement hints for every tensor in a nested batch, and report their outcomes."""
+    """Give the CUDA driver the table's hints for each tensor in a nested batch; report outcomes."""
     placed, unknown = [], []
     for path, name, tensor in _tensors(batch, table.roles):
         if name is None:

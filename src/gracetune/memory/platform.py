@@ -100,18 +100,18 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One device, its link to host memory, and the reason for each detected value."""
+    """One device, its connection to host memory, and the reason for each detected value."""
 
     link: Link
     device: int
     """Ordinal of the device; -1 without a GPU."""
     device_bytes: int
-    """Total device memory; for an integrated device, the available host memory."""
+    """Total device memory in bytes; for an integrated device, the available host memory."""
     host_bytes: int
-    """Host memory that a process could allocate now without swapping."""
+    """Host memory in bytes that a process could allocate now without swapping."""
     host_total_bytes: int
     page_bytes: int
-    """Page size of the kernel, to which the driver rounds hints."""
+    """Page size of the kernel in bytes; the driver rounds the ranges of hints to whole pages."""
     host_node: int | None
     """NUMA node of the host memory nearest to the device; None if unknown."""
     device_node: int | None
@@ -149,7 +149,7 @@ NO_GPU = Platform(
 
 @dataclass(frozen=True, slots=True)
 class LinkRule:
-    """A kind of link, and the device attributes that identify it."""
+    """A kind of link between device and host memory, and the device attributes that identify it."""
 
     link: Link
     required: Mapping[str, int]
@@ -183,7 +183,7 @@ LINK_RULES = (
         "the driver has no concurrent managed access (WSL, Windows, old or virtual GPUs)",
     ),
 )
-"""Rules that identify the link; the first one whose attributes all match decides."""
+"""Rules that find the link between device and host memory; the first that matches decides."""
 
 _LINK_ATTRIBUTES = (
     "integrated",
@@ -295,7 +295,11 @@ def _node(value: int | None) -> int | None:
 
 
 def _device_node(driver: Driver, device: int, host: HostFacts) -> tuple[int | None, str]:
-    """Return the NUMA node of the device's memory and the reason; None in CDMM mode and on PCIe."""
+    """Return the NUMA node of the device's memory, and the reason.
+
+    There is none on PCIe, and none if the driver manages the memory instead of the kernel (CDMM,
+    coherent driver-based memory management).
+    """
     if driver.attribute("numa_config", device) == 1:
         node = _node(driver.attribute("numa_id", device))
         if node is not None:
@@ -331,7 +335,10 @@ class NvmlFacts:
     """True if the NVLink-C2C link is up; None if unknown."""
     c2c_reason: str
     addressing: str | None
-    """Addressing mode: `ats`, `hmm` or `none`; None if unknown."""
+    """How the device reaches pageable host memory; None if unknown.
+
+    `ats`: in hardware; `hmm`: by page faults in software; `none`: not at all.
+    """
     addressing_reason: str
 
 
@@ -440,13 +447,16 @@ class HostFacts:
     cgroup_free_bytes: int | None = None
     """Bytes that the process may still allocate under its cgroup limit; None without a limit."""
     coherent_memory_mode: str = ""
-    """CoherentGPUMemoryMode of the NVIDIA kernel module: `driver` is CDMM; empty if unknown."""
+    """CoherentGPUMemoryMode of the NVIDIA kernel module; empty if unknown.
+
+    With `driver`, the driver manages GPU memory, and the kernel does not see it as a NUMA node.
+    """
 
     includes_gpu_memory: bool = False
-    """True if the kernel's memory sizes include GPU memory (NUMA mode)."""
+    """True if the kernel's memory sizes include GPU memory, because it is a NUMA node."""
 
     def gpu_nodes(self, known: int | None = None) -> tuple[NumaNode, ...]:
-        """Return the NUMA nodes that are GPU memory; `known` is one that the driver has named.
+        """Return the NUMA nodes that are GPU memory; `known` is one that the driver reported.
 
         If one GPU's memory is a node, every node without CPUs counts as GPU memory.
         """
@@ -467,7 +477,7 @@ class HostFacts:
         return self.total_bytes - sum(node.total_bytes for node in self.gpu_nodes(gpu_node))
 
     def capacity_bytes(self) -> int:
-        """Return the total host memory in bytes, or what the cgroup leaves if that is less."""
+        """Return the total host memory in bytes; at most what the cgroup limit still allows."""
         total = self.total_host_bytes()
         return total if self.cgroup_free_bytes is None else min(total, self.cgroup_free_bytes)
 
@@ -583,7 +593,7 @@ def _coherent_mode(params: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The platform of a device, and the driver to call it."""
+    """A device's hardware description (`Platform`), and the CUDA driver through which to use it."""
 
     driver: Driver | None
     """The CUDA driver; None if the machine has no GPU."""
@@ -591,7 +601,7 @@ class Machine:
 
 
 class CountedDriver(Driver, Protocol):
-    """A driver that also reports the number of devices."""
+    """A CUDA driver interface that also has the number of devices."""
 
     device_count: int
 

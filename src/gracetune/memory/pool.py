@@ -43,23 +43,23 @@ class PoolError(GracetuneError):
 
 @dataclass(frozen=True, slots=True)
 class PoolUnavailable:
-    """The reason why this machine cannot have a managed pool."""
+    """The reason why this machine cannot have a pool of CUDA managed memory."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Options of a managed pool."""
+    """Options of a pool of CUDA managed memory."""
 
     cap_bytes: int
     """Maximum size of the pool in bytes, in whole segments of torch's allocator."""
     pattern: AccessPattern = AccessPattern.GPU_FIRST
-    """Where the pool's segments are placed: mainly device or host memory."""
+    """Where the pool's memory should be: mainly on the device, mainly on the host, or either."""
     no_split: bool = False
-    """Give each tensor a segment of its own, so that hints never affect a neighbour."""
+    """Give each tensor an allocation (segment) of its own, so that hints affect no other tensor."""
     use_on_oom: bool = False
-    """Let allocations outside the pool use its cached memory before they fail."""
+    """Let torch use the pool's cached memory for other tensors before it reports out of memory."""
     driver_library: str = DRIVER_LIBRARY
 
 
@@ -79,7 +79,10 @@ class MemPoolApi(Protocol):
     """The torch functions that a managed pool needs; hides differences between torch releases."""
 
     def make(self, library: Path, slot: int, device: int, settings: PoolSettings) -> object:
-        """Create a `torch.cuda.MemPool` that allocates through a slot of the C shim."""
+        """Create a `torch.cuda.MemPool` that allocates with the functions of a C library.
+
+        `library` is that library (shim.c), and `slot` the number of its functions for this pool.
+        """
         ...
 
     def use_pool(self, pool: object, device: int) -> AbstractContextManager[None]:

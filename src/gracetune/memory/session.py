@@ -68,7 +68,10 @@ class MemorySettings(Protocol):
 
 
 class MemorySession:
-    """The platform, hints, stages, accounting and statistics of one process or run."""
+    """The objects that manage CUDA memory for one process or run, created on first use.
+
+    These are hardware detection, memory hints, a managed pool, memory reclamation and statistics.
+    """
 
     def __init__(
         self,
@@ -77,16 +80,19 @@ class MemorySession:
         emit: Callable[[Notice], None],
         gc_freeze: GcFreeze | None = None,
     ) -> None:
-        """Pass the run's `gc_freeze`, so that reclaiming memory also collects frozen objects."""
+        """Create a session; nothing is opened or detected yet.
+
+        With the run's `gc_freeze`, reclaiming memory also collects objects that it has frozen.
+        """
         self.hints_override: bool | None = None
-        """Turns hints on or off; None leaves the decision to environment variables and platform."""
+        """Turns memory hints on or off; None leaves that to environment variables and platform."""
         self._open_machine = open_machine
         self._read_settings = read_settings
         self._emit = emit
         self._gc_freeze = gc_freeze or GcFreeze()
         self._pool: ManagedPool | PoolUnavailable | None = None
         self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
-        """Functions that free memory and return the bytes freed; light reclamations call them."""
+        """Functions that free memory and return the bytes freed; called if the device is full."""
 
     @property
     def settings(self) -> MemorySettings:
@@ -100,9 +106,10 @@ class MemorySession:
 
     @property
     def hints_enabled(self) -> bool:
-        """True if memory hints are on.
+        """True if the CUDA driver is given hints about where managed memory should be.
 
-        `hints_override` decides, else the environment; the default is on for coherent GPUs.
+        `hints_override` decides, else an environment variable; by default, hints are on for
+        coherent GPUs.
         """
         if self.hints_override is not None:
             return self.hints_override
@@ -111,7 +118,10 @@ class MemorySession:
 
     @property
     def wants_pool(self) -> bool:
-        """True if a managed pool should be used: `use_uvm` if it is set, else `hints_enabled`."""
+        """True if a pool of CUDA managed memory should be used.
+
+        The environment setting `use_uvm` decides; if it is not set, `hints_enabled`.
+        """
         setting = self.settings.use_uvm
         return self.hints_enabled if setting is None else setting
 
@@ -132,7 +142,7 @@ class MemorySession:
 
     @cached_property
     def policy(self) -> StagePolicy:
-        """Thresholds for memory stages, from environment variables and defaults."""
+        """Thresholds at which memory is reclaimed, from environment variables and defaults."""
         settings, default = self.settings, StagePolicy()
         return StagePolicy(
             threshold=settings.stage1_threshold or default.threshold,
@@ -144,7 +154,7 @@ class MemorySession:
 
     @property
     def managed_cap(self) -> int:
-        """Maximum managed memory in bytes, by the oversubscription ratio and host memory."""
+        """Maximum managed memory in bytes: a multiple of device memory, if host memory suffices."""
         platform = self.machine.platform
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
@@ -155,7 +165,7 @@ class MemorySession:
 
     @cached_property
     def stages(self) -> Stages:
-        """Tracks the run's memory stage; reclaims memory by `trimmers` and torch's allocator."""
+        """Tracks whether device memory is almost full, and then frees memory."""
         device = self.machine.platform.device
         light = light_reclamation(self.trimmers)
         hard = hard_reclamation(device, self._gc_freeze)
@@ -172,7 +182,7 @@ class MemorySession:
         return start_fault_counter(cupti, self.machine.platform.device)
 
     def pool(self) -> ManagedPool | PoolUnavailable:
-        """Return the managed pool, opened on the first call, or the reason why there is none."""
+        """Return the pool of managed memory, opened on the first call, or why there is none."""
         if self._pool is None:
             platform = self.machine.platform
             if self.machine.driver is None:
@@ -184,9 +194,10 @@ class MemorySession:
         return self._pool
 
     def observe(self, *, reclaim: bool) -> Stage:
-        """Read the memory in use and return the stage; with `reclaim`, free memory if needed.
+        """Read the memory in use and return whether device memory is oversubscribed (the stage).
 
-        Without a managed pool, memory is not read, since nothing can be oversubscribed.
+        With `reclaim`, memory is freed if needed. Without a managed pool, memory is not read, since
+        nothing can be oversubscribed.
         """
         if not isinstance(self._pool, ManagedPool):
             return self.stages.state.stage

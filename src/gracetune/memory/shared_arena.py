@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 
 OFFSET_BITS = 44
-"""Bits of an address that are the offset in a segment; the bits above are its number."""
+"""Number of low bits of an arena address that are the offset in a segment.
+
+The bits above are the number of the segment, one of the anonymous files of the arena.
+"""
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -55,11 +58,14 @@ _COPY_NBYTES = 512 * 1024
 
 
 class ArenaFullError(Exception):
-    """Raised if there is no memory left for an arena; the caller tells the user what to do."""
+    """Raised if there is no memory left for an arena (shared, read-only host memory)."""
 
 
 class ArenaWriter:
-    """Fills a new arena, from any number of threads, and seals it."""
+    """Fills a new arena (host memory that processes share), from any number of threads.
+
+    `seal` then makes it immutable.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,7 +74,10 @@ class ArenaWriter:
 
     @contextmanager
     def segment_writer(self) -> Iterator[SegmentWriter]:
-        """Yield a segment to write to, which no other thread uses inside the `with` block."""
+        """Yield a writer for one of the arena's files (segments).
+
+        No other thread uses that file inside the `with` block.
+        """
         with self._lock:
             if self._free:
                 writer = self._free.pop()
@@ -82,12 +91,12 @@ class ArenaWriter:
                 self._free.append(writer)
 
     def seal(self) -> Arena:
-        """Make the arena immutable for every process, and return it."""
+        """Make the written data immutable for every process, and return it as an `Arena`."""
         return Arena([writer.seal() for writer in self._writers])
 
 
 class SegmentWriter:
-    """Appends data to one segment of an arena, and returns the address of the data."""
+    """Appends data to one of an arena's anonymous files (segments), and returns its address."""
 
     def __init__(self, number: int) -> None:
         self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -96,7 +105,7 @@ class SegmentWriter:
         self._end = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data` to the segment and return its address."""
+        """Append `data` to the file; return its address in the arena, for `Arena.view`."""
         address = self._base + self._end
         left = memoryview(data)
         try:
@@ -109,10 +118,10 @@ class SegmentWriter:
         return address
 
     def write_with(self, write: Callable[[int], int]) -> int:
-        """Append data by calling `write`; return the address of the data.
+        """Append data by calling `write`; return the address of the data in the arena.
 
-        `write` gets the segment's file descriptor and returns the number of bytes that it wrote.
-        An OSError from it means that there was no memory left.
+        `write` gets the descriptor of the segment's file and returns the number of bytes that it
+        wrote. An OSError from it means that there was no memory left.
         """
         address = self._base + self._end
         try:
@@ -124,9 +133,9 @@ class SegmentWriter:
     def copy_from(
         self, source_fd: int, offset: int, nbytes: int, expected_nbytes: int = -1
     ) -> tuple[int, int]:
-        """Append bytes of an open file, copied by the kernel; return their address and number.
+        """Append bytes of an open file, copied by the kernel; return their arena address and count.
 
-        The number is below `nbytes` if the file ends earlier. If the caller knows the file's end,
+        The count is below `nbytes` if the file ends earlier. If the caller knows the file's end,
         passing `expected_nbytes` saves the system call that would detect it. Raises OSError if the
         file cannot be read.
         """
@@ -149,7 +158,7 @@ class SegmentWriter:
         return address, done
 
     def seal(self) -> int:
-        """Make the segment immutable and return a file descriptor for reading it."""
+        """Make this file of the arena immutable, and return a descriptor for reading it."""
         os.ftruncate(self._fd, self._end)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         descriptor = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -170,29 +179,32 @@ class SegmentWriter:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Lets other processes find an arena, as long as the process that created the handle lives."""
+    """Process ID and files of an arena, with which other processes can map it.
+
+    It is valid as long as the process that created it lives.
+    """
 
     pid: int
     segments: tuple[tuple[int, int, int], ...]
-    """File descriptor, device number and inode of each segment.
+    """File descriptor, device number and inode of each of the arena's files (segments).
 
     Device and inode detect a process ID or a descriptor that was reused for something else.
     """
 
 
 class Arena:
-    """A sealed arena, mapped for reading.
+    """Host memory that several processes map read-only; its contents cannot change any more.
 
-    Forked children inherit it; other processes attach to it with a handle.
+    Forked children inherit it; other processes map it with `attach`.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Map the segments of these file descriptors; the arena closes them."""
+        """Map the files (segments) with these descriptors, which the arena closes at its end."""
         self._fds = tuple(descriptors)
         for descriptor in self._fds:
             weakref.finalize(self, os.close, descriptor)
         self.segments = tuple(_map(descriptor) for descriptor in self._fds)
-        """The mapped segments. A slice of one is no copy and keeps the mapping alive."""
+        """The mapped files (segments). A slice of one is no copy and keeps the mapping alive."""
 
     @classmethod
     def attach(cls, handle: ArenaHandle) -> Arena:
@@ -214,7 +226,7 @@ class Arena:
 
     @property
     def handle(self) -> ArenaHandle:
-        """A handle with which another process can map the arena."""
+        """A handle with which another process can map the arena (`attach`)."""
         return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
 
     @property
@@ -224,13 +236,13 @@ class Arena:
 
 
 class SharedArena(NamedTuple):
-    """An arena, and how this process obtained it."""
+    """An arena (shared, read-only host memory), and which process built it."""
 
     arena: Arena
     owner_pid: int
     """ID of the process that built the arena."""
     attach_error: str | None
-    """Why another process's arena could not be mapped, so that one was built; None otherwise."""
+    """Why mapping another process's arena failed, so that this one was built; None otherwise."""
 
     @property
     def is_owner(self) -> bool:
@@ -327,7 +339,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _read_offer(path: Path) -> ArenaHandle | None:
-    """Return the arena handle in a JSON file; None if there is no file or it is invalid."""
+    """Read which process shares an arena; None if the JSON file is missing or invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return ArenaHandle(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))

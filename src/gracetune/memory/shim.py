@@ -15,7 +15,7 @@ from pathlib import Path
 from gracetune.errors import GracetuneError, RunFailedError
 
 ABI = 1
-"""Interface version of the C shim; equals ABI in shim.c. Raise both if the interface changes."""
+"""Version of the interface to shim.c, which defines the same number. Raise both together."""
 LIBRARY = "_shim.so"
 SOURCE = Path(__file__).with_name("shim.c")
 COMPILE_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -26,10 +26,10 @@ _BUSY = -6
 
 
 class AccessPattern(Enum):
-    """Where a pool's memory is placed; the values are those of `uvm_access_pattern`."""
+    """Preferred location of a pool's managed memory; the values of `uvm_access_pattern`."""
 
     GPU_FIRST = "gpu_first"
-    """Prefer device memory, and prefetch new segments to it."""
+    """Prefer device memory, and prefetch newly allocated memory to it."""
     BALANCED = "balanced"
     """No preferred location: pages appear where they are first touched."""
     CPU_FIRST = "cpu_first"
@@ -42,12 +42,12 @@ class AccessPattern(Enum):
 
 
 class ShimError(GracetuneError):
-    """Raised if the C shim cannot be built, loaded or opened."""
+    """Raised if the C library for managed memory (shim.c) cannot be built, loaded or opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShimCounters:
-    """Allocation counters of one managed pool, in the order of the C struct."""
+    """Allocation counters of one pool of managed memory, in the order of the C struct."""
 
     live_bytes: int
     live_segments: int
@@ -56,31 +56,31 @@ class ShimCounters:
     allocations: int
     frees: int
     denied: int
-    """Number of segments refused because of the cap."""
+    """Number of allocations refused because the pool would have exceeded its maximum size."""
     denied_bytes: int
     failed: int
-    """Number of segments that the CUDA driver refused to allocate."""
+    """Number of allocations that the CUDA driver refused."""
     hints: int
-    """Number of advice calls and prefetches for new segments."""
+    """Number of cuMemAdvise calls and prefetches for newly allocated memory."""
     failed_hints: int
     failed_frees: int
     leaked_bytes: int
     """Bytes that the CUDA driver failed to free; `live_bytes` still includes them."""
     foreign_frees: int
-    """Number of frees of pointers that the pool did not allocate."""
+    """Number of calls to free a pointer that the pool had not allocated."""
     last_code: int
     """The CUDA driver's last error code; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingShim:
-    """The reason why the C shim is not available."""
+    """The reason why the C library for managed memory (shim.c) is not available."""
 
     reason: str
 
 
 class Shim:
-    """The loaded C library of shim.c."""
+    """The C library (shim.c) through which torch's allocator gets managed memory."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -118,7 +118,7 @@ class Shim:
     def open(
         self, pattern: AccessPattern, cap_bytes: int, driver_library: str = DRIVER_LIBRARY
     ) -> int:
-        """Reserve a slot for one pool and return its number.
+        """Reserve one of the library's numbered slots for a pool and return its number.
 
         torch calls the C functions `gracetune_alloc_N` and `gracetune_free_N` of slot N.
         """
@@ -135,13 +135,13 @@ class Shim:
         return slot
 
     def close(self, slot: int) -> bool:
-        """Release a pool's slot; return False while torch still holds segments of it."""
+        """Release a pool's slot; return False while torch still holds memory of the pool."""
         code: int = self._library.gracetune_shim_close(slot)
         assert code in (0, _BUSY), f"slot {slot} is not open"
         return code == 0
 
     def set_cap(self, slot: int, cap_bytes: int) -> None:
-        """Change the maximum size of a pool. Lowering it frees no existing segments."""
+        """Change the maximum size of a pool. Lowering it frees no allocated memory."""
         code = self._library.gracetune_shim_set_cap(slot, cap_bytes)
         assert code == 0, f"slot {slot} is not open"
 
@@ -155,7 +155,7 @@ class Shim:
 
 
 def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
-    """Load the compiled C shim from `folder`, or return the reason why there is none."""
+    """Load the compiled C library (shim.c) from `folder`, or return why there is none."""
     path = folder / LIBRARY
     if not path.exists():
         return MissingShim(
@@ -167,7 +167,7 @@ def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
 
 
 def build_shim(target: Path, compiler: str = "cc", source: Path = SOURCE) -> Path:
-    """Compile the C shim to `target`, for a source tree that was not installed."""
+    """Compile shim.c to `target`, for a source tree that was not installed."""
     command = [compiler, *COMPILE_FLAGS, str(source), "-o", str(target), *LINK_FLAGS]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)

@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """Memory stage of a run; the numbers are reported as `uvm.stage` in memory statistics."""
+    """Whether device memory has space (stage 1) or is oversubscribed (stage 2).
+
+    Memory statistics report the number as `uvm.stage`.
+    """
 
     RESIDENT = 1
     OVERSUBSCRIBED = 2
 
 
 class Action(StrEnum):
-    """Kind of memory reclamation to perform now."""
+    """Kind of memory reclamation to perform now; `light` is cheaper than `hard`."""
 
     NONE = "none"
     LIGHT = "light"
@@ -62,14 +65,20 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class StagePolicy:
-    """Thresholds for memory stages and reclamations; `uvm_*` are PYTORCH_CUDA_ALLOC_CONF keys."""
+    """Thresholds for when device memory counts as full and is reclaimed.
+
+    `uvm_*` are the corresponding keys of PYTORCH_CUDA_ALLOC_CONF.
+    """
 
     threshold: float = 0.10
-    """`uvm_stage1_threshold`: stage 2 begins if a smaller share of device memory is free."""
+    """`uvm_stage1_threshold`: device memory is full (stage 2) if a smaller share is free."""
     hysteresis: float = 0.05
-    """Additional share of device memory that must be free to return to stage 1."""
+    """Share of device memory, besides `threshold`, that must be free for stage 1 (not full)."""
     min_free_bytes: int = 0
-    """`uvm_stage1_min_bytes`: like `threshold`, in bytes; the larger of the two counts."""
+    """`uvm_stage1_min_bytes`: device memory is full (stage 2) if fewer bytes are free.
+
+    The larger of this number and `threshold` counts.
+    """
     oversubscription_ratio: float = 5.0
     """`uvm_oversubscription_ratio`: maximum managed bytes, as a multiple of device memory."""
     host_reserve_bytes: int = 4 * GIB
@@ -104,33 +113,34 @@ class StagePolicy:
             )
 
     def stage2_below(self, device_total: int) -> int:
-        """Return the bytes of free device memory below which stage 2 begins."""
+        """Return the bytes of free device memory below which it is oversubscribed (stage 2)."""
         return max(int(self.threshold * device_total), self.min_free_bytes)
 
     def stage1_above(self, device_total: int) -> int:
-        """Return the bytes of free device memory above which a run returns to stage 1."""
+        """Return the bytes of free device memory above which it counts as not full (stage 1)."""
         return self.stage2_below(device_total) + int(self.hysteresis * device_total)
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Current memory stage, and counts of transitions and reclamations since the start."""
+    """Whether device memory is full (the stage), with counts of changes and reclamations."""
 
     stage: Stage = Stage.RESIDENT
     transitions: int = 0
     light_reclamations: int = 0
     hard_reclamations: int = 0
     readings_since_light: int | None = None
-    """Number of memory readings since the last light reclamation; None before the first."""
+    """Memory readings since the last light reclamation (garbage collection); None if never."""
     readings_since_hard: int | None = None
-    """Number of memory readings since the last hard reclamation; None before the first."""
+    """Memory readings since the last hard reclamation (torch's cache emptied); None if never."""
 
 
 def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
     """Return the maximum size of managed memory in bytes.
 
-    The driver may evict every managed page to the host, so all of them must fit into host memory
-    minus its reserve. By the ratio alone, the kernel might kill the process for using too much.
+    It is `oversubscription_ratio` times device memory, if that fits into host memory minus its
+    reserve: the driver may evict every managed page to the host, and the kernel kills a process
+    that uses too much.
     """
     by_ratio = int(policy.oversubscription_ratio * device_total)
     by_host = max(0, host_available - policy.host_reserve_bytes)
@@ -138,7 +148,7 @@ def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> 
 
 
 def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
-    """Return the next stage state and the reclamation to perform, given a memory reading."""
+    """Return whether device memory is full, and how to reclaim memory, given a memory reading."""
     stage = _next_stage(policy, state.stage, reading)
     entered = stage is Stage.OVERSUBSCRIBED and state.stage is Stage.RESIDENT
     following = replace(
@@ -169,7 +179,11 @@ def _next_stage(policy: StagePolicy, stage: Stage, reading: Reading) -> Stage:
 def _choose_action(
     policy: StagePolicy, state: StageState, reading: Reading, *, entered: bool
 ) -> Action:
-    """Choose a light reclamation first, and a hard one later if it would free enough memory."""
+    """Choose how to reclaim memory: not at all unless device memory is full.
+
+    First collect garbage (light). If that did not help by the next reading, empty torch's allocator
+    cache (hard), provided that its size suffices. Each happens at most once in `interval` readings.
+    """
     threshold = policy.stage2_below(reading.device_total)
     if reading.device_free >= threshold:
         return Action.NONE
@@ -191,7 +205,7 @@ def _is_due(readings_since: int | None, interval: int) -> bool:
 
 
 class Stages:
-    """Tracks the memory stage of one run, reclaims memory, and counts the bytes freed."""
+    """Tracks whether device memory is full, then frees memory, and counts the bytes freed."""
 
     def __init__(
         self,
@@ -200,7 +214,7 @@ class Stages:
         hard: Callable[[], int],
         emit: Callable[[Notice], None],
     ) -> None:
-        """`light` and `hard` perform the two kinds of reclamation and return the bytes freed."""
+        """`light` collects garbage, `hard` empties torch's cache; both return the bytes freed."""
         self.policy = policy
         self.state = StageState()
         self.reclaimed_bytes = 0
@@ -209,14 +223,17 @@ class Stages:
         self._emit = emit
 
     def update(self, reading: Reading) -> Stage:
-        """Update the stage from a memory reading, without reclaiming memory."""
+        """Return whether device memory is full (the stage) by a memory reading; free nothing."""
         seen, _ = advance(self.policy, self.state, reading)
         return self._enter(
             replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
         )
 
     def update_and_reclaim(self, reading: Reading) -> Stage:
-        """Update the stage from a memory reading and reclaim memory if needed, between steps."""
+        """Return whether device memory is full (the stage), and free memory if it is.
+
+        Called between steps.
+        """
         state, action = advance(self.policy, self.state, reading)
         self._enter(state, reading)
         if action is Action.LIGHT:
@@ -253,7 +270,7 @@ def read_memory(device: int, host_available: int) -> Reading:
 
 
 def light_reclamation(trimmers: Sequence[Callable[[], int]]) -> Callable[[], int]:
-    """Return a function that calls all `trimmers` and returns the total bytes freed."""
+    """Return a function that calls the `trimmers`, which free memory, and sums the bytes freed."""
 
     def reclaim() -> int:
         return sum(trim() for trim in trimmers)

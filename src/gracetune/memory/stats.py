@@ -123,8 +123,8 @@ class Tier(StrEnum):
 class MemoryAccounting:
     """Counts the bytes that gracetune itself allocates, by kind of memory and role; thread-safe.
 
-    Code that allocates reserves the bytes here before, and releases them after it has freed them.
-    torch's own allocations are in torch's statistics.
+    A role is what the memory is for, such as `weights`. Code calls `reserve` before it allocates
+    and `release` after it has freed. torch's own allocations are in torch's statistics.
     """
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
@@ -150,7 +150,7 @@ class MemoryAccounting:
             return True
 
     def release(self, tier: Tier, role: str, nbytes: int) -> None:
-        """Subtract bytes that were freed."""
+        """Subtract bytes that were counted by `reserve` and have been freed."""
         with self._lock:
             held = self._held[tier, role]
             assert 0 <= nbytes <= held, f"{role} releases {nbytes} of {held} bytes in {tier}"
@@ -170,7 +170,7 @@ class MemoryAccounting:
         return self._denied[tier]
 
     def by_role(self) -> dict[tuple[Tier, str], int]:
-        """Return the reserved bytes by kind of memory and role, without roles that hold none."""
+        """Return the reserved bytes by kind of memory and role (what they are for), if above 0."""
         with self._lock:
             return {key: nbytes for key, nbytes in self._held.items() if nbytes}
 
@@ -209,7 +209,7 @@ class _CuptiMember(Protocol):
 
 
 class _CuptiEnum(Protocol):
-    """An enumeration of CUPTI, which maps names to numbers."""
+    """An enumeration in CUPTI's Python bindings, which maps names to numbers."""
 
     def __getitem__(self, name: str) -> int: ...
     def __iter__(self) -> Iterator[_CuptiMember]: ...
