@@ -96,10 +96,10 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
 
 
 def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
-    """Return where the user set a key; None if unknown.
+    """Return the place where the user set a key, or a place near it; None if there is none.
 
-    For a key without an entry in `origins`, uses a key inside that section, or else the nearest
-    section around the key.
+    If `origins` lacks the key, it is the place of a key inside it (if the key is a section), or
+    else of the nearest section that contains it.
     """
     inner = (other for other in origins if other[: len(path)] == path)
     outer = (path[:length] for length in range(len(path) - 1, 0, -1) if path[:length] in origins)

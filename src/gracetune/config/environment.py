@@ -245,8 +245,8 @@ def _uvm_hints(env: Mapping[str, str]) -> bool | None:
 def _mixed_precision(env: Mapping[str, str]) -> str | None:
     """Return the value of ACCELERATE_MIXED_PRECISION; None if the user has not chosen one.
 
-    The value `no` is ignored if `accelerate launch` started this process, because that is what it
-    sets by default.
+    The value `no` is ignored if `accelerate launch` started this process, because `accelerate`
+    sets it by default.
     """
     value = env.get(PRECISION_VARIABLE)
     if not value or (value == "no" and LAUNCHER_VARIABLE in env):

@@ -53,7 +53,7 @@ class ModelSection(Section):
     release (not diffusers' names). Set it to train these weights instead of those in `path`."""
     transformer_2_file: str | None = None
     """Safetensors file with the weights of the second transformer, which is the low-noise one in
-    models of the family `wan22`; otherwise like `transformer_file`."""
+    models of the family `wan22`. Tensor names are those of the original release."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the model's weights in memory. `auto`: the data type in the model's files. Full
     fine-tuning converts the weights to fp32, unless this is `bfloat16` and the optimizer can keep
@@ -292,17 +292,17 @@ class OptimizerSection(Section):
     """`automagic` only: upper bound of the learning rates. Default: 1e-3 with `lr_bump`, otherwise
     0.1."""
     high_noise_lr_bump: PositiveFloat | None = None
-    """`automagic` only: replaces `lr_bump` for the high-noise transformer of models with two."""
+    """`automagic` only: replaces `lr_bump` for the high-noise transformer, if the model has two."""
     high_noise_min_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `min_lr` for the high-noise transformer of models with two."""
+    """`automagic` only: replaces `min_lr` for the high-noise transformer, if the model has two."""
     high_noise_max_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `max_lr` for the high-noise transformer of models with two."""
+    """`automagic` only: replaces `max_lr` for the high-noise transformer, if the model has two."""
     low_noise_lr_bump: PositiveFloat | None = None
-    """`automagic` only: replaces `lr_bump` for the low-noise transformer of models with two."""
+    """`automagic` only: replaces `lr_bump` for the low-noise transformer, if the model has two."""
     low_noise_min_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `min_lr` for the low-noise transformer of models with two."""
+    """`automagic` only: replaces `min_lr` for the low-noise transformer, if the model has two."""
     low_noise_max_lr: PositiveFloat | None = None
-    """`automagic` only: replaces `max_lr` for the low-noise transformer of models with two."""
+    """`automagic` only: replaces `max_lr` for the low-noise transformer, if the model has two."""
 
 
 class ValidationSection(Section):
@@ -407,7 +407,7 @@ class InMemorySection(Section):
     """Largest number of files that a thread reads at a time. Default: chosen so that all threads
     have work."""
     memory_limit_gb: PositiveFloat | None = None
-    """Limit in GiB of the host memory for the files of a dataset. The run stops if it needs more.
+    """Limit in GiB of the host memory for the dataset's files. The run stops if they need more.
     Default: the free memory, less a reserve."""
 
 

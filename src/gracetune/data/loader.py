@@ -35,8 +35,8 @@ INLINE = Prefetch()
 """Prefetch settings without workers: each batch is loaded when it is requested. Suitable if loading
 a batch is a lookup in memory."""
 LOOKAHEAD_BATCHES = 8
-"""Number of batches for which a loader announces the samples to the caches before it loads them, so
-that the caches can read ahead."""
+"""Number of batches that a loader announces to the caches before it loads them, so that the caches
+can read ahead."""
 NO_EPOCH = -1
 """Epoch number of samples that are loaded outside of training epochs, such as held-out samples."""
 MAX_NAMED_SAMPLES = 8

@@ -586,7 +586,10 @@ def _decode_workers(section: DatasetSection) -> Prefetch:
 
 
 def _summarize(dataset: str, groups: Sequence[BucketGroup]) -> str:
-    """Describe the buckets of a dataset in one line: their sizes and numbers of samples."""
+    """Describe the buckets of a dataset in one line: their sizes and numbers of samples.
+
+    The line starts with the label "data:", without which the console would not show it.
+    """
     total = sum(len(group.samples) for group in groups)
     shown = groups[:MAX_LISTED_BUCKETS]
     sizes = [f"{'x'.join(map(str, group.size))} ({len(group.samples)})" for group in shown]
