@@ -96,7 +96,7 @@ class EncodingStopped(Exception):  # noqa: N818  not an error
 
 
 class EpochEncoder(Protocol):
-    """Encodes the randomly augmented samples of an epoch into a cache (data/pipeline.py)."""
+    """Encodes randomly augmented samples into a cache per epoch; see data/pipeline.py."""
 
     def open_store(self, epoch: int) -> Store:
         """Open the cache store for the augmented samples of one epoch."""
@@ -261,7 +261,7 @@ def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
 
     `marks` are files, one per rank, with the number of the epoch that the rank reads. A rank that
     reads epoch N encodes N + 1, so the epochs from the lowest number to the highest plus one are in
-    use. Without marks, no epoch is.
+    use. Without marks, no epoch is in use.
     """
     reading = [int(mark.read_text()) for mark in marks]
     first, last = min(reading, default=0), max(reading, default=-2) + 1

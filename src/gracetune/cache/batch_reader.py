@@ -130,7 +130,7 @@ class BatchReader:
 
         `live_sources` are the datasets that are not cached (`disable_cache`), by id; `encode`
         encodes their samples. `identity` has the ids of the encoders of `latents` and of `text`,
-        which are part of every cache key.
+        which are part of their cache keys.
         """
         self._transforms = transforms
         self._stores = stores

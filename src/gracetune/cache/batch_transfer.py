@@ -65,7 +65,7 @@ STAGING_SLOTS = 2
 DEVICE_ALIGNMENT = 512
 """Granularity of device allocations, in bytes."""
 BATCH_PLACEMENT = {"latents": "staged", "audio": "staged"}
-"""Default placement of a batch's tensors: copied to the device before use (`staged`)."""
+"""Default placement of latents and audio: copied to the device before use (`staged`)."""
 LATENTS = "latents of the batch"
 """Name of the latents among the tensors of a batch that are copied; no text tensor has it."""
 

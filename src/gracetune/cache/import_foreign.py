@@ -312,7 +312,7 @@ class TensorMatch:
     theirs: str
     """Name of the other tool's tensor; empty for an attention mask, which is filled with ones."""
     trim: TokenTrim
-    """How to drop the tensor's padding tokens (see `TOKEN_TRIMS`)."""
+    """Way to remove padding tokens from the other tool's tensor (see `TOKEN_TRIMS`)."""
     like: Tensor
     """A tensor with the dtype and shape of gracetune's; if it has a row per token, with no rows."""
 

@@ -486,9 +486,8 @@ class GatherTable:
     def stack(self, rows: Sequence[GatherRow], allocate: Allocate) -> Tensor:
         """Stack the tensors of `rows` into newly allocated memory; needs no lock.
 
-        Uses a C helper if torch runs on one thread, and torch if it has several threads and is
-        faster. Tensors with different shapes or dtypes also go to torch, which raises a helpful
-        error.
+        Uses a C helper if torch runs on one thread; with several threads, torch itself is faster.
+        Tensors with different shapes or dtypes also go to torch, which raises a helpful error.
         """
         specs, addresses, tensors = zip(*rows, strict=True)
         spec, count = specs[0], len(rows)

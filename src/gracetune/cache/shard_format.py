@@ -157,7 +157,7 @@ class ShardFile:
         os.fdatasync(self._descriptor)
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
-        """Complete the shard: write its header, rename it to .safetensors, and release its lock."""
+        """Seal the shard: write its header, rename it to .safetensors, and release its lock."""
         # The last entry may end in empty tensors, or be empty: set the length that the header has.
         os.ftruncate(self._descriptor, self.end)
         header = build_header(rows, self.row.data_offset, self.end)

@@ -234,7 +234,7 @@ class ShardStore:
             writer.move(rows, entries)
 
     def seal(self) -> None:
-        """Complete the shard (cache file) being written, so that it becomes a safetensors file."""
+        """Seal the shard (cache file) being written: complete it to a safetensors file."""
         with self._writing() as writer:
             writer.finish()
 

@@ -56,9 +56,9 @@ class Finding:
     name: str
     status: Status
     text: str
-    """What the check found, in one sentence."""
+    """Result of the check in one sentence."""
     advice: str = ""
-    """What the user should do; empty if there is nothing to do."""
+    """Advice to the user; empty if there is nothing to do."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """Measured values by name, for the JSON report."""
 

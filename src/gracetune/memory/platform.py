@@ -121,7 +121,7 @@ class Platform:
     rates: Rates | None
     """Bandwidths of the machine; None if they were not measured."""
     reasons: Mapping[str, str] = field(hash=False)
-    """How each value was detected, by field name."""
+    """Explanation of how each value was detected, by field name."""
     numa_nodes: tuple[NumaNode, ...] = ()
     """All NUMA nodes with memory, including those of devices."""
 
@@ -335,9 +335,9 @@ class NvmlFacts:
     """True if the NVLink-C2C link is up; None if unknown."""
     c2c_reason: str
     addressing: str | None
-    """How the device reaches pageable host memory; None if unknown.
+    """Mechanism by which the device reads pageable host memory; None if unknown.
 
-    `ats`: in hardware; `hmm`: by page faults in software; `none`: not at all.
+    `ats`: in hardware; `hmm`: by page faults in software; `none`: it cannot.
     """
     addressing_reason: str
 

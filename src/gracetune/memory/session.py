@@ -154,7 +154,7 @@ class MemorySession:
 
     @property
     def managed_cap(self) -> int:
-        """Maximum managed memory in bytes: a multiple of device memory, if host memory suffices."""
+        """Maximum managed memory in bytes: a multiple of device memory, limited by host memory."""
         platform = self.machine.platform
         return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
 
@@ -165,7 +165,7 @@ class MemorySession:
 
     @cached_property
     def stages(self) -> Stages:
-        """Tracks whether device memory is almost full, and then frees memory."""
+        """Tracks whether device memory is almost full, and frees memory if so."""
         device = self.machine.platform.device
         light = light_reclamation(self.trimmers)
         hard = hard_reclamation(device, self._gc_freeze)

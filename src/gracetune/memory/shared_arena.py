@@ -96,7 +96,10 @@ class ArenaWriter:
 
 
 class SegmentWriter:
-    """Appends data to one of an arena's anonymous files (segments), and returns its address."""
+    """Appends data to one of an arena's anonymous files (segments).
+
+    Its methods return the address at which `Arena.view` finds the data.
+    """
 
     def __init__(self, number: int) -> None:
         self._fd = os.memfd_create("gracetune-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -199,7 +202,7 @@ class Arena:
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Map the files (segments) with these descriptors, which the arena closes at its end."""
+        """Map the files (segments) with these descriptors, which are closed with the arena."""
         self._fds = tuple(descriptors)
         for descriptor in self._fds:
             weakref.finalize(self, os.close, descriptor)

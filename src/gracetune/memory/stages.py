@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """Whether device memory has space (stage 1) or is oversubscribed (stage 2).
+    """State of device memory: it has space (stage 1) or is oversubscribed (stage 2).
 
     Memory statistics report the number as `uvm.stage`.
     """
@@ -123,7 +123,7 @@ class StagePolicy:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Whether device memory is full (the stage), with counts of changes and reclamations."""
+    """State of device memory (the stage: full or not), with counts of changes and reclamations."""
 
     stage: Stage = Stage.RESIDENT
     transitions: int = 0
@@ -138,9 +138,9 @@ class StageState:
 def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> int:
     """Return the maximum size of managed memory in bytes.
 
-    It is `oversubscription_ratio` times device memory, if that fits into host memory minus its
-    reserve: the driver may evict every managed page to the host, and the kernel kills a process
-    that uses too much.
+    It is `oversubscription_ratio` times device memory, or host memory minus its reserve if that is
+    less: the driver may evict every managed page to the host, and the kernel kills a process that
+    uses too much.
     """
     by_ratio = int(policy.oversubscription_ratio * device_total)
     by_host = max(0, host_available - policy.host_reserve_bytes)
@@ -148,7 +148,7 @@ def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> 
 
 
 def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
-    """Return whether device memory is full, and how to reclaim memory, given a memory reading."""
+    """Return the next state, in which device memory is full or not, and how to reclaim memory."""
     stage = _next_stage(policy, state.stage, reading)
     entered = stage is Stage.OVERSUBSCRIBED and state.stage is Stage.RESIDENT
     following = replace(
@@ -205,7 +205,7 @@ def _is_due(readings_since: int | None, interval: int) -> bool:
 
 
 class Stages:
-    """Tracks whether device memory is full, then frees memory, and counts the bytes freed."""
+    """Tracks whether device memory is full, frees memory if so, and counts the bytes freed."""
 
     def __init__(
         self,
