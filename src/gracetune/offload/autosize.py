@@ -111,9 +111,10 @@ class _Increase(NamedTuple):
 class RingAutosizer:
     """Add slots to a weight ring while steps stall, within a device memory limit.
 
-    A slot is a device buffer for the weights of one block. With one more slot, copies of weights start one block earlier. One more slot also saves two
-    copies per pass: one more block is still on the device when forward turns to backward, and when
-    the next pass starts. The ring never gets fewer slots than it was created with.
+    A slot is a device buffer for the weights of one block. With one more slot, copies of weights
+    start one block earlier, and two copies per pass are saved: one more block is still on the
+    device when forward turns to backward, and when the next pass starts. The ring never gets fewer
+    slots than it was created with.
     """
 
     def __init__(

@@ -224,8 +224,7 @@ class _FusedGraph:
         return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)
 
     def _peak(self, graph: fx.Graph, kernels: list[_Kernel], owned: set[int]) -> int:
-        """Return the lower of the memory peaks, in bytes, of the two kernel orders Inductor
-        tries."""
+        """Return the lower memory peak, in bytes, of the two kernel orders that Inductor tries."""
         orders = (kernels, self._freeing_first(kernels, owned))
         return min(self._highest(graph, order, owned) for order in orders)
 
@@ -305,8 +304,7 @@ def _workspace(node: fx.Node) -> int:
 
 
 def _value(argument: object) -> Any:
-    """Return the fake tensor of an fx node (None if it has none); return other arguments
-    unchanged."""
+    """Return the fake tensor of an fx node, or None; return other arguments unchanged."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 

@@ -50,8 +50,8 @@ PIN_NBYTES_PER_S = 2e9
 MIN_GAIN = 0.03
 """A new plan must save at least this share of a micro-batch's time to replace the current plan."""
 SMALLER_SHARES = (0.85, 0.92, 0.97)
-"""After an out-of-memory error, plans that need at most these shares of the failed plan's memory
-are searched, in this order."""
+"""After an out-of-memory error, a plan is searched that needs at most this share of the failed
+plan's memory. The shares are tried in order."""
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.03, 0.10
 """Largest accepted error of predicted memory and time, as a share of the prediction."""
 MIN_LINK_FACTOR, MAX_LINK_FACTOR, LINK_BISECTIONS = 0.25, 4.0, 12
@@ -219,8 +219,10 @@ class PlanController:
 
     @property
     def slots_nbytes(self) -> int:
-        """Device memory of the weight ring's slots, in bytes. Reading it synchronizes with the
-        device."""
+        """Device memory of the weight ring's slots, in bytes.
+
+        Reading it synchronizes with the device.
+        """
         if self._applied.ring is None:
             return 0
         counters = self._applied.ring.counters()
@@ -279,7 +281,7 @@ class PlanController:
     def _correct(self, measured: StepMeasurement, remaining: int) -> bool:
         """Calibrate the cost model with a measurement and plan again.
 
-        Applies the new plan if it is worth the change, and returns True if the plan was changed.
+        Applies the new plan if it is worth the change. Returns False if the old plan was kept.
         """
         model, fixed = calibrate(self._problem.model, self._problem.fixed, self.plan, measured)
         self._problem = replace(self._problem, model=model, fixed=fixed)
@@ -304,7 +306,7 @@ class PlanController:
     def _better_plan(self, current: Plan, remaining: int) -> Plan | None:
         """Return a plan that saves more time in the rest of the run than the change costs, or None.
 
-        If the current plan does not fit the memory, any plan that fits is returned.
+        If the current plan does not fit the memory, the best plan that fits is returned.
         """
         problem = replace(self._problem, micro_batches=remaining)
         if current.compiled:  # the graphs exist: compiled plans cost nothing extra

@@ -179,8 +179,7 @@ class ModelCosts:
 
     @property
     def slot_nbytes(self) -> int:
-        """The size, in bytes, of a slot of the weight ring: that of the largest block's frozen
-        weights."""
+        """Bytes of one slot of the weight ring, which must fit the frozen weights of any block."""
         return max(block.frozen_nbytes for block in self.blocks)
 
 
@@ -222,8 +221,7 @@ class CostModel:
         return self._shapes.trained_nbytes
 
     def rescaled(self, compute_factor: float, link_factor: float) -> CostModel:
-        """Return a copy with compute times and host-device bandwidth multiplied by these
-        factors."""
+        """Return a copy with scaled compute times and scaled host-device bandwidth."""
         other = copy(self)
         other.rates = replace(
             self.rates,
@@ -386,7 +384,7 @@ def fp8_extra_nbytes(keep: Trace) -> int:
 
 
 def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
-    """Adjust a block's traces (kernels and memory of a pass), as if frozen matmuls ran in fp8."""
+    """Return a block's kernels and memory (traces) as if its frozen matmuls ran in fp8."""
     keep, lean, recompute = (
         _with_splitting(_with_fp8_calls(trace, traces.keep, compiled), traces.keep)
         for trace in (traces.keep, traces.lean, traces.recompute)
@@ -457,7 +455,7 @@ def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
 
 
 def _exchange_calls(calls: HostCalls, ops: Sequence[Op], fp8_calls: HostCalls) -> HostCalls:
-    """Replace the CPU calls of the bf16 custom operators in `ops` by `fp8_calls`."""
+    """Return `calls` with those of the bf16 operators in `ops` replaced by `fp8_calls`."""
     dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + fp8_calls.dispatched
     return replace(
         calls,
@@ -495,13 +493,12 @@ def _with_splitting(trace: Trace, keep: Trace) -> Trace:
 
 
 def _recomputed_numel(trace: Trace, keep: Trace) -> int:
-    """Return the total number of elements in the inputs of the frozen matmuls that backward
-    recomputes."""
+    """Return the total number of input elements of the frozen matmuls that backward recomputes."""
     return max(0, sum(_input_sizes(trace.backward)) - sum(_input_sizes(keep.backward)))
 
 
 def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
-    """Add the extra memory of a compiled fp8 backward that recomputes matmuls.
+    """Add the extra memory of a compiled fp8 backward to a trace, if it recomputes matmuls.
 
     Inductor first rounds the inputs of all recomputed matmuls to fp8 and keeps them, beside one
     transposed weight.

@@ -64,8 +64,7 @@ def touched_nbytes(tensor: Tensor) -> int:
 
 
 def attention_workspace(query: Tensor) -> int:
-    """Return the bytes of the fp32 buffer in which CUDA's attention backward sums query
-    gradients."""
+    """Return the bytes of the fp32 buffer in which CUDA's attention sums query gradients."""
     return int(query.numel()) * 4
 
 

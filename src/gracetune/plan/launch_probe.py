@@ -119,8 +119,10 @@ class LaunchCosts:
         return self._model_seconds(calls) + policy_calls * self.policy_s
 
     def backward_seconds(self, trace: Trace) -> float:
-        """Return the CPU seconds to launch a traced block's backward, with recomputed forward
-        work."""
+        """Return the CPU seconds to launch a traced block's backward pass.
+
+        The launches of recomputed forward work are included.
+        """
         recompute, backward = trace.recompute_calls, trace.backward_calls
         seconds = self._model_seconds(recompute)
         seconds += recompute.policy_calls * self.policy_recompute_s
@@ -339,7 +341,7 @@ def _save_nothing(_: object, op: Any, *__: object, **___: object) -> CheckpointP
 
 @functools.cache
 def _decide(op: Any) -> CheckpointPolicy:
-    """Return "recompute" for every operator, by a cached lookup as in a real checkpoint policy."""
+    """Return `PREFER_RECOMPUTE` for every operator, by a cached lookup as in a real policy."""
     is_saved = op.name() == "none"
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 

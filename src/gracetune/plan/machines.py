@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["measured", "published", "inferred", "assumed"]
-"""Origin of a figure: measured by this project, published by others, inferred from a measurement of
-another machine, or assumed."""
+"""Origin of a figure: measured by this project, published by others, inferred from a similar
+measurement, or assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ class MachineSpec:
         return DeviceSpec(int(self.device_memory.value), self.attributes, self.rates())
 
     def platform(self) -> Platform:
-        """Return what hardware detection would find on this machine if all host memory were
-        free."""
+        """Return what hardware detection would find on this machine, with all host memory free."""
         shared = self.link is Link.INTEGRATED
         why = f"published data of {self.title}, not this machine"
         return Platform(
@@ -111,11 +110,11 @@ _SPARK = "NVIDIA DGX Spark data sheet"
 _GH200_SHEET = "NVIDIA GH200 data sheet"
 
 _MATMUL_SHARE = 769 / 989.4
-"""Share of the published dense bf16 rate that an 8192 x 8192 x 8192 matmul reached on an H200;
-assumed for other GPUs."""
+"""Share of the published dense bf16 rate that an 8192 x 8192 x 8192 matmul reached on an H200.
+Other GPUs are assumed to reach it too."""
 _STREAM_SHARE = 4194 / 4800
-"""Share of the published memory bandwidth that a device copy reached on an H200; assumed for other
-GPUs."""
+"""Share of the published memory bandwidth that a device copy reached on an H200. Other GPUs are
+assumed to reach it too."""
 _PREFETCH_IN_SHARE = 49.5 / 55.5
 _PREFETCH_OUT_SHARE = 10.5 / 55.3
 

@@ -66,8 +66,10 @@ class FixedMemory:
     """Number of batches prefetched to the device besides the one in use."""
 
     def for_budget(self, device_nbytes: int) -> FixedMemory:
-        """Return a copy for this budget of device memory, of which text embeddings get their
-        share."""
+        """Return a copy for a device memory budget.
+
+        If `text_part` is set, text embeddings may fill 1/text_part of the budget.
+        """
         if not self.text_part:
             return self
         text = min(self.text_nbytes, device_nbytes // self.text_part)
@@ -132,8 +134,10 @@ def _state_on_device(host_share: float, fixed: FixedMemory) -> int:
 
 
 def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Iterator[_Moment]:
-    """Yield activations, workspace and gradients at each moment of a step that could be the
-    peak."""
+    """Yield the changing part of device memory at each moment of a step that could be the peak.
+
+    That part is activations, workspace and gradients.
+    """
     # With accumulation, gradients of earlier micro-batches exist all the time, possibly for each of
     # two experts.
     accumulated = experts * costs.trained_nbytes if candidate.accumulation > 1 else 0

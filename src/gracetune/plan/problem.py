@@ -197,8 +197,7 @@ def plan_settings(run: RunFile) -> PlanSection:
 
 
 def largest_sample(run: RunFile) -> SampleShape:
-    """Return the size of the run's largest sample. A plan that fits it fits every smaller
-    sample."""
+    """Return the size of the run's largest sample. A plan that fits it fits all samples."""
     if not run.datasets:
         raise ConfigError(
             "datasets is empty, so the planner does not know the size of a sample. Add a dataset "

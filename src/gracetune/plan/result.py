@@ -51,7 +51,7 @@ class Bytes:
 
     weights: int = 0
     """Frozen weights, in bytes. On the device: resident weights and the ring's slots. On the host:
-    streamed weights, and models that are kept there."""
+    streamed weights, and other models such as text encoders."""
     adapters: int = 0
     """Bytes of trained weights (an adapter's, or in full training all), their copies and moving
     averages."""
@@ -69,8 +69,7 @@ class Bytes:
         return sum(self.by_role().values())
 
     def by_role(self) -> dict[Role, int]:
-        """Return the bytes of each role (weights, adapters, ...), in the order in which they are
-        printed."""
+        """Return the bytes of each role (weights, adapters, ...), in the order of printing."""
         return {
             "weights": self.weights,
             "adapters": self.adapters,

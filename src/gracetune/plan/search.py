@@ -418,8 +418,7 @@ def evenly_spaced(count: int, num_blocks: int) -> tuple[int, ...]:
 def _streaming_choices(
     num_blocks: int, constraints: Constraints
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the choices to try for streaming: (indices of streamed blocks, number of ring
-    slots)."""
+    """Yield the streaming choices to try: (indices of streamed blocks, number of ring slots)."""
     yield (), 0
     if not constraints.stream:
         return
@@ -498,8 +497,7 @@ def _explain_no_fit(
 
 
 def _smallest_sufficient(required: Callable[[int], int]) -> str:
-    """Return the smallest budget that meets its own requirement, as a text that is not rounded
-    down.
+    """Return the smallest sufficient memory budget, as a text that is not rounded down.
 
     `required` maps a budget in bytes to the bytes that are needed with it. They may grow with the
     budget, because caches fill a share of it. That share is small, so the loop ends soon.

@@ -173,8 +173,7 @@ def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class BlockShapes:
-    """Sizes and traces (kernels, memory) of one kind of block; most models have one or two
-    kinds."""
+    """Sizes, kernels and memory of one kind of block; most models have one or two kinds."""
 
     frozen_nbytes: int
     trained_nbytes: int
@@ -190,14 +189,13 @@ class BlockShapes:
 
     @property
     def gradients_nbytes(self) -> int:
-        """Bytes of weight gradients after backward. They have the dtype in which weights are
-        used."""
+        """Bytes of weight gradients after backward, in the dtype in which weights are used."""
         return self.cast_copies_nbytes or self.trained_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """Sizes and traces (kernels, memory) of a whole model at one batch size."""
+    """Sizes, kernels and memory of a whole model at one batch size."""
 
     name: str
     batch: int

@@ -98,8 +98,10 @@ def candidate_of(plan: Plan) -> PlanCandidate:
 def predict_seconds(
     costs: ModelCosts, candidate: PlanCandidate, rates: EffectiveRates, optimizer_nbytes: int
 ) -> Seconds:
-    """Simulate steps and return the time of one micro-batch, with its share of the optimizer
-    step."""
+    """Simulate steps and return the time of one micro-batch.
+
+    It includes the micro-batch's share of the optimizer step.
+    """
     for num_steps in (NUM_STEPS, MORE_STEPS):
         script = _StepScript(costs, candidate, rates, optimizer_nbytes, num_steps)
         for _ in range(num_steps):
@@ -292,8 +294,7 @@ def _stream_speeds(left: Sequence[float], both_ways_share: float) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Time and kernels of one forward or backward: of one block, or of the model outside of
-    blocks."""
+    """Time and kernels of a forward or backward: of one block, or of all outside of blocks."""
 
     seconds: float
     launch_s: float
@@ -476,8 +477,7 @@ class _StepScript:
         return [self._add(ACTIVATIONS_IN, seconds, dependencies) for _ in copies_out]
 
     def _queue_fetches(self, index: int) -> None:
-        """Add the weight copies that the weight ring would start when this block is about to be
-        used."""
+        """Add the copies that the weight ring starts when this block is about to be used."""
         is_streamed = self.candidate.blocks[index].weights == "streamed"
         if not is_streamed or index == self._block_in_use:
             return

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceTarget:
-    """A model to trace, and functions that make its inputs and call it. It has its adapter
-    already."""
+    """A model to trace, with its adapter, and functions that make its inputs and call it."""
 
     name: str
     model: nn.Module
@@ -78,8 +77,7 @@ class TracedCall:
 
 
 class CalledModel(nn.Module):
-    """Wraps a traced model so that `torch.func.functional_call` runs it through
-    `TraceTarget.predict`."""
+    """Module whose forward calls `TraceTarget.predict`, for `torch.func.functional_call`."""
 
     def __init__(self, target: TraceTarget) -> None:
         super().__init__()
@@ -134,8 +132,7 @@ def _forget_fakes(model: nn.Module) -> None:
 
 
 def _fresh(call: TracedCall) -> list[Any]:
-    """Return empty tensors of the same shapes as a call's arguments; hidden states need
-    gradients."""
+    """Return empty tensors like a call's arguments; hidden states require gradients."""
     leaves = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in call.leaves]
     for place in call.hidden:
         leaves[place].requires_grad_(True)
@@ -261,8 +258,7 @@ def _base(tensor: Tensor) -> Tensor:
 def _trace_outside(
     target: TraceTarget, fakes: dict[int, Tensor], calls: Sequence[TracedCall], batch: int
 ) -> tuple[Trace, int]:
-    """Trace embeddings, head and loss; return their kernels and memory, and the bytes of a
-    batch."""
+    """Return kernels and memory of embeddings, head and loss, and the bytes of the batch."""
     weights = named_fakes(target.model, fakes, "model.")
     inputs = target.inputs(batch)
     recorder = KernelRecorder(weights.values(), inputs.values())
