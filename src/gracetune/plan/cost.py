@@ -512,9 +512,9 @@ def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
 
 
 def _input_sizes(ops: Sequence[Op]) -> list[int]:
-    """Return the number of elements of each input of frozen matmuls.
+    """Return the number of elements of each input to the frozen matmuls in `ops`.
 
-    Matmuls inside one custom operator share their input, which counts once.
+    Matmuls inside one custom operator share an input; it is listed once.
     """
     found: list[int] = []
     in_custom_op = is_shared = False

@@ -151,8 +151,8 @@ class SearchResult:
     num_tried: int
     """Number of candidate plans that were simulated."""
     as_written: RunFileBatchPlan | None = None
-    """The plan for the run file's micro-batch size; None if the best plan has the same size, or if
-    `Constraints.run_file_batch` is None."""
+    """The plan for the micro-batch size that the run file sets; None if the best plan has that size
+    too, or if no second plan was requested (`Constraints.run_file_batch`)."""
 
 
 def find_best_plan(
@@ -321,9 +321,10 @@ class PartialCandidate:
     def candidate(
         self, first: Sequence[Treatment], last: Treatment, num_last: int
     ) -> PlanCandidate:
-        """Return the complete candidate: its last `num_last` blocks use the activation mode `last`.
+        """Return a complete candidate, with an activation mode for each block.
 
-        The other blocks alternate between the modes in `first`.
+        The last `num_last` blocks use the mode `last`. The blocks before them use the modes in
+        `first` in turn.
         """
         streamed = set(self.streamed)
         blocks = []

@@ -89,7 +89,7 @@ class PlanCandidate:
 
 
 def candidate_of(plan: Plan) -> PlanCandidate:
-    """Return the decisions of a plan without its predictions."""
+    """Return a plan's decisions without its predicted memory and time."""
     return PlanCandidate(
         plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
     )
