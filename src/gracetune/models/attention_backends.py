@@ -54,13 +54,18 @@ BACKENDS = {
     "sage": "sage",
     "xformers": "xformers",
 }
-"""Name in a run file -> name in diffusers' dispatcher."""
+"""Dict from the name of an attention backend in a run file to its name in diffusers' attention
+dispatcher."""
 TORCH_DEFAULT = ("auto", "sdpa")
-"""Names that leave the choice to torch. For `auto`, backends are timed later, on a GPU."""
+"""Values of `model.attention_mechanism` for which torch chooses the attention kernel. With `auto`,
+backends are timed later, on a GPU."""
 
 
 def set_attention_backend(transformer: nn.Module, name: str) -> None:
-    """Switch the transformer to a backend by its name in a run file, or raise ConfigError."""
+    """Switch the transformer to an attention backend by its name in a run file.
+
+    Raises ConfigError if the backend is unknown or not installed, or if the model would ignore it.
+    """
     if name in TORCH_DEFAULT:
         return
     if name not in BACKENDS:
@@ -81,14 +86,14 @@ def set_attention_backend(transformer: nn.Module, name: str) -> None:
 
 
 def find_backend(name: str) -> AttentionBackendName:
-    """Return diffusers' name of a backend; raise if a package that the backend needs is missing."""
+    """Return diffusers' name of an attention backend; raise if a package it needs is missing."""
     backend = AttentionBackendName(BACKENDS[name])
     _check_attention_backend_requirements(backend)
     return backend
 
 
 def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int:
-    """Set the backend of all attention processors that support it, and return their number.
+    """Set the attention backend of all processors that can change it, and return their number.
 
     diffusers' own `set_attention_backend` would also change the default of the whole process, and
     with it the encoders and later runs.
@@ -100,7 +105,7 @@ def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int
 
 
 def dispatched_processors(transformer: nn.Module) -> list[Any]:
-    """Return the attention processors that use diffusers' dispatcher."""
+    """Return the attention processors of a model that use diffusers' attention dispatcher."""
     if not isinstance(transformer, ModelMixin):
         return []
     return [p for p in transformer.attn_processors.values() if "_attention_backend" in dir(p)]
@@ -109,7 +114,7 @@ def dispatched_processors(transformer: nn.Module) -> list[Any]:
 # Finding the fastest backend
 
 BASELINE = "sdpa"
-"""Torch's default backend. It is used unless another one is clearly faster."""
+"""Torch's default attention backend. It is used unless another one is clearly faster."""
 CANDIDATES = (
     BASELINE,
     "cudnn",
@@ -122,18 +127,20 @@ CANDIDATES = (
 )
 MAX_REPEATS = 4
 TIMING_SECONDS = 2.0
-"""Seconds for all measurements together. A slow backend is repeated less often."""
+"""Seconds for timing all attention backends together. A slow backend is repeated less often."""
 MAX_QUERY_NUMEL = 1 << 26
-"""Most elements that a timed query may have. Larger queries are timed with fewer heads."""
+"""Largest number of elements of the query when attention is timed. Larger queries are timed with
+fewer heads."""
 MAX_TIMED_CALLS = 3
 """Number of different attention calls that are timed, those with the most work first."""
 TOLERANCE = 0.02
-"""Largest relative difference from the baseline that outputs and gradients may have. Correct bf16
-kernels differ by about a fifth of it."""
+"""Largest relative difference that an attention backend's outputs and gradients may have from those
+of torch's default. Correct bf16 kernels differ by about a fifth of it."""
 MAX_RELATIVE_TIME = 0.97
-"""A backend is clearly faster if it takes less than this share of the baseline's time."""
+"""Share of the time of torch's default attention backend that another backend must stay below to
+replace it."""
 KERNEL_ERRORS = (RuntimeError, ValueError, ImportError, NotImplementedError, TypeError)
-"""Errors that kernels raise for a shape, dtype or device that they do not support."""
+"""Errors that attention kernels raise for a shape, dtype or device that they do not support."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,13 +168,14 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class BackendTiming:
-    """The time that one backend needs for the attention calls of one pass of the model."""
+    """The time that one attention backend takes for the calls of one pass of the model."""
 
     name: str
     seconds: float
-    """Seconds for forward and backward of all calls; infinite if the backend is left out."""
+    """Seconds for forward and backward of all calls; infinite if the attention backend cannot be
+    used."""
     reason: str = ""
-    """Why the backend is left out; empty if it is not."""
+    """Why the attention backend cannot be used; empty if it can."""
 
 
 class AttentionRecorder(TorchFunctionMode):
@@ -227,7 +235,10 @@ class AttentionRecorder(TorchFunctionMode):
 def time_attention(
     calls: Sequence[tuple[AttentionCall, int]], device: torch.device, stopwatch: Stopwatch
 ) -> list[BackendTiming]:
-    """Time every candidate backend on the given calls; return the timings, fastest first."""
+    """Time every candidate attention backend on the given calls; return the fastest first.
+
+    Each call comes with the number of times that the model makes it.
+    """
     usable: dict[str, AttentionBackendName] = {}
     timings = []
     for name in CANDIDATES:
@@ -251,9 +262,9 @@ def time_attention(
 
 
 def fastest(timings: Sequence[BackendTiming]) -> str:
-    """Return the name of the fastest backend: the baseline unless another is clearly faster.
+    """Return the name of the attention backend to use: torch's default, or a clearly faster one.
 
-    If the baseline could not be timed, the others could not be compared with it, so it stays.
+    If the default could not be timed, the others could not be compared with it, so it stays.
     """
     baseline = next(timing for timing in timings if timing.name == BASELINE)
     best = min(timings, key=lambda timing: timing.seconds)
@@ -267,10 +278,11 @@ def drop_incapable_backends(
     device: torch.device,
     stopwatch: Stopwatch,
 ) -> list[BackendTiming]:
-    """Leave out backends that would be chosen but fail on attention calls that were not timed.
+    """Exclude attention backends that would be chosen but fail on calls that were not timed.
 
-    The fastest backend is tried on these calls until one passes or only the baseline is left.
-    `other_calls` runs the model to find the calls, so it is not called if the baseline is fastest.
+    The fastest backend is tried on these calls, then the next, until one passes or only torch's
+    default is left. `other_calls` runs the model to find the calls, so it is not called if the
+    default is fastest.
     """
     kept = list(timings)
     while (name := fastest(kept)) != BASELINE:
@@ -283,7 +295,7 @@ def drop_incapable_backends(
 
 
 def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch: Stopwatch) -> str:
-    """Return why a backend cannot replace the baseline for this call; empty if it can."""
+    """Return why an attention backend cannot replace torch's default for a call; else empty."""
     trial = BackendTrial(call, device, stopwatch, seconds=0.0)
     _, reason = trial.time_backend(find_backend(BASELINE))
     if not reason:
@@ -292,9 +304,9 @@ def why_unusable(name: str, call: AttentionCall, device: torch.device, stopwatch
 
 
 class BackendTrial:
-    """Times backends on random inputs of one attention call, and compares their results.
+    """Times attention backends on random inputs of one call, and compares their results.
 
-    The first backend that is timed must be the baseline: its results are the reference.
+    The first backend that is timed must be torch's default: its results are the reference.
     """
 
     def __init__(
@@ -324,7 +336,7 @@ class BackendTrial:
         self._reference: list[Tensor] | None = None
 
     def time_backend(self, backend: AttentionBackendName) -> tuple[float, str]:
-        """Return the seconds of forward and backward, and a reason if the backend is left out."""
+        """Return the seconds of forward and backward, and why the backend cannot be used, if so."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch explains at length why it skips a kernel
@@ -359,7 +371,7 @@ class BackendTrial:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """Return a function that times work: with CUDA events on a GPU, else with the clock."""
+    """Return a function that times a callable: with CUDA events on a GPU, else with the clock."""
 
     def by_events(work: Callable[[], object], repeats: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -380,7 +392,10 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
 
 def _dispatcher_shape(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Return the shape in diffusers' order: torch has heads before tokens, diffusers after."""
+    """Return an attention tensor's shape in diffusers' order: (batch, tokens, heads, width).
+
+    Torch's order has heads before tokens.
+    """
     batch, heads, tokens, width = tensor.shape
     return batch, tokens, heads, width
 

@@ -73,7 +73,7 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
     """The fused LoRA layers of query, key and value; None if they cannot be fused."""
 
     def share_inputs(self, attn: Any) -> None:
-        """Fuse the LoRA layers that read the same input, where possible."""
+        """Fuse the LoRA layers of query, key and value, which read the same input, if possible."""
         self.shared_qkv = _fuse_lora(attn, IMAGE_PROJECTIONS)
 
     def __call__(
@@ -113,13 +113,13 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
 
 
 class _TwoStreamProcessor:
-    """Base class that holds the fused LoRA layers of the image stream and the text stream."""
+    """Base of attention processors with fused LoRA layers for an image and a text stream."""
 
     shared_image: SharedInputLora | None = None
     shared_text: SharedInputLora | None = None
 
     def share_inputs(self, attn: Any) -> None:
-        """Fuse the LoRA layers that read the same input, where possible."""
+        """Fuse the LoRA layers that read the same input: query, key and value of each stream."""
         self.shared_image = _fuse_lora(attn, IMAGE_PROJECTIONS)
         if attn.added_kv_proj_dim is not None:
             self.shared_text = _fuse_lora(attn, TEXT_PROJECTIONS)
@@ -298,7 +298,10 @@ class ContiguousGrad(Function):
 
 
 def make_attention_grads_contiguous(transformer: nn.Module) -> None:
-    """Apply `contiguous_grad` to the single-stream blocks of Flux; other models do not need it."""
+    """Make the gradients of Flux's single-stream attention contiguous; other models need nothing.
+
+    This works around a bug of torch's cuDNN attention: see `contiguous_grad`.
+    """
     if isinstance(transformer, FluxTransformer2DModel):
         for block in transformer.single_transformer_blocks:
             contiguous_grad(block.attn)

@@ -46,7 +46,7 @@ Component = TypeVar("Component")
 
 
 class DiffusersFamily:
-    """Base class with the methods of `Family` that are the same for all diffusers pipelines."""
+    """Base class of model families that are loaded from the folder of a diffusers pipeline."""
 
     folder: Path
     transformer: Any
@@ -71,7 +71,7 @@ class DiffusersFamily:
         self.text_encoders.clear()
 
     def set_tiling(self, enabled: bool) -> bool:
-        """Turn the VAE's own tiling on or off."""
+        """Turn the VAE's own tiling, which saves memory, on or off. Return True: it has tiling."""
         _set_vae_tiling(self.vae, enabled)
         return True
 
@@ -412,7 +412,10 @@ def num_patches(latent_shape: Sequence[int]) -> int:
 
 
 def packed_shape(config: Config, sample: SampleShape, text_length: int) -> EncodedShape:
-    """Return a sample's shapes, for packed latents of a VAE with cells of 8x8 pixels."""
+    """Return the shapes of a sample's latents and text embedding, for the memory planner.
+
+    The VAE has cells of 8x8 pixels, and the transformer reads patches of 2x2 cells.
+    """
     cells = (sample.height // 16) * PATCH_SIZE, (sample.width // 16) * PATCH_SIZE
     latents = (config["in_channels"] // PATCH_SIZE**2, *cells)
     return EncodedShape(latents, (text_length, config["joint_attention_dim"]))

@@ -55,7 +55,7 @@ class AudioFormat(NamedTuple):
 
 
 class Family(Protocol):
-    """A loaded model: its transformer, encoders, sampler and facts about them."""
+    """A loaded model of one kind, such as FLUX.1: transformer, encoders, sampler and facts."""
 
     @property
     def name(self) -> str:
@@ -64,17 +64,23 @@ class Family(Protocol):
 
     @property
     def transformer(self) -> nn.Module:
-        """The module that is trained. With two experts it is an `Experts` that holds both."""
+        """The module that is trained: a transformer, or `Experts`, which holds two.
+
+        The two are the high-noise and the low-noise transformer of a model such as Wan 2.2.
+        """
         ...
 
     @property
     def boundary(self) -> float | None:
-        """The sigma from which on the high-noise expert is used. None if there are no experts."""
+        """The sigma from which on the high-noise transformer is used, instead of the low-noise one.
+
+        None for a model with one transformer.
+        """
         ...
 
     @property
     def kinds(self) -> Sequence[MediaKind]:
-        """The kinds of sample that the family can encode and train on."""
+        """The kinds of sample that can be encoded and trained on: image, video or audio."""
         ...
 
     @property
@@ -94,17 +100,17 @@ class Family(Protocol):
 
     @property
     def pixel_step(self) -> int:
-        """Width and height must be multiples of this many pixels."""
+        """Number of pixels of which the width and the height of a sample must be multiples."""
         ...
 
     @property
     def max_edge(self) -> int:
-        """The longest edge that the model has positions for, in pixels."""
+        """The longest width or height, in pixels, for which the model has position embeddings."""
         ...
 
     @property
     def prediction(self) -> PredictionType:
-        """The quantity that `predict` returns."""
+        """The quantity that the model predicts: velocity (`flow`), noise (`epsilon`) or `v`."""
         ...
 
     @property
@@ -113,9 +119,10 @@ class Family(Protocol):
         ...
 
     def identity(self) -> Mapping[str, str]:
-        """Return a string for the VAE (`latents`) and one for the text encoder (`text`).
+        """Return strings that identify the VAE (`latents`) and the text encoder (`text`).
 
-        They are part of every cache key, so they must change when an encoder's output changes.
+        They are part of the keys of cached latents and embeddings, so they must change when an
+        encoder's output changes.
         """
         ...
 
@@ -124,7 +131,10 @@ class Family(Protocol):
         ...
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the repeated blocks in forward order; those of the high-noise expert are first."""
+        """Return the transformer's repeated blocks in forward order.
+
+        Of two transformers, the high-noise one comes first.
+        """
         ...
 
     def enable_gradient_checkpointing(self) -> None:
@@ -144,29 +154,36 @@ class Family(Protocol):
         ...
 
     def encode(self, media: Tensor) -> Tensor:
-        """Encode images (BCHW) or clips (BCFHW) in [-1, 1], or audio (BCN), for the cache.
+        """Encode a batch of images, clips or audio to the latents that are cached.
 
-        A control image is appended to its image as three more channels.
+        Images have the shape BCHW and clips BCFHW, both in [-1, 1]; audio has the shape BCN. A
+        control image, such as the one to edit, is appended to its image as three more channels.
         """
         ...
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Split a batch from `encode` into latents to add noise to, and clean conditions."""
+        """Split a batch from `encode` into the latents to add noise to, and the conditions.
+
+        Conditions are inputs that stay free of noise, such as the latents of a given first frame.
+        """
         ...
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape that `encode` gives one sample of this shape, without the batch.
+        """Return the shape of one encoded sample, without the batch, from the sample's size.
 
         `shape` is width and height, then frames for a video; channels and samples for audio.
         """
         ...
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of tokens for latents of this shape; timestep shifts may use it."""
+        """Return the number of transformer tokens for latents of this shape.
+
+        A shift of the training timesteps may depend on it.
+        """
         ...
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions that the text encoder would cut off, so that a run can warn."""
+        """Return the captions that are too long for the text encoder, so that a run can warn."""
         ...
 
     def encode_text(
@@ -174,7 +191,7 @@ class Family(Protocol):
     ) -> list[dict[str, Tensor]]:
         """Return the embeddings of each caption, encoded on its own and without padding.
 
-        With `takes_control`, `images` holds the control image of each caption (CHW in [-1, 1]).
+        If the model takes control images, `images` holds that of each caption (CHW in [-1, 1]).
         """
         ...
 
@@ -192,8 +209,8 @@ class Family(Protocol):
         """Run the transformer once and return its prediction, shaped like `noisy`.
 
         `sigmas` has one noise level per sample. `conditions` are the results of `stack_text` and
-        `split_encoded` together. `transformer` is the family's own, a wrapper around it, or one
-        expert; then all sigmas belong to that expert.
+        `split_encoded` together. `transformer` is the family's own, a wrapper around it, or one of
+        its high-noise and low-noise transformers; then all sigmas belong to that one.
         """
         ...
 
@@ -210,7 +227,7 @@ class Family(Protocol):
 
 
 class LoadFamily(Protocol):
-    """The function `load` of a family's module: load the model that a run file configures."""
+    """Type of the function `load` of a family's module, which loads the run file's model."""
 
     def __call__(self, section: ModelSection) -> Family: ...
 
@@ -223,7 +240,7 @@ def load_family(section: ModelSection) -> Family:
 
 
 def key_tables() -> dict[str, KeyTable]:
-    """Return, by family, the tables that translate module names of other tools to diffusers'."""
+    """Return, by family, the tables that translate other tools' module names to diffusers'."""
     modules = (import_module(info.module) for info in FAMILIES.values() if info.has_key_table)
     tables: list[KeyTable] = [module.KEY_TABLE for module in modules]
     return {table.family: table for table in tables}
@@ -251,7 +268,8 @@ class SampleRequest:
     guidance: float
     """Scale of classifier-free guidance. 1 turns it off."""
     images: Sequence[Tensor] = ()
-    """For families that start from an image or edit one: CHW in [-1, 1], one per prompt."""
+    """First frame, or image to edit, for each prompt: CHW in [-1, 1]. Empty for families that
+    generate from text alone."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
     """The empty caption encoded with each image, for families that encode text with an image."""
     tiled: bool = False
@@ -275,10 +293,10 @@ EXPERTS: tuple[Expert, Expert] = ("high", "low")
 
 
 class Experts(nn.Module):
-    """The high-noise and the low-noise transformer of one model, as one module.
+    """The high-noise and the low-noise transformer (experts) of one model, as one module.
 
     Parameter names start with `high.` or `low.`; optimizer groups, checkpoints and files tell the
-    experts apart by that. `train/experts.py` decides which expert a sigma belongs to.
+    two apart by that. `train/experts.py` decides which one a sigma belongs to.
     """
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
@@ -287,17 +305,23 @@ class Experts(nn.Module):
         self.low = low
 
     def forward(self, *args: Any, expert: Expert, **kwargs: Any) -> Any:
-        """Run one expert. Callers use this method so that wrappers such as DDP see every call."""
+        """Run the high-noise or the low-noise transformer, as `expert` says.
+
+        Callers use this method so that wrappers such as DDP see every call.
+        """
         return (self.high if expert == "high" else self.low)(*args, **kwargs)
 
 
 def bind_expert(transformer: Forward, expert: Expert | None) -> Forward:
-    """Return a callable that runs one expert, or the transformer itself if `expert` is None."""
+    """Return a callable that runs the `high` or `low` noise transformer of an `Experts` module.
+
+    If `expert` is None, the model has one transformer, which is returned itself.
+    """
     return transformer if expert is None else partial(transformer, expert=expert)
 
 
 def transformers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the transformers by expert; a single transformer has an empty string as its name."""
+    """Return a model's transformers: keys "high" and "low" (noise), or "" for a single one."""
     return {"high": model.high, "low": model.low} if isinstance(model, Experts) else {"": model}
 
 
@@ -319,12 +343,12 @@ class EncodedShape:
 
     latent_shape: tuple[int, ...]
     text_shape: tuple[int, int]
-    """Number of tokens of the longest caption, with padding, and width of their embeddings."""
+    """Number of tokens of the longest caption, with padding, and width of a token's embedding."""
 
 
 @dataclass(frozen=True)
 class PlannerShapes:
-    """The facts from which the memory planner builds a family's transformer without weights.
+    """The facts from which the memory planner builds a family's transformer without its weights.
 
     The planner traces this transformer to predict memory and time. The module of a family
     subclasses this class and assigns one instance to `PLANNER_SHAPES`. In the methods, `config` is
@@ -334,26 +358,27 @@ class PlannerShapes:
     class_name: str
     """Name of the transformer's class in diffusers."""
     published_config: Config
-    """Differences between the published model and the defaults of that class."""
+    """Settings in which the published model differs from the defaults of its diffusers class."""
     published_name: str
     """Name of the published model, for the report of `gracetune plan`."""
     blocks: tuple[str, ...]
-    """Attributes of the transformer that hold its repeated blocks, in forward order."""
+    """Names of the transformer's attributes that hold its repeated blocks, in forward order."""
     targets: tuple[str, ...]
-    """Modules that an adapter is placed on by default."""
+    """Name endings of the modules that an adapter is placed on by default."""
     probe_config: Config
-    """Configuration changes that give a dozen very narrow blocks, to time kernel launches.
+    """Configuration changes for a transformer of a dozen very narrow blocks.
 
-    With fewer blocks, all of their Python objects would fit into the CPU's caches, and launches
-    would look faster than in a real model.
+    The planner times kernel launches on it. With fewer blocks, all of their Python objects would
+    fit into the CPU's caches, and launches would look faster than in a real model.
     """
     experts: int = 1
-    """Number of transformers with this configuration; 2 for a model with experts."""
+    """Number of transformers with this configuration: 2 for a model with a high-noise and a
+    low-noise transformer."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the weights, unless `model.dtype` is float32."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of the latents and the text embedding of a sample."""
+        """Return the shapes of the latents and the text embedding of a training sample."""
         raise NotImplementedError
 
     def inputs(
@@ -368,13 +393,16 @@ class PlannerShapes:
 
 
 def planner_shapes(family: str) -> PlannerShapes:
-    """Return the `PlannerShapes` of one of the `PLANNABLE` families."""
+    """Return the facts from which the memory planner builds a family's transformer.
+
+    The family must be one of `PLANNABLE`.
+    """
     shapes: PlannerShapes = import_module(FAMILIES[family].module).PLANNER_SHAPES
     return shapes
 
 
 PLANNABLE = tuple(sorted(name for name, info in FAMILIES.items() if info.has_planner_shapes))
-"""Names of the families whose runs can be planned without loading the model."""
+"""Names of the families for which the memory planner can plan a run without loading the model."""
 
 PROBE_ATTENTION = {"num_attention_heads": 2, "attention_head_dim": 16}
 PROBE_JOINT_ATTENTION = {
@@ -382,4 +410,5 @@ PROBE_JOINT_ATTENTION = {
     "joint_attention_dim": 16,
     "axes_dims_rope": (4, 6, 6),
 }
-"""Parts of `PlannerShapes.probe_config` that several families share."""
+"""Settings of a transformer with very narrow blocks, on which the planner times kernel launches.
+Several families share them."""

@@ -154,7 +154,7 @@ class Flux(DiffusersFamily):
         return (raw - float(config.shift_factor)) * float(config.scaling_factor)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the whole tensor as latents, and no conditions."""
+        """Return the encoded images unchanged, and an empty dict: there are no image conditions."""
         return encoded, {}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
@@ -333,7 +333,8 @@ FUSED_PROJECTIONS = (
         ),
     ),
 )
-"""Fused projections and their parts, with the names that diffusers gives fused projections."""
+"""Projections that are one module in the original FLUX.1, such as qkv, and their parts, with the
+names that diffusers gives both."""
 
 
 def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:

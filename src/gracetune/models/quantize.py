@@ -27,7 +27,7 @@ PACKAGES = {"fp8": "torchao", "int8": "torchao", "nf4": "bitsandbytes"}
 
 
 def check_quantizable(kind: QuantizationKind, adapter: AdapterSection | None) -> None:
-    """Raise if weights to be quantized are trained, or needed in full precision (DoRA)."""
+    """Raise if weights to be quantized are trained, or needed in full precision (by DoRA)."""
     if adapter is None:
         raise ConfigError(
             f"model.quantize is {kind!r}, but without an adapter every weight is trained. Add an "
@@ -41,7 +41,7 @@ def check_quantizable(kind: QuantizationKind, adapter: AdapterSection | None) ->
 
 
 def quantize_blocks(blocks: Sequence[nn.Module], kind: QuantizationKind) -> int:
-    """Quantize every linear layer in the blocks, freeze them, and return how many there were."""
+    """Quantize every linear layer in the blocks, freeze the blocks, and count these layers."""
     quantize_layer = QUANTIZERS[kind](_import_package(kind))
     count = 0
     for block in blocks:
@@ -95,4 +95,5 @@ QUANTIZERS: dict[str, Callable[[Any], QuantizeLayer]] = {
     "int8": _torchao_quantizer("Int8WeightOnlyConfig"),
     "nf4": _nf4_quantizer,
 }
-"""Value of `model.quantize` -> function that takes the package and returns a `QuantizeLayer`."""
+"""Dict from a value of `model.quantize` to a function. The function takes the imported torchao or
+bitsandbytes and returns a function that quantizes one layer."""

@@ -152,7 +152,7 @@ class QwenImage(DiffusersFamily):
         return torch.cat([self._encode_image(image) for image in images], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the latents to add noise to; those of the image to edit are a condition."""
+        """Return the latents to add noise to, and those of an image to edit as a condition."""
         channels = self.vae.config.z_dim
         if not self.takes_control:
             return encoded, {}
@@ -286,7 +286,7 @@ TEMPLATE = (
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-"""Number of tokens in the template before the caption; their hidden states are dropped."""
+"""Number of tokens of the prompt template before the caption; their hidden states are dropped."""
 IMAGE_TOKEN = "<|image_pad|>"
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
@@ -296,11 +296,12 @@ EDIT_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
 )
 EDIT_TEMPLATE_TOKENS = 64
-"""Number of tokens in the template before the image; their hidden states are dropped."""
+"""Number of tokens of the prompt template before the image to edit; their hidden states are
+dropped."""
 
 
 def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
-    """Return the embedding of a caption: the hidden states of its tokens."""
+    """Return the embedding of a caption: the language model's hidden states of its tokens."""
     tokens = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
     return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:]
 
@@ -312,7 +313,10 @@ def encode_edit(
     caption: str,
     image_CHW: Tensor,  # noqa: N803
 ) -> Tensor:
-    """Return the joint embedding of an edit instruction and the image to edit, in [-1, 1]."""
+    """Return the joint embedding of an edit instruction and the image to edit.
+
+    The pixels are in [-1, 1].
+    """
     processed = image_processor(images=[to_pil(image_CHW)], return_tensors="pt")
     image_tokens = int(processed["image_grid_thw"].prod()) // image_processor.merge_size**2
     text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * image_tokens)
@@ -343,14 +347,15 @@ def _hidden_states(encoder: Any, inputs: Any) -> Tensor:
 
 
 PLANNED_TEXT_LENGTH = 512
-"""Tokens of a caption that the memory plan assumes. The limit is 1024, but few come near it."""
+"""Number of tokens of a caption that the memory plan assumes. The limit is 1024, but few captions
+come near it."""
 
 
 class QwenImageShapes(PlannerShapes):
     """Describes the transformer of Qwen-Image to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of the latents and of the embedding of a long caption."""
+        """Return the shapes of a sample's latents and of the embedding of a long caption."""
         return packed_shape(config, sample, PLANNED_TEXT_LENGTH)
 
     def inputs(

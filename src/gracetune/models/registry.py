@@ -27,7 +27,8 @@ class FamilyInfo:
     has_key_table: bool = False
     """True if the module has a `KEY_TABLE`: the names of the model's layers in other tools."""
     has_planner_shapes: bool = True
-    """True if the module has `PLANNER_SHAPES`, so that a run can be planned without the weights."""
+    """True if the module has `PLANNER_SHAPES`, so that the memory of a run can be planned without
+    the weights."""
 
 
 FAMILIES: Mapping[str, FamilyInfo] = {

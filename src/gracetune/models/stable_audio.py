@@ -110,7 +110,10 @@ class StableAudio(DiffusersFamily):
     adapter_targets: tuple[str, ...] = TARGETS
 
     def identity(self) -> dict[str, str]:
-        """Return strings for cache keys: hashes of the encoders' files, and the padded length."""
+        """Return strings for cache keys: hashes of the encoders' files, and the padded length.
+
+        Clips of any length are padded with silence to this length.
+        """
         names = ("tokenizer", "text_encoder", "projection_model")
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
         vae = digest_of_folder(self.folder / "vae")
@@ -137,7 +140,10 @@ class StableAudio(DiffusersFamily):
         return False
 
     def encode(self, media: Tensor) -> Tensor:
-        """Encode clips, padded with silence, to latents; append a channel with the seconds."""
+        """Encode clips, padded with silence, to latents.
+
+        A channel is appended that holds the length of the clip before padding, in seconds.
+        """
         parameter, length = next(self.vae.parameters()), media.shape[-1]
         padded = functional.pad(media.to(parameter), (0, self.audio.max_length - length))
         with torch.no_grad():
@@ -146,7 +152,7 @@ class StableAudio(DiffusersFamily):
         return torch.cat([latents, seconds], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Split off the last channel: latents, and the length in seconds as a condition."""
+        """Split the last channel off: return the latents, and the clip's length as a condition."""
         return encoded[:, :-1], {"seconds": encoded[:, -1, 0]}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
@@ -195,8 +201,8 @@ class StableAudio(DiffusersFamily):
     ) -> Tensor:
         """Return the predicted v. Stable Audio takes timesteps from 0 to 1, like sigmas.
 
-        For an empty caption, all inputs of cross-attention are zero, even those for the seconds.
-        diffusers' pipeline does the same for classifier-free guidance.
+        For an empty caption, all inputs of cross-attention are zero, even the embeddings of the
+        clip's start and end. diffusers' pipeline does the same for classifier-free guidance.
         """
         dtype = self.transformer.preprocess_conv.weight.dtype
         seconds = conditions["seconds"].float()

@@ -48,7 +48,7 @@ TEXT_WIDTH = 64
 TOKEN_MULTIPLE = 16
 """Captions are padded to a multiple of this number of words."""
 POSITION_WEIGHT = 0.3
-"""Factor of the position vector that is added to the vector of a word."""
+"""Factor by which a position's vector is multiplied before it is added to a word's vector."""
 MAX_CELLS = 16
 CONFIG = {
     "sample_size": MAX_CELLS,
@@ -161,7 +161,7 @@ class Tiny:
         return functional.pixel_unshuffle(media, CELL)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the whole tensor as latents, and no conditions."""
+        """Return the encoded images unchanged, and an empty dict: there are no image conditions."""
         return encoded, {}
 
     def decode(self, latents_BCHW: Tensor) -> Tensor:  # noqa: N803
@@ -284,7 +284,7 @@ class TinyShapes(PlannerShapes):
     """Describes the transformer of `tiny` to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of the latents and of one caption of `TOKEN_MULTIPLE` words."""
+        """Return the shapes of a sample's latents and of a caption of `TOKEN_MULTIPLE` words."""
         latents = (config["in_channels"], sample.height // CELL, sample.width // CELL)
         return EncodedShape(latents, (TOKEN_MULTIPLE, config["joint_attention_dim"]))
 

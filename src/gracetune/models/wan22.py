@@ -1,9 +1,10 @@
 """The model family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
-T2V-A14B and I2V-A14B have two expert transformers; TI2V-5B has one transformer for both tasks.
-Which model is loaded depends on the folder. Latents have C channels, F frames, H rows and W
-columns; an image is a video of one frame. diffusers is imported inside functions because the
-adapter commands read `KEY_TABLE` from here and should not wait seconds for that import.
+T2V-A14B and I2V-A14B have two transformers (experts), one for high and one for low noise; TI2V-5B
+has one transformer for both tasks. Which model is loaded depends on the folder. Latents have C
+channels, F frames, H rows and W columns; an image is a video of one frame. diffusers is imported
+inside functions because the adapter commands read `KEY_TABLE` from here and should not wait seconds
+for that import.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ NUM_TIMESTEPS = 1000
 FRAME_RATE = 16.0
 """Frames per second of generated videos."""
 DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
-"""Timestep between the two experts of the published models, for folders that do not state one."""
+"""Sigma at which the published models switch from the high-noise to the low-noise transformer, by
+the task, for folders that do not state one."""
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
@@ -102,9 +104,9 @@ def load(section: ModelSection) -> Wan22:
 def assemble(
     section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
 ) -> Wan22:
-    """Load all components but the transformers, which are given, and return the family.
+    """Load all components except the transformers, which are given, and return the family.
 
-    For a model with one transformer, it is `high`, and `low` is None.
+    A model with one transformer has it as `high`, and `low` is None.
     """
     from diffusers import AutoencoderKLWan
     from transformers import AutoTokenizer, UMT5EncoderModel
@@ -131,7 +133,7 @@ def assemble(
 def _task(
     section: ModelSection, transformer: Any, vae: Any, index: Mapping[str, Any]
 ) -> Literal["text", "image"]:
-    """Return the input that samples are generated from: text, or text and a first frame.
+    """Return `text` if samples are generated from text, `image` if also from a first frame.
 
     `model.task` decides; `auto` is the transformer's own task. A transformer that has more input
     channels than the latents takes a first frame.
@@ -180,7 +182,7 @@ class Wan22(DiffusersFamily):
         }
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the blocks of all transformers in forward order, the high-noise expert first."""
+        """Return the blocks of all transformers in forward order, the high-noise one's first."""
         transformers = self._transformers.values()
         return [block for transformer in transformers for block in transformer.blocks]
 
@@ -208,7 +210,11 @@ class Wan22(DiffusersFamily):
         return torch.cat([latents, mask, self._encode_clip(first_frame)], dim=1)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the latents of the clip; the first frame is a condition if the model takes one."""
+        """Return the clip's latents to add noise to, and the conditions.
+
+        The conditions hold the first frame if the model generates from one; otherwise they are
+        empty.
+        """
         channels = self.vae.config.z_dim
         latents = encoded[:, :channels]
         if self._concatenates_first_frame:
@@ -270,7 +276,11 @@ class Wan22(DiffusersFamily):
         sigmas: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return the velocity that one transformer predicts; a given first frame is exact."""
+        """Return the velocity that one transformer predicts.
+
+        In a given first frame of TI2V-5B the velocity is the exact one, so it adds nothing to the
+        loss.
+        """
         first_frame = conditions.get("first_frame")
         x, timesteps = noisy, sigmas * NUM_TIMESTEPS
         if first_frame is not None:
@@ -391,7 +401,7 @@ class WanShapes(PlannerShapes):
     """
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of the latents of a clip and of a padded caption."""
+        """Return the shapes of the latents of a clip and of the embedding of a padded caption."""
         cell = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has its own VAE
         frames = (sample.frames - 1) // 4 + 1
         latents = (config["in_channels"], frames, sample.height // cell, sample.width // cell)
@@ -446,7 +456,7 @@ IMAGE_KEYS = (
     ("blocks.{}.cross_attn.k_img", "blocks.{}.attn2.add_k_proj"),
     ("blocks.{}.cross_attn.v_img", "blocks.{}.attn2.add_v_proj"),
 )
-"""Names of modules that only Wan 2.1 I2V has."""
+"""Names of modules that only Wan 2.1 I2V has, in the original model and in diffusers."""
 REPLACED_NAMES = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
 
 

@@ -53,14 +53,15 @@ if TYPE_CHECKING:
 START_LR = 1e-6
 MIN_LR = 1e-7
 MAX_LR = {True: 1e-3, False: 1e-1}
-"""Default of `max_lr`, by whether `lr_bump` is set. With it, the published value; without it, a
-rate above which hardly any training is stable."""
+"""Default of `max_lr`. If `lr_bump` is set (key True), it is the published value; otherwise a rate
+above which hardly any training is stable."""
 CLIP = 1.0
 EPSILON = 1e-30
 GAIN = 0.3
-"""Speed at which the learning rate of a group follows q (see the module's formula)."""
+"""Speed at which a parameter group's learning rate rises or falls, as the latest update agrees with
+the running mean of updates or not."""
 DAMPING = 0.5
-"""Target value of the curvature times the learning rate; 1 would be the Newton step."""
+"""Target value of the loss's curvature times the learning rate; 1 would be the Newton step."""
 
 Group = dict[str, Any]
 
@@ -96,7 +97,7 @@ class Automagic(Optimizer):
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a parameter group, and set defaults for bounds of its learning rate that are missing.
+        """Add a parameter group, and set its `min_lr`, `max_lr` and `start_lr` if they are missing.
 
         A default never contradicts a bound that is given.
         """
@@ -174,10 +175,11 @@ class Automagic(Optimizer):
                 stochastic_round_(weight, fp32_weight, (self._seed, start + index, step))
 
     def _advance_state(self, p: Parameter, group: Group) -> dict[str, Tensor]:
-        """Return a parameter's state with its step count increased; create it if needed.
+        """Return a parameter's optimizer state with its step count increased; create it if needed.
 
-        The keys are part of the checkpoint format. `before` is the running mean of updates, or with
-        `lr_bump` the sign of the last update.
+        Its keys are part of the checkpoint format: `step`, `square` (mean of squared gradients),
+        `rate` (learning rate) and `before`, the running mean of updates. If `lr_bump` is set,
+        `before` is the sign of the last update instead.
         """
         state: dict[str, Tensor] = self.state[p]
         if not state:
@@ -210,8 +212,8 @@ class Automagic(Optimizer):
     def mean_lr(self) -> Tensor:
         """Return the mean learning rate over all weight elements, times the schedule's factor.
 
-        If any parameters have gradients, only those count: in a model with two experts, these are
-        the parameters of the expert that is being trained.
+        If any parameters have gradients, only those count: in a model with a high-noise and a
+        low-noise transformer, these are the parameters of the one that is being trained.
         """
         stepped = self._stepped()
         trained = [(group, [p for p in params if p.grad is not None]) for group, params in stepped]
@@ -225,9 +227,10 @@ class Automagic(Optimizer):
 
     @torch.no_grad()
     def lr_histogram(self, low: float, high: float, num_bins: int) -> dict[str, Tensor]:
-        """Return a histogram of log10 of the learning rates for each expert.
+        """Return a histogram of log10 of the learning rates for each of the model's transformers.
 
-        The bins are from `low` to `high`. Rates outside are counted in the first or last bin.
+        The keys are "high" and "low" (noise), or "" for a single transformer. The bins are from
+        `low` to `high`. Rates outside are counted in the first or last bin.
         """
         histograms: dict[str, Tensor] = {}
         for group, params in self._stepped():
@@ -239,7 +242,7 @@ class Automagic(Optimizer):
         return histograms
 
     def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
-        """Return each parameter's learning rates on this rank, and the elements per rate.
+        """Return each parameter's learning rates on this rank, and the weight elements per rate.
 
         The number of elements is 1 if each element has its own rate.
         """
@@ -273,9 +276,9 @@ def normalized_updates(
 def update_rates_by_sign(
     rates: list[Tensor], updates: list[Tensor], signs: list[Tensor], size: float
 ) -> None:
-    """Raise the rate of each element by `size` if its update kept its sign, or lower it if not.
+    """Raise each element's learning rate by `size` if its update kept its sign, else lower it.
 
-    This is the published rule, for `lr_bump`.
+    This is the published rule of Automagic, which is used if `lr_bump` is set.
     """
     new_signs = torch._foreach_sign(updates)
     agreement = torch._foreach_mul(new_signs, signs)
@@ -307,9 +310,11 @@ def update_means(
 
 
 def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) -> None:
-    """Change the learning rate of a group by q, the rule that is used without `lr_bump`.
+    """Raise or lower a parameter group's learning rate, the same for all of its elements.
 
-    `known` is False in the first update, which has no q yet.
+    q is <U, M> / <M, M>, for the latest update U and the running mean M of earlier updates: the
+    rate rises if they agree. `known` is False in the first update, which has no q yet. This rule is
+    used if `lr_bump` is not set.
     """
     change = (q.clamp(-1, 1) + lr * DAMPING / 2) * known
     torch._foreach_mul_(rates, (GAIN * lr * change).exp())
@@ -318,7 +323,7 @@ def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) 
 def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
     """Scale each update so that its root mean square is at most `CLIP`; return the factors.
 
-    `squares` has the sum of squares of each update.
+    `squares` has the sum of squares of each update, over all shards of its parameter.
     """
     means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
     scales = torch.stack(means).clamp_min(1.0).rsqrt()
@@ -379,9 +384,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def sum_over_shards(params: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-    """Add up partial sums over the shards of each parameter, with one exchange per device mesh.
+    """Add up each parameter's partial sums over all ranks, with one exchange per device mesh.
 
-    `rows` has one row of partial sums for each parameter.
+    `rows` has this rank's partial sums, one row for each parameter.
     """
     totals = list(rows)
     meshes: dict[object, list[int]] = {}

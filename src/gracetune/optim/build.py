@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 FP32_NBYTES = 4
 STAGES = ("high", "low")
-"""Names of a model's two experts, as the first part of a parameter's name. Each expert has its own
-parameter group."""
+"""First parts of parameter names in a model with a high-noise and a low-noise transformer. Each
+transformer has its own parameter group."""
 PROBE_EDGE = 256
 """Rows and columns of the matrix on which the size of the optimizer's state is measured. Optimizers
 that factorize their state need less per element for larger matrices."""
 
 
 class OptimizerBuilder(Protocol):
-    """A function that builds an optimizer.
+    """Type of a function that builds an optimizer.
 
     Other packages register such functions as entry points of the group `gracetune.optimizer`. Each
-    parameter group has `params`, a list of (name, parameter); `stage`, which is the expert `high`
-    or `low`, or empty; and `lr`, the peak learning rate.
+    parameter group has `params`, a list of (name, parameter); `stage`, which is `high` or `low` for
+    the high-noise or low-noise transformer, or empty; and `lr`, the peak learning rate.
     """
 
     def __call__(self, groups: Groups, section: OptimizerSection, seed: int) -> Optimizer: ...
@@ -80,14 +80,18 @@ def build_optimizer(
 def peak_lr(section: OptimizerSection) -> float:
     """Return the peak learning rate, which the schedule multiplies by a factor in each step.
 
-    Optimizers that choose their own learning rates have their default here.
+    It is `optimizer.lr` or the optimizer's default. For an optimizer that chooses its own learning
+    rates it is always the default.
     """
     info = optimizer_info(section.name)
     return info.default_lr if section.lr is None or info.manages_lr else section.lr
 
 
 def parameter_groups(parameters: Mapping[str, Parameter], section: OptimizerSection) -> Groups:
-    """Return the parameter groups: one for each expert that is trained, or a single one."""
+    """Return the parameter groups: one for each transformer that is trained.
+
+    A model such as Wan 2.2 has two transformers, one for high and one for low noise.
+    """
     by_stage: dict[str, list[tuple[str, Parameter]]] = {}
     for name, parameter in parameters.items():
         head = name.partition(".")[0]
@@ -135,10 +139,10 @@ def _check_no_expert_settings(section: OptimizerSection) -> None:
 
 
 def _configured_stage(section: OptimizerSection) -> str:
-    """Return an expert that the optimizer section has settings for, or a name that is none.
+    """Return the transformer (`high` or `low` noise) that has its own optimizer settings.
 
-    The measured parameter must belong to that expert, because settings for an expert raise an error
-    if no parameter belongs to one.
+    If there is none, the result is another name. The parameter on which the size of the state is
+    measured gets this name, because such settings are an error for a model with one transformer.
     """
     given = section.model_dump(exclude_none=True)
     stages = [stage for stage in STAGES if any(key.startswith(f"{stage}_noise") for key in given)]
@@ -169,9 +173,9 @@ def adamw_8bit(groups: Groups, section: OptimizerSection, _: int) -> Optimizer:
 
 
 def automagic(groups: Groups, section: OptimizerSection, seed: int) -> Optimizer:
-    """Build Automagic, with the settings of each expert's group.
+    """Build Automagic, with separate settings for the high-noise and low-noise transformers.
 
-    `lr_bump`, `min_lr` and `max_lr` can be set for an expert or for both.
+    `lr_bump`, `min_lr` and `max_lr` can be set for one transformer or for both.
     """
     settings = section.model_dump()
     for group in groups:
@@ -253,7 +257,10 @@ def _adam_settings(section: OptimizerSection) -> dict[str, Any]:
 
 
 def _filter_groups(groups: Groups, is_included: Callable[[Parameter], bool]) -> Groups:
-    """Return the groups with only those parameters that are included, and no empty groups."""
+    """Return the groups with only the parameters for which `is_included` is true.
+
+    Groups without such parameters are left out.
+    """
     filtered = [
         {**group, "params": [pair for pair in group["params"] if is_included(pair[1])]}
         for group in groups
@@ -278,9 +285,9 @@ def _as_optimizer(optimizer: Any) -> Optimizer:
 
 
 class MultiOptimizer(Optimizer):
-    """Combines several optimizers with different parameters into one.
+    """Combines several optimizers, each for other parameters, into one.
 
-    The optimizers use the groups and the state of this object.
+    The combined optimizers use the parameter groups and the state of this object.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -300,7 +307,7 @@ class MultiOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, and share the new groups and state with the combined optimizers."""
+        """Load a state dict, and let the combined optimizers use the new groups and state."""
         super().load_state_dict(state_dict)
         self._share_groups_and_state()
 

@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 MASTER = "master"
-"""Key of the master weight in a parameter's state. Part of the checkpoint format."""
+"""Key of the fp32 master weight in a parameter's optimizer state. Part of the checkpoint format."""
 GROUP_KEYS_NOT_SHARED = ("params", "param_names")
-"""Keys of a parameter group that are not settings, and not copied to the wrapped optimizer."""
+"""Keys of a parameter group that are not settings. All other keys are copied to the optimizer that
+`MasterWeights` wraps."""
 
 
 class MasterWeights(Optimizer):
-    """Wrap an optimizer so that it updates fp32 master weights of bf16 parameters.
+    """Wraps an optimizer so that it updates fp32 master weights of bf16 parameters.
 
-    Between steps the wrapper holds all state, with the real parameters as keys. For a step, the
-    inner (wrapped) optimizer gets an fp32 stand-in for each parameter, with the parameter's state.
+    Between steps this object holds all state, with the real parameters as keys. For a step, the
+    wrapped optimizer gets the fp32 master weight in place of each parameter, and its state.
     """
 
     def __init__(self, inner: Optimizer, parameter_of: Mapping[Parameter, Parameter]) -> None:
-        """Wrap `inner`, which was built with placeholders (see `fp32_placeholders`).
+        """Wrap the optimizer `inner`, which was built with fp32 placeholders for the parameters.
 
         `parameter_of` maps each placeholder to the real parameter.
         """
@@ -68,9 +69,9 @@ class MasterWeights(Optimizer):
         return loss
 
     def _lend(self, p: Parameter) -> _LentParameter:
-        """Give the inner optimizer the state of a parameter, for the duration of a step.
+        """Prepare a parameter for a step of the wrapped optimizer, and move its state there.
 
-        A bf16 parameter is replaced by an fp32 stand-in.
+        For a bf16 parameter, the optimizer gets its fp32 master weight instead.
         """
         assert p.grad is not None, "a parameter without a gradient"
         state = dict(self.state[p])
@@ -112,13 +113,14 @@ class MasterWeights(Optimizer):
 class _LentParameter(NamedTuple):
     parameter: Parameter
     stand_in: Parameter
-    """The parameter that the inner optimizer updates."""
+    """The parameter that the wrapped optimizer updates in place of `parameter`: its fp32 master
+    weight, or `parameter` itself if that is fp32."""
     master: Tensor | None
-    """The fp32 weight; None if the parameter is fp32 and is its own stand-in."""
+    """The fp32 master weight of a bf16 parameter; None if the parameter is fp32."""
 
 
 def fp32_placeholders(parameters: Iterable[Parameter]) -> dict[Parameter, Parameter]:
-    """Return a dict from an fp32 placeholder to the parameter that it stands for.
+    """Return a dict from a new fp32 placeholder to each parameter.
 
     The optimizer that `MasterWeights` wraps is built with the placeholders. They have the
     parameters' shapes but take no memory, because they are expanded from one element.

@@ -44,25 +44,36 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SLOTS = 3
-"""Number of slots: while one is filled, another is updated and a third is copied out."""
+"""Number of device buffers (slots) through which optimizer state in host memory is streamed: while
+one is filled, another is updated and a third is copied out."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOffloadSettings:
-    """Settings for optimizer state in host memory: sizes of buckets and number of slots."""
+    """Settings for optimizer state in host memory, which is streamed through the device.
+
+    The state is divided into buckets. In each step they pass through a few device buffers (slots).
+    """
 
     bucket_numel: int = 1 << 25
-    """Parameter elements per bucket. The default is large enough for the full bandwidth of the
-    link, also of NVLink-C2C."""
+    """Number of parameter elements whose optimizer state is copied to the device together (a
+    bucket). The default is large enough for the full bandwidth between host and device, even with
+    NVLink-C2C."""
     min_nbytes: int = 1 << 14
-    """State tensors with fewer bytes than this stay on the device."""
+    """Smallest size of a state tensor in host memory, in bytes. Smaller ones stay on the device."""
     slots: int = DEFAULT_SLOTS
-    """Number of device buffers, each for one bucket."""
+    """Number of device buffers for optimizer state from host memory. Each holds the state of one
+    bucket of parameters."""
     poison: bool = False
-    """Fill a slot with NaN before each copy, to expose reads that come too early (for tests)."""
+    """Fill a device buffer with NaN before state is copied into it, to expose reads that come too
+    early (for tests)."""
 
     def slots_nbytes(self, numels: Sequence[int], nbytes_per_element: float) -> int:
-        """Return the bytes of device memory that the slots take, for parameters of these sizes."""
+        """Return the bytes of the device buffers through which the state is streamed.
+
+        `numels` are the parameters' numbers of elements, and `nbytes_per_element` is the size of
+        the state per element.
+        """
         sizes = [
             sum(numels[index] for index in indices)
             for indices in split_by_numel(numels, self.bucket_numel)
@@ -71,7 +82,10 @@ class StateOffloadSettings:
 
 
 class OptimizerStepper:
-    """Steps an optimizer and keeps a share of its state in host memory (see `set_host_share`)."""
+    """Steps an optimizer and keeps a share of its state in host memory.
+
+    That state is streamed through a few device buffers (slots) in each step.
+    """
 
     def __init__(
         self,
@@ -80,9 +94,10 @@ class OptimizerStepper:
         nbytes_per_element: float,
         settings: StateOffloadSettings | None = None,
     ) -> None:
-        """Divide the optimizer's parameters into buckets; all state stays on the device for now.
+        """Divide the parameters into buckets, whose state can be in host memory or on the device.
 
-        `nbytes_per_element` is the size of the optimizer's state per parameter element.
+        At first all state stays on the device. `nbytes_per_element` is the size of the optimizer's
+        state per parameter element.
         """
         self.num_steps = 0
         """Number of completed steps since this object was created."""
@@ -92,18 +107,19 @@ class OptimizerStepper:
         self._fp32_tensors_per_parameter = round(nbytes_per_element / torch.float32.itemsize)
         self._buckets = make_buckets(optimizer.param_groups, self._settings.bucket_numel)
         self._num_in_host = 0
-        """Number of buckets whose state is in host memory; they are the first in the list."""
+        """Number of buckets of parameters whose optimizer state is in host memory; they are the
+        first in the list."""
         self._slots: list[_StateSlot] = []
         self._reverse = False
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of state in host memory."""
+        """Bytes of optimizer state in host memory."""
         return sum(bucket.nbytes for bucket in self._buckets)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of state on the device, including the slots."""
+        """Bytes of optimizer state on the device, with the buffers for state from host memory."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         total = sum(value.nbytes for value in state if isinstance(value, Tensor))
         in_host = sum(tensor.host.nbytes for bucket in self._buckets for tensor in bucket.tensors)
@@ -111,11 +127,14 @@ class OptimizerStepper:
 
     @property
     def slots_nbytes(self) -> int:
-        """Bytes of device memory that the slots take."""
+        """Bytes of the device buffers (slots) through which state in host memory is streamed."""
         return len(self._slots) * self._slot_nbytes
 
     def set_host_share(self, host_share: float) -> None:
-        """Move at least this share of the state (0 to 1) to host memory, the rest to the device."""
+        """Move at least this share of the optimizer's state (0 to 1) to host memory.
+
+        The rest is moved to the device.
+        """
         assert 0 <= host_share <= 1, f"host_share is {host_share}"
         self.synchronize()
         self._slots.clear()
@@ -157,7 +176,10 @@ class OptimizerStepper:
         self._engine.stalls(CopyStream.STATE_OUT)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the optimizer's state dict; state that belongs in host memory skips the device."""
+        """Load the optimizer's state dict.
+
+        State that belongs in host memory is not copied to the device first.
+        """
         self.synchronize()
         for slot in self._slots:
             slot.bucket = None
@@ -183,7 +205,10 @@ class OptimizerStepper:
             self._move_to_host(bucket)
 
     def close(self) -> None:
-        """Free the slots. No step is possible afterwards, but the state can still be read."""
+        """Free the device buffers through which state in host memory is streamed.
+
+        No step is possible afterwards, but the state can still be read.
+        """
         self.synchronize()
         self._slots.clear()
         self._engine.close()
@@ -193,9 +218,10 @@ class OptimizerStepper:
         return len(self._slots[0].memory) if self._slots else 0
 
     def _reserve_memory(self) -> None:
-        """Allocate the slots, and test that there is memory for state that the step will create.
+        """Allocate the device buffers for state from host memory, and test for other memory needs.
 
-        If memory is short, the error is then raised before any weight has changed.
+        The test allocates and frees as much memory as new state will take. If memory is short, the
+        error is then raised before any weight has changed.
         """
         sizes = [bucket.nbytes for bucket in self._buckets if bucket.host_pieces]
         largest, count = max(sizes, default=0), min(self._settings.slots, len(sizes))
@@ -235,7 +261,10 @@ class OptimizerStepper:
         self._stream(moving)
 
     def _stream(self, buckets: Sequence[Bucket]) -> None:
-        """Update buckets whose state is in host memory, by copying them through the slots."""
+        """Update buckets of parameters whose state is in host memory.
+
+        The state is copied to one of a few device buffers (slots), updated there, and copied back.
+        """
         order = list(reversed(buckets)) if self._reverse else list(buckets)
         self._reverse = not self._reverse
         for slot in self._slots:
@@ -265,7 +294,10 @@ class OptimizerStepper:
         slot.bucket = bucket
 
     def _step_in_slot(self, slot: _StateSlot, bucket: Bucket) -> None:
-        """Update a bucket whose state is in a slot, and copy the state back to host memory."""
+        """Update a bucket of parameters whose state was copied to a device buffer, the slot.
+
+        Then start to copy the state back to host memory.
+        """
         if slot.copy_in is not None:
             slot.copy_in.wait(prefetched=True)
             slot.copy_in = None
@@ -289,7 +321,7 @@ class OptimizerStepper:
             slot.bucket = None
 
     def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Call the optimizer's `step` for only the parameters of these buckets."""
+        """Call the optimizer's `step` for only the parameters in these buckets."""
         if len(buckets) == len(self._buckets):
             self._optimizer.step()
             return
@@ -311,14 +343,15 @@ class OptimizerStepper:
 class _StateSlot:
     memory: Tensor
     bucket: Bucket | None = None
-    """The bucket whose state is in the slot or being copied to it."""
+    """The bucket of parameters whose optimizer state is in this device buffer, or is being copied
+    to it."""
     copy_in: PendingCopy | None = None
     copy_out: PendingCopy | None = None
-    """A copy to host memory that the compute stream has not waited for yet; None if there is
-    none."""
+    """A copy of this device buffer to host memory that the compute stream has not waited for yet;
+    None if there is none."""
 
     def finish_copy_out(self) -> None:
-        """Make all work that is queued from now on wait until the slot has been copied out."""
+        """Make all work that is queued from now on wait until this buffer is copied to the host."""
         if self.copy_out is not None:
             self.copy_out.wait(prefetched=True)
             self.copy_out = None
@@ -326,7 +359,7 @@ class _StateSlot:
 
 @contextmanager
 def _restricted_to(optimizer: Optimizer, buckets: Sequence[Bucket]) -> Iterator[None]:
-    """Remove all parameters except those of these buckets from the optimizer, in the context."""
+    """Let the optimizer have only the parameters of these buckets, inside the context."""
     all_parameters = [group["params"] for group in optimizer.param_groups]
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [p for b in buckets if b.group == index for p in b.parameters]
@@ -356,12 +389,15 @@ class StateTensor:
     key: str
     """Key of the tensor in the parameter's state, such as `exp_avg`."""
     host: Tensor
-    """The tensor, as a view of the bucket's host memory."""
+    """The tensor, as a view of the host memory that holds the state of its bucket of parameters."""
     offset: int
-    """Position of the tensor in the bucket, in bytes."""
+    """Position of the tensor in the state of its bucket of parameters, in bytes."""
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return this tensor as a view of `memory`, a slot that holds a copy of the bucket."""
+        """Return this tensor's copy on the device, as a view of `memory`.
+
+        `memory` is a device buffer with a copy of the state of the tensor's bucket of parameters.
+        """
         span = memory[self.offset : self.offset + self.host.nbytes]
         return span.view(self.host.dtype).as_strided(self.host.size(), self.host.stride())
 
@@ -374,33 +410,37 @@ class Bucket:
     """Index of the optimizer's parameter group."""
     parameters: list[Parameter]
     tensors: list[StateTensor] = field(default_factory=list)
-    """State tensors in host memory; empty if the state is on the device or does not exist yet."""
+    """Optimizer state in host memory; empty if the state is on the device or does not exist yet."""
     host_pieces: list[Tensor] = field(default_factory=list)
-    """Allocations of pinned host memory. One after the other, they are the bucket's bytes."""
+    """Allocations of pinned host memory. One after the other, they are the bytes of the state of
+    the bucket's parameters."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the bucket's state takes."""
+        """Bytes of host memory that the optimizer state of the bucket's parameters takes."""
         return sum(len(piece) for piece in self.host_pieces)
 
     @property
     def numel(self) -> int:
-        """Number of parameter elements."""
+        """Number of elements of the bucket's parameters."""
         return _numel(self.parameters)
 
     def has_gradients(self) -> bool:
-        """Return True if any of the parameters has a gradient."""
+        """Return True if any of the bucket's parameters has a gradient."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def spans(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each allocation of host memory with the part of a slot's `memory` for its copy."""
+        """Yield pairs: an allocation of host memory, and the part of `memory` for its copy.
+
+        `memory` is a device buffer for the bucket's whole state.
+        """
         start = 0
         for piece in self.host_pieces:
             yield piece, memory[start : start + len(piece)]
             start += len(piece)
 
     def move_to_host(self, state: State, engine: CopyEngine, min_nbytes: int) -> bool:
-        """Move all state of the bucket to host memory; return True if any was not there yet.
+        """Move all state of the bucket's parameters to host memory; return True if any was moved.
 
         New state appears at the first gradient of a parameter, and when a state dict is loaded.
         State tensors smaller than `min_nbytes` are not moved.
@@ -429,7 +469,7 @@ class Bucket:
         return True
 
     def free_host_memory(self, engine: CopyEngine) -> None:
-        """Free the bucket's host memory. The tensors in it must not be in use any more."""
+        """Free the host memory of the bucket's state. Its tensors must not be in use any more."""
         for piece in self.host_pieces:
             engine.free_host(piece)
         self.host_pieces.clear()
@@ -446,9 +486,10 @@ class Bucket:
 
 
 def is_worth_moving(value: object, min_nbytes: int) -> bool:
-    """Return True if a state value is a dense tensor of at least `min_nbytes`.
+    """Return True if a value of the optimizer's state should be moved to host memory.
 
-    Small values such as step counters stay on the device.
+    It must be a dense tensor of at least `min_nbytes`. Small values such as step counters stay on
+    the device.
     """
     return isinstance(value, Tensor) and value.nbytes >= min_nbytes and _is_dense(value)
 
@@ -467,7 +508,7 @@ def make_buckets(groups: Sequence[dict[str, Any]], bucket_numel: int) -> list[Bu
 def split_by_numel(numels: Sequence[int], max_numel: int) -> list[range]:
     """Split a list of sizes into consecutive index ranges with a total of at most `max_numel`.
 
-    A single size that is larger gets a range of its own.
+    A size that is larger than `max_numel` gets a range of its own.
     """
     ranges: list[range] = []
     remaining = 0

@@ -19,13 +19,14 @@ _UNUSED = "has no effect: {} does not use it."
 
 @dataclass(frozen=True, slots=True)
 class OptimizerInfo:
-    """The builder of one optimizer and its capabilities."""
+    """The function that builds one optimizer, and what the optimizer can do."""
 
     builder: str
     """Function that builds the optimizer, as `module:function`. Its type is
     `optim.build.OptimizerBuilder`."""
     whole_state_reason: str = ""
-    """The reason why the optimizer's state cannot be split by parameter; empty if it can be."""
+    """The reason why the optimizer cannot update some parameters without the state of the others;
+    empty if it can."""
     default_lr: float = DEFAULT_LR
     """Peak learning rate if `optimizer.lr` is not set."""
     manages_lr: bool = False
@@ -46,9 +47,9 @@ class OptimizerInfo:
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """Return the capabilities of an optimizer.
+    """Return what is known about an optimizer, by its name in a run file.
 
-    An optimizer from another package is assumed to need its whole state at once.
+    An optimizer from another package is assumed to need the state of all parameters at once.
     """
     return OPTIMIZERS.get(name) or OptimizerInfo(
         builder="",

@@ -29,7 +29,7 @@ SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
 def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
     """Return the factor by which the schedule multiplies the peak learning rate in a step.
 
-    The first step is 0.
+    Steps are counted from 0.
     """
     warmup = section.warmup_steps
     if step < warmup:
@@ -45,7 +45,7 @@ def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
 
 
 def set_lr(optimizer: Optimizer, scale: float) -> None:
-    """Set the learning rate of every group to its peak times `scale`."""
+    """Set the learning rate of every parameter group to its peak learning rate times `scale`."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * scale
 
@@ -53,7 +53,8 @@ def set_lr(optimizer: Optimizer, scale: float) -> None:
 def effective_lr(optimizer: Optimizer) -> float | Tensor:
     """Return the learning rate of the last step.
 
-    Automagic's is a tensor, which may be on the device: copying it to the host would block.
+    For Automagic it is a tensor, which may be on the device. It is not converted to a float,
+    because the CPU would have to wait for the device.
     """
     if isinstance(optimizer, Automagic):
         return optimizer.mean_lr()
