@@ -307,5 +307,4 @@ FORMAT_ALIASES = {
     "simpletuner": "diffusers",
     "simpletuner-lycoris": "lycoris",
 }
-"""Tool names that users may give instead of a key format's name, with the key format of that tool.
-"""
+"""Tool names that users may give instead of a key format's name, with that tool's key format."""

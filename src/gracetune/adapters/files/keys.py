@@ -98,7 +98,7 @@ class KeyTable:
     and diffusers' names."""
     fused: tuple[FusedProjection, ...] = ()
     swapped_halves: frozenset[str] = frozenset()
-    """Modules whose output is (scale, shift) in diffusers and (shift, scale) in the original model.
+    """Modules with the output (scale, shift) in diffusers and (shift, scale) in the original model.
     """
     bare_parameters: frozenset[str] = frozenset()
     """Diffusers' names in `rows` that are not modules but parameters, without a `.weight`."""
