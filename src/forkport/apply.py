@@ -45,7 +45,7 @@ SAVED_PREFIX = "gh200-kept"
 
 @dataclass(frozen=True, slots=True)
 class ApplyOutcome:
-    """The state after applying, and the conflicts that stopped it, if any."""
+    """The state of the port after applying patches, and the conflicts that stopped it, if any."""
 
     state: PortState
     conflicts: tuple[FileResult, ...] = ()
@@ -59,10 +59,11 @@ def start_apply(
     stamp: str,
     confirm: Callable[[str], None],
 ) -> ApplyOutcome:
-    """Back up, branch off upstream, and apply patches until the end or a conflict.
+    """Create a backup branch, then apply the patches on top of upstream, as branch `port_branch`.
 
-    `confirm` is called with a description before uncommitted changes are moved away; it raises to
-    refuse.
+    A conflict stops this, for the user to resolve. Uncommitted changes are saved in a third branch
+    and removed from the working tree. Before that, `confirm` is called with a description; it
+    raises to refuse.
     """
     state = find_state(git)
     if state is not None and not state.finished:
@@ -281,12 +282,15 @@ class RollbackResult:
     """The branch with the changes that were uncommitted before the rollback, if any."""
     saved_paths: tuple[str, ...]
     restored: tuple[str, ...]
-    """Files that were uncommitted before the port, and are again as they were."""
+    """Files with uncommitted changes before the port, which are now restored."""
     port_branch: str
 
 
 def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RollbackResult:
-    """Save uncommitted changes, return to the fork, and restore what was uncommitted before."""
+    """Check out the branch that was checked out before the port, with its uncommitted changes.
+
+    Changes that are uncommitted now are first saved in a new branch.
+    """
     state = read_state(git)
     target = _rollback_target(git, state)
     trees = [state.head] if state.kept is None else [state.head, state.kept]
@@ -309,7 +313,10 @@ def roll_back(git: Git, stamp: str, confirm: Callable[[str], None]) -> RollbackR
 
 
 def _rollback_target(git: Git, state: PortState) -> str:
-    """Return the branch the user was on, or the backup branch if that one has moved since."""
+    """Return the branch to roll back to: the one that was checked out before the port.
+
+    If HEAD was detached then, or that branch has moved since, this is the backup branch.
+    """
     ref = f"refs/heads/{state.branch}"
     if state.branch is None or not git.succeeds("rev-parse", "--verify", "--quiet", ref):
         return state.backup

@@ -1,4 +1,4 @@
-"""Extract a branch's changes relative to upstream as numbered patches, each with a risk."""
+"""Extract a fork's changes as numbered patches, each with its risk of conflicts with upstream."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from forkport.patches import Risk
 
 HIGH_RISK_COMMITS, HIGH_RISK_LINES = 10, 200
-"""A file with this many upstream commits or changed lines makes its patch high-risk."""
+"""If upstream changed a file in this many commits, or this many of its lines, since the common
+ancestor with the fork, the patch of that file has a high risk of conflicts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Upstream's commits and changed lines for each file, by the file's path in the base."""
+    """Counts of upstream's commits and changed lines per file, since its ancestor with the fork.
+
+    Keys are the paths of the files in that common ancestor.
+    """
 
     commits: Counter[str]
     lines: Counter[str]
@@ -90,7 +94,10 @@ def extract(
 
 
 def _read_validation(folder: Path) -> ValidationCommands:
-    """Return the commands of an existing patch set. Refuse a folder that is something else."""
+    """Return the validation commands of the patch set in `folder`; none if it is empty or missing.
+
+    Raises if the folder has other files but no patch set.
+    """
     if not folder.exists() or not any(folder.iterdir()):
         return ValidationCommands()
     if not (folder / MANIFEST).exists():
@@ -138,14 +145,17 @@ def group_changes(
 
 
 def _title(folder: str, members: Sequence[FileChange]) -> str:
-    """Return the path of a single file, or the folder of several."""
+    """Return the title of a patch: the path of its only file, or the folder of its files."""
     if len(members) == 1:
         return change_paths(members[0])[-1]
     return "root" if folder == "." else folder
 
 
 def count_churn(git: Git, base: str, tip: str) -> Churn:
-    """Count upstream's commits and lines for each file since the base, following renames."""
+    """Count upstream's commits and changed lines for each file from `base` to `tip`.
+
+    A renamed file is counted under its path in `base`.
+    """
     raw = git.run(
         *("log", "--no-merges", "--reverse", "--topo-order", "--no-show-signature"),
         *("--no-ext-diff", "-M", "--numstat", "-z"),
@@ -171,7 +181,10 @@ def count_churn(git: Git, base: str, tip: str) -> Churn:
 
 
 def assess_risk(files: Sequence[PatchFile]) -> tuple[Risk, str]:
-    """Return the risk of a patch and its reason, from upstream's churn of the worst file."""
+    """Return the risk that a patch conflicts with upstream, and the reason.
+
+    It is high if upstream has changed one of the files a lot since the common ancestor.
+    """
     worst = max(files, key=lambda file: (_is_high_churn(file), file.churn_lines, file.churn))
     if not worst.churn:
         is_new = all(file.status == "A" for file in files)

@@ -23,7 +23,7 @@ SYMLINK = "120000"
 """File mode of a symbolic link."""
 _HUNK = re.compile(rb"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 _REPOSITORY_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Removed from the environment: they would point git to another repository."""
+"""Environment variables that git must not see: they would point it to another repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +164,22 @@ class Git:
         return self.run("hash-object", "-w", "--no-filters", "--stdin", stdin=content).decode()[:-1]
 
     def write_tree_with(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
-        """Store `base` with some files replaced, or removed where the entry is None."""
+        """Write a tree: `base` with some files replaced, or removed where the entry is None.
+
+        Returns the id of the new tree.
+        """
         records = b"".join(self.index_record(path, 0, entry) for path, entry in files.items())
         return self._write_tree(base, records, "update-index", "-z", "--index-info")
 
     def write_patched_tree(self, base: str, patch: bytes) -> str:
-        """Store `base` with a patch applied, without any fuzz."""
+        """Write a tree: `base` with a patch applied exactly, without fuzz. Return the tree's id."""
         return self._write_tree(base, patch, "apply", "--cached", "--whitespace=nowarn", "-")
 
     def _write_tree(self, base: str, stdin: bytes, *arguments: str) -> str:
-        """Change a tree with a git command in a temporary index, leaving the user's index alone."""
+        """Write a tree: `base` as changed by a git command. Return the tree's id.
+
+        The command works on a temporary index; the user's index is not touched.
+        """
         git_folder = Path(self.text("rev-parse", "--absolute-git-dir"))
         index = git_folder / f"gracetune-port.{os.getpid()}.index"
         variables = {"GIT_INDEX_FILE": str(index)}

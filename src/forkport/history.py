@@ -32,11 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TouchedRegion:
-    """A function or line range that a patch touches, at its current place in the history."""
+    """A function or line range that a patch changes, followed through the commits of upstream.
+
+    `path`, `name`, `start` and `end` are its place after the last commit that was read.
+    """
 
     patch: str
     label: str
-    """The function or line range in the base, as shown to the user."""
+    """The function or line range in the common ancestor of fork and upstream, for messages."""
     path: str
     name: str
     """Qualified name of the function or class; empty for the line range `start` to `end`."""
@@ -46,7 +49,7 @@ class TouchedRegion:
 
 @dataclass(frozen=True, slots=True)
 class TouchingCommit:
-    """An upstream commit, and the labels of the regions it touched."""
+    """An upstream commit, and the functions and line ranges of a patch that it also changed."""
 
     commit: str
     subject: str
@@ -63,7 +66,10 @@ class _UpstreamCommit:
 def touched_regions(
     reader: SourceReader, patch: str, changes: Sequence[FileChange]
 ) -> list[TouchedRegion]:
-    """List what a patch touches in the base: each function once, and ranges of other lines."""
+    """List the code that a patch changes: functions, and ranges of lines outside of functions.
+
+    Line numbers are those of the common ancestor of fork and upstream.
+    """
     regions: dict[tuple[str, str, int], TouchedRegion] = {}
     for change in changes:
         if change.old is None or change.old_path is None:
@@ -112,7 +118,7 @@ def _range_label(start: int, end: int) -> str:
 def commits_touching(
     reader: SourceReader, base: str, tip: str, regions: Sequence[TouchedRegion]
 ) -> dict[str, list[TouchingCommit]]:
-    """Return, for each patch, the upstream commits that touched its regions, oldest first."""
+    """Return, for each patch, the upstream commits that changed the same code, oldest first."""
     commits: dict[str, list[TouchingCommit]] = {region.patch: [] for region in regions}
     followed = list(regions)
     for commit in _upstream_commits(reader.git, base, tip):
@@ -228,7 +234,10 @@ def _follow_range(
 
 
 def _overlaps(hunk: Hunk, region: TouchedRegion) -> bool:
-    """Return True for common lines, an insertion inside, or two insertions at one place."""
+    """Return True if a hunk changes lines of the region.
+
+    An insertion counts strictly inside the other range. Two insertions count at the same line.
+    """
     if hunk.old_start == hunk.old_end == region.start == region.end:
         return True
     if hunk.old_start == hunk.old_end:

@@ -41,7 +41,8 @@ class FileResult:
     """The merged file, with markers where there are conflicts; None deletes the file."""
     conflicts: tuple[Conflict, ...] = ()
     reason: str = ""
-    """Reason for a conflict without markers, such as a file deleted upstream but changed here."""
+    """Reason for a conflict without markers: for example, upstream deleted a file that the fork
+    changed."""
     stages: Stages = (None, None, None)
     notes: tuple[str, ...] = ()
     """Remarks for the user's review."""
@@ -70,7 +71,7 @@ class MergeContext:
 
 @dataclass
 class MergeState:
-    """The tree while one patch is merged into it, and the results so far."""
+    """The files of upstream while one patch is merged into them, and the results so far."""
 
     reader: SourceReader
     upstream: UpstreamChanges
@@ -98,13 +99,13 @@ class MergeState:
 
 
 def open_merge_context(git: Git, manifest: Manifest, tip: str) -> MergeContext:
-    """Compare the manifest's base with an upstream commit."""
+    """Find what upstream has changed up to `tip` since its common ancestor with the fork."""
     base = git.resolve_commit(manifest.base)
     return MergeContext(SourceReader(git), compare_trees(git, base, tip), tip)
 
 
 def patch_changes(git: Git, manifest: Manifest, folder: Path, patch: Patch) -> list[FileChange]:
-    """Return a patch as changes of the base's files."""
+    """Return the changes of a patch to the files of the common ancestor of fork and upstream."""
     content = read_patch(folder, patch)
     return git.diff_trees(manifest.base, git.write_patched_tree(manifest.base, content))
 
@@ -240,7 +241,7 @@ def _merge_text(
 
 
 def _merge_into_deleted(state: MergeState, change: FileChange, path: str) -> None:
-    """Merge a change of a file that upstream deleted: its functions may exist elsewhere."""
+    """Merge a change of a file that upstream deleted; its functions may now be in other files."""
     assert change.old is not None
     assert change.new is not None
     if change.new.blob == change.old.blob:

@@ -29,18 +29,21 @@ threshold that git uses for renamed files."""
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A function or class that upstream moved: the base's, the fork's and upstream's version."""
+    """A function or class that upstream moved, in three versions.
+
+    `base` is the version of their common ancestor, `theirs` the fork's and `ours` upstream's.
+    """
 
     name: str
     base: Definition
     theirs: Definition
-    """The fork's version, in the same file as the base's."""
+    """The fork's version, which is still in the original file."""
     path: str
     """The file in which upstream has the definition now."""
     ours: Definition
 
     def describe(self, home: str) -> str:
-        """Return a note for the user; `home` is the file that had the definition in the base."""
+        """Return a note about the move for the user; `home` is the original file."""
         where = "within the file" if self.path == home else f"from {home}"
         name = "" if self.ours.name == self.name else f" as {self.ours.name}"
         return f"{self.name} was moved {where}{name}: check the names that it uses"
@@ -53,9 +56,10 @@ def find_moves(
     home: str,
     sides: tuple[TreeEntry | None, TreeEntry | None, TreeEntry | None],
 ) -> list[Move]:
-    """Find the definitions that base and fork have in file `home` and that `tree` has elsewhere.
+    """Find functions and classes that upstream moved out of file `home`, or within it.
 
-    `sides` is the file in the base, in `tree` (None if upstream deleted it) and in the fork.
+    `sides` is the file in the common ancestor, in upstream's `tree` (None if deleted), and in the
+    fork.
     """
     base, ours, theirs = sides
     assert base is not None
@@ -83,7 +87,10 @@ class _MoveFinder:
     ours: dict[str, Definition]
 
     def find(self, definitions: Sequence[Definition]) -> list[Move]:
-        """Find the moves in one scope. A class that stayed is searched for moved methods."""
+        """Find which of these functions and classes upstream moved.
+
+        A class that was not moved is searched for moved methods.
+        """
         moved_within_file = reordered(definitions, self.ours)
         moves: list[Move] = []
         for definition in definitions:
@@ -101,7 +108,11 @@ class _MoveFinder:
         return moves
 
     def _find_elsewhere(self, definition: Definition) -> tuple[str, Definition] | None:
-        """Return the most similar new definition of the same name, or None if two tie."""
+        """Find the file to which upstream moved a function or class, and its definition there.
+
+        It is the most similar new definition of the same name. None if there is none, or if two
+        are equally similar.
+        """
         text = definition_lines(definition, self.base_text)
         candidates = []
         for path, candidate in definitions_named(
@@ -119,7 +130,10 @@ class _MoveFinder:
         return candidates[0][1:]
 
     def _base_names(self, path: str) -> set[str]:
-        """Return the names that a file defined in the base; upstream did not move those there."""
+        """Return the names that a file already defined in the common ancestor with the fork.
+
+        Upstream cannot have moved these to the file.
+        """
         base_path = self.upstream.base_path(path)
         entry = self.upstream.base.get(base_path)
         return set() if entry is None else set(flatten(self.reader.definitions(base_path, entry)))
@@ -133,9 +147,10 @@ def merge_moved_definitions(
     moves: Sequence[Move],
     labels: SideLabels,
 ) -> dict[str, MergedText]:
-    """Merge each moved definition where it is now, and the rest of the file in place.
+    """Merge the fork's changes of moved functions where upstream has them now, the rest in `home`.
 
-    `texts` is the file `home` in the base and in the fork. Returns the merged files by path.
+    `texts` is the file `home` in the common ancestor and in the fork. Returns the merged files by
+    path.
     """
     base, theirs = texts
     results: dict[str, MergedText] = {}
@@ -166,7 +181,7 @@ def _merge_definitions(
     moves: Sequence[Move],
     labels: SideLabels,
 ) -> MergedText:
-    """Merge definitions into a file from the last to the first, so line numbers stay valid."""
+    """Merge moved functions into the text of a file, the last first, so line numbers stay valid."""
     lines = split_lines(content)
     conflicts: list[Conflict] = []
     adjacent: list[str] = []

@@ -24,9 +24,9 @@ VALIDATION_GROUPS: tuple[ValidationGroup, ...] = ("upstream", "ours", "combined"
 
 
 class _ManifestPart(BaseModel):
-    """Base of the manifest's parts: frozen, and unknown keys are errors.
+    """Base class of the parts of manifest.json: frozen, and unknown keys are errors.
 
-    Field names are the keys of manifest.json and must not change.
+    Field names are the keys of the file and must not change.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,13 +41,13 @@ class PatchFile(_ManifestPart):
     insertions: int
     deletions: int
     churn: int
-    """Number of upstream commits since the base that changed this file."""
+    """Number of upstream commits that changed this file since the common ancestor with the fork."""
     churn_lines: int
-    """Number of lines that those commits added or deleted."""
+    """Number of lines of this file that these upstream commits added or deleted."""
 
 
 class Patch(_ManifestPart):
-    """One numbered patch."""
+    """One numbered patch of a fork, and its risk of conflicts with upstream."""
 
     name: str
     """Number and slug, such as `01-trainer`. The file is called `01-trainer.patch`."""
@@ -55,7 +55,7 @@ class Patch(_ManifestPart):
     files: tuple[PatchFile, ...]
     risk: Risk
     why: str
-    """The reason for the risk."""
+    """The reason for the risk of conflicts, such as many upstream commits to a file."""
     sha256: str
     """Digest of the patch file."""
 
@@ -81,13 +81,13 @@ class ValidationCommands(_ManifestPart):
 
 
 class Manifest(_ManifestPart):
-    """The contents of manifest.json: what was extracted, and from where."""
+    """The contents of manifest.json: the patches of a fork, and the commits they come from."""
 
     version: Literal[1] = 1
     branch: str
-    """The fork's branch."""
+    """The branch of the fork that the patches were extracted from."""
     head: str
-    """The fork's commit."""
+    """The commit of the fork that the patches were extracted from."""
     upstream: str
     """The upstream ref as it was given, such as `origin/main`."""
     base: str

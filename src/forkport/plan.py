@@ -23,17 +23,20 @@ Verdict = Literal["applies", "moved", "conflicts", "upstream has it"]
 
 @dataclass(frozen=True, slots=True)
 class PatchPlan:
-    """The trial merge of one patch."""
+    """The result of merging one patch on trial, without changing the working tree."""
 
     patch: Patch
     verdict: Verdict
     files: tuple[FileResult, ...]
     commits: tuple[TouchingCommit, ...]
-    """Upstream commits that touched the same code."""
+    """Upstream commits that changed the same code as the patch."""
 
 
 def make_plan(git: Git, manifest: Manifest, folder: Path, upstream: str) -> list[PatchPlan]:
-    """Merge every patch on top of the previous ones, writing nothing but git objects."""
+    """Merge every patch into upstream, each on top of the previous ones, to predict conflicts.
+
+    This writes git objects, but no branch and no file of the working tree.
+    """
     tip = git.resolve_commit(upstream)
     context = open_merge_context(git, manifest, tip)
     tree = dict(context.upstream.tip)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CHECKLIST = "GH200_REBASE_CHECKLIST.md"
 _MAX_SIDE_LINES = 40
-"""Lines shown of each side of a conflict; the file has the rest."""
+"""Number of lines shown of each side of a conflict; the user finds the rest in the file."""
 _GROUP_TITLES = {
     "upstream": "Upstream alone",
     "ours": "What the fork adds",
@@ -88,7 +88,7 @@ def conflict_lines(file: FileResult) -> Iterator[str]:
 
 
 def checklist(manifest: Manifest, state: PortState | None, baseline: str | None) -> str:
-    """Format the sign-off page: what is proven is ticked, with its proof.
+    """Format the checklist for accepting a port: steps that are proven are ticked, with the proof.
 
     `baseline` is the last line of `gracetune baseline compare`, if it was run.
     """
@@ -153,7 +153,10 @@ def _patch_lines(patch: Patch, applied: AppliedPatch | None, is_pending: bool) -
 
 
 def _command_line(command: str, run: CommandRun | None, state: PortState | None, group: str) -> str:
-    """Format one validation command; a pass on another commit than the result does not count."""
+    """Format one validation command as a checklist item, ticked if the command passed.
+
+    A run on another commit than the newest one of the port does not count.
+    """
     if run is None:
         return _item(False, f"`{command}`: not run")
     expected = state.tip if state and group == "upstream" else (state.at if state else run.commit)

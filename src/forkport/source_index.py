@@ -1,7 +1,7 @@
 """Read the versions of a repository's files, and find the functions and classes in them.
 
 `SourceReader` caches contents and parsed definitions by blob. `UpstreamChanges` knows where
-upstream moved the files of the base.
+upstream has moved files since its common ancestor with the fork.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONE_RETURN = re.compile(rb"\r(?!\n)")
 
 @dataclass
 class SourceReader:
-    """Reads and parses each blob once."""
+    """Reads files from git objects, and parses Python files; each blob only once."""
 
     git: Git
     _contents: dict[str, bytes] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class SourceReader:
     def merge_texts(
         self, base: bytes, ours: bytes, theirs: bytes, labels: SideLabels
     ) -> MergedText:
-        """Merge two versions of a text, with git's own diffs against the base."""
+        """Merge two versions of a text, using git's diffs of each against the version `base`."""
         base_blob, *blobs = [self.git.write_blob(content) for content in (base, ours, theirs)]
         sides = [
             (split_lines(content), self.git.diff_blobs(base_blob, blob))
@@ -73,25 +73,28 @@ class SourceReader:
 
 @dataclass(frozen=True)
 class UpstreamChanges:
-    """The files of the base and of the upstream tip, and how upstream moved them."""
+    """The files of upstream at its common ancestor with the fork and now, and renames in between.
+
+    `base` has the files of the common ancestor, `tip` those of the newest upstream commit.
+    """
 
     base: dict[str, TreeEntry]
     tip: dict[str, TreeEntry]
     renames: dict[str, str]
-    """New path by old path."""
+    """Path in `tip` by path in `base`, for renamed files."""
     changed_paths: tuple[str, ...]
-    """Files of the tip that upstream added or changed: functions may have moved there."""
+    """Files of `tip` that upstream added or changed; functions may have moved into them."""
 
     def current_path(self, path: str) -> str:
-        """Return where upstream has a file of the base now."""
+        """Return the path in `tip` of a file with this path in `base`."""
         return self.renames.get(path, path)
 
     def base_path(self, path: str) -> str:
-        """Return where the base had a file of the tip."""
+        """Return the path in `base` of a file with this path in `tip`."""
         return next((old for old, new in self.renames.items() if new == path), path)
 
     def path_for_new_file(self, path: str) -> str:
-        """Return where a file that the fork adds belongs: in the folder its neighbours moved to."""
+        """Return the path for a file that the fork adds: in the folder its neighbours moved to."""
         for folder in PurePosixPath(path).parents:
             prefix = "" if str(folder) == "." else f"{folder}/"
             if any(name.startswith(prefix) for name in self.tip):
@@ -107,7 +110,7 @@ class UpstreamChanges:
 
 
 def compare_trees(git: Git, base: str, tip: str) -> UpstreamChanges:
-    """Compare the base with the upstream tip, once for all patches."""
+    """Compare the common ancestor of fork and upstream with an upstream commit, `tip`."""
     changes = git.diff_trees(base, tip)
     return UpstreamChanges(
         base=git.list_tree(base),
@@ -131,13 +134,16 @@ def change_paths(change: FileChange) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A function, or a class with its methods, including decorators."""
+    """The place of a function, or of a class with its methods, in a file, including decorators.
+
+    It spans lines `start` to `end`, half-open and counted from 0.
+    """
 
     name: str
     """The qualified name. A second definition of the same name is called `name#2`."""
     start: int
     end: int
-    """The range of lines is half-open and counted from 0."""
+    """The line after the last one, counted from 0."""
     children: tuple[Definition, ...] = ()
     """The methods and nested classes of a class."""
 

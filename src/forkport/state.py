@@ -19,7 +19,7 @@ _FILE = "state.json"
 
 
 class _StatePart(BaseModel):
-    """Base of the state's parts. Field names are the keys of state.json and must not change."""
+    """Base class of the parts of state.json. Field names are its keys and must not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,14 +39,14 @@ class AppliedPatch(_StatePart):
 
 
 class PendingPatch(_StatePart):
-    """The patch whose conflicts are waiting in the working tree."""
+    """A patch with conflicts that the user has to resolve in the working tree."""
 
     patch: str
     """The name of the patch."""
     marked: tuple[str, ...]
     """Files with conflict markers."""
     unmarked: tuple[str, ...]
-    """Files where the user must choose a side, such as one deleted here and changed there."""
+    """Files in conflict without markers, such as one that upstream deleted and the fork changed."""
     notes: tuple[str, ...] = ()
 
 
@@ -70,31 +70,31 @@ class PortState(_StatePart):
 
     version: Literal[1] = 1
     branch: str | None
-    """The branch the user was on, or None for a detached HEAD."""
+    """The branch that was checked out before the port; None for a detached HEAD."""
     head: str
-    """The commit the user was on."""
+    """The commit that was checked out before the port."""
     backup: str
-    """The backup branch at `head`."""
+    """Name of the backup branch, which is at commit `head`."""
     kept: str | None
-    """The branch with the user's uncommitted changes, or None if there were none."""
+    """The branch that saves the changes that were uncommitted before the port; None without any."""
     port_branch: str
     upstream: str
     """The upstream ref as it was given."""
     tip: str
     """The upstream commit that the port is based on."""
     at: str
-    """The newest commit of the port."""
+    """The newest commit that the port has made."""
     done: tuple[AppliedPatch, ...] = ()
     stopped: PendingPatch | None = None
     """The patch that waits for the user to resolve conflicts, if any."""
     finished: bool = False
-    """True once every patch is applied and checked out."""
+    """True once every patch is applied and the port's branch is checked out."""
     ran: tuple[CommandRun, ...] = ()
     """The latest run of each validation command."""
 
 
 def state_folder(git: Git) -> Path:
-    """Return forkport's folder inside the git folder."""
+    """Return the folder inside `.git` in which forkport keeps the state of a port."""
     return Path(git.text("rev-parse", "--absolute-git-dir")) / "gracetune-port"
 
 
@@ -122,7 +122,7 @@ def read_state(git: Git) -> PortState:
 
 
 def write_state(git: Git, state: PortState) -> None:
-    """Replace the state atomically."""
+    """Write the state of the current port to its file, atomically."""
     write_text(state_folder(git) / _FILE, state.model_dump_json(indent=2) + "\n")
 
 

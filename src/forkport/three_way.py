@@ -1,7 +1,8 @@
-"""Merge two changes of one text line by line.
+"""Merge two changed versions of a text line by line (three-way merge).
 
-A conflict is reported only where both sides changed the same lines. Git's own merge also stops
-where changes merely touch; here both are kept, and the place is reported for review.
+A conflict is reported only where both sides changed the same lines. Git's own merge also reports
+one where the two sides changed adjacent lines. This merge keeps both changes and notes the place
+for review.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
 
 
 def find_markers(content: bytes, labels: SideLabels) -> list[int]:
-    """Return the lines, counted from 1, that still have one of our markers.
+    """Return the numbers of the lines, from 1, that are still conflict markers with these labels.
 
     Lines may end in CRLF, because an editor or git may have converted the file.
     """
@@ -148,7 +149,7 @@ def _edits(lines: Lines, hunks: Sequence[Hunk], is_ours: bool) -> list[_Edit]:
 
 
 def _group_overlapping(edits: Sequence[_Edit]) -> list[list[_Edit]]:
-    """Group edits that share base lines. Edits that merely touch stay apart."""
+    """Group edits that change common lines. Edits of adjacent lines are not grouped."""
     groups: list[list[_Edit]] = []
     end = -1
     for edit in edits:
@@ -162,7 +163,7 @@ def _group_overlapping(edits: Sequence[_Edit]) -> list[list[_Edit]]:
 
 
 def _insert_at_same_place(one: _Edit, other: _Edit) -> bool:
-    """Detect two insertions at one place: nothing says which comes first."""
+    """Return True if both edits insert lines at the same place, so that their order is unknown."""
     return one.start == one.end == other.start == other.end
 
 

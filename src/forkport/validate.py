@@ -35,7 +35,10 @@ def validate(
     now: Callable[[], datetime],
     on_finished: Callable[[CommandRun], None],
 ) -> list[CommandRun]:
-    """Run every command of some groups, also after a failure. An empty group is an error."""
+    """Run the validation commands of some groups, all of them even if one fails.
+
+    Raises if a group has no commands.
+    """
     empty = [group for group in groups if not manifest.validation.commands(group)]
     if empty:
         raise ForkportError(
@@ -57,7 +60,10 @@ def validate(
 
 @contextmanager
 def _folder_under_test(git: Git, group: ValidationGroup, upstream: str) -> Iterator[Path]:
-    """Yield a temporary checkout of upstream for its own commands, else the working tree."""
+    """Yield the folder to run commands in: for `upstream`, a temporary checkout of it.
+
+    For other groups, it is the working tree, with the result of the port.
+    """
     if group != "upstream":
         yield git.folder
         return
@@ -73,7 +79,7 @@ def _folder_under_test(git: Git, group: ValidationGroup, upstream: str) -> Itera
 
 
 def _tested_commit(git: Git, group: ValidationGroup, upstream: str) -> str:
-    """Return the commit under test, marked if the working tree differs from it."""
+    """Return the commit that is tested, with a suffix if there are uncommitted changes."""
     if group == "upstream":
         return git.resolve_commit(upstream)
     return git.resolve_commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")
@@ -116,7 +122,7 @@ def _run(
 
 
 def _record(git: Git, run: CommandRun) -> None:
-    """Store a run in the state, replacing the previous run of the same command."""
+    """Store the result of a command in state.json, replacing an earlier result of that command."""
     state = find_state(git)
     if state is not None:
         key = (run.group, run.command)

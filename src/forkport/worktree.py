@@ -47,7 +47,7 @@ def unmerged(git: Git) -> set[str]:
 
 
 def check_no_operation_in_progress(git: Git) -> None:
-    """Refuse to start during the user's own merge, rebase, cherry-pick or revert."""
+    """Raise if the user is in the middle of a merge, rebase, cherry-pick or revert."""
     for name in _OPERATION_FILES:
         if (git.folder / git.text("rev-parse", "--git-path", name)).exists():
             raise ForkportError(
@@ -58,7 +58,10 @@ def check_no_operation_in_progress(git: Git) -> None:
 
 
 def blocking_untracked(git: Git, targets: Sequence[str]) -> list[str]:
-    """List untracked files that checking out one of these commits would overwrite or displace."""
+    """List untracked files that prevent checking out one of the commits `targets`.
+
+    At its path, the commit has other contents or a folder; or it has a file in place of its folder.
+    """
     others = sorted(untracked(git))
     found: set[str] = set()
     for tree in map(git.list_tree, targets):
@@ -75,7 +78,10 @@ def blocking_untracked(git: Git, targets: Sequence[str]) -> list[str]:
 
 
 def files_to_save(git: Git, targets: Sequence[str]) -> list[str]:
-    """List the files that leaving HEAD for one of these commits would lose."""
+    """List files whose contents would be lost by checking out one of the commits `targets`.
+
+    These are uncommitted changes, and untracked files that the checkout would overwrite.
+    """
     return list(dict.fromkeys([*uncommitted(git), *blocking_untracked(git, ["HEAD", *targets])]))
 
 
@@ -117,7 +123,7 @@ def restore_from_branch(git: Git, commit: str) -> list[str]:
 
 
 def discard_changes(git: Git, saved: Iterable[str]) -> None:
-    """Reset the working tree to HEAD and delete untracked files that were saved before."""
+    """Reset the working tree to HEAD, and delete those files in `saved` that are untracked."""
     git.run("reset", "--hard", "--quiet")
     others = untracked(git)
     for path in saved:
@@ -126,7 +132,10 @@ def discard_changes(git: Git, saved: Iterable[str]) -> None:
 
 
 def switch_branch(git: Git, branch: str, commit: str) -> None:
-    """Check out a branch at a commit. Git refuses if that would overwrite a file."""
+    """Create a branch at a commit, or move it forward to the commit, and check it out.
+
+    Raises if that would drop commits of the branch or overwrite an untracked file.
+    """
     check_branch_contained(git, branch, commit)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", "--detach", commit, "--")
     git.run("update-ref", f"refs/heads/{branch}", commit)
@@ -134,7 +143,7 @@ def switch_branch(git: Git, branch: str, commit: str) -> None:
 
 
 def check_branch_contained(git: Git, branch: str, commit: str) -> None:
-    """Refuse to move an existing branch to a commit that does not contain it."""
+    """Raise if moving an existing branch to `commit` would drop commits of the branch."""
     ref = f"refs/heads/{branch}"
     if not git.succeeds("rev-parse", "--verify", "--quiet", ref):
         return
@@ -147,7 +156,7 @@ def check_branch_contained(git: Git, branch: str, commit: str) -> None:
 
 
 def check_no_untracked_conflict(git: Git, commit: str, files: Sequence[FileResult]) -> None:
-    """Refuse to write a merged patch over untracked files."""
+    """Raise if writing a merged patch to the working tree would overwrite untracked files."""
     tree = git.write_tree_with(commit, {file.path: file.entry for file in files})
     if blocked := blocking_untracked(git, [tree]):
         raise ForkportError(
@@ -157,7 +166,10 @@ def check_no_untracked_conflict(git: Git, commit: str, files: Sequence[FileResul
 
 
 def write_conflicts(git: Git, files: Sequence[FileResult]) -> None:
-    """Write a patch with conflicts as git does: clean files staged, conflicts in three stages."""
+    """Write a merged patch to the working tree and the index, as `git merge` does.
+
+    Files without conflicts are staged; for others, the index has base, ours and theirs.
+    """
     _update_index(git, ((file.path, 0, file.entry) for file in files))
     for file in files:
         if file.entry is None:

@@ -127,7 +127,7 @@ class BatchesFed:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStreamed:
-    """Statistics of copying frozen weights to the device block by block, since the start."""
+    """Statistics of copying frozen weights to the device, counted from the start of the process."""
 
     step: int
     slots: int

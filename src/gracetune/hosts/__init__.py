@@ -34,5 +34,8 @@ def load_block(run: Mapping[str, object], name: str, environment: Mapping[str, s
 
 
 def shared_folder() -> Path:
-    """Return the folder where a user's processes on this machine find each other's memory."""
+    """Return the folder through which processes of one user on this machine share cached data.
+
+    Files in it say which process holds which data in memory.
+    """
     return Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 
 _SEGMENT_NBYTES = 256 * 1024**2
 _PAGE = mmap.ALLOCATIONGRANULARITY
-"""Each entry starts on a new page, because a page that a process wrote to is private to it."""
+"""The tensors of each file start on a new page: a page that a process writes to becomes private to
+it."""
 _MEMORY_SHARE = 0.5
 """The share of the free host memory that cache files may take if no budget is set."""
 
@@ -71,7 +72,7 @@ def open_tensor_memory(
     emit: Emit,
     free_host_memory: Callable[[], int] = host_room,
 ) -> TensorMemory:
-    """Open the memory for cache files: shared if several ranks of this machine have a `folder`.
+    """Open a memory that holds cache files: shared if there are several ranks and a `folder`.
 
     The budget of each rank is `limit_gib`, or an equal part of half of the free host memory.
     """
@@ -88,7 +89,7 @@ def open_tensor_memory(
 
 @dataclass(slots=True)
 class _Segment:
-    """Memory that this process fills from the start to the end."""
+    """A piece of shared memory (memfd) that this process fills with tensors from start to end."""
 
     number: int
     fd: int
@@ -97,10 +98,11 @@ class _Segment:
 
 
 class SharedTensorMemory:
-    """The cache files that any process using the same `folder` has loaded on this machine.
+    """Shares the tensors of cache files between all processes of a machine with the same `folder`.
 
-    Each process stores up to its budget and drops its oldest segment first. A hit is valid only if
-    the file on disk is still the one that was read and this process has not written to a tensor.
+    Each process stores tensors up to its budget, and frees its oldest piece of memory first. Stored
+    tensors are used only if the file on disk is still the one that was read and this process has
+    not written to a tensor.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class SharedTensorMemory:
         self._remove_dead_logs()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """Return the value of a file from the machine's memory, or load it with `load(path)`."""
+        """Return the contents of a file from shared memory, or load them with `load(path)`."""
         path = os.fspath(where)
         file = file_identity(path)
         with self._lock:
@@ -147,7 +149,10 @@ class SharedTensorMemory:
         return self._store(path, file, value)
 
     def forget(self, path: FilePath) -> None:
-        """Drop a file that is about to change. Other processes notice by the file's identity."""
+        """Drop the contents of a file that is about to change.
+
+        Other processes see the change in its inode, modification time or size.
+        """
         with self._lock:
             self._cached.pop(os.fspath(path), None)
 
@@ -170,7 +175,10 @@ class SharedTensorMemory:
         return known is not None and known[1].file == file
 
     def _build(self, path: str, file: FileIdentity) -> CachedValue | None:
-        """Build a value over the mapped segment, or return None if its owner is gone."""
+        """Build the contents of a file, with tensors that are views of shared memory.
+
+        Returns None if the process that stored them has ended.
+        """
         log, entry = self._entries[path]
         memory = self._map((log, entry.segment))
         if memory is None:
@@ -213,7 +221,10 @@ class SharedTensorMemory:
         return value if stored is None else copy_containers(stored.value)
 
     def _segment_for(self, size: int) -> _Segment:
-        """Return a segment with room for `size` bytes, closing old ones to stay in the budget."""
+        """Return a piece of shared memory of this process with room for `size` bytes.
+
+        Its oldest pieces are closed first if the budget would be exceeded.
+        """
         while self._segments and self.nbytes + size > self.budget_nbytes:
             self._close_oldest()
         if self._segments and self._segments[-1].end + size <= self._segments[-1].nbytes:
@@ -274,7 +285,10 @@ class SharedTensorMemory:
         return self._maps[segment]
 
     def _read_logs(self) -> None:
-        """Read the new records of the other processes."""
+        """Read from the logs of other processes what they have stored or closed.
+
+        Each call continues where the last one stopped.
+        """
         for log in self._folder.glob("*.log"):
             if log == self._log.path:
                 continue
@@ -290,7 +304,7 @@ class SharedTensorMemory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the machine-wide lock for storing, with all logs read."""
+        """Hold the lock that allows one process at a time to store tensors; first read all logs."""
         with exclusive_lock(self._folder / "lock"):
             self._read_logs()
             yield
@@ -314,7 +328,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _remove_log(log: Path, pid: int) -> None:
-    """Delete the log of this process. A fork does nothing: the log is its parent's."""
+    """Delete the log of process `pid`. In a fork, do nothing: the parent still uses the log."""
     if os.getpid() == pid:
         log.unlink(missing_ok=True)
 
@@ -324,7 +338,10 @@ def _remove_log(log: Path, pid: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpened:
-    """A new segment, and where other processes find it while its owner lives."""
+    """Log record: a process has created a segment, a piece of memory that others can map.
+
+    They open it as /proc/PID/fd/FD while that process lives.
+    """
 
     segment: int
     pid: int
@@ -339,7 +356,7 @@ class SegmentOpened:
 
 @dataclass(frozen=True, slots=True)
 class ValueStored:
-    """The value of one file, stored in a segment."""
+    """Log record: a process has stored the contents of a cache file in one of its segments."""
 
     path: str
     file: FileIdentity
@@ -347,12 +364,12 @@ class ValueStored:
     offset: int
     nbytes: int
     layout: dict[str, object]
-    """The structure of the value; see `serialize`."""
+    """Nesting of dicts, lists and tensors in the contents, as `serialize` returns it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentClosed:
-    """A segment that its owner has closed."""
+    """Log record: a process has closed one of its segments, so others must not map it any more."""
 
     segment: int
 
@@ -363,12 +380,12 @@ _RECORD_TYPES: dict[str, type[LogRecord]] = {
     "Entry": ValueStored,
     "Gone": SegmentClosed,
 }
-"""Record types by their names in log files."""
+"""Name of a record in log files -> its class."""
 _RECORD_NAMES = {record_type: name for name, record_type in _RECORD_TYPES.items()}
 
 
 class RecordLog:
-    """The log that one process writes."""
+    """The file in which one process tells others what it has stored in shared memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -423,11 +440,11 @@ _DTYPES = {
 
 
 class UnsupportedValueError(Exception):
-    """A value that cannot be shared. The text names the part that is not supported."""
+    """Raised for contents that cannot be shared; the text names the part that is not supported."""
 
 
 class TensorPart(NamedTuple):
-    """The bytes of one tensor and their offset in the entry."""
+    """The bytes of one tensor, and their offset from the first tensor of the same file."""
 
     offset: int
     data: memoryview
@@ -472,7 +489,7 @@ def _serialize_tensor(tensor: torch.Tensor, parts: list[TensorPart]) -> Layout:
 
 
 def deserialize(layout: Layout, memory: mmap.mmap, base: int) -> object:
-    """Build a value whose tensors are views of `memory`, without copying."""
+    """Undo `serialize`: build a value whose tensors are views of `memory` after byte `base`."""
     [(kind, content)] = layout.items()
     if kind == "tensor":
         dtype_name, shape, offset = cast("tuple[str, list[int], int]", content)

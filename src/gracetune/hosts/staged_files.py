@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TEXT_EXTENSIONS = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
 HOST_METADATA_PREFIXES = ("aspect_ratio_bucket",)
-"""Files that SimpleTuner writes into a data set's folder and changes later are not staged."""
+"""Prefixes of names of files that are not held in memory, because SimpleTuner changes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class StagedDatasetConfig:
     folder: str
     section: InMemorySection
     extensions: tuple[str, ...]
-    """Lower case, without dots; empty selects media files, captions and tables."""
+    """File extensions to hold, lower case without dots; empty: media, captions and tables."""
 
 
 class StagedFiles:
-    """The staged files of one data set, by path in any spelling, relative or absolute."""
+    """The files of one data set that are held in memory, by absolute or relative path."""
 
     def __init__(self, root: str, staged: StagedSource) -> None:
         self._prefix = os.path.abspath(root) + os.sep
@@ -60,7 +60,7 @@ class StagedFiles:
         return key in self._keys and key not in self._forgotten
 
     def read(self, path: FilePath) -> bytes:
-        """Return the staged bytes of a file."""
+        """Return the bytes of a file that is held in memory."""
         key = self._key(path)
         assert key is not None, path
         return self._staged.read(key)
@@ -111,17 +111,17 @@ class BackendFiles:
     memory: TensorMemory | None
 
     def holds(self, path: FilePath) -> bool:
-        """Return True if a file is staged."""
+        """Return True if a file of the data set is held in memory."""
         return self.staged is not None and self.staged.holds(path)
 
     def read(self, path: FilePath) -> bytes | None:
-        """Return the bytes of a staged file, or None if it must be read from disk."""
+        """Return the bytes of a file from memory, or None if it must be read from disk."""
         return self.staged.read(path) if self.staged is not None and self.holds(path) else None
 
     def open_file(self, path: FilePath, mode: str) -> BytesIO | TextIOWrapper | None:
-        """Open a staged file for reading, or return None if it must be opened on disk.
+        """Open a file in memory for reading, or return None if it must be opened on disk.
 
-        Any other mode may change the file, so it is served from disk afterwards.
+        A mode other than reading may change the file, so it is read from disk afterwards.
         """
         if mode not in ("r", "rt", "rb"):
             self.forget(path)

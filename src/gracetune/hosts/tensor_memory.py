@@ -27,7 +27,7 @@ FileIdentity = tuple[int, int, int]
 
 
 class TensorMemory(Protocol):
-    """Memory for the values of cache files."""
+    """Interface of a memory that holds the contents of cache files (nested dicts of tensors)."""
 
     budget_nbytes: int
     """The most bytes that this process holds."""
@@ -37,15 +37,15 @@ class TensorMemory(Protocol):
     """The bytes that this process holds."""
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """Return the value of a file from memory, or load it with `load(path)`."""
+        """Return the contents of a file from memory, or load them with `load(path)`."""
 
     def forget(self, path: FilePath) -> None:
-        """Drop a file that is about to change."""
+        """Drop the contents of a file that is about to change."""
 
 
 @dataclass(slots=True)
 class CachedValue:
-    """A value, the file that it was read from, and the version of each of its tensors."""
+    """The contents of a cache file, with what is needed to see if file or tensors have changed."""
 
     value: object
     file: FileIdentity
@@ -55,9 +55,9 @@ class CachedValue:
 
 
 class LocalTensorMemory:
-    """Keeps loaded values within a byte budget, dropping the least recently used first.
+    """Keeps the contents of cache files in this process, dropping the least recently used first.
 
-    A hit is valid only if the file on disk is still the one that was read and nobody has written to
+    They are used only if the file on disk is still the one that was read and nobody has written to
     a tensor since. Containers are returned as copies, because callers modify them.
     """
 
@@ -71,7 +71,7 @@ class LocalTensorMemory:
         self._lock = threading.Lock()
 
     def get(self, where: FilePath, load: Callable[[str], object]) -> object:
-        """Return the value of a file from memory, or load it with `load(path)`."""
+        """Return the contents of a file from memory, or load them with `load(path)`."""
         path = os.fspath(where)
         file = file_identity(path)
         with self._lock:
@@ -94,7 +94,7 @@ class LocalTensorMemory:
         return value
 
     def forget(self, path: FilePath) -> None:
-        """Drop a file that is about to change."""
+        """Drop the contents of a file that is about to change."""
         with self._lock:
             self._drop(os.fspath(path))
 
@@ -118,7 +118,7 @@ class LocalTensorMemory:
 
 
 def file_identity(path: str) -> FileIdentity | None:
-    """Return the identity of the file at a path, or None if there is no file."""
+    """Return inode, modification time and size of a file, or None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -138,7 +138,10 @@ def find_tensors(value: object) -> list[torch.Tensor]:
 
 
 def count_writes() -> AbstractContextManager[None]:
-    """Leave inference mode, in which tensors have no version counter."""
+    """Return a context manager in which new tensors count writes to them.
+
+    It leaves inference mode, whose tensors have no version counter.
+    """
     return torch.inference_mode(mode=False)
 
 

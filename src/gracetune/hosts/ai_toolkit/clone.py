@@ -43,7 +43,10 @@ def find_clone(path: Path) -> InstalledHost:
 
 
 def check(path: Path) -> list[str]:
-    """Probe a clone and return the table; HostError has it on failure."""
+    """Check that a clone of ai-toolkit has every function that gracetune hooks.
+
+    Returns the results as lines of a table; raises HostError with them if a function is missing.
+    """
     clone = find_clone(path)
     results = probe(clone.root, REQUIRED_SYMBOLS)
     lines = format_probe(clone, results, TESTED_COMMITS)
@@ -53,12 +56,15 @@ def check(path: Path) -> list[str]:
 
 
 def extension_path(root: Path) -> Path:
-    """Return the path of our file in a clone, whether it exists or not."""
+    """Return the path of the extension file that `install` writes into a clone of ai-toolkit."""
     return root / "extensions" / f"{EXTENSION_NAME}.py"
 
 
 def install(path: Path) -> Path:
-    """Check a clone, then write our file and return its path. An older file is replaced."""
+    """Check a clone of ai-toolkit, then write the extension file that loads gracetune.
+
+    Returns the path of the file. An older version of it is replaced.
+    """
     check(path)
     file = extension_path(path.resolve())
     _check_is_ours(file)
@@ -69,7 +75,7 @@ def install(path: Path) -> Path:
 
 
 def uninstall(path: Path) -> bool:
-    """Remove our file and its bytecode; return True if it was installed."""
+    """Remove gracetune's extension file and its bytecode; return True if the file existed."""
     root = find_clone(path).root
     file = extension_path(root)
     _check_is_ours(file)
@@ -84,7 +90,7 @@ def uninstall(path: Path) -> bool:
 
 
 def _check_is_ours(file: Path) -> None:
-    """Refuse to overwrite or delete a file of that name that someone else wrote."""
+    """Raise if the file exists and gracetune did not write it, so that it is not overwritten."""
     if not file.exists():
         return
     if "gracetune.hosts.ai_toolkit" not in file.read_text(encoding="utf-8", errors="replace"):

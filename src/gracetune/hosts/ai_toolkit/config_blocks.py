@@ -1,7 +1,8 @@
 """Take gracetune's keys out of a process in ai-toolkit's YAML and validate them.
 
-Stock ai-toolkit ignores every key that it does not know. A process with one of our keys is run by
-our extended trainer, and an unknown key inside our blocks is an error.
+A process is an entry of `config.process`, such as a training. Stock ai-toolkit ignores every key
+that it does not know. A process with one of gracetune's keys is run by an extended trainer class,
+and an unknown key inside gracetune's blocks is an error.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROCESS_TYPE = "gracetune"
-"""The process type that always uses gracetune."""
+"""The value of `type` in ai-toolkit's YAML that always runs a process with gracetune."""
 BLOCK = "gracetune"
 IN_MEMORY = "in_memory"
 CACHE_MODE_KEY = "augmentations_cache_mode"
 CACHE_MODES = ("disable_cache", "static", "refresh_each_epoch")
 OPTIMIZER_NAME = "gracetune_automagic"
-"""gracetune's Automagic in `train.optimizer`; learning-rate bounds by stage select it too."""
+"""Value of `train.optimizer` that selects gracetune's Automagic. Keys of `optimizer_params` that
+begin with `high_noise_` or `low_noise_` select it, too."""
 SWITCHES = ("stage_timesteps", "check_saves")
 SECTIONS = {
     "gh200_optimizations": ("enable_uvm_hints", "placement"),
@@ -37,38 +39,38 @@ _STAGE_PREFIXES = ("high_noise_", "low_noise_")
 
 @dataclass(frozen=True, slots=True)
 class DatasetBlock:
-    """The gracetune settings of one entry of `datasets`."""
+    """The gracetune settings of one entry of `datasets` in ai-toolkit's YAML."""
 
     folder: str
     in_memory: InMemorySection | None
-    """The settings for staging, or None to read from disk."""
+    """Settings for holding the files of the data set in memory; None to read them from disk."""
     cache_mode: str
     """`static` or `refresh_each_epoch`; empty leaves augmentations and caches to ai-toolkit."""
     augments: tuple[object, ...]
     augmentations: tuple[object, ...]
     num_resolutions: int
-    """ai-toolkit creates one data set per resolution from the entry."""
+    """Number of data sets that ai-toolkit creates from the entry: one for each resolution."""
 
 
 @dataclass(frozen=True, slots=True)
 class AIToolkitBlocks:
-    """The gracetune settings of one process."""
+    """The gracetune settings of one process in ai-toolkit's YAML, such as a training."""
 
     gh200: Gh200Section = field(default_factory=Gh200Section)
     cache: CacheSection | None = None
     """None if cache_config is not set: cache files are read from disk."""
     datasets: tuple[DatasetBlock, ...] = ()
     optimizer: OptimizerSection | None = None
-    """None to use ai-toolkit's optimizer."""
+    """Settings of gracetune's Automagic; None to use ai-toolkit's optimizer."""
     stage_timesteps: bool = True
-    """Draw only timesteps of the expert that is being trained."""
+    """True to draw only timesteps of the transformer being trained, high-noise or low-noise."""
     check_saves: bool = True
-    """Read every saved adapter back and check it."""
+    """True to read every saved adapter file back and check it."""
     notices: tuple[str, ...] = ()
 
 
 def uses_gracetune(process: Mapping[str, object]) -> bool:
-    """Return True if a process has one of our keys."""
+    """Return True if a process in ai-toolkit's YAML has a key or value that needs gracetune."""
     train = process.get("train")
     return (
         process.get("type") == PROCESS_TYPE
@@ -79,7 +81,7 @@ def uses_gracetune(process: Mapping[str, object]) -> bool:
 
 
 def check_misspelled_keys(process: Mapping[str, object]) -> None:
-    """Refuse a key that is almost one of ours: ai-toolkit would silently ignore it."""
+    """Raise for a misspelled key of gracetune, which ai-toolkit would silently ignore."""
     _check_misspelled("the process", process, (BLOCK,))
     for index, entry in enumerate(_dataset_entries(process)):
         _check_misspelled(f"datasets[{index}]", entry, (IN_MEMORY, CACHE_MODE_KEY))
@@ -97,7 +99,7 @@ def _check_misspelled(where: str, keys: Mapping[str, object], names: tuple[str, 
 def split_config(
     process: Mapping[str, object], environment: Mapping[str, str]
 ) -> tuple[dict[str, object], AIToolkitBlocks]:
-    """Split a process into what ai-toolkit reads and gracetune's settings."""
+    """Split the YAML of a process into the part for ai-toolkit and gracetune's settings."""
     rest = copy.deepcopy(dict(process))
     block = rest.pop(BLOCK, None) or {}
     if not isinstance(block, dict):
@@ -125,7 +127,7 @@ def split_config(
 
 
 def _dataset_entries(process: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return the data sets that are mappings, as ai-toolkit expects them."""
+    """Return the entries of `datasets` in a process, except malformed ones (not mappings)."""
     found = process.get("datasets")
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
@@ -137,7 +139,7 @@ def _has_our_key(entry: Mapping[str, object]) -> bool:
 def _split_dataset(
     index: int, entry: dict[str, object], environment: Mapping[str, str]
 ) -> DatasetBlock:
-    """Remove our keys from an entry of `datasets` and return their settings."""
+    """Remove gracetune's keys from an entry of `datasets` and return the validated settings."""
     where = f"datasets[{index}]"
     folder = entry.get("folder_path") or entry.get("dataset_path")
     is_staged = entry.get("type") == IN_MEMORY or IN_MEMORY in entry
@@ -166,10 +168,10 @@ def _split_dataset(
 def _split_augmentations(
     where: str, entry: dict[str, object]
 ) -> tuple[str, tuple[object, ...], tuple[object, ...]]:
-    """Remove the cache mode, and the augmentations if they are to be cached.
+    """Remove and return the cache mode of a data set, and its augmentations if they are cached.
 
-    ai-toolkit disables its caches if it sees augmentations when it reads the configuration. The
-    plug-in hands them back afterwards.
+    ai-toolkit disables its caches if it finds augmentations when it reads the configuration. So
+    the plug-in sets them later (`AIToolkitPlugin.attach_datasets`).
     """
     mode = entry.pop(CACHE_MODE_KEY, None)
     if mode is None:
@@ -220,7 +222,10 @@ def _selects_automagic(train: Mapping[str, object]) -> bool:
 def _split_optimizer(
     train: dict[str, object], environment: Mapping[str, str]
 ) -> OptimizerSection | None:
-    """Return our optimizer's settings and put its name into `train`, if it is selected."""
+    """Remove the settings of gracetune's Automagic from `train` and return them.
+
+    `train.optimizer` becomes its name. Returns None if the configuration does not select it.
+    """
     if not _selects_automagic(train):
         return None
     name = train.get("optimizer")

@@ -1,6 +1,7 @@
-"""Provide the extension that ai-toolkit loads from our file in its `extensions` folder.
+"""Provide the extension class through which ai-toolkit loads gracetune.
 
-The installed file imports `extensions` from this module, so neither name may change.
+`gracetune host ai-toolkit install` writes a small file into ai-toolkit's `extensions` folder. It
+imports `extensions` from this module, so neither name may change.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def extensions(shim: str) -> list[type]:
-    """Return the extensions for ai-toolkit; `shim` is the path of our file in the clone."""
+    """Return the extension classes for ai-toolkit.
+
+    `shim` is the path of the file that `gracetune host ai-toolkit install` wrote into the clone.
+    """
     root = Path(shim).resolve().parents[1]
     return [extension_class(root, import_module, make_plugin)]
 
@@ -44,9 +48,10 @@ def extension_class(
 
         @classmethod
         def get_process(cls) -> type:
-            """Return ai-toolkit's trainer for `type: gracetune`, hooking jobs on the first call.
+            """Return ai-toolkit's trainer class, which runs processes with `type: gracetune`.
 
-            ai-toolkit calls this right before it creates a job's processes.
+            ai-toolkit calls this right before it creates a job's processes, so the first call also
+            sets the hook on that creation.
             """
             from gracetune.hosts.ai_toolkit.hooks import hook_jobs
 
@@ -66,7 +71,10 @@ def print_notice(text: str) -> None:
 
 
 def make_plugin() -> AIToolkitPlugin:
-    """Create the plug-in of this process; a user's ranks on one machine share data in memory."""
+    """Create the object that holds gracetune's state while ai-toolkit runs.
+
+    Ranks on one machine share the data that it holds in memory.
+    """
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
     from gracetune.memory.platform import open_machine
 

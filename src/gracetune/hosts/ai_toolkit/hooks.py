@@ -259,13 +259,19 @@ REQUIRED_SYMBOLS = (
 
 
 def hook_jobs(plugin: AIToolkitPlugin, find: Find, check: Callable[[], object]) -> None:
-    """Hook the creation of a job's processes; a job with our keys then sets the other hooks."""
+    """Hook the function in which an ai-toolkit job creates its processes.
+
+    If a process has gracetune's keys, it then checks the clone and sets the other hooks.
+    """
     hook = partial(_hook_load_processes, plugin, find, check)
     _wrap(find(JOB).BaseJob, "load_processes", hook)
 
 
 def install(plugin: AIToolkitPlugin, find: Find) -> None:
-    """Set every hook on functions that our trainer class cannot override."""
+    """Replace the functions of ai-toolkit that are not methods of the trainer by wrappers.
+
+    Methods of the trainer are overridden in a subclass instead.
+    """
     mixins, items, prompts = find(MIXINS), find(ITEMS), find(PROMPTS)
     load_file = mixins.load_file
     for module in (mixins, prompts):
@@ -348,7 +354,7 @@ def _open_image(
 def _open_video(
     plugin: AIToolkitPlugin, original: Call, source: object, *args: Any, **options: Any
 ) -> Any:
-    """Give the video decoder, which needs a path, a path to an in-memory file."""
+    """Open a video from memory: cv2.VideoCapture needs a path, so it gets one to a memfd."""
     staged = plugin.staged_bytes(source)
     if staged is None:
         return original(source, *args, **options)
@@ -374,7 +380,10 @@ def _hook_latent_path(original: Call) -> Call:
 
 
 def _hook_setup_epoch(plugin: AIToolkitPlugin, load_file: Call, original: Call) -> Call:
-    """Preload cache files in the first epoch, and refresh augmented latents in later ones."""
+    """Wrap `setup_epoch` to load cache files into memory before the first epoch.
+
+    Before later epochs, it encodes augmented latents again if the data set asks for that.
+    """
 
     def setup_epoch(self: Any) -> None:
         is_first = self.epoch_num == 0

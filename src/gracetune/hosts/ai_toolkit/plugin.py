@@ -1,4 +1,4 @@
-"""The state that the hooks share while ai-toolkit runs.
+"""The state that gracetune's hooks share while ai-toolkit runs.
 
 The plug-in holds data sets and cache files in memory, the caches of augmented latents, and the
 placement of a batch's tensors.
@@ -50,7 +50,7 @@ CACHE_FOLDERS = {"_latent_cache": "vae", "_t_e_cache": "text"}
 
 
 class AIToolkitPlugin:
-    """The plug-in of one ai-toolkit process. Data loader workers are forks of it."""
+    """The state that gracetune's hooks share in one ai-toolkit process and its forked workers."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AIToolkitPlugin:
         )
 
     def begin_job(self) -> None:
-        """Release what the previous job held: `run.py` runs several jobs one after the other."""
+        """Release the data of the previous job; `run.py` may run several jobs in one process."""
         self._staged_files.clear()
         self._loaded_paths.clear()
         self._memory_kinds = frozenset()
@@ -87,7 +87,10 @@ class AIToolkitPlugin:
     def split_config(
         self, config: Mapping[str, object]
     ) -> tuple[dict[str, object], AIToolkitBlocks]:
-        """Apply gracetune's settings of a process; return ai-toolkit's part and ours."""
+        """Apply the gracetune settings in the YAML of a process.
+
+        Returns the part of the YAML for ai-toolkit, and gracetune's settings.
+        """
         if not uses_gracetune(config):
             return dict(config), AIToolkitBlocks(stage_timesteps=False, check_saves=False)
         rest, blocks = split_config(config, self.environment)
@@ -99,7 +102,7 @@ class AIToolkitPlugin:
         return rest, blocks
 
     def _emit(self, event: Event) -> None:
-        """Show notices. ai-toolkit shows its own progress."""
+        """Show a notice. Other events are ignored, because ai-toolkit shows its own progress."""
         if isinstance(event, Notice):
             self.notify(f"warning: {event.text}" if event.level == "warning" else event.text)
 
@@ -125,7 +128,11 @@ class AIToolkitPlugin:
             self.memory.budget_nbytes = int(limit * GIB)
 
     def attach_datasets(self, blocks: AIToolkitBlocks, settings: Sequence[DatasetSettings]) -> None:
-        """Hand the augmentations back to ai-toolkit's data sets, one per resolution."""
+        """Set the augmentations of ai-toolkit's data sets, which its configuration no longer has.
+
+        ai-toolkit has one data set for each resolution of an entry. Raises if data loader workers
+        could not see the data in memory.
+        """
         if not blocks.datasets:
             return
         repeated = [block for block in blocks.datasets for _ in range(block.num_resolutions)]
@@ -150,12 +157,12 @@ class AIToolkitPlugin:
                 self._staged_files[folder] = stage_dataset(config, self._emit, self._meet_in)
 
     def staged_bytes(self, path: object) -> bytes | None:
-        """Return the bytes of a staged file, or None if it must be read from disk."""
+        """Return the bytes of a file from memory, or None if it must be read from disk."""
         files = self._find_staged(path)
         return None if files is None else files.read(str(path))
 
     def open_staged(self, path: object, mode: str) -> BytesIO | TextIOWrapper | None:
-        """Open a staged file for reading, or return None if it must be opened on disk."""
+        """Open a file in memory for reading, or return None if it must be opened on disk."""
         files = self._find_staged(path)
         return None if files is None else BackendFiles(files, None).open_file(str(path), mode)
 
@@ -167,8 +174,8 @@ class AIToolkitPlugin:
     def load(self, path: str, load: Load) -> object:
         """Return the tensors of a cache file, from memory if this kind of cache is kept there.
 
-        A worker uses what this process loaded before it was forked, or what any rank shares. It
-        does not store what it loads itself, because then every worker would hold a copy.
+        A data loader worker uses what this process loaded before the worker was forked, or what
+        ranks share. It does not keep what it loads itself: every worker would hold a copy.
         """
         memory = self.memory
         if memory is None or not self._is_kept_in_memory(path):
@@ -180,7 +187,10 @@ class AIToolkitPlugin:
         return memory.get(path, load)
 
     def preload(self, paths: Iterable[str], load: Load) -> None:
-        """Load cache files up to the budget before workers fork. Several ranks divide them."""
+        """Load cache files into memory, up to the budget, before data loader workers are forked.
+
+        If ranks share memory, each loads a part of the files.
+        """
         if self.memory is None:
             return
         candidates = sorted(path for path in set(paths) if self._is_kept_in_memory(path))
@@ -204,7 +214,7 @@ class AIToolkitPlugin:
         return CACHE_FOLDERS.get(Path(path).parent.name) in self._memory_kinds
 
     def place_batch(self, blocks: AIToolkitBlocks, batch: Mapping[str, object]) -> None:
-        """Apply memory hints to the tensors of a batch."""
+        """Tell the driver where to keep the tensors of a batch: in host or in device memory."""
         if self._session.hints_enabled:
             place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
 
@@ -232,18 +242,18 @@ def check_workers_fork(num_workers: int, method: str) -> None:
 
 
 KEY = "gracetune"
-"""The attribute of ai-toolkit's data set settings that holds our object."""
+"""Attribute of ai-toolkit's DatasetConfig that holds the `AugmentedLatents` of a data set."""
 
 
 class DatasetSettings(Protocol):
-    """The part of ai-toolkit's DatasetConfig that is used here."""
+    """The attributes of ai-toolkit's DatasetConfig that gracetune uses."""
 
     augments: list[object]
     augmentations: list[object] | None
 
 
 class FileItem(Protocol):
-    """The part of ai-toolkit's FileItemDTO that is used here."""
+    """The attributes of ai-toolkit's FileItemDTO that gracetune uses."""
 
     path: str
     dataset_config: DatasetSettings
@@ -254,7 +264,7 @@ class FileItem(Protocol):
 
 
 class AIToolkitDataset(Protocol):
-    """The part of ai-toolkit's AiToolkitDataset that is used here."""
+    """The attributes of ai-toolkit's AiToolkitDataset that gracetune uses."""
 
     dataset_config: DatasetSettings
     file_list: list[FileItem]
@@ -263,7 +273,10 @@ class AIToolkitDataset(Protocol):
 
 
 class AugmentedLatents:
-    """The cache of a data set's augmented latents, shared by all copies of its settings."""
+    """Controls the cache of a data set's augmented latents, which are encoded anew for some epochs.
+
+    All copies of the data set's settings share one object.
+    """
 
     def __init__(self, cache_mode: str) -> None:
         self.cache_mode = cache_mode
@@ -278,11 +291,14 @@ class AugmentedLatents:
 
     @property
     def current_epoch(self) -> int:
-        """The augmentation epoch to read, or to write during a refresh."""
+        """Number of the set of augmented latents to read or, during a refresh, to write."""
         return int(self._epoch) if self._next_epoch is None else self._next_epoch
 
     def refresh(self, dataset: AIToolkitDataset) -> None:
-        """Encode the next augmentation epoch, switch to it, and delete the last but one."""
+        """Encode all latents again with new augmentations, and switch to them.
+
+        The previous latents are deleted one refresh later, because workers read ahead.
+        """
         before = {item.get_latent_path() for item in dataset.file_list}
         self._next_epoch = int(self._epoch) + 1
         try:
@@ -303,13 +319,13 @@ class AugmentedLatents:
 
 
 def augmented_latents_of(settings: DatasetSettings) -> AugmentedLatents | None:
-    """Return our object in a data set's settings, if it has one."""
+    """Return the `AugmentedLatents` of a data set; None if its augmentations are not cached."""
     found = vars(settings).get(KEY)
     return found if isinstance(found, AugmentedLatents) else None
 
 
 def latent_key(item: FileItem, info: Mapping[str, object]) -> dict[str, object]:
-    """Add the augmentations, their epoch and the source file to ai-toolkit's cache key.
+    """Add to ai-toolkit's cache key the augmentations, their epoch, and size and time of the file.
 
     Cache file names are digests of the result, so the keys and values must not change.
     """
@@ -328,5 +344,8 @@ def latent_key(item: FileItem, info: Mapping[str, object]) -> dict[str, object]:
 
 
 def latent_path(item: FileItem, original: Callable[..., str], recalculate: bool) -> str:
-    """Return the path of a cached latent, never a remembered one of an earlier epoch."""
+    """Return the path of a cached latent.
+
+    ai-toolkit remembers the path; with augmentations it is computed again for each epoch.
+    """
     return original(item, recalculate or augmented_latents_of(item.dataset_config) is not None)

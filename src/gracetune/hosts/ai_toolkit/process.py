@@ -24,21 +24,24 @@ if TYPE_CHECKING:
 
 
 STAGE_OF_TRANSFORMER: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
-"""Expert ("stage") of each transformer, by the part of a module's name that identifies it."""
+"""Part of a module's name -> the transformer of Wan 2.2 that has it, `high` or `low` noise."""
 FILE_SUFFIXES: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
-"""ai-toolkit's suffix for the adapter file of one expert."""
+"""ai-toolkit's file name suffix for the adapter of one of the two transformers of Wan 2.2."""
 UNCHECKABLE = ("unknown-key", "ambiguous", "mixed-stages")
-"""Kinds of AdapterError that say nothing about the file: our tables may be incomplete."""
+"""Kinds of AdapterError that do not prove a file bad: gracetune may not know its key names."""
 TYPES_WITHOUT_STAGES = ("one_step", "two_step", "four_step", "eight_step", "next_sample")
-"""Values of timestep_type that draw from all timesteps, whichever expert is trained."""
+"""Values of timestep_type that draw from all timesteps, whichever transformer is trained."""
 NUM_TIMESTEPS = 1000
 
 
 def process_class(plugin: AIToolkitPlugin, original: type) -> type:
-    """Extend a trainer class of ai-toolkit. Without our keys it behaves as before."""
+    """Return a subclass of an ai-toolkit trainer that applies gracetune's settings.
+
+    Without such settings in its configuration, it behaves like the original.
+    """
 
     class GracetuneProcess(original):  # type: ignore[misc]
-        """A trainer of ai-toolkit with gracetune's parts."""
+        """An ai-toolkit trainer with gracetune's data in memory, optimizer and adapter checks."""
 
         def __init__(
             self, process_id: int, job: object, config: Mapping[str, object], **options: object
@@ -80,7 +83,10 @@ def process_class(plugin: AIToolkitPlugin, original: type) -> type:
 
 
 def group_by_stage(process: Any, params: list[Any]) -> list[Any]:
-    """Group parameters by expert for our optimizer; ai-toolkit's own gets them unchanged."""
+    """Group parameters by transformer (Wan 2.2 has two), for gracetune's optimizer.
+
+    For an optimizer of ai-toolkit they are returned unchanged.
+    """
     section = process.gracetune_blocks.optimizer
     if section is None:
         return params
@@ -90,7 +96,10 @@ def group_by_stage(process: Any, params: list[Any]) -> list[Any]:
 
 
 def trained_stage(model: Any) -> Stage | None:
-    """Return the expert that is trained if it is only one: parameter names do not show it then."""
+    """Return `high` or `low` if only that transformer of Wan 2.2 is trained, else None.
+
+    In that case the names of parameters do not show the transformer.
+    """
     if not model.is_multistage:
         return None
     trained: list[int] = model.trainable_multistage_boundaries
@@ -101,7 +110,10 @@ def trained_stage(model: Any) -> Stage | None:
 def names_by_stage(
     params: Iterable[Any], network: Any, only_stage: Stage | None
 ) -> dict[str, Parameter]:
-    """Return the parameters by name; names of an expert's parameters begin with `high` or `low`."""
+    """Return the parameters by name; names begin with `high` or `low` for Wan 2.2.
+
+    The prefix is the transformer: `only_stage`, or the one that the name of the parameter shows.
+    """
     names = {id(p): name for name, p in network.named_parameters()} if network is not None else {}
     found: dict[str, Parameter] = {}
     for group in params:
@@ -134,7 +146,7 @@ def saves_adapters(process: Any) -> bool:
 
 
 def saves_one_file_per_stage(process: Any) -> bool:
-    """Return True if a save writes one checked file for each expert."""
+    """Return True if a save writes a file for each transformer of Wan 2.2, to be checked."""
     split = process.sd.is_multistage and process.network_config.split_multistage_loras
     return saves_adapters(process) and bool(split)
 
@@ -157,10 +169,10 @@ def check_saved(process: Any, step: int | None, notify: Notify) -> None:
 def check_saved_file(
     path: Path, stage: Stage | None, modules: list[str] | None, notify: Notify
 ) -> None:
-    """Check one adapter file and report the result.
+    """Check one adapter file and report the result; raise if it is bad.
 
-    A file that we cannot interpret is reported as unchecked, unless it is that of one expert, whose
-    format is known. A file with both experts is also unchecked: no tool can load it.
+    `stage` is `high` or `low` for the file of one transformer of Wan 2.2. Other files whose key
+    names gracetune does not know, or that mix both transformers, are reported as unchecked.
     """
     from gracetune.adapters.files.check import check_file
     from gracetune.models.family import key_tables
@@ -177,7 +189,7 @@ def check_saved_file(
 
 
 def modules_by_stage(network: Any, only_stage: Stage | None) -> dict[Stage, list[str]]:
-    """Return the trained modules of each expert by their names in diffusers."""
+    """Return diffusers' names of the trained modules, for each transformer: `high`, `low`."""
     found: dict[Stage, list[str]] = {}
     for module in network.get_all_modules():
         parts = str(module.lora_name).split("$$")
@@ -205,7 +217,11 @@ def modules_by_stage(network: Any, only_stage: Stage | None) -> dict[Stage, list
 
 
 def restrict_timesteps(process: Any) -> None:
-    """Correct the boundaries for the current stage whenever the scheduler makes timesteps."""
+    """Make ai-toolkit draw only timesteps of the transformer being trained, for Wan 2.2.
+
+    Its high-noise and low-noise transformers (stages) split the timesteps at a boundary. The
+    boundary is corrected whenever the scheduler makes timesteps.
+    """
     model = process.sd
     if not (process.gracetune_blocks.stage_timesteps and model.is_multistage):
         return
@@ -222,9 +238,10 @@ def restrict_timesteps(process: Any) -> None:
 
 
 def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int) -> list[float]:
-    """Return boundaries with which ai-toolkit draws timesteps of one stage only.
+    """Return boundaries with which ai-toolkit draws timesteps of one transformer only.
 
-    `timesteps` fall from 1000. Stage 0 has those above the first boundary, as in the model itself.
+    `stage` is the index of the transformer: 0 is high noise, with the timesteps above the first
+    boundary. `timesteps` fall from 1000.
     """
     limits = [1.0, *boundaries]
     first = int((timesteps > limits[stage] * NUM_TIMESTEPS).sum()) if stage else 0
@@ -244,7 +261,7 @@ def stage_boundaries(timesteps: Tensor, boundaries: Sequence[float], stage: int)
 
 
 def check_timestep_type(timestep_type: str) -> None:
-    """Refuse a timestep type that ignores stages: it would train the wrong expert."""
+    """Raise for a timestep_type that ignores which transformer of Wan 2.2 is being trained."""
     if timestep_type in TYPES_WITHOUT_STAGES:
         raise ConfigError(
             f"train.timestep_type is {timestep_type}, which draws timesteps of both experts, "

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 INSTALL_HINT = "Install both into one environment: pip install simpletuner gracetune."
 CONFIG_FLAG = "--gracetune-config="
-"""Passes the WebUI's gracetune fields as JSON, because jobs of the WebUI read no config.json."""
+"""Option with gracetune's settings as JSON, for jobs of the WebUI, which read no config.json."""
 
 
 def check(symbols: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
-    """Probe the installed SimpleTuner and return the table; HostError has it on failure."""
+    """Check that the installed SimpleTuner has every function that gracetune hooks.
+
+    Returns the results as lines of a table; raises HostError with them if a function is missing.
+    """
     installed = find_installed("simpletuner", INSTALL_HINT)
     results = probe(installed.root, symbols)
     lines = format_probe(installed, results, TESTED_VERSIONS)
@@ -41,7 +44,7 @@ def check(symbols: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
 
 
 def enter(argv: Sequence[str]) -> None:
-    """Check and hook SimpleTuner, then run the script as `__main__`."""
+    """Check SimpleTuner and set gracetune's hooks, then run the script in `argv` as `__main__`."""
     configs = [word.removeprefix(CONFIG_FLAG) for word in argv[:1] if word.startswith(CONFIG_FLAG)]
     argv = argv[len(configs) :]
     if not argv:
@@ -62,7 +65,10 @@ def enter(argv: Sequence[str]) -> None:
 
 
 def make_plugin() -> SimpleTunerPlugin:
-    """Create the plug-in of this process; a user's ranks on one machine share data in memory."""
+    """Create the object that holds gracetune's state while SimpleTuner runs.
+
+    Ranks on one machine share the data that it holds in memory.
+    """
     import torch
 
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin

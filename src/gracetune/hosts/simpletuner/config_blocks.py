@@ -26,7 +26,7 @@ FLAT_KEYS = (
     "target_effective_batch_size",
     "batch_rampup_steps",
 )
-"""Keys of gh200_optimizations that the forks' guides also write at the top level."""
+"""Keys of gh200_optimizations that may also be at the top level of config.json."""
 IN_MEMORY = "in_memory"
 IGNORED_CACHE_KEYS = {
     "cache_dir": "each data set names the folder of its cache",
@@ -50,7 +50,7 @@ class SimpleTunerBlocks:
     """The whole configuration, as it was read."""
     notices: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Messages about settings that have no effect here."""
+    """Messages about gracetune settings that have no effect inside SimpleTuner."""
 
 
 def split_config(
@@ -95,7 +95,7 @@ def _ignored_settings(block: object) -> tuple[str, ...]:
 def _check_misspelled_blocks(
     where: str, config: Mapping[str, object], names: Sequence[str]
 ) -> None:
-    """Refuse a block whose name is almost one of ours: SimpleTuner would silently drop it."""
+    """Raise for a misspelled name of a gracetune block, which SimpleTuner would silently drop."""
     for key, value in config.items():
         close = get_close_matches(key, names, n=1, cutoff=0.8)
         if isinstance(value, dict) and close and key not in names:

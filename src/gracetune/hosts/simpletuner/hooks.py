@@ -227,7 +227,7 @@ TESTED_VERSIONS = {
 
 
 def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> None:
-    """Set every hook of the trainer; `find` imports a module of SimpleTuner."""
+    """Wrap the functions of SimpleTuner's trainer; `find` imports a module of SimpleTuner."""
     for name in (JSON, TOML):
         wrap(find(name), "mapping_to_cli_args", partial(_hook_config, plugin))
     local, factory = find(LOCAL), find(FACTORY)
@@ -293,7 +293,7 @@ def _hook_prepare_batch(
 
 
 def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
-    """Let an image or audio decoder read the staged bytes of a path, if there are any."""
+    """Wrap an image or audio decoder to read a file from memory, if gracetune holds it there."""
 
     @functools.wraps(original)
     def load(source: object) -> object:
@@ -311,7 +311,7 @@ def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
 
 
 def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
-    """Give the video decoder, which needs a path, a path to an in-memory file."""
+    """Wrap the video decoder to read from memory: it needs a path, so it gets one to a memfd."""
 
     @functools.wraps(original)
     def load(source: object) -> object:
@@ -327,10 +327,10 @@ def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
 
 
 def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
-    """Extend SimpleTuner's local backend to look into memory first."""
+    """Return a subclass of SimpleTuner's LocalDataBackend that reads from memory before disk."""
 
     class GracetuneDataBackend(original):  # type: ignore[misc]
-        """A local backend whose files and tensors may be in memory."""
+        """SimpleTuner's LocalDataBackend, with files and cached tensors that may be in memory."""
 
         def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)

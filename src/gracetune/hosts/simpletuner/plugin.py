@@ -1,4 +1,4 @@
-"""The state that the hooks share while SimpleTuner runs.
+"""The state that gracetune's hooks share while SimpleTuner runs.
 
 The plug-in holds gracetune's settings, data sets and cached tensors in memory, the placement of
 batches, and the batch ramp (a growing effective batch size) in SimpleTuner's own training loop.
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gracetune")
 TEXT_EMBEDS = "text_embeds"
-"""The `dataset_type` of text caches."""
+"""The `dataset_type` of data sets in which SimpleTuner caches text embeddings."""
 DEFAULT_TEXT_BACKEND_PREFIX = "text-embeds"
-"""Prefix of the data set that SimpleTuner creates if the file has none for text embeddings."""
+"""Prefix of the id of the data set that SimpleTuner creates if none is set for text embeddings."""
 
 
 def emit(event: Event) -> None:
-    """Log notices. SimpleTuner shows its own progress."""
+    """Log a notice. Other events are ignored, because SimpleTuner shows its own progress."""
     if isinstance(event, Notice):
         log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
 
 
 class SimpleTunerPlugin:
-    """The plug-in of one process."""
+    """The state that gracetune's hooks share in one SimpleTuner process (rank)."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SimpleTunerPlugin:
         self._session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
 
     def split_config(self, config: Mapping[str, object]) -> dict[str, object]:
-        """Apply gracetune's settings and return the configuration that SimpleTuner may see."""
+        """Apply gracetune's settings; return the configuration without them, for SimpleTuner."""
         rest, blocks = split_config(config, self._environment)
         if blocks == self.blocks or (len(rest) == len(config) and self.blocks.raw):
             return rest  # read a second time, or another mapping without any of our keys
@@ -96,7 +96,7 @@ class SimpleTunerPlugin:
         return rest
 
     def split_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Remember the data sets to stage and return the entries that SimpleTuner may see."""
+        """Remember which data sets to hold in memory; return the entries for SimpleTuner."""
         rest, staged = split_datasets(entries, self._environment)
         self._staged_datasets |= {each.id: each for each in staged}
         self._dataset_types |= {str(each.get("id")): each.get("dataset_type") for each in entries}
@@ -123,7 +123,10 @@ class SimpleTunerPlugin:
         return self.memory if cache_type in IN_MEMORY_TYPES else None
 
     def staged_files(self, dataset: str) -> StagedFiles | None:
-        """Return the staged files of a data set, staging them when its backend is created."""
+        """Return the files of a data set that are held in memory; the first call reads them.
+
+        None if the data set is not to be held in memory.
+        """
         config = self._staged_datasets.get(dataset)
         if config is None:
             return None
@@ -132,20 +135,23 @@ class SimpleTunerPlugin:
         return self._staged_files[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
-        """Return the bytes of a staged file of any data set, or None if it is not staged."""
+        """Return the bytes of a data set's file from memory, or None if it is not held there."""
         for files in self._staged_files.values():
             if files.holds(path):
                 return files.read(path)
         return None
 
     def place_batch(self, batch: object) -> None:
-        """Apply memory hints to the tensors of a batch. Between epochs there is no batch."""
+        """Tell the driver where to keep the tensors of a batch: in host or in device memory.
+
+        Does nothing between epochs, when `batch` is not a dict.
+        """
         if isinstance(batch, dict) and self._session.hints_enabled:
             table = placement_table(self.blocks.gh200.placement)
             place_batch(batch, self._session.hints, table)
 
     def attach_trainer(self, trainer: SimpleNamespace) -> None:
-        """Set up the batch ramp once SimpleTuner's trainer has an accelerator and configuration."""
+        """Make the effective batch size of a SimpleTuner trainer grow, if that is enabled."""
         self.runtime = {"uvm_hints_enabled": self._session.hints_enabled}
         if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
             return
@@ -197,7 +203,10 @@ class SimpleTunerPlugin:
 
 
 def check_ramp_supported(engine: str, config: Mapping[str, object]) -> None:
-    """Refuse a ramp where something else than accelerate's counter accumulates gradients."""
+    """Raise if the effective batch size cannot grow, as with DeepSpeed.
+
+    It can only if accelerate's `gradient_accumulation_steps` decides when the optimizer steps.
+    """
     if engine == "DEEPSPEED":
         raise ConfigError(
             "gh200_optimizations.enable_batch_size_rampup is true, but DeepSpeed accumulates "
@@ -211,7 +220,7 @@ def check_ramp_supported(engine: str, config: Mapping[str, object]) -> None:
 
 
 class Accelerator(Protocol):
-    """The part of accelerate's Accelerator that the ramp uses."""
+    """The attributes of accelerate's Accelerator that are needed to change the accumulation."""
 
     gradient_accumulation_steps: int
     sync_gradients: bool
@@ -221,7 +230,7 @@ class Accelerator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AccumulationSchedule:
-    """The number of micro-batches in each optimizer step, as in gracetune's own trainer."""
+    """Computes the number of micro-batches in each optimizer step, which grows during the run."""
 
     initial: int
     """Effective batch size at the start, in samples."""
@@ -233,14 +242,14 @@ class AccumulationSchedule:
     samples_per_micro_batch: int
 
     def accumulation(self, micro_batches: int) -> int:
-        """Return the micro-batches of the optimizer step that starts after this many."""
+        """Return the number of micro-batches in the next step, when `micro_batches` are done."""
         progress = min(1.0, micro_batches / self.length)
         share = progress if self.shape == "linear" else progress * progress
         effective = self.initial + (self.target - self.initial) * share
         return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
 
     def micro_batches_after(self, optimizer_steps: int) -> int:
-        """Return how many micro-batches the first optimizer steps take."""
+        """Return the number of micro-batches in the first `optimizer_steps` steps together."""
         total = 0
         for _ in range(optimizer_steps):
             total += self.accumulation(total)
@@ -248,11 +257,11 @@ class AccumulationSchedule:
 
 
 class AccumulationSteps(int):
-    """The current `gradient_accumulation_steps` in SimpleTuner's configuration.
+    """An int for `gradient_accumulation_steps` whose `count % steps` is 0 where a step ends.
 
     SimpleTuner validates and uploads checkpoints when its micro-batch count is a multiple of this
-    number. With a growing number that would happen in the middle of a step, or never. So
-    `count % steps` is 0 exactly where an optimizer step ends.
+    setting. If the setting grows during a run, that could be in the middle of an optimizer step. So
+    `%` with this int returns 0 exactly at the end of an optimizer step.
     """
 
     _ends_step: Callable[[], bool]
@@ -266,14 +275,14 @@ class AccumulationSteps(int):
         return 0 if self._ends_step() else micro_batches % int(self) or 1
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        """Copy and pickle as a plain int, for example for trackers."""
+        """Copy and pickle this object as a plain int, for example for experiment trackers."""
         return int, (int(self),)
 
 
 def build_schedule(
     section: Gh200Section, batch_size: int, accumulation: int, world_size: int
 ) -> AccumulationSchedule | None:
-    """Build the ramp of a configuration, or return None if it is not enabled."""
+    """Build the schedule of the growing batch size; return None if it is not enabled."""
     if not section.enable_batch_size_rampup:
         return None
     samples = batch_size * world_size
@@ -292,20 +301,23 @@ def build_schedule(
 
 @dataclass
 class SimpleTunerRamp:
-    """Follows a schedule; `accumulate` wraps the accelerator's method of that name."""
+    """Changes how many micro-batches accelerate accumulates in a step, as a schedule says."""
 
     schedule: AccumulationSchedule
     accelerator: Accelerator
     optimizer_steps: Callable[[], int]
-    """Returns the optimizer steps so far; called once, when the loop begins."""
+    """Returns the number of optimizer steps done; called once, when the training loop begins."""
     on_change: Callable[[int], None]
-    """Called with the accumulation at the start of each optimizer step."""
+    """Called at the start of each optimizer step with its number of micro-batches."""
     _micro_batches: int | None = None
 
     def accumulate(
         self, accumulate: Callable[..., AbstractContextManager[object]], *models: object
     ) -> AbstractContextManager[object]:
-        """Set the accumulation if an optimizer step begins, then call accelerate's `accumulate`."""
+        """Call accelerate's `accumulate`, which starts a micro-batch.
+
+        Before the first one of an optimizer step, set the number of micro-batches in the step.
+        """
         if self._micro_batches is None:
             self._micro_batches = self.schedule.micro_batches_after(self.optimizer_steps())
             self._begin_step(self._micro_batches)

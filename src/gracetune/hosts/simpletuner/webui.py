@@ -1,12 +1,12 @@
 """Add gracetune's options to SimpleTuner's WebUI, and its hooks to the WebUI's jobs.
 
-`gracetune host simpletuner run -- server` runs this module, which registers our fields and then
-starts SimpleTuner's own command. Training jobs are started through accelerate with
-`-m gracetune.hosts.simpletuner`, which receives the values of our fields.
+`gracetune host simpletuner run -- server` runs this module, which registers fields for gracetune's
+options and then starts SimpleTuner's own command. Training jobs are started through accelerate with
+`-m gracetune.hosts.simpletuner`, which receives the values of these fields.
 
-The WebUI stores fields only and drops every other key, including blocks. So our blocks become
-fields when it reads a configuration, and become blocks again when it saves one or starts a job.
-Keys without a field stay in their block.
+The WebUI stores fields only and drops every other key, including blocks such as `cache_config`. So
+gracetune's blocks become fields when it reads a configuration, and become blocks again when it
+saves one or starts a job. Keys without a field stay in their block.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _BOOLS = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class WebUIOption:
-    """One key of a block, shown as a field of the WebUI."""
+    """One gracetune setting in SimpleTuner's config.json, shown as a field of the WebUI."""
 
     block: str
-    """The block of config.json; empty for a top-level key."""
+    """The block of config.json that has the key, such as `cache_config`; empty for none."""
     key: str
     label: str
     help: str
     choices: tuple[tuple[str, str], ...] = ()
-    """Values and their labels; empty for a number."""
+    """Values and their labels in a menu; empty for a number."""
 
     @property
     def name(self) -> str:
-        """The name of the field."""
+        """The name of the field in the WebUI: the key with a prefix."""
         return FIELD_PREFIX + self.key
 
 
@@ -130,7 +130,10 @@ WEBUI_OPTIONS = (
 
 
 def blocks_to_fields(config: Config) -> dict[str, object]:
-    """Replace our blocks by fields. What has no field stays in its block."""
+    """Replace gracetune's blocks, such as `cache_config`, by flat fields, as the WebUI needs.
+
+    Keys without a field stay in their block.
+    """
     fields: dict[str, object] = {}
     for written, value in config.items():
         name = written.lstrip("-")
@@ -154,7 +157,10 @@ def blocks_to_fields(config: Config) -> dict[str, object]:
 
 
 def fields_to_blocks(config: Config, stored: Config | None = None) -> dict[str, object]:
-    """Replace our fields by blocks, adding the block keys without a field from `stored`."""
+    """Replace gracetune's flat fields in the WebUI by blocks, such as `cache_config`.
+
+    Block keys that have no field are taken from `stored`, the saved configuration.
+    """
     rest: dict[str, object] = {}
     blocks: dict[str, dict[str, object]] = {}
     for written, value in (stored or {}).items():
@@ -175,7 +181,7 @@ def fields_to_blocks(config: Config, stored: Config | None = None) -> dict[str, 
 
 
 def split_our_keys(config: Config) -> tuple[dict[str, object], dict[str, object]]:
-    """Split a form into SimpleTuner's keys and ours, with fields turned into blocks."""
+    """Split a form of the WebUI into SimpleTuner's keys and gracetune's blocks and keys."""
     folded = fields_to_blocks(config)
     ours = {
         name: value
@@ -212,7 +218,10 @@ def _option_value(option: WebUIOption, text: object) -> object:
 
 
 def install_webui(environment: Mapping[str, str], find: Callable[[str], ModuleType]) -> None:
-    """Register our fields and set every hook; `find` imports a module of SimpleTuner."""
+    """Add fields for gracetune's options to SimpleTuner's WebUI and wrap its functions.
+
+    `find` imports a module of SimpleTuner.
+    """
     types, registry = find(FIELD_TYPES), find(FIELD_REGISTRY).field_registry
     for order, option in enumerate(WEBUI_OPTIONS):
         registry._add_field(_config_field(types, option, order))
@@ -226,7 +235,7 @@ def install_webui(environment: Mapping[str, str], find: Callable[[str], ModuleTy
 
 
 def _config_field(types: ModuleType, option: WebUIOption, order: int) -> object:
-    """Build SimpleTuner's field. Numbers are text fields, because only these can be emptied."""
+    """Build a ConfigField of SimpleTuner. Numbers are text fields, which can be left empty."""
     choices = [{"value": UNSET, "label": "Not set"}]
     choices += [{"value": value, "label": label} for value, label in option.choices]
     field_type = types.FieldType.SELECT if option.choices else types.FieldType.TEXT
@@ -269,7 +278,7 @@ def _hook_save_config(original: Callable[..., object]) -> Callable[..., object]:
 def _hook_save_trainer_config(
     load: Callable[..., tuple[object, object]], original: Callable[..., None]
 ) -> Callable[..., None]:
-    """Keep block keys without a field, which the form does not have, from the stored file."""
+    """Wrap saving: keep the gracetune settings of the file that the form has no field for."""
 
     @functools.wraps(original)
     def save_trainer_config(
@@ -288,7 +297,7 @@ def _hook_save_trainer_config(
 def _hook_validate_config(
     environment: Mapping[str, str], original: Callable[..., SimpleNamespace]
 ) -> Callable[..., SimpleNamespace]:
-    """Make the form report the errors that would stop a training job."""
+    """Wrap validation: the form also reports invalid gracetune settings, before a job starts."""
 
     @functools.wraps(original)
     def validate_config(self: object, config: Config) -> SimpleNamespace:
@@ -313,7 +322,10 @@ def _hook_submit_job(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def with_entry_point(config: Config) -> dict[str, object]:
-    """Return a job's configuration with which accelerate starts it through our entry point."""
+    """Change a job's configuration so that accelerate starts training through gracetune's module.
+
+    gracetune's settings are removed and passed to that module as JSON.
+    """
     rest, ours = _split_job_config(config)
     given = next((rest.pop(key) for key in (EXTRA_ARGS, f"--{EXTRA_ARGS}") if rest.get(key)), "")
     words = shlex.split(str(given))
@@ -326,7 +338,10 @@ def with_entry_point(config: Config) -> dict[str, object]:
 
 
 def _split_job_config(config: Config) -> tuple[dict[str, object], dict[str, object]]:
-    """Split a job into SimpleTuner's keys and ours; ours get the batch size, for the batch ramp."""
+    """Split a job's configuration into SimpleTuner's keys and gracetune's.
+
+    gracetune's keys also get the batch size, which the ramp of the batch size needs.
+    """
     rest, ours = split_our_keys(config)
     batch_size = config.get("train_batch_size", config.get("--train_batch_size"))
     if ours and isinstance(batch_size, int):
@@ -335,7 +350,7 @@ def _split_job_config(config: Config) -> tuple[dict[str, object], dict[str, obje
 
 
 def enter(argv: Sequence[str]) -> None:
-    """Check and hook the WebUI, then run SimpleTuner's command as `__main__`."""
+    """Check SimpleTuner's WebUI and set gracetune's hooks, then run the command as `__main__`."""
     if not argv:
         raise HostError(
             "there is no script to run. Start the WebUI with "
