@@ -20,7 +20,7 @@ import torch
 from gracetune.config.load import load_run_file
 from gracetune.data.loader import Loader
 from gracetune.data.sample import Batch, Sample
-from gracetune.data.shapes import draw, drawn
+from gracetune.data.shapes import draw, training_combinations
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
@@ -94,7 +94,7 @@ def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:
 
 def held_out_batch(family: Family, device: torch.device) -> Batch:
     """Draw the held-out images and encode them with the family."""
-    figures = [(figure, copy) for copy in COPIES for figure in drawn("star")]
+    figures = [(figure, copy) for copy in COPIES for figure in training_combinations("star")]
     images = np.stack([np.asarray(draw(figure, PIXELS, copy, 0)) for figure, copy in figures])
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1.0
     captions = [figure.caption for figure, _ in figures]

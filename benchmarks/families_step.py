@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.result import Plan
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
     from gracetune.plan.simulate import PlanCandidate
 
 REQUIRED_RATIO = 1.5
@@ -100,7 +100,7 @@ class Bench:
     commit: str
     figures: dict[str, Any]
     records: list[dict[str, Any]]
-    traces: dict[str, ModelShapes] = field(default_factory=dict)
+    traces: dict[str, ModelTraces] = field(default_factory=dict)
     probes: dict[str, LaunchProbe] = field(default_factory=dict)
     probes_nbytes: int = 0
     """Device memory of the probe models, which a run frees before its first step."""

@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.adapters.inject import ADAPTER_NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
-from gracetune.data.shapes import draw, drawn
+from gracetune.data.shapes import draw, training_combinations
 from gracetune.models import tiny
 from gracetune.models.wan22 import TARGETS
 from gracetune.offload.checkpointing import wrap_blocks
@@ -91,7 +91,7 @@ def draw_images(concept: str | None, pixels: int, copies: range, device: torch.d
 
     The number of a copy determines its position and size.
     """
-    figures = [(figure, copy) for copy in copies for figure in drawn(concept)]
+    figures = [(figure, copy) for copy in copies for figure in training_combinations(concept)]
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda one: np.asarray(draw(one[0], pixels, one[1], 0)), figures)
         images = torch.from_numpy(np.stack(list(made))).permute(0, 3, 1, 2)

@@ -25,7 +25,7 @@ import results
 import torch
 
 from gracetune.memory.diagnose import DeviceBytes
-from gracetune.memory.hints import Hint, Hints, Span, Verdict, page_span, torch_stream
+from gracetune.memory.hints import Hint, HintOutcome, Hints, Span, page_span, torch_stream
 from gracetune.memory.platform import open_machine
 from gracetune.memory.pool import ManagedPool, PoolSettings, TorchMemPools, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
@@ -210,7 +210,9 @@ class Bench:
             span = page_span(latent, self.platform.page_bytes)
             assert isinstance(span, Span), span
             code = self.driver.prefetch(span.pointer, span.nbytes, 0, torch_stream(0))
-            return Hint("driver", Verdict.APPLIED if code == 0 else Verdict.FAILED, code=code)
+            return Hint(
+                "driver", HintOutcome.APPLIED if code == 0 else HintOutcome.FAILED, code=code
+            )
 
         fetch, to_cpu, to_gpu = (
             hints.prefetch_to_device,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
 
 RANK = 32
 TRAINED_NBYTES = 4
@@ -60,12 +60,12 @@ class Case:
         prepare_for_training(model, AdapterSection(rank=RANK))
         return model
 
-    def shapes(self) -> ModelShapes:
+    def shapes(self) -> ModelTraces:
         """Trace the model on the meta device and return its shapes."""
         target = replace(self.meta_model().trace_target(), compute_dtype=torch.bfloat16)
         return trace_model(target, TRACED_BATCH)
 
-    def plan_model(self, shapes: ModelShapes, rates: MachineRates) -> tuple[CostModel, FixedMemory]:
+    def plan_model(self, shapes: ModelTraces, rates: MachineRates) -> tuple[CostModel, FixedMemory]:
         """Return the planner's cost model for a machine, and the memory that every plan needs."""
         assert len(shapes.kinds) == len(self.counts), f"{len(shapes.kinds)} kinds of blocks"
         order = tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))

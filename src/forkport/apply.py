@@ -109,7 +109,7 @@ def continue_apply(git: Git) -> ApplyOutcome:
 
 def _check_untouched(git: Git, state: PortState) -> None:
     """Refuse to continue if that would overwrite commits or uncommitted changes of the user."""
-    worktree.check_branch_contained(git, state.port_branch, state.at)
+    worktree.check_no_commits_dropped(git, state.port_branch, state.at)
     if dirty := worktree.uncommitted(git):
         raise ForkportError(
             f"{', '.join(dirty)}: uncommitted, and continuing would overwrite it. Put it away with "
@@ -157,13 +157,13 @@ def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOut
             return _stop_at_conflict(git, state, patch, files, notes)
         commit = None
         if files:
-            tree = git.write_tree_with(state.at, {file.path: file.entry for file in files})
+            tree = git.write_changed_tree(state.at, {file.path: file.entry for file in files})
             commit = git.commit_tree(tree, [state.at], commit_message(patch, state, notes))
         applied = AppliedPatch(
             patch=patch.name, verdict=patch_verdict(files), commit=commit, notes=notes
         )
         state = _updated(git, state, at=commit or state.at, done=(*state.done, applied))
-    worktree.switch_branch(git, state.port_branch, state.at)
+    worktree.move_and_checkout(git, state.port_branch, state.at)
     return ApplyOutcome(_updated(git, state, finished=True))
 
 
@@ -175,7 +175,7 @@ def _stop_at_conflict(
     In the other order, a crash in between would make untouched files look like a resolution.
     """
     worktree.check_no_untracked_conflict(git, state.at, files)
-    worktree.switch_branch(git, state.port_branch, state.at)
+    worktree.move_and_checkout(git, state.port_branch, state.at)
     worktree.write_conflicts(git, files)
     conflicts = tuple(file for file in files if file.is_conflict)
     pending = PendingPatch(

@@ -163,7 +163,7 @@ class Git:
         """Store bytes without any filter and return the blob id."""
         return self.run("hash-object", "-w", "--no-filters", "--stdin", stdin=content).decode()[:-1]
 
-    def write_tree_with(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
+    def write_changed_tree(self, base: str, files: Mapping[str, TreeEntry | None]) -> str:
         """Write a tree: `base` with some files replaced, or removed where the entry is None.
 
         Returns the id of the new tree.

@@ -89,7 +89,7 @@ def save_to_branch(git: Git, branch: str, paths: Sequence[str], subject: str) ->
     """Commit files as they are on disk, and the index, to a new branch; return the commit."""
     files = {path: _disk_entry(git, path) for path in paths}
     head = git.resolve_commit("HEAD")
-    tree = git.write_tree_with(head, files)
+    tree = git.write_changed_tree(head, files)
     index = tree if unmerged(git) else git.text("write-tree")
     staged = git.commit_tree(index, [head], f"{subject}: the index\n")
     commit = git.commit_tree(tree, [head, staged], f"{subject}\n\n" + "\n".join(paths) + "\n")
@@ -131,18 +131,18 @@ def discard_changes(git: Git, saved: Iterable[str]) -> None:
             (git.folder / path).unlink()
 
 
-def switch_branch(git: Git, branch: str, commit: str) -> None:
+def move_and_checkout(git: Git, branch: str, commit: str) -> None:
     """Create a branch at a commit, or move it forward to the commit, and check it out.
 
     Raises if that would drop commits of the branch or overwrite an untracked file.
     """
-    check_branch_contained(git, branch, commit)
+    check_no_commits_dropped(git, branch, commit)
     git.run("checkout", "--quiet", "--no-overwrite-ignore", "--detach", commit, "--")
     git.run("update-ref", f"refs/heads/{branch}", commit)
     git.run("symbolic-ref", "HEAD", f"refs/heads/{branch}")
 
 
-def check_branch_contained(git: Git, branch: str, commit: str) -> None:
+def check_no_commits_dropped(git: Git, branch: str, commit: str) -> None:
     """Raise if moving an existing branch to `commit` would drop commits of the branch."""
     ref = f"refs/heads/{branch}"
     if not git.succeeds("rev-parse", "--verify", "--quiet", ref):
@@ -157,7 +157,7 @@ def check_branch_contained(git: Git, branch: str, commit: str) -> None:
 
 def check_no_untracked_conflict(git: Git, commit: str, files: Sequence[FileResult]) -> None:
     """Raise if writing a merged patch to the working tree would overwrite untracked files."""
-    tree = git.write_tree_with(commit, {file.path: file.entry for file in files})
+    tree = git.write_changed_tree(commit, {file.path: file.entry for file in files})
     if blocked := blocking_untracked(git, [tree]):
         raise ForkportError(
             f"{', '.join(blocked)} is not tracked, and the patch would overwrite it. Move it away "

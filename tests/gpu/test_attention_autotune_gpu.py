@@ -8,8 +8,8 @@ import torch
 from gracetune.models.attention_backends import (
     AttentionCall,
     BackendTiming,
+    choose_backend,
     drop_incapable_backends,
-    fastest,
     stopwatch_for,
     time_attention,
     why_unusable,
@@ -55,6 +55,6 @@ def test_the_chosen_backend_can_do_every_call():
         [attention_call(1000), masked_call(), masked_call(333)],
     )
     timings = time_attention([(attention_call(4096), 40)], DEVICE, stopwatch)
-    name = fastest(drop_incapable_backends(timings, lambda: others, DEVICE, stopwatch))
+    name = choose_backend(drop_incapable_backends(timings, lambda: others, DEVICE, stopwatch))
     assert name != "flash", timings
     assert [why_unusable(name, call, DEVICE, stopwatch) for call in others] == [""] * 3, timings

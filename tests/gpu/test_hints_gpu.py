@@ -14,7 +14,7 @@ import torch
 
 import gracetune
 from gracetune.memory.driver import HOST, PointerKind
-from gracetune.memory.hints import Hints, Verdict, torch_stream
+from gracetune.memory.hints import HintOutcome, Hints, torch_stream
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import Link, Machine, open_machine
 from gracetune.memory.shim import LIBRARY, SOURCE, build_shim
@@ -102,7 +102,7 @@ def test_a_prefetch_follows_its_stream(hints: Hints, managed: torch.Tensor) -> N
 
 def test_discarded_memory_can_be_written_again(hints: Hints, managed: torch.Tensor) -> None:
     hint = hints.discard(managed)
-    assert hint.verdict in (Verdict.APPLIED, Verdict.UNSUPPORTED), hint
+    assert hint.verdict in (HintOutcome.APPLIED, HintOutcome.UNSUPPORTED), hint
     managed.fill_(5)
     assert int(managed.sum(dtype=torch.int64)) == 5 * managed.numel()
 
@@ -125,7 +125,7 @@ def test_memory_that_is_not_managed_is_refused_with_a_reason(hints: Hints) -> No
     for description, tensor in tensors.items():
         for method in HINT_METHODS:
             hint = getattr(hints, method)(tensor)
-            assert hint.verdict is Verdict.UNSUPPORTED
+            assert hint.verdict is HintOutcome.UNSUPPORTED
             assert description in hint.reason, hint
     assert hints.residency(tensors["ordinary device"]).location == 0
     assert hints.residency(tensors["pinned"]).location == HOST

@@ -114,7 +114,7 @@ class EpochEncoder(Protocol):
         ...
 
 
-class AugmentationEpochs:
+class EpochCaches:
     """Gives each training epoch a cache of newly augmented samples.
 
     While one epoch trains, the samples of the next epoch are augmented and encoded in the
@@ -272,6 +272,6 @@ def unread_epochs(folder: Path, marks: Sequence[Path]) -> list[Path]:
     ]
 
 
-def read_marks(folder: Path) -> list[Path]:
+def rank_mark_files(folder: Path) -> list[Path]:
     """Return the files in which each rank has written the number of the epoch that it reads."""
     return sorted(folder.glob("rank-*-reads"))

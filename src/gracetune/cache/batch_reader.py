@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.cache.augmentation_epochs import AugmentationEpochs, AugmentationMode
+    from gracetune.cache.augmentation_epochs import AugmentationMode, EpochCaches
     from gracetune.cache.encode import Tiling
     from gracetune.cache.masks import LatentGrid
     from gracetune.cache.store import Allocate, Entry, Store
@@ -119,7 +119,7 @@ class BatchReader:
         self,
         transforms: SampleTransforms,
         stores: CacheStores,
-        augmentation_epochs: AugmentationEpochs,
+        augmentation_epochs: EpochCaches,
         live_sources: Mapping[str, LiveSource],
         encode: Callable[[Tensor], Tensor],
         identity: Mapping[str, str],

@@ -199,7 +199,7 @@ class CacheIndex:
         return [self._row(row) for row in self._db.execute(query, (name,))]
 
     @_translate_errors
-    def rows_made_of(self, part: str, value: str) -> list[EntryRow]:
+    def rows_with_component(self, part: str, value: str) -> list[EntryRow]:
         """Return the rows whose key component `part` (such as `caption`) has this value."""
         query = f"{_SELECT_ROW} WHERE json_extract(e.about, ?) = ? ORDER BY e.id"
         return [self._row(row) for row in self._db.execute(query, (f"$.{part}", value))]

@@ -284,9 +284,9 @@ def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
         if not file.is_file():
             return index.rows_with_prefix(what)
         data = file.read_bytes()
-        rows = index.rows_made_of("sample", blake3(data).hexdigest())
+        rows = index.rows_with_component("sample", blake3(data).hexdigest())
         if file.suffix == ".txt":
-            rows += index.rows_made_of("caption", data.decode(errors="replace").strip())
+            rows += index.rows_with_component("caption", data.decode(errors="replace").strip())
         return rows
 
 

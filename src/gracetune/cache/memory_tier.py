@@ -183,7 +183,7 @@ class MemoryTier:
         if self._backing is not None:
             self._backing.put_many(entries)
         for key, entry in entries.items():
-            kept = self._keep(key, entry)
+            kept = self._copy_in(key, entry)
             if kept is None and self._backing is None:
                 raise ConfigError(
                     f"cache_config.host_budget_gb leaves {format_bytes(self._budget.nbytes)} for "
@@ -253,14 +253,14 @@ class MemoryTier:
                 found[key] = entry
                 self._add(key, entry)
             else:
-                found[key] = self._keep(key, entry, evict=evict) or entry
+                found[key] = self._copy_in(key, entry, evict=evict) or entry
         return found
 
     def _has_in_memory(self, keys: Iterable[str]) -> bool:
         with self._lock:
             return all(key in self._entries for key in keys)
 
-    def _keep(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
+    def _copy_in(self, key: str, entry: Entry, *, evict: bool = True) -> Entry | None:
         """Copy an entry into this store's memory and return the copy; None if there is no space.
 
         With `evict`, least recently used entries make space first.

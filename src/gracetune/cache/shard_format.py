@@ -390,7 +390,7 @@ class PackedEntry:
     record: bytes
 
 
-class EntryRecord(NamedTuple):
+class EntryDescription(NamedTuple):
     """Parsed record: the description in front of a cache entry in a shard file.
 
     It repeats the entry's row in the index, so that a lost index can be rebuilt.
@@ -480,7 +480,7 @@ def padded_nbytes(nbytes: int) -> int:
     return align_up(nbytes, PAGE) if nbytes >= LARGE_ENTRY_NBYTES else nbytes
 
 
-def read_record(data: Bytes, offset: int) -> EntryRecord | None:
+def read_record(data: Bytes, offset: int) -> EntryDescription | None:
     """Parse the description of a cache entry (record) at `offset`; None if it is not intact."""
     head = data[offset : offset + _RECORD_HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
@@ -495,7 +495,7 @@ def read_record(data: Bytes, offset: int) -> EntryRecord | None:
     nbytes = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
     begin = align_up(start + length, entry_alignment(nbytes))
     digest = bytes.fromhex(record["checksum"])
-    return EntryRecord(record["key"], begin, nbytes, tensors, digest, record["about"])
+    return EntryDescription(record["key"], begin, nbytes, tensors, digest, record["about"])
 
 
 def find_record(data: Bytes, offset: int) -> int | None:

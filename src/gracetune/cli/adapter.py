@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.io import AdapterMetadata
     from gracetune.adapters.files.keys import KeyTable, Stage
     from gracetune.adapters.files.layers import Adapter
-    from gracetune.adapters.files.lowrank import TruncationLoss
+    from gracetune.adapters.files.lowrank import TruncationError
 
     Action = Callable[[argparse.Namespace], int]
 
@@ -648,7 +648,7 @@ def _require_new_folder(out: Path, model: Path) -> None:
         )
 
 
-def _loss_lines(loss: TruncationLoss | None) -> list[str]:
+def _loss_lines(loss: TruncationError | None) -> list[str]:
     if loss is None:
         return []
     return [

@@ -130,7 +130,7 @@ def _capture(args: argparse.Namespace) -> int:
     baseline = Baseline(
         captured=datetime.now(UTC).isoformat(timespec="seconds"),
         gracetune=__version__,
-        scenario=_scenario(scenario),
+        scenario=_comparable_settings(scenario),
         machine=_machine(measured[0]),
         steps=measured[0].steps,
         warmup_steps=warmup,
@@ -165,7 +165,7 @@ def _train(run_file: str, overrides: Sequence[str], output: Path, number: int) -
     return log
 
 
-def _scenario(run: RunFile) -> dict[str, object]:
+def _comparable_settings(run: RunFile) -> dict[str, object]:
     """Return all settings of a run but the output folder.
 
     Two baselines (measurements of runs) can be compared if these settings are equal.

@@ -260,7 +260,7 @@ def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
     from gracetune.cache.augmentation_epochs import (
         FOLDER,
         augmentation_mode,
-        read_marks,
+        rank_mark_files,
         unread_epochs,
     )
     from gracetune.cache.shard_store import is_cache
@@ -272,7 +272,7 @@ def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
     finished = bool(steps) and steps[-1] >= run.train.max_train_steps
     refreshed = any(augmentation_mode(section) == "refresh_each_epoch" for section in run.datasets)
     folder = output / FOLDER
-    found = unread_epochs(folder, read_marks(folder) if refreshed and not finished else [])
+    found = unread_epochs(folder, rank_mark_files(folder) if refreshed and not finished else [])
     return [path for path in found if is_cache(path)]
 
 

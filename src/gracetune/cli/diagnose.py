@@ -65,7 +65,7 @@ NO_GPU = "There is no usable GPU, so the exit code is 1. Pass --allow-cpu if tha
 NO_GPU_ALLOWED = "There is no usable GPU, which --allow-cpu allows."
 _PACKAGES = ("torch", "cuda-bindings", "nvidia-ml-py", "cupti-python", "accelerate", "diffusers")
 _TRIAL_BYTES = 256 * MIB
-_FREE_MEMORY_FRACTION = 16
+_FREE_MEMORY_DIVISOR = 16
 """Checks allocate at most 1/16 of the free memory, so that a nearly full GPU can be checked."""
 
 
@@ -218,7 +218,7 @@ def _device_findings(
         return
     assert machine.driver is not None
     free, _ = machine.driver.memory_info(machine.platform.device)
-    nbytes = min(_TRIAL_BYTES, free // _FREE_MEMORY_FRACTION // MIB * MIB)
+    nbytes = min(_TRIAL_BYTES, free // _FREE_MEMORY_DIVISOR // MIB * MIB)
     if nbytes < MIB:
         for name in DEVICE_CHECKS:
             yield fail(name, f"only {free} bytes are free", "See `nvidia-smi` for what uses them.")

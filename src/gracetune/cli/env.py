@@ -144,9 +144,11 @@ def _alloc_conf(environment: Mapping[str, str], ratio: str, pattern: str) -> Ite
     yield from (f"{key}:{value}" for key, value in replaced.items())
     for variable in (OWN_ALLOC_CONF_VARIABLE, ALLOC_CONF_VARIABLES[1]):
         conf = split_alloc_conf(environment.get(variable, ""), variable)
-        yield from (f"{key}:{value}" for key, value in conf.ours.items() if key not in replaced)
-        if conf.theirs:
-            yield conf.theirs
+        yield from (
+            f"{key}:{value}" for key, value in conf.gracetune_keys.items() if key not in replaced
+        )
+        if conf.torch_keys:
+            yield conf.torch_keys
 
 
 def _format_ratio(ratio: float | None) -> str:

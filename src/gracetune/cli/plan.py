@@ -107,7 +107,7 @@ def plan(
 
     sample = largest_sample(run_file)
     model = build_meta_model(run_file.model, sample)
-    trained = _make_trainable(run_file, model)
+    trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
@@ -228,7 +228,7 @@ def _emit(notice: Notice) -> None:
     print(notice.text, file=sys.stderr)
 
 
-def _make_trainable(run_file: RunFile, model: MetaModel) -> TrainedSize:
+def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
     """Add the adapter to a model on the meta device, or make all its weights trainable.
 
     Returns the bytes of the trained weights and of their optimizer state.

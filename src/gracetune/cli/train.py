@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.cli.main import add_run_file_arguments
-from gracetune.config.checks import check_trainable
+from gracetune.config.checks import check_run
 from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.load import load_run_file
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_training(loaded: LoadedRun, resume: str) -> int:
     """Train from a loaded run file, and show the progress on stdout."""
-    check_trainable(loaded.run)
+    check_run(loaded.run)
     prefer_expandable_segments()  # before the imports below load torch
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train

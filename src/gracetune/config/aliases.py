@@ -78,7 +78,7 @@ def translate(parsed: ParsedText, name: str) -> Draft:
     return draft
 
 
-def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
+def apply_override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
     """Set a value in a draft (a translated run file), replacing the value from the file.
 
     `path` may be another tool's key. A dictionary is merged into the existing one; a list replaces
@@ -95,7 +95,7 @@ def override(draft: Draft, path: KeyPath, value: object, where: str) -> None:
                 _set_value(draft, target, ours, Origin(where, dotted(spelled)))
 
 
-def nearest_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
+def find_origin(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> Origin | None:
     """Return the place where the user set a key, or a place near it; None if there is none.
 
     If `origins` lacks the key, it is the place of a key inside it (if the key is a section), or
@@ -256,7 +256,7 @@ def _add_consistent(draft: Draft, path: KeyPath, value: object, origin: Origin) 
 def _contradiction(
     draft: Draft, path: KeyPath, before: object, origin: Origin, value: object
 ) -> ConfigError:
-    first = nearest_origin(path, draft.origins)
+    first = find_origin(path, draft.origins)
     assert first is not None, f"{dotted(path)} has a value without an origin"
     return ConfigError(
         f"{origin.location}: {origin.spelling} is {format_value(value)}, but {first.spelling} is "

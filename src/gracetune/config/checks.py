@@ -36,7 +36,7 @@ def find_violations(run: RunFile) -> list[Violation]:
     return [violation for check in CHECKS for violation in check(run)]
 
 
-def check_trainable(run: RunFile) -> None:
+def check_run(run: RunFile) -> None:
     """Raise an error if settings contradict each other, or a dataset or its location is missing."""
     violations = [*find_violations(run), *_check_has_data(run)]
     if violations:

@@ -79,9 +79,9 @@ _ITEM = re.compile(r"\s*([A-Za-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]*?)\s*(?:,|$)"
 class AllocConf:
     """The allocator settings in an environment variable, split into gracetune's and torch's."""
 
-    ours: Mapping[str, str]
+    gracetune_keys: Mapping[str, str]
     """Values of gracetune's own settings (`use_uvm`, `uvm_*`) by name, as text that was checked."""
-    theirs: str
+    torch_keys: str
     """All other settings as `key:value,...`, for torch to read."""
     unknown: tuple[str, ...]
     """Keys in `theirs` that torch 2.13 does not support; a newer torch may."""
@@ -135,13 +135,16 @@ def claim_alloc_conf(environ: MutableMapping[str, str]) -> None:
     """
     for variable in ALLOC_CONF_VARIABLES:
         conf = split_alloc_conf(environ.get(variable, ""), variable)
-        if not conf.ours:
+        if not conf.gracetune_keys:
             continue
         before = environ.get(OWN_ALLOC_CONF_VARIABLE, "")
-        kept = {**conf.ours, **split_alloc_conf(before, OWN_ALLOC_CONF_VARIABLE).ours}
+        kept = {
+            **conf.gracetune_keys,
+            **split_alloc_conf(before, OWN_ALLOC_CONF_VARIABLE).gracetune_keys,
+        }
         environ[OWN_ALLOC_CONF_VARIABLE] = ",".join(f"{key}:{value}" for key, value in kept.items())
-        if conf.theirs:
-            environ[variable] = conf.theirs
+        if conf.torch_keys:
+            environ[variable] = conf.torch_keys
         else:
             del environ[variable]
 
@@ -186,7 +189,7 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
     notices: list[str] = []
     for variable in (ALLOC_CONF_VARIABLES[1], ALLOC_CONF_VARIABLES[0], OWN_ALLOC_CONF_VARIABLE):
         conf = split_alloc_conf(env.get(variable, ""), variable)
-        kept.update(conf.ours)
+        kept.update(conf.gracetune_keys)
         if conf.unknown:
             notices.append(f"{variable}: torch 2.13 does not support {', '.join(conf.unknown)}.")
     if kept:

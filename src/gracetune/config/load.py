@@ -22,8 +22,8 @@ from gracetune.config.aliases import (
     REMOVED_KEYS,
     Draft,
     apply_implied_settings,
-    nearest_origin,
-    override,
+    apply_override,
+    find_origin,
     pattern_of,
     translate,
 )
@@ -129,7 +129,7 @@ def _override(draft: Draft, text: str) -> None:
     path, value = parse_override(text)
     if any(isinstance(each, float) and not math.isfinite(each) for _, each in walk(value)):
         raise ConfigError(f"override {text}: the value must be a finite number.")
-    override(draft, path, value, f"override {text}")
+    apply_override(draft, path, value, f"override {text}")
 
 
 def _read(file: Path) -> str:
@@ -155,7 +155,7 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
     hints = "gh200_optimizations.enable_uvm_hints"
     if settings.uvm_hints is not None and draft.get(hints) is None:
         word = "true" if settings.uvm_hints else "false"
-        override(draft, tuple(hints.split(".")), settings.uvm_hints, "the environment")
+        apply_override(draft, tuple(hints.split(".")), settings.uvm_hints, "the environment")
         notices.append(f"{hints} is {word}, set by the environment.")
     elif settings.uvm_hints is not None and draft.get(hints) is not settings.uvm_hints:
         notices.append(
@@ -163,7 +163,9 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
         )
     precision = "train.mixed_precision"
     if settings.mixed_precision is not None and draft.get(precision) in (None, "auto"):
-        override(draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment")
+        apply_override(
+            draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment"
+        )
         notices.append(f"{precision} is {draft.get(precision)}, set by {PRECISION_VARIABLE}.")
     return notices
 
@@ -249,7 +251,7 @@ def locate_key(path: KeyPath, origins: Mapping[KeyPath, Origin], name: str) -> s
     ours = dotted(path)
     if path in origins and origins[path].spelling != ours:
         return f"{origins[path].location}: {origins[path].spelling} ({ours})"
-    nearest = nearest_origin(path, origins)
+    nearest = find_origin(path, origins)
     return f"{name if nearest is None else nearest.location}: {ours}"
 
 
@@ -322,7 +324,7 @@ def _key_path(place: Sequence[str | int]) -> KeyPath:
             kind = next((each for each in choices if str(step).startswith(_type_name(each))), None)
         else:
             path.append(step)
-            kind = _type_inside(choices[0], step)
+            kind = _child_type(choices[0], step)
     return tuple(path)
 
 
@@ -342,7 +344,7 @@ def _type_name(kind: object) -> str:
     return named.__name__ if isinstance(named, type) else str(named)
 
 
-def _type_inside(kind: object, step: str | int) -> object:
+def _child_type(kind: object, step: str | int) -> object:
     """Return the type of a model's field `step`, of a tuple's items, or of a dict's values.
 
     Returns None if it is unknown.

@@ -61,7 +61,7 @@ class CodecChoice(NamedTuple):
     """Fraction of the bytes that each codec saves on the files it was tried on, by its name."""
 
 
-def choose(sampled: Sequence[bytes]) -> CodecChoice:
+def choose_codec(sampled: Sequence[bytes]) -> CodecChoice:
     """Compress some files with each candidate codec, and choose the one that saves most.
 
     Chooses none if it saves less than the fraction MIN_SAVING.
@@ -77,7 +77,7 @@ def choose(sampled: Sequence[bytes]) -> CodecChoice:
     return CodecChoice(best if savings[best] >= MIN_SAVING else None, savings)
 
 
-def pack(data: bytes, codec: str, min_saving: float) -> bytes | None:
+def compress_if_smaller(data: bytes, codec: str, min_saving: float) -> bytes | None:
     """Compress a file; return None if that saves less than the fraction `min_saving`."""
     packed = CODECS[codec].compress(data)
     worthwhile = len(packed) < len(data) and len(packed) <= (1 - min_saving) * len(data)
@@ -97,7 +97,7 @@ OTHER_SUFFIXES = "other"
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class CompressionPlan:
     """The codec to use for each file of a dataset, by the file's suffix."""
 
     by_suffix: Mapping[str, str | None]
@@ -127,15 +127,15 @@ def choose_packing(
     sizes: Sequence[int],
     compression: str | None,
     num_workers: int,
-) -> Packing:
+) -> CompressionPlan:
     """Choose the codecs for these files according to the setting `in_memory.compression`.
 
     `sizes` has the size of each file in bytes.
     """
     if compression in (None, "none"):
-        return Packing({}, None, 0.0, "compression is off", {})
+        return CompressionPlan({}, None, 0.0, "compression is off", {})
     if compression != "auto":
-        return Packing({}, compression, 0.0, f"compression is {compression}", {})
+        return CompressionPlan({}, compression, 0.0, f"compression is {compression}", {})
     kinds = _samples(keys, sizes)
     wanted = [key for chosen in kinds.values() for key in chosen]
     found = ordered_map(lambda key: _read(source, key), wanted, num_workers)
@@ -143,7 +143,7 @@ def choose_packing(
     codecs: dict[str, str | None] = {}
     words = []
     for kind, chosen in kinds.items():
-        choice = choose([sampled[key] for key in chosen if key in sampled])
+        choice = choose_codec([sampled[key] for key in chosen if key in sampled])
         codecs[kind] = choice.codec
         saves = ", ".join(f"{name} saves {share:.1%}" for name, share in choice.savings.items())
         count = sum(key in sampled for key in chosen)
@@ -152,7 +152,7 @@ def choose_packing(
             f"(on {count} sampled files {saves})"
         )
     why = "auto chose " + "; ".join(words or ["nothing, because there are no files"])
-    return Packing(codecs, codecs.get(OTHER_SUFFIXES), MIN_SAVING, why, sampled)
+    return CompressionPlan(codecs, codecs.get(OTHER_SUFFIXES), MIN_SAVING, why, sampled)
 
 
 def suffix_of(key: str) -> str:

@@ -64,7 +64,7 @@ PROBED_AHEAD = 256
 NOUNS = {"image": "images", "video": "videos", "audio": "audio files"}
 
 
-class Opener(Protocol):
+class SourceOpener(Protocol):
     """A function that opens the files of a dataset as a `Source`; each value of `type` has one.
 
     `SOURCES` lists gracetune's own functions; other packages register theirs as entry points of
@@ -111,13 +111,17 @@ def open_dataset(
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
-    opener = cast("Opener", registry.load("source", section.type, SOURCES))
+    opener = cast("SourceOpener", registry.load("source", section.type, SOURCES))
     source = opener(section, setting, emit)
     keys = _sample_keys(source, section, setting)
     captions = read_captions(source, keys, section, setting)
     _report_empty(section, captions, emit)
     beside = find_companions(
-        section, setting, source, keys, lambda folder, of: _open_beside(section, folder, of, emit)
+        section,
+        setting,
+        source,
+        keys,
+        lambda folder, of: _open_companions(section, folder, of, emit),
     )
     source = beside.source
     if section.type in STAGED_TYPES:
@@ -162,13 +166,13 @@ def open_dataset(
     return OpenDataset(section, source, tuple(samples))
 
 
-def _open_beside(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
+def _open_companions(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
     """Open a folder of control images or masks as the same type of dataset as the samples.
 
     For generated shapes, it is opened as a plain folder.
     """
     kind = "local" if section.type == "shapes" else section.type
-    opener = cast("Opener", registry.load("source", kind, SOURCES))
+    opener = cast("SourceOpener", registry.load("source", kind, SOURCES))
     return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
 
 

@@ -93,7 +93,7 @@ class LoaderState:
 @dataclass(frozen=True, slots=True)
 class _ShuffledEpoch:
     number: int
-    entries: NDArray[np.int64]
+    draws: NDArray[np.int64]
     """Numbers of all draws (uses of a sample) of the epoch, shuffled among draws of equal size."""
     batches: NDArray[np.int64]
     """Each batch as a range (start, stop) of positions in `entries`; the batches are shuffled."""
@@ -144,7 +144,7 @@ class BatchOrder:
         if number != self._epoch.number:
             self._epoch = self._shuffle(number)
         start, stop = self._epoch.batches[place]
-        return tuple(self._draw(int(entry), number) for entry in self._epoch.entries[start:stop])
+        return tuple(self._draw(int(entry), number) for entry in self._epoch.draws[start:stop])
 
     def largest_draw(self) -> tuple[Draw, ...]:
         """Return a batch of one sample of the largest size, to find the peak memory use."""

@@ -25,8 +25,8 @@ from gracetune.atomic_files import write_text
 from gracetune.cache.augmentation_epochs import (
     FOLDER,
     AugmentationEpochFolder,
-    AugmentationEpochs,
     EncodingStopped,
+    EpochCaches,
     augmentation_mode,
     check_variants,
 )
@@ -144,7 +144,7 @@ class DataPipeline:
         self.tiling = preparer.tiling
         """Rule that decides which image sizes the VAE encodes in tiles."""
         self._prompt_names = PromptNames(family.takes_control, transforms)
-        self._epochs = AugmentationEpochs(
+        self._epochs = EpochCaches(
             self._stores.latents,
             RefreshedEpochEncoder(preparer, train_groups, sources),
             self._emit,
@@ -415,7 +415,7 @@ class DatasetPreparer:
                 for epoch in range(section.variants)
                 for item in self.items(groups, dataset.source, epoch)
             ]
-            unreadable = self.fill(
+            unreadable = self.encode_missing(
                 index, self.stores.latents, items, self.encode, self.emit, "cache"
             )
         for sample, reason in unreadable:
@@ -448,7 +448,7 @@ class DatasetPreparer:
             for sample in group.samples
         ]
 
-    def fill(
+    def encode_missing(
         self,
         index: int,
         store: Store,
@@ -530,7 +530,7 @@ class RefreshedEpochEncoder:
             if augmentation_mode(section) == "refresh_each_epoch":
                 groups = [g for g in self._groups if g.samples[0].dataset == section.id]
                 items = self._preparer.items(groups, self._sources[section.id], epoch)
-                unreadable = self._preparer.fill(
+                unreadable = self._preparer.encode_missing(
                     index, store, items, encode, emit, f"epoch-{epoch}"
                 )
                 if unreadable:

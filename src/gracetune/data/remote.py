@@ -107,7 +107,7 @@ class RemoteFiles:
         """
         return self._retry(partial(self._info, path))
 
-    def read(self, path: str, start: int, stop: int, size: int) -> bytes:
+    def read_range(self, path: str, start: int, stop: int, size: int) -> bytes:
         """Return the bytes from `start` to `stop` of a file; failed requests are retried.
 
         `size` is the length of the file in bytes. A server without range requests sends the whole
@@ -220,7 +220,7 @@ class RemoteShard:
         stop = offset + nbytes
         if stop > self._size:
             raise OSError(f"the file that contains it ends {stop - self._size} bytes too early")
-        data = self._files.read(self._path, offset, stop, self._size)
+        data = self._files.read_range(self._path, offset, stop, self._size)
         if len(data) != nbytes:
             raise OSError(
                 "the server does not support range requests; copy the file to this machine"
@@ -316,7 +316,7 @@ class RemoteSource:
     def read(self, key: str) -> bytes:
         """Return the bytes of a file; failed requests are retried."""
         nbytes = self.nbytes(key)
-        return self._files.read(self._paths[key], 0, nbytes, nbytes)
+        return self._files.read_range(self._paths[key], 0, nbytes, nbytes)
 
     def nbytes(self, key: str) -> int:
         if key not in self._paths:

@@ -79,15 +79,15 @@ def held_out(concept: str | None = None) -> tuple[ShapeSpec, ...]:
     Each colour, shape and background also occurs in the training combinations. `concept` is a
     shape to use instead of the usual ones.
     """
-    return tuple(figure for figure, held in _figures(concept) if held)
+    return tuple(figure for figure, held in _combinations(concept) if held)
 
 
-def drawn(concept: str | None = None) -> tuple[ShapeSpec, ...]:
+def training_combinations(concept: str | None = None) -> tuple[ShapeSpec, ...]:
     """Return the combinations of colour, shape and background in the dataset: two thirds of all.
 
     The others are held out. `concept` is a shape to use instead of the usual ones.
     """
-    return tuple(figure for figure, held in _figures(concept) if not held)
+    return tuple(figure for figure, held in _combinations(concept) if not held)
 
 
 def stencil(shape: str, edge: int, centre: tuple[float, float], radius: float) -> Image.Image:
@@ -174,7 +174,7 @@ def open_shapes(section: DatasetSection, setting: str, emit: Emit) -> ShapesSour
     return ShapesSource(data_dir(section, setting), section.shapes, emit, setting)
 
 
-def _figures(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
+def _combinations(concept: str | None) -> list[tuple[ShapeSpec, bool]]:
     """Return all combinations of colour, shape and background, each with True if it is held out.
 
     `concept` is a shape to use instead of the usual ones.
@@ -232,7 +232,7 @@ def _move_into_place(new: Path, root: Path, settings: Mapping[str, object], sett
 
 def _draw_all(folder: Path, section: ShapesSection) -> dict[str, str]:
     """Write all images and captions to a folder; return the digest of each file by name."""
-    for figure in drawn(section.concept):
+    for figure in training_combinations(section.concept):
         for copy in range(section.copies):
             name = f"{figure.colour}-{figure.shape}-{figure.background}-{copy:03d}"
             draw(figure, section.size, copy, section.seed).save(folder / f"{name}.png")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from blake3 import blake3
 
-from gracetune.data.codecs import CODECS, Packing, choose_packing, pack
+from gracetune.data.codecs import CODECS, CompressionPlan, choose_packing, compress_if_smaller
 from gracetune.data.gather import FAILED, MissingGather, find_gather
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
 from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_not_truncated
@@ -119,9 +119,9 @@ class StagingBudget:
                 return
             self._watched = self._stored
         if self._room() < 0:
-            raise self.out_of_memory("other processes use the memory that must stay free")
+            raise self.out_of_memory_error("other processes use the memory that must stay free")
 
-    def out_of_memory(self, reason: str | None) -> DataError:
+    def out_of_memory_error(self, reason: str | None) -> DataError:
         """Return the error to raise if the host runs out of memory before the limit is reached."""
         return DataError(
             f"{self._setting}: the host ran out of memory after {format_bytes(self._stored)} of "
@@ -129,11 +129,11 @@ class StagingBudget:
             "type: local."
         )
 
-    def no_room(self, error: ArenaFullError) -> DataError:
+    def arena_error(self, error: ArenaFullError) -> DataError:
         """Return the error to raise if writing files to shared memory failed, with its cause."""
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno != errno.EFBIG:
-            return self.out_of_memory(str(error))
+            return self.out_of_memory_error(str(error))
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         limit = "" if most == resource.RLIM_INFINITY else f" of {format_bytes(most)}"
         return DataError(
@@ -395,7 +395,7 @@ def fill_arena(
         facts = {"origin": source.describe(), "unreadable": unreadable}
         write_index(writer, keys, columns, facts)
     except ArenaFullError as error:
-        raise budget.no_room(error) from error
+        raise budget.arena_error(error) from error
     stored = int(columns.stored_nbytes.sum())
     emit(Notice(_summary(source, columns, packing, raw, stored)))
     return writer.seal()
@@ -424,7 +424,7 @@ class _Rows:
         self.nbytes.append(nbytes)
         self.codec.append(codec)
 
-    def filled(self, at: list[int], nbytes: list[int]) -> _Rows:
+    def set_all(self, at: list[int], nbytes: list[int]) -> _Rows:
         """Set the addresses and sizes of all files at once; all are stored uncompressed."""
         self.at, self.stored, self.nbytes = at, nbytes, nbytes
         self.codec = [PLAIN] * len(at)
@@ -471,7 +471,7 @@ class _Filler:
         source: Source,
         keys: Sequence[str],
         sizes: Sequence[int],
-        packing: Packing,
+        packing: CompressionPlan,
         writer: ArenaWriter,
         budget: StagingBudget,
         gather: Gather | MissingGather,
@@ -495,7 +495,7 @@ class _Filler:
         with self._writer.segment_writer() as segment:
             starts, lengths = self._copy_with_helper(numbers, places, segment)
             if FAILED not in lengths:
-                return rows.filled(starts, lengths)
+                return rows.set_all(starts, lengths)
             write_batch = _WriteBatch(segment, rows)
             for number, place, at, nbytes in zip(numbers, places, starts, lengths, strict=True):
                 if nbytes != FAILED:
@@ -591,7 +591,11 @@ class _Filler:
         codec = self._packing.codec_of(key)
         sampled = self._packing.sampled
         data = sampled[key] if key in sampled else self._source.read(key)
-        packed = pack(data, codec, self._packing.min_saving) if codec is not None and data else None
+        packed = (
+            compress_if_smaller(data, codec, self._packing.min_saving)
+            if codec is not None and data
+            else None
+        )
         stored = data if packed is None else packed
         self._budget.take(len(data), len(stored))
         write_batch.add(stored, len(data), PLAIN if packed is None else CODEC_NAMES.index(codec))
@@ -621,14 +625,16 @@ def _size(source: Source, key: str) -> int:
         return 0  # reading it raises the error
 
 
-def _certain_nbytes(keys: Sequence[str], sizes: Sequence[int], packing: Packing) -> int:
+def _certain_nbytes(keys: Sequence[str], sizes: Sequence[int], packing: CompressionPlan) -> int:
     """Return the total size in bytes of the files that will be stored uncompressed."""
     if not packing.compresses:
         return sum(sizes)
     return sum(size for key, size in zip(keys, sizes, strict=True) if packing.codec_of(key) is None)
 
 
-def _summary(source: Source, columns: Columns, packing: Packing, raw: int, stored: int) -> str:
+def _summary(
+    source: Source, columns: Columns, packing: CompressionPlan, raw: int, stored: int
+) -> str:
     readable = int(np.count_nonzero(columns.codec != UNREADABLE))
     text = f"staged {readable:,} files of {source.describe()} in {format_bytes(stored)}"
     if packing.compresses:

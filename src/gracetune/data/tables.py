@@ -61,7 +61,7 @@ _KNOWN_SUFFIXES = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
 `.jpg?width=512` of a URL or the `.2` of `scan v1.2`."""
 
 
-class TableChunk(Protocol):
+class TableRowGroup(Protocol):
     """A group of rows of a table that can only be read together."""
 
     @property
@@ -86,7 +86,7 @@ class TableFile(NamedTuple):
     """Folder that relative paths in the table refer to; None for remote tables."""
     schema: pa.Schema
     """Names and types of the columns."""
-    groups: Sequence[TableChunk]
+    groups: Sequence[TableRowGroup]
     """The rows of the file, in groups."""
     stamp: str
     """Text that changes whenever the file changes, such as a digest of its change time."""
@@ -121,7 +121,7 @@ class TableSource:
         self._parts = parts
         self._origin = origin
         schema = parts[0].schema
-        self._image = image_column(schema, image, f"{setting}.columns.image", origin)
+        self._image = sample_column(schema, image, f"{setting}.columns.image", origin)
         self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
         _check_distinct(parts, origin, f"{setting}.instance_data_dir")
         self._places: dict[str, _RowLocation] = {}
@@ -236,7 +236,7 @@ def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> No
         seen.add(part.name)
 
 
-def image_column(schema: pa.Schema, requested: str | None, setting: str, origin: str) -> str:
+def sample_column(schema: pa.Schema, requested: str | None, setting: str, origin: str) -> str:
     """Return the name of the column with the bytes of the samples.
 
     It is the requested column, or else found by its type and common names. Raises an error if there
@@ -289,7 +289,7 @@ def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
     return (value, None) if isinstance(value, bytes) else (None, None)
 
 
-def _suffixes_by_path(group: TableChunk, schema: pa.Schema, name: str) -> list[str] | None:
+def _suffixes_by_path(group: TableRowGroup, schema: pa.Schema, name: str) -> list[str] | None:
     """Return the suffix of each sample's file name, such as `.jpg`; "" for an unsupported suffix.
 
     The file names are in the field `path` of the struct column `name`. Returns None if the column

@@ -43,7 +43,7 @@ T_975 = (
 """The 0.975 quantiles of Student's t for 1, 2, ... 30 degrees of freedom."""
 _T_MANY = 2.042
 """The quantile that is used for more than 30 degrees of freedom; slightly too large."""
-LOSS_SHARE = 4
+LOSS_TAIL_DIVISOR = 4
 """The loss of a run is the mean over the last 1/4 of its steps; single steps vary too much."""
 
 
@@ -173,7 +173,7 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
             "left to measure. Train for more steps, or lower --warmup."
         )
     seconds_each = sorted(seconds for _, seconds, _ in counted)
-    losses = [loss for _, _, loss in counted][-max(1, len(counted) // LOSS_SHARE) :]
+    losses = [loss for _, _, loss in counted][-max(1, len(counted) // LOSS_TAIL_DIVISOR) :]
     in_steps = sum(seconds for _, seconds, _ in steps.values())
     return RunMeasurement(
         measures=Measures(

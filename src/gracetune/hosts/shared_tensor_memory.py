@@ -40,8 +40,8 @@ from gracetune.hosts.tensor_memory import (
     CachedValue,
     LocalTensorMemory,
     copy_containers,
-    count_writes,
     file_identity,
+    outside_inference_mode,
     tensor_versions,
 )
 from gracetune.memory.shared_arena import exclusive_lock, open_process_file, pid_namespace_id
@@ -184,7 +184,7 @@ class SharedTensorMemory:
         if memory is None:
             del self._entries[path]
             return None
-        with count_writes():
+        with outside_inference_mode():
             value = deserialize(entry.layout, memory, entry.offset)
         cached = CachedValue(value, file, tensor_versions(value), entry.nbytes)
         self._cached[path] = cached

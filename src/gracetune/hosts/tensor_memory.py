@@ -86,7 +86,7 @@ class LocalTensorMemory:
                 return copy_containers(found.value)
             self._drop(path)
             self.misses += 1
-        with count_writes():
+        with outside_inference_mode():
             value = load(path)
             # If the file was replaced meanwhile, nobody knows which version was read.
             if file is not None and file_identity(path) == file:
@@ -137,7 +137,7 @@ def find_tensors(value: object) -> list[torch.Tensor]:
     return []
 
 
-def count_writes() -> AbstractContextManager[None]:
+def outside_inference_mode() -> AbstractContextManager[None]:
     """Return a context manager in which new tensors count writes to them.
 
     It leaves inference mode, whose tensors have no version counter.

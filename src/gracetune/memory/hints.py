@@ -60,7 +60,7 @@ _NO_HINTS_HERE = {
 }
 
 
-class Verdict(StrEnum):
+class HintOutcome(StrEnum):
     """Outcome of a memory hint (advice or prefetch): applied, unsupported or failed."""
 
     APPLIED = "applied"
@@ -74,7 +74,7 @@ class Hint:
 
     verb: str
     """Name of the `Hints` method that gave the hint, such as `prefetch_to_device`."""
-    verdict: Verdict
+    verdict: HintOutcome
     reason: str = ""
     """Why the hint was not applied; in a `Residency`, what is known about the tensor's memory."""
     nbytes: int = 0
@@ -83,7 +83,7 @@ class Hint:
     """The CUDA driver's error code; 0 if there was none."""
 
     def __bool__(self) -> bool:
-        return self.verdict is Verdict.APPLIED
+        return self.verdict is HintOutcome.APPLIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Residency(Hint):
     """Advice and last prefetch of managed memory; None for other memory."""
 
     def __bool__(self) -> bool:
-        return self.verdict is Verdict.APPLIED
+        return self.verdict is HintOutcome.APPLIED
 
 
 class Span(NamedTuple):
@@ -111,7 +111,7 @@ class Span(NamedTuple):
 class HintCounts:
     """Counts of the memory hints (advice and prefetches) given so far, and of their bytes."""
 
-    verdicts: Counter[tuple[str, Verdict]] = field(default_factory=Counter)
+    verdicts: Counter[tuple[str, HintOutcome]] = field(default_factory=Counter)
     """Number of hints by method name and outcome."""
     nbytes: Counter[str] = field(default_factory=Counter)
     """Bytes of applied hints by effect, such as `prefetched_to_device` or `discarded`."""
@@ -213,15 +213,15 @@ class Hints:
     def _residency(self, tensor: Tensor) -> Residency:
         span = page_span(tensor, page_bytes=1)
         if isinstance(span, str):
-            return Residency("residency", Verdict.UNSUPPORTED, span)
+            return Residency("residency", HintOutcome.UNSUPPORTED, span)
         if self._driver is None:
             why = f"{_NO_HINTS_HERE[Link.NONE]}: all memory is host memory"
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, location=HOST)
+            return Residency("residency", HintOutcome.APPLIED, why, span.nbytes, location=HOST)
         kind = self._driver.pointer_kind(span.pointer)
         if kind is not PointerKind.MANAGED:
             location = self._device_of(tensor) if kind is PointerKind.DEVICE else HOST
             why = _NOT_MANAGED[kind]
-            return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, location, kind)
+            return Residency("residency", HintOutcome.APPLIED, why, span.nbytes, 0, location, kind)
         pages = page_span(tensor, self.platform.page_bytes)
         asked = span if isinstance(pages, str) else pages  # less than a page: use its own bytes
         state = self._driver.range_state(asked.pointer, asked.nbytes)
@@ -231,7 +231,9 @@ class Hints:
             if requested is None
             else "managed; the last requested location, since CUDA does not report where pages are"
         )
-        return Residency("residency", Verdict.APPLIED, why, span.nbytes, 0, requested, kind, state)
+        return Residency(
+            "residency", HintOutcome.APPLIED, why, span.nbytes, 0, requested, kind, state
+        )
 
     def _advise(self, verb: str, tensor: Tensor, home: int) -> Hint:
         target = self._target(verb, tensor)
@@ -294,25 +296,25 @@ class Hints:
         if code == CudaCode.SUCCESS:
             key = (verb, span.nbytes)
             if key not in self._applied:
-                self._applied[key] = Hint(verb, Verdict.APPLIED, nbytes=span.nbytes)
+                self._applied[key] = Hint(verb, HintOutcome.APPLIED, nbytes=span.nbytes)
             hint = self._applied[key]
         elif code == CudaCode.NOT_SUPPORTED:
             why = "the driver or cuda-bindings is too old"
-            hint = Hint(verb, Verdict.UNSUPPORTED, why, span.nbytes, code)
+            hint = Hint(verb, HintOutcome.UNSUPPORTED, why, span.nbytes, code)
         else:
-            hint = Hint(verb, Verdict.FAILED, "the driver refused it", span.nbytes, code)
+            hint = Hint(verb, HintOutcome.FAILED, "the driver refused it", span.nbytes, code)
         self._count(hint, counted)
         return hint
 
     def _unsupported(self, verb: str, reason: str) -> Hint:
-        hint = Hint(verb, Verdict.UNSUPPORTED, reason)
+        hint = Hint(verb, HintOutcome.UNSUPPORTED, reason)
         self._count(hint, "")
         return hint
 
     def _count(self, hint: Hint, counted: str) -> None:
         with self._lock:
             self._counts.verdicts[hint.verb, hint.verdict] += 1
-            if hint.verdict is Verdict.APPLIED:
+            if hint.verdict is HintOutcome.APPLIED:
                 if counted:
                     self._counts.nbytes[counted] += hint.nbytes
                 return

@@ -270,7 +270,7 @@ def share_arena(
     with exclusive_lock(base.with_name(f"{base.name}.lock"), on_wait):
         offer = base.with_name(f"{base.name}.json")
         attach_error = None
-        handle = _read_offer(offer)
+        handle = _read_handle(offer)
         # A process that asks a second time wants the present contents, not those it built before.
         if handle is not None and handle.pid != os.getpid():
             try:
@@ -341,7 +341,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _read_offer(path: Path) -> ArenaHandle | None:
+def _read_handle(path: Path) -> ArenaHandle | None:
     """Read which process shares an arena; None if the JSON file is missing or invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

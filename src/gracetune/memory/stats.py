@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from gracetune.events.types import MemoryUsed
-from gracetune.memory.hints import Verdict
+from gracetune.memory.hints import HintOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ def _accounting_stats(accounting: MemoryAccounting) -> Stats:
 
 
 def _hint_stats(hints: HintCounts) -> Stats:
-    stats: Stats = {f"uvm.hints.{verdict}": 0 for verdict in Verdict}
+    stats: Stats = {f"uvm.hints.{verdict}": 0 for verdict in HintOutcome}
     for (verb, verdict), calls in sorted(hints.verdicts.items()):
         stats[f"uvm.hints.{verdict}"] = int(stats[f"uvm.hints.{verdict}"]) + calls
         stats[f"uvm.hints.{verb}.{verdict}"] = calls

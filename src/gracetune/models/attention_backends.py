@@ -261,7 +261,7 @@ def time_attention(
     return sorted(timings, key=lambda timing: timing.seconds)
 
 
-def fastest(timings: Sequence[BackendTiming]) -> str:
+def choose_backend(timings: Sequence[BackendTiming]) -> str:
     """Return the name of the attention backend to use: torch's default, or a clearly faster one.
 
     If the default could not be timed, the others could not be compared with it, so it stays.
@@ -285,7 +285,7 @@ def drop_incapable_backends(
     default is fastest.
     """
     kept = list(timings)
-    while (name := fastest(kept)) != BASELINE:
+    while (name := choose_backend(kept)) != BASELINE:
         reasons = (why_unusable(name, call, device, stopwatch) for call in other_calls())
         reason = next(filter(None, reasons), "")
         if not reason:

@@ -15,8 +15,8 @@ the right:
 
 Two rules keep a slot from being overwritten while it is read:
 
-1. A slot is refilled only when no live tensor aliases it (`Slot.held`). By then every kernel that
-   reads the old weights (block 0) is queued on C, before `ready`.
+1. A slot is refilled only when no live tensor aliases it (`Slot.is_in_use`). By then every kernel
+   that reads the old weights (block 0) is queued on C, before `ready`.
 2. The copy waits for `ready`, and the kernels that read the new weights (block 3) wait for `done`
    (`offload/copies.py`).
 
@@ -190,7 +190,7 @@ class WeightRing:
         self._schedule = schedule
         self._in_use: int | None = None
         """Index of the block that was used last; None between passes."""
-        self._lease: SlotLease | None = None
+        self._views: SlotViews | None = None
         """Views of the slot that holds the block in use. Keeping them prevents the slot from being
         refilled."""
         self._call_depths = [0] * len(blocks)
@@ -267,7 +267,7 @@ class WeightRing:
                 "backward needs a streamed weight, but its ring is closed. Run backward before "
                 "close(), or compute the loss again."
             )
-        memory = self._use(saved.block)[saved.dtype]
+        memory = self._acquire(saved.block)[saved.dtype]
         return memory.as_strided(saved.size, saved.stride, saved.offset)
 
     def streams(self, block: nn.Module) -> bool:
@@ -347,9 +347,9 @@ class WeightRing:
     def _begin_block(self, index: int, *_: object) -> None:
         if self._call_depths[index] == 0:
             self._check_unchanged(index)
-            lease = self._use(index)
+            views = self._acquire(index)
             for weight in self._block_weights[index].weights:
-                view = weight.view(lease[weight.dtype])
+                view = weight.view(views[weight.dtype])
                 for parameters, name in weight.bindings:
                     parameters[name] = view
         self._call_depths[index] += 1
@@ -384,19 +384,19 @@ class WeightRing:
 
     def _release_block(self) -> None:
         """Drop the views of the block in use, so that its slot can hold another block."""
-        self._in_use = self._lease = None
+        self._in_use = self._views = None
 
-    def _use(self, index: int) -> SlotLease:
+    def _acquire(self, index: int) -> SlotViews:
         """Return views of a block's weights on the device, fetching them if needed.
 
         Also starts the next prefetches. Kernels that are queued after this call may read the
         weights.
         """
         if index == self._in_use:
-            assert self._lease is not None, f"block {index} is in use without a lease"
-            return self._lease
+            assert self._views is not None, f"block {index} is in use without views of its slot"
+            return self._views
         self._record_use(index)
-        self._in_use, self._lease = index, None
+        self._in_use, self._views = index, None
         slot = self._slots.find(index)
         prefetched = slot is not None
         if slot is None:
@@ -406,9 +406,9 @@ class WeightRing:
         self._on_demand += not prefetched
         assert slot.pending_copy is not None, f"block {index} has a slot but was never fetched"
         slot.pending_copy.wait(prefetched)
-        self._lease = SlotLease(slot)
+        self._views = SlotViews(slot)
         self._prefetch()
-        return self._lease
+        return self._views
 
     def _prefetch(self) -> None:
         for block, slot in prefetches(self._slots, self._ranks(), self._in_use):
@@ -457,12 +457,12 @@ class WeightRing:
 
 # Slots: the device memory of a ring
 #
-# The ring never hands out a slot's own tensor. It leases aliases, each with a storage of its own
+# The ring never hands out a slot's own tensor. It hands out aliases, each with a storage of its own
 # (through DLPack). That storage dies with the last tensor made from it, wherever that tensor went,
 # so a weak reference to it tells whether the slot may be refilled.
 
 
-MAX_LEASES = 32
+MAX_ALIASES = 32
 """Number of weak references in a slot's list at which expired ones are removed from it."""
 
 
@@ -475,30 +475,30 @@ class Slot:
     """Index of the block that is in the slot or being copied to it; None: the slot is empty."""
     pending_copy: PendingCopy | None = None
     """The last copy that filled the slot; it may still be running."""
-    _leases: list[StorageWeakRef] = field(default_factory=list)
+    _aliases: list[StorageWeakRef] = field(default_factory=list)
 
-    def lease(self) -> Tensor:
+    def new_alias(self) -> Tensor:
         """Return a tensor that shares the slot's memory but has a storage object of its own.
 
-        The slot keeps a weak reference to that storage; `held` is True while the storage lives.
+        The slot keeps a weak reference to that storage; `is_in_use` is True while it lives.
         """
-        if len(self._leases) >= MAX_LEASES:
-            self.held()
+        if len(self._aliases) >= MAX_ALIASES:
+            self.is_in_use()
         alias = dlpack.from_dlpack(dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
-        self._leases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
+        self._aliases.append(StorageWeakRef(alias.untyped_storage()))  # type: ignore[no-untyped-call]
         return alias
 
-    def held(self) -> bool:
+    def is_in_use(self) -> bool:
         """Return True while a live tensor uses the slot's memory, which forbids refilling it."""
-        self._leases = [
-            lease
-            for lease in self._leases
-            if not lease.expired()  # type: ignore[no-untyped-call]
+        self._aliases = [
+            alias
+            for alias in self._aliases
+            if not alias.expired()  # type: ignore[no-untyped-call]
         ]
-        return bool(self._leases)
+        return bool(self._aliases)
 
 
-class SlotLease(dict["torch.dtype", "Tensor"]):
+class SlotViews(dict["torch.dtype", "Tensor"]):
     """Views of a slot's memory by dtype, created on first access.
 
     While they live, the slot is not refilled. The views are ordinary tensors even if sampling
@@ -508,7 +508,7 @@ class SlotLease(dict["torch.dtype", "Tensor"]):
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         with torch.inference_mode(False):
-            self._memory = slot.lease()
+            self._memory = slot.new_alias()
 
     def __missing__(self, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
@@ -554,7 +554,7 @@ class SlotPool:
 
     def evict(self, slot: Slot) -> None:
         """Mark a slot as empty, because it is about to be overwritten."""
-        assert not slot.held(), f"block {slot.block} is still in use and would be overwritten"
+        assert not slot.is_in_use(), f"block {slot.block} is still in use and would be overwritten"
         if slot.block is not None:
             del self._by_block[slot.block]
             slot.block = None
@@ -586,7 +586,7 @@ class SlotPool:
     def trim(self) -> None:
         """Free the slots beyond the requested number, except those that live tensors still use."""
         for slot in self._slots[self.count :]:
-            if not slot.held():
+            if not slot.is_in_use():
                 self.evict(slot)
                 del self._by_address[slot.memory.data_ptr()]
                 self._slots.remove(slot)
@@ -615,7 +615,7 @@ class SlotState(Protocol):
     block: int | None
     """Index of the block that the slot holds; None: the slot is empty."""
 
-    def held(self) -> bool:
+    def is_in_use(self) -> bool:
         """Return True while a live tensor uses the slot's memory, which forbids overwriting it."""
         ...
 
@@ -638,7 +638,7 @@ def slot_to_refill(
         if slot.block is None:
             return slot
         slot_rank = ranks.get(slot.block, len(ranks))
-        if slot_rank > best_rank and slot.block != in_use and not slot.held():
+        if slot_rank > best_rank and slot.block != in_use and not slot.is_in_use():
             best, best_rank = slot, slot_rank
     return best
 

@@ -53,12 +53,12 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        lent: list[_LentParameter] = []
+        lent: list[_StepParameter] = []
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner_group.update(
                 {key: value for key, value in group.items() if key not in GROUP_KEYS_NOT_SHARED}
             )
-            lent_from_group = [self._lend(p) for p in group["params"] if p.grad is not None]
+            lent_from_group = [self._prepare(p) for p in group["params"] if p.grad is not None]
             inner_group["params"] = [one.stand_in for one in lent_from_group]
             lent += lent_from_group
         self._inner.step()
@@ -68,7 +68,7 @@ class MasterWeights(Optimizer):
             inner_group["params"] = []  # between steps only the state may refer to the masters
         return loss
 
-    def _lend(self, p: Parameter) -> _LentParameter:
+    def _prepare(self, p: Parameter) -> _StepParameter:
         """Prepare a parameter for a step of the wrapped optimizer, and move its state there.
 
         For a bf16 parameter, the optimizer gets its fp32 master weight instead.
@@ -83,9 +83,9 @@ class MasterWeights(Optimizer):
             stand_in.grad = p.grad.float()
         if state:  # otherwise the inner optimizer creates it
             self._inner.state[stand_in] = state
-        return _LentParameter(p, stand_in, master)
+        return _StepParameter(p, stand_in, master)
 
-    def _take_back(self, lent: _LentParameter) -> None:
+    def _take_back(self, lent: _StepParameter) -> None:
         state = dict(self._inner.state.pop(lent.stand_in, {}))
         if lent.master is not None:
             state[MASTER] = lent.master
@@ -110,7 +110,7 @@ class MasterWeights(Optimizer):
                     self.state[p][key] = value.to(p.device)
 
 
-class _LentParameter(NamedTuple):
+class _StepParameter(NamedTuple):
     parameter: Parameter
     stand_in: Parameter
     """The parameter that the wrapped optimizer updates in place of `parameter`: its fp32 master

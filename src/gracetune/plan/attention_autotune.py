@@ -28,9 +28,9 @@ from gracetune.events.types import Notice
 from gracetune.models.attention_backends import (
     BACKENDS,
     AttentionRecorder,
+    choose_backend,
     dispatched_processors,
     drop_incapable_backends,
-    fastest,
     find_backend,
     stopwatch_for,
     switch_backend,
@@ -92,7 +92,7 @@ def autotune_attention(
         timings = drop_incapable_backends(timings, other_calls, device, stopwatch)
         measured = "; ".join(f"{count} x {call}" for call, count in calls)
         log.info("attention backends were timed on %s", measured)
-        return fastest(timings), describe_choice(timings)
+        return choose_backend(timings), describe_choice(timings)
 
     pick_attention(family, accelerator, batches, folder / CHOICE_FILE, environment, choose, emit)
 
@@ -199,7 +199,7 @@ def describe_choice(timings: Sequence[BackendTiming]) -> str:
     """Return a text for the log: the fastest backend, all times, and why others were left out."""
     timed = [timing for timing in timings if isfinite(timing.seconds)]
     times = ", ".join(f"{timing.name} {timing.seconds * 1e3:.2f} ms" for timing in timed)
-    text = f"attention: {fastest(timings)} (fastest of {len(timed)}: {times})"
+    text = f"attention: {choose_backend(timings)} (fastest of {len(timed)}: {times})"
     left_out = [timing for timing in timings if not isfinite(timing.seconds)]
     if not left_out:
         return text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import ActivationMode, BlockPlan, FrozenCompute
-    from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace
+    from gracetune.plan.shapes import BlockTraces, ModelTraces, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class CostModel:
 
     def __init__(
         self,
-        shapes: ModelShapes,
+        shapes: ModelTraces,
         rates: EffectiveRates,
         frozen_compute: FrozenCompute = "bf16",
         stored_share: float = 1.0,
@@ -254,7 +254,7 @@ class CostModel:
             * sum(block.num_trained for block in shapes.blocks),
         )
 
-    def _block_costs(self, kind: BlockShapes, scale: float) -> BlockCosts:
+    def _block_costs(self, kind: BlockTraces, scale: float) -> BlockCosts:
         extra = fp8_extra_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
         return BlockCosts(
             frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + extra,
@@ -265,7 +265,7 @@ class CostModel:
             gradients_nbytes=kind.gradients_nbytes,
         )
 
-    def _costs_by_mode(self, kind: BlockShapes, scale: float, compiled: bool) -> CostsByMode:
+    def _costs_by_mode(self, kind: BlockTraces, scale: float, compiled: bool) -> CostsByMode:
         traces = kind.compiled if compiled else kind.eager
         if self.frozen_compute == "fp8":
             traces = with_fp8_overhead(traces, compiled)

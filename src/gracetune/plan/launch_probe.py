@@ -194,8 +194,8 @@ class LaunchProbe:
         self._synchronize, self._clock = synchronize, clock
         _start_autograd_thread(device)
         bare, fused = (functools.partial(make_model, has_adapter) for has_adapter in (False, True))
-        self._bare, self._fused = _ProbePass(bare, device), _ProbePass(fused, device)
-        self._policy = _ProbePass(fused, device, has_policy=True)
+        self._bare, self._fused = _ProbeStep(bare, device), _ProbeStep(fused, device)
+        self._policy = _ProbeStep(fused, device, has_policy=True)
         self._bare_calls, self._fused_calls = self._bare.count(), self._fused.count()
 
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
@@ -247,7 +247,7 @@ def _trimmed_mean(times: list[HostSeconds]) -> HostSeconds:
     return HostSeconds(*(fmean(sorted(part)[:counted]) for part in zip(*times, strict=True)))
 
 
-class _ProbePass:
+class _ProbeStep:
     """Runs training steps of a probe model, a small model that measures launch overhead."""
 
     def __init__(
@@ -291,7 +291,7 @@ class _ProbePass:
         `policy_calls` of forward is the number of operators inside blocks.
         """
         kernels = nullcontext() if self._device.type == "cpu" else CudaKernels()
-        return _ProbePass(self._make, torch.device("cpu"))._count_under(kernels)
+        return _ProbeStep(self._make, torch.device("cpu"))._count_under(kernels)
 
     def _count_under(self, kernels: AbstractContextManager[object]) -> tuple[HostCalls, HostCalls]:
         recorder = KernelRecorder(self._model.parameters(), self._batch.values())

@@ -41,7 +41,7 @@ class FixedMemory:
 
     optimizer_nbytes: int
     """Bytes of optimizer state, for all transformers of the model together."""
-    experts: int = 1
+    num_transformers: int = 1
     """Number of equally large transformers in the model: 2 for Wan 2.2 (high noise and low noise).
     A step uses one of them; all get the same plan."""
     device_caches_nbytes: int = 0
@@ -91,7 +91,7 @@ class _Moment:
 
 def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
     """Return the device memory in bytes at its peak, by use: weights, activations, caches etc."""
-    peak = max(_moments(costs, candidate, fixed.experts), key=lambda moment: moment.total)
+    peak = max(_moments(costs, candidate, fixed.num_transformers), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -99,8 +99,8 @@ def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
     )
     slots = candidate.slots * costs.slot_nbytes if candidate.streamed else 0
     return Bytes(
-        weights=fixed.experts * (costs.outside_frozen_nbytes + resident) + slots,
-        adapters=fixed.experts * (costs.trained_nbytes + costs.cast_copies_nbytes)
+        weights=fixed.num_transformers * (costs.outside_frozen_nbytes + resident) + slots,
+        adapters=fixed.num_transformers * (costs.trained_nbytes + costs.cast_copies_nbytes)
         + fixed.averages_nbytes,
         gradients=peak.gradients,
         optimizer=_state_on_device(candidate.host_state, fixed),
@@ -121,7 +121,7 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
     )
     streamed = sum(costs.blocks[index].frozen_nbytes for index in candidate.streamed)
     return Bytes(
-        weights=fixed.experts * streamed + fixed.host_weights_nbytes,
+        weights=fixed.num_transformers * streamed + fixed.host_weights_nbytes,
         optimizer=int(candidate.host_state * fixed.optimizer_nbytes),
         activations=offloaded,
         caches=fixed.host_caches_nbytes,

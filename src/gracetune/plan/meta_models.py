@@ -36,7 +36,7 @@ class MetaModel:
     name: str
     model: nn.Module
     shapes: PlannerShapes
-    experts: int
+    num_transformers: int
     encoded: EncodedShape
     """Shapes of one sample's latents and text embeddings."""
     dtype: torch.dtype
@@ -99,7 +99,7 @@ def build_meta_model(
         name=section.family,
         model=model,
         shapes=shapes,
-        experts=experts,
+        num_transformers=experts,
         encoded=shapes.encoded_shape(cast("Any", model).config, sample),
         dtype=dtype,
         source=source,

@@ -143,7 +143,7 @@ def build_problem(
         model,
         FixedMemory(
             optimizer_nbytes=int(trained * each),
-            experts=len(transformers),
+            num_transformers=len(transformers),
             library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
             averages_nbytes=4 * trained if run.train.ema_decay else 0,
             state_slots_nbytes=StateOffloadSettings().slots_nbytes(counts, each),

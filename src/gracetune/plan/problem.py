@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute, Plan
     from gracetune.plan.search import PlanBudget, SearchResult
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
 
 
 COMPILE_SECONDS = 90.0
@@ -280,15 +280,15 @@ def fixed_memory_of(
     budget_gb = cache.device_budget_gb
     texts = sys.maxsize if samples is None else samples * text
     fixed = FixedMemory(
-        optimizer_nbytes=model.experts * trained.state_nbytes,
-        experts=model.experts,
+        optimizer_nbytes=model.num_transformers * trained.state_nbytes,
+        num_transformers=model.num_transformers,
         device_caches_nbytes=0 if budget_gb is None else min(texts, int(budget_gb * GIB)),
         text_nbytes=texts,
         text_part=HOT_TEXT_PART if budget_gb is None else 0,
         host_caches_nbytes=_host_caches_nbytes(cache, latents, text, samples),
         library_nbytes=int(FITTED_CONSTANTS["library_nbytes"].value),
         state_slots_nbytes=trained.state_slots_nbytes,
-        averages_nbytes=model.experts * trained.nbytes if run.train.ema_decay else 0,
+        averages_nbytes=model.num_transformers * trained.nbytes if run.train.ema_decay else 0,
     )
     return fixed.for_budget(device_nbytes)
 
@@ -323,14 +323,14 @@ class MemoryRow:
 
 
 def memory_table(
-    model: MetaModel, shapes: ModelShapes, trained: TrainedSize, samples: int
+    model: MetaModel, shapes: ModelTraces, trained: TrainedSize, samples: int
 ) -> Iterator[MemoryRow]:
     """Yield the rows of a table of a run's memory: data, weights, optimizer and activations.
 
     Data is for a dataset of `samples` samples, activations are for one sample.
     """
     latents, text = cached_sample_nbytes(model)
-    experts = model.experts
+    experts = model.num_transformers
     both = " of both experts" if experts == 2 else ""
     yield MemoryRow(f"latents of {samples} samples", samples * latents)
     yield MemoryRow(

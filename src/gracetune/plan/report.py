@@ -69,7 +69,7 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
     yield from (f"  - {reason}" for reason in reasons(result, heading.budget))
     if result.others:
         yield ""
-        yield f"next best of {result.num_tried} candidates{_close(result)}:"
+        yield f"next best of {result.num_tried} candidates{_tie_note(result)}:"
         yield from (f"  {describe_speed(other)}: {describe(other)}" for other in result.others)
 
 
@@ -202,7 +202,7 @@ def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, 
     }
 
 
-def _close(result: SearchResult) -> str:
+def _tie_note(result: SearchResult) -> str:
     """Return why the chosen plan is not the fastest, if another is slightly faster, else ''."""
     if result.others[0].samples_per_second <= result.best.samples_per_second:
         return ""

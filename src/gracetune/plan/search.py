@@ -222,7 +222,7 @@ def predict(
 ) -> Plan:
     """Return the candidate's decisions as a plan with predicted memory and time."""
     costs = model.at(candidate.batch)
-    state_nbytes = fixed.optimizer_nbytes // fixed.experts
+    state_nbytes = fixed.optimizer_nbytes // fixed.num_transformers
     return Plan(
         blocks=candidate.blocks,
         batch=candidate.batch,

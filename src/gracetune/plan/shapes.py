@@ -172,7 +172,7 @@ def plain_checkpointing_trace(keep: Trace, input_nbytes: int) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockShapes:
+class BlockTraces:
     """Sizes, kernels and memory of one kind of block; most models have one or two kinds."""
 
     frozen_nbytes: int
@@ -194,12 +194,12 @@ class BlockShapes:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShapes:
+class ModelTraces:
     """Sizes, kernels and memory of a whole model at one batch size."""
 
     name: str
     batch: int
-    kinds: tuple[BlockShapes, ...]
+    kinds: tuple[BlockTraces, ...]
     order: tuple[int, ...]
     """The kind of each block (an index into `kinds`), in forward order."""
     outside: Trace
@@ -210,7 +210,7 @@ class ModelShapes:
     """Bytes of a batch: latents, text, timesteps."""
 
     @property
-    def blocks(self) -> tuple[BlockShapes, ...]:
+    def blocks(self) -> tuple[BlockTraces, ...]:
         """The sizes and traces of every block, in forward order."""
         return tuple(self.kinds[kind] for kind in self.order)
 

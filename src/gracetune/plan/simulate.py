@@ -103,7 +103,7 @@ def predict_seconds(
     It includes the micro-batch's share of the optimizer step.
     """
     for num_steps in (NUM_STEPS, MORE_STEPS):
-        script = _StepScript(costs, candidate, rates, optimizer_nbytes, num_steps)
+        script = _StepTasks(costs, candidate, rates, optimizer_nbytes, num_steps)
         for _ in range(num_steps):
             script.write_step()
         times = simulate(script.tasks, rates.both_ways_share)
@@ -316,7 +316,7 @@ def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pas
 
 
 @dataclass
-class _StepScript:
+class _StepTasks:
     """Builds the list of tasks to simulate for a candidate plan's steps, in queueing order."""
 
     costs: ModelCosts
@@ -523,7 +523,7 @@ class _SimulatedSlot:
 
     block: int | None = None
 
-    def held(self) -> bool:
+    def is_in_use(self) -> bool:
         """Return False: in the simulation no tensor outlives its block."""
         return False
 

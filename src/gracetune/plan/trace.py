@@ -1,4 +1,4 @@
-"""Trace one training step of a model on fake tensors and return its `ModelShapes`.
+"""Trace one training step of a model on fake tensors and return its `ModelTraces`.
 
 1. A forward pass of the whole model records the inputs of each block (`record_block_calls`).
 2. Blocks with equal weights and inputs are one kind. One block of each kind is traced: eagerly by
@@ -31,7 +31,7 @@ from gracetune.plan.kernels import (
     tensors_of,
     touched_nbytes,
 )
-from gracetune.plan.shapes import BlockShapes, ModelShapes, Trace, TracesByMode, recomputed_trace
+from gracetune.plan.shapes import BlockTraces, ModelTraces, Trace, TracesByMode, recomputed_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -88,7 +88,7 @@ class CalledModel(nn.Module):
         return self._predict(self.model, batch)
 
 
-def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
+def trace_model(target: TraceTarget, batch: int) -> ModelTraces:
     """Trace a training step of a model at this batch size; return its kernels, sizes and memory."""
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
@@ -96,7 +96,7 @@ def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
         fakes = fake_weights(target.model, target.compute_dtype)
         calls = record_block_calls(target, fakes, batch)
         groups: dict[object, int] = {}
-        kinds: list[BlockShapes] = []
+        kinds: list[BlockTraces] = []
         order = []
         for block, call in zip(target.blocks, calls, strict=True):
             key = block_signature(block, call.leaves), call.hidden
@@ -109,7 +109,7 @@ def trace_model(target: TraceTarget, batch: int) -> ModelShapes:
     inside = {id(p) for block in target.blocks for p in block.parameters()}
     rest = [p for p in target.model.parameters() if id(p) not in inside]
     buffers = list(target.model.buffers())
-    return ModelShapes(
+    return ModelTraces(
         name=target.name,
         batch=batch,
         kinds=tuple(kinds),
@@ -139,13 +139,13 @@ def _fresh(call: TracedCall) -> list[Any]:
     return leaves
 
 
-def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -> BlockShapes:
+def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -> BlockTraces:
     parameters = list(block.parameters())
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
     input_nbytes = sum(touched_nbytes(leaf) for leaf in call.hidden_states)
     partition_for = _compiled(block, fakes, call)
-    return BlockShapes(
+    return BlockTraces(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(trained),
         input_nbytes=input_nbytes,

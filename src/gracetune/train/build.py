@@ -258,7 +258,7 @@ def build_session(
             family,
             accelerator,
             one_batch_per_bucket(run, pipeline, held_out),
-            attention_shapes(run, family, pipeline, accelerator.mixed_precision),
+            attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
             folder,
             emit,
         )
@@ -505,7 +505,9 @@ def one_batch_per_bucket(
     return [*by_size, *(partial(_identity, batch) for batch in by_shape.values())]
 
 
-def attention_shapes(run: RunFile, family: Family, pipeline: DataPipeline, precision: str) -> str:
+def attention_shapes_key(
+    run: RunFile, family: Family, pipeline: DataPipeline, precision: str
+) -> str:
     """Return a text with model, precision, batch size and buckets: all that sets attention shapes.
 
     It is stored with the attention backend that was fastest. If it changes, the backends are timed

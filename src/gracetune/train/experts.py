@@ -65,7 +65,7 @@ class ExpertSchedule:
     windows: Mapping[Expert, TimestepWindow]
     """The range of timesteps of each trained transformer, `high` or `low` noise."""
 
-    def turn_at(self, step: int) -> ExpertTurn:
+    def expert_at(self, step: int) -> ExpertTurn:
         """Return the transformer and timesteps for the step that follows `step` completed steps.
 
         A turn is `steps_per_turn` steps. High-noise turns are spread evenly, as in Bresenham's

@@ -119,7 +119,7 @@ def train_step(
     accelerator, train = state.accelerator, state.run.train
     turn = SINGLE_TRANSFORMER
     if state.expert_schedule is not None:
-        turn = state.expert_schedule.turn_at(progress.step)
+        turn = state.expert_schedule.expert_at(progress.step)
 
     totals = torch.zeros(2, device=accelerator.device)  # sum of losses, number of samples
     done = 0

@@ -4,12 +4,12 @@ import pytest
 
 from gracetune.cache.augmentation_epochs import (
     AugmentationEpochFolder,
-    AugmentationEpochs,
     EncodingStopped,
+    EpochCaches,
     augmentation_epoch,
     augmentation_mode,
     check_variants,
-    read_marks,
+    rank_mark_files,
     unread_epochs,
 )
 from gracetune.cache.encode import Ranks
@@ -106,7 +106,7 @@ class FailingEncoder(FakeEncoder):
 
 def test_the_next_epoch_is_encoded_while_the_current_one_is_read():
     first, encoder = DictStore(), FakeEncoder(waits=True)
-    epochs = AugmentationEpochs(first, encoder, fail_on_notice)
+    epochs = EpochCaches(first, encoder, fail_on_notice)
     assert epochs.store_for(0) is first
     assert epochs.store_for(0) is first
     while not encoder.started:
@@ -124,7 +124,7 @@ def test_the_next_epoch_is_encoded_while_the_current_one_is_read():
 
 def test_a_restart_encodes_the_epoch_it_needs_first():
     encoder = FakeEncoder()
-    epochs = AugmentationEpochs(DictStore(), encoder, fail_on_notice)
+    epochs = EpochCaches(DictStore(), encoder, fail_on_notice)
     assert epochs.store_for(5).get("number") == 5
     epochs.close()
     assert encoder.started[0] == 5
@@ -142,7 +142,7 @@ def test_returning_to_an_epoch_stops_encoding_another():
     def threads():
         return {thread.name for thread in threading.enumerate() if "augment" in thread.name}
 
-    epochs = AugmentationEpochs(DictStore(), SlowFromTwo(), fail_on_notice)
+    epochs = EpochCaches(DictStore(), SlowFromTwo(), fail_on_notice)
     for epoch in (0, 1, 0):
         epochs.store_for(epoch)
     assert "gracetune-augment-2" not in threads()
@@ -153,7 +153,7 @@ def test_returning_to_an_epoch_stops_encoding_another():
 
 def test_closing_stops_encoding_and_it_can_be_started_again():
     encoder = FakeEncoder(waits=True)
-    epochs = AugmentationEpochs(DictStore(), encoder, fail_on_notice)
+    epochs = EpochCaches(DictStore(), encoder, fail_on_notice)
     epochs.store_for(0)
     epochs.close()
     epochs.close()
@@ -167,7 +167,7 @@ def test_closing_stops_encoding_and_it_can_be_started_again():
     ("error", "raised"), [(DataError("no"), DataError), (ValueError("odd"), RunFailedError)]
 )
 def test_an_error_in_the_background_is_raised_when_its_epoch_is_needed(error, raised, recorder):
-    epochs = AugmentationEpochs(DictStore(), FailingEncoder(error), recorder)
+    epochs = EpochCaches(DictStore(), FailingEncoder(error), recorder)
     epochs.store_for(0)
     with pytest.raises(raised, match=str(error)):
         epochs.store_for(1)
@@ -176,7 +176,7 @@ def test_an_error_in_the_background_is_raised_when_its_epoch_is_needed(error, ra
 
 
 def test_an_error_in_the_background_is_reported_if_its_epoch_is_never_needed(recorder):
-    epochs = AugmentationEpochs(DictStore(), FailingEncoder(ValueError("odd")), recorder)
+    epochs = EpochCaches(DictStore(), FailingEncoder(ValueError("odd")), recorder)
     epochs.store_for(0)
     epochs.close()
     (text,) = recorder.texts()
@@ -207,7 +207,7 @@ def test_an_epoch_is_deleted_when_no_rank_reads_it(tmp_path):
 
 def test_stores_of_past_epochs_are_closed_but_not_the_first_one():
     first, encoder = ClosableStore(), FakeEncoder()
-    epochs = AugmentationEpochs(first, encoder, fail_on_notice)
+    epochs = EpochCaches(first, encoder, fail_on_notice)
     assert epochs.current_store(0) is None
     epochs.store_for(0)
     assert epochs.current_store(0) is first
@@ -225,7 +225,7 @@ def test_epochs_without_a_mark_are_unread(tmp_path):
         (tmp_path / f"generation-{epoch}").mkdir()
     for rank, epoch in ((0, 3), (1, 4)):
         (tmp_path / f"rank-{rank}-reads").write_text(str(epoch))
-    names = [path.name for path in unread_epochs(tmp_path, read_marks(tmp_path))]
+    names = [path.name for path in unread_epochs(tmp_path, rank_mark_files(tmp_path))]
     assert names == ["generation-0", "generation-12"]
     assert len(unread_epochs(tmp_path, [])) == 5
-    assert unread_epochs(tmp_path / "absent", read_marks(tmp_path / "absent")) == []
+    assert unread_epochs(tmp_path / "absent", rank_mark_files(tmp_path / "absent")) == []

@@ -53,7 +53,7 @@ def test_a_lost_index_is_rebuilt_from_sealed_and_open_shards(
         (text,) = recorder.texts()
         assert "31 entries" in text
         with store.index() as index:
-            (row,) = index.rows_made_of("caption", "a cat")
+            (row,) = index.rows_with_component("caption", "a cat")
         assert row.about == key.components
         fill(store, [99], words)
         assert verify(store, recorder).is_clean

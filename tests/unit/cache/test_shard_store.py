@@ -306,7 +306,7 @@ def test_cached_views_are_limited(tmp_path):
 def test_the_components_of_a_key_are_stored(store):
     key = text_key("a cat", "encoder 1")
     store.put(key, entry(1))
-    (row,) = query_index(store, lambda index: index.rows_made_of("caption", "a cat"))
+    (row,) = query_index(store, lambda index: index.rows_with_component("caption", "a cat"))
     assert row.about == {"kind": "text", "caption": "a cat", "encoder": "encoder 1", "schema": "1"}
     assert row.key == key
 

@@ -235,7 +235,7 @@ def test_full_training_has_optimizer_state_for_every_weight(
     shape = build_meta_model(
         run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2}
     )
-    trained = plan._make_trainable(run, shape)
+    trained = plan._trained_size(run, shape)
     count = sum(p.numel() for p in shape.model.parameters())
     assert all(p.requires_grad for p in shape.model.parameters())
     found = trained.nbytes / count, trained.state_nbytes / count

@@ -1,6 +1,6 @@
 import pytest
 
-from gracetune.config.checks import check_trainable, find_remarks, find_violations
+from gracetune.config.checks import check_run, find_remarks, find_violations
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
@@ -150,15 +150,15 @@ def test_unused_cache_settings_are_reported():
 
 def test_training_needs_a_data_set_with_a_folder():
     with pytest.raises(ConfigError, match="datasets is empty"):
-        check_trainable(RunFile())
+        check_run(RunFile())
     with pytest.raises(ConfigError, match=r"datasets\.1\.instance_data_dir is missing.*'b'"):
-        check_trainable(run(datasets=({"id": "a", "instance_data_dir": "x"}, {"id": "b"})))
-    check_trainable(run(datasets=({"instance_data_dir": "x"},)))
+        check_run(run(datasets=({"id": "a", "instance_data_dir": "x"}, {"id": "b"})))
+    check_run(run(datasets=({"instance_data_dir": "x"},)))
 
 
 def test_all_missing_settings_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_trainable(run(adapter={"targets": ()}))
+        check_run(run(adapter={"targets": ()}))
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "adapter.targets",
         "datasets",

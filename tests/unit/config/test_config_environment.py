@@ -29,18 +29,18 @@ def test_our_allocator_settings_are_separated_from_torchs():
         "max_split_size_mb:64, use_uvm : True ,roundup_power2_divisions:[256:1,>:8],"
         "uvm_stage1_threshold:0.1,uvm_stage1_min_bytes:1GiB,"
     )
-    assert conf.ours == {
+    assert conf.gracetune_keys == {
         "use_uvm": "True",
         "uvm_stage1_threshold": "0.1",
         "uvm_stage1_min_bytes": "1GiB",
     }
-    assert conf.theirs == "max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"
+    assert conf.torch_keys == "max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"
     assert conf.unknown == ()
 
 
 def test_settings_unknown_to_torch_are_kept_and_reported():
     conf = split_alloc_conf("brand_new:1,backend:native")
-    assert conf.theirs == "brand_new:1,backend:native"
+    assert conf.torch_keys == "brand_new:1,backend:native"
     assert conf.unknown == ("brand_new",)
     assert "brand_new" in environment_settings({"PYTORCH_ALLOC_CONF": "brand_new:1"}).notices[0]
 
@@ -71,7 +71,7 @@ def test_any_text_gives_settings_or_a_config_error(text):
         conf = split_alloc_conf(text)
     except ConfigError:
         return
-    assert split_alloc_conf(conf.theirs).theirs == conf.theirs
+    assert split_alloc_conf(conf.torch_keys).torch_keys == conf.torch_keys
 
 
 def test_claiming_leaves_only_torchs_settings_in_its_variables():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from gracetune.cli.examples import first_comment
-from gracetune.config.checks import check_trainable
+from gracetune.config.checks import check_run
 from gracetune.config.load import load_run_file
 from gracetune.data.buckets import audio_lengths, frame_counts
 from gracetune.models.registry import FAMILIES
@@ -26,7 +26,7 @@ def test_the_guides_files_exist():
 
 @pytest.mark.parametrize("file", GUIDE_FILES, ids=lambda file: file.name)
 def test_a_guides_file_can_be_trained(file):
-    check_trainable(load_run_file(file, environment={}).run)
+    check_run(load_run_file(file, environment={}).run)
 
 
 def test_the_minimal_run_is_small_and_generates_its_data():
@@ -71,7 +71,7 @@ def test_every_family_has_an_example():
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 def test_an_example_loads_and_states_its_purpose(file):
     run = load_run_file(file, environment={}).run
-    check_trainable(run)
+    check_run(run)
     assert first_comment(file.read_text())
     assert run.output_dir == f"runs/{file.stem}"
     for data in run.datasets:

@@ -39,7 +39,7 @@ class DictSource:
         return "a dict"
 
 
-def _choose(source: DictSource, compression: str | None = "auto") -> codecs.Packing:
+def _choose(source: DictSource, compression: str | None = "auto") -> codecs.CompressionPlan:
     keys = source.keys()
     return choose_packing(source, keys, [source.nbytes(key) for key in keys], compression, 2)
 

@@ -18,10 +18,10 @@ from gracetune.data.shapes import (
     ShapeSpec,
     ShapesSource,
     draw,
-    drawn,
     held_out,
     open_shapes,
     stencil,
+    training_combinations,
 )
 from gracetune.errors import ConfigError, DataError
 from gracetune.events.types import Event, Notice
@@ -38,9 +38,9 @@ def _open(path: Path, section: ShapesSection = SMALL) -> ShapesSource:
 
 def test_the_held_out_third_and_the_rest_contain_every_word() -> None:
     assert len(held_out()) == 32
-    assert len(drawn()) == 64
-    assert not set(held_out()) & set(drawn())
-    for part in (held_out(), drawn()):
+    assert len(training_combinations()) == 64
+    assert not set(held_out()) & set(training_combinations())
+    for part in (held_out(), training_combinations()):
         assert {figure.colour for figure in part} == set(COLOURS)
         assert {figure.shape for figure in part} == set(SHAPES)
         assert {figure.background for figure in part} == set(BACKGROUNDS)
@@ -48,10 +48,10 @@ def test_the_held_out_third_and_the_rest_contain_every_word() -> None:
 
 
 def test_the_star_concept_has_every_colour_and_background_and_a_held_out_third() -> None:
-    assert (len(held_out("star")), len(drawn("star"))) == (8, 16)
-    assert {figure.shape for figure in drawn("star")} == {"star"}
-    assert {figure.colour for figure in drawn("star")} == set(COLOURS)
-    assert {figure.background for figure in drawn("star")} == set(BACKGROUNDS)
+    assert (len(held_out("star")), len(training_combinations("star"))) == (8, 16)
+    assert {figure.shape for figure in training_combinations("star")} == {"star"}
+    assert {figure.colour for figure in training_combinations("star")} == set(COLOURS)
+    assert {figure.background for figure in training_combinations("star")} == set(BACKGROUNDS)
 
 
 def test_captions_are_english() -> None:

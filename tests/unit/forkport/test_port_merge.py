@@ -340,4 +340,4 @@ def test_sha256_repositories_work(tmp_path, module):
     [plan] = make_plan(repo.git, manifest, folder, "upstream")
     assert plan.verdict == "applies"
     entries = {file.path: file.entry for file in plan.files}
-    assert "b.txt" not in repo.git.list_tree(repo.git.write_tree_with("upstream", entries))
+    assert "b.txt" not in repo.git.list_tree(repo.git.write_changed_tree("upstream", entries))

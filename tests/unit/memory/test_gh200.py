@@ -18,7 +18,7 @@ from gracetune.config.environment import environment_settings
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.driver import HOST
-from gracetune.memory.hints import Verdict
+from gracetune.memory.hints import HintOutcome
 from gracetune.memory.platform import Link, Machine
 from gracetune.memory.pool import PoolUnavailable
 from gracetune.memory.session import MemorySession
@@ -82,7 +82,7 @@ def test_the_override_takes_effect_at_once() -> None:
         lambda notice: None,
     )
     tensor = machine.tensor(MIB)
-    assert memory.hints.prefer_cpu_residency(tensor).verdict is Verdict.UNSUPPORTED
+    assert memory.hints.prefer_cpu_residency(tensor).verdict is HintOutcome.UNSUPPORTED
     memory.hints_override = True
     assert memory.hints.prefer_cpu_residency(tensor)
     assert memory.hints.residency(tensor).location == HOST
@@ -167,7 +167,7 @@ class TestThisMachine:
             gh200.set_uvm_hint_override(wanted)
             hint = FREE_FUNCTIONS[verb](torch.zeros(MIB))
             assert hint.verb == verb
-            assert hint.verdict in Verdict
+            assert hint.verdict in HintOutcome
             assert hint or hint.reason
 
     def test_optimize_batch_for_gh200_reports_one_hint_per_tensor(self) -> None:

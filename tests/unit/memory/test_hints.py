@@ -9,7 +9,7 @@ import torch
 from platforms import simulated_machine, tensor_at
 
 from gracetune.memory.driver import HOST, PointerKind
-from gracetune.memory.hints import Hint, Hints, Verdict, dense_nbytes, page_span
+from gracetune.memory.hints import Hint, HintOutcome, Hints, dense_nbytes, page_span
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.units import KIB, MIB
 
@@ -29,8 +29,8 @@ def test_every_hint_has_a_verdict_on_every_platform(link: Link, verb: str) -> No
     for tensor in tensors:
         hint = getattr(hints, verb)(tensor)
         assert hint.verb == verb
-        assert hint.verdict in Verdict
-        assert bool(hint) == (hint.verdict is Verdict.APPLIED)
+        assert hint.verdict in HintOutcome
+        assert bool(hint) == (hint.verdict is HintOutcome.APPLIED)
         assert hint or hint.reason, f"{verb} on {link} is {hint.verdict} without a reason"
     assert sum(hints.counts().verdicts.values()) == len(tensors)
 
@@ -43,7 +43,7 @@ def test_hints_reach_managed_memory(link: Link) -> None:
     assert hints.residency(tensor).location is None
 
     assert hints.prefer_cpu_residency(tensor) == Hint(
-        "prefer_cpu_residency", Verdict.APPLIED, nbytes=MIB
+        "prefer_cpu_residency", HintOutcome.APPLIED, nbytes=MIB
     )
     state = machine.gpu.range_state(tensor.data_ptr(), MIB)
     assert (state.preferred, state.accessed_by) == (HOST, (0,))
@@ -81,14 +81,14 @@ def test_prefetch_moves_to_the_given_location(device: object, location: int) -> 
 def test_an_invalid_location_is_refused(place: str) -> None:
     machine = simulated_machine(Link.MANAGED)
     hint = machine.hints().prefetch_to_device(machine.tensor(MIB), place)
-    assert hint.verdict is Verdict.UNSUPPORTED
+    assert hint.verdict is HintOutcome.UNSUPPORTED
     assert place in hint.reason
 
 
 def test_a_missing_device_fails_with_the_drivers_code() -> None:
     machine = simulated_machine(Link.MANAGED)
     hint = machine.hints().prefetch_to_device(machine.tensor(MIB), 7)
-    assert (hint.verdict, hint.code) == (Verdict.FAILED, 101)
+    assert (hint.verdict, hint.code) == (HintOutcome.FAILED, 101)
 
 
 @pytest.mark.parametrize(("verb", "broken"), [("prefetch_to_device", "prefetch"), *[
@@ -97,14 +97,14 @@ def test_a_missing_device_fails_with_the_drivers_code() -> None:
 def test_a_driver_error_is_a_failed_hint_with_its_code(verb: str, broken: str) -> None:
     machine = simulated_machine(Link.MANAGED, failing={broken: 719})
     hint = getattr(machine.hints(), verb)(machine.tensor(MIB))
-    assert (hint.verdict, hint.code, hint.nbytes) == (Verdict.FAILED, 719, MIB)
+    assert (hint.verdict, hint.code, hint.nbytes) == (HintOutcome.FAILED, 719, MIB)
     assert not hint
 
 
 def test_a_call_that_the_driver_lacks_is_unsupported() -> None:
     machine = simulated_machine(Link.MANAGED, failing={"discard": 801})
     hint = machine.hints().discard(machine.tensor(MIB))
-    assert (hint.verdict, hint.code) == (Verdict.UNSUPPORTED, 801)
+    assert (hint.verdict, hint.code) == (HintOutcome.UNSUPPORTED, 801)
     assert "too old" in hint.reason
 
 
@@ -119,7 +119,7 @@ def test_memory_that_is_not_managed_never_reaches_the_driver(
     tensor = machine.tensor(MIB, kind)
     for verb in VERBS:
         hint = getattr(hints, verb)(tensor)
-        assert hint.verdict is Verdict.UNSUPPORTED
+        assert hint.verdict is HintOutcome.UNSUPPORTED
         assert word in hint.reason
     assert hints.residency(tensor).location == location
 
@@ -160,7 +160,7 @@ def test_disabled_hints_do_not_reach_the_driver() -> None:
     tensor = machine.tensor(MIB)
     for verb in VERBS:
         hint = getattr(hints, verb)(tensor)
-        assert hint.verdict is Verdict.UNSUPPORTED
+        assert hint.verdict is HintOutcome.UNSUPPORTED
         assert "SIMPLETUNER_GH200_ENABLE_UVM_HINTS" in hint.reason
     assert hints.residency(tensor)
     assert notices == [], "hints that the user switched off are no fallback"
@@ -174,7 +174,7 @@ def test_each_refusal_is_reported_once_and_always_counted() -> None:
         hints.discard(torch.zeros(MIB))
     assert [notice.text.split()[0] for notice in notices] == ["prefetch_to_device", "discard"]
     assert all(notice.fallback and "no GPU" in notice.text for notice in notices)
-    assert hints.counts().verdicts["discard", Verdict.UNSUPPORTED] == 5
+    assert hints.counts().verdicts["discard", HintOutcome.UNSUPPORTED] == 5
 
 
 def test_a_driver_without_a_gpu_is_a_bug() -> None:
@@ -195,7 +195,7 @@ def test_counts_are_thread_safe() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert hints.counts().verdicts["discard", Verdict.UNSUPPORTED] == 2000
+    assert hints.counts().verdicts["discard", HintOutcome.UNSUPPORTED] == 2000
 
 
 class TestSpans:
@@ -227,14 +227,14 @@ class TestSpans:
     def test_less_than_a_page_is_unsupported(self) -> None:
         machine = simulated_machine(Link.MANAGED)
         hint = machine.hints().prefetch_to_device(machine.tensor(PAGE)[1:])
-        assert hint.verdict is Verdict.UNSUPPORTED
+        assert hint.verdict is HintOutcome.UNSUPPORTED
         assert "no whole page" in hint.reason
 
     def test_strided_views_with_gaps_are_refused(self) -> None:
         machine = simulated_machine(Link.MANAGED)
         grid = machine.tensor(64 * PAGE).view(64, PAGE)
         hint = machine.hints().prefetch_to_device(grid[:, : PAGE // 2])
-        assert hint.verdict is Verdict.UNSUPPORTED
+        assert hint.verdict is HintOutcome.UNSUPPORTED
         assert "contiguous" in hint.reason
         assert machine.hints().prefetch_to_device(grid.t()).nbytes == 64 * PAGE
 

@@ -17,8 +17,8 @@ from gracetune.models.attention_backends import (
     AttentionRecorder,
     BackendTiming,
     BackendTrial,
+    choose_backend,
     drop_incapable_backends,
-    fastest,
     find_backend,
     set_attention_backend,
     stopwatch_for,
@@ -92,7 +92,7 @@ def test_times_are_weighted_by_the_number_of_calls():
 
 def test_another_backend_is_chosen_only_if_it_is_clearly_faster():
     def chosen(**seconds):
-        return fastest([BackendTiming(name, value) for name, value in seconds.items()])
+        return choose_backend([BackendTiming(name, value) for name, value in seconds.items()])
 
     assert chosen(cudnn=0.98, sdpa=1.0, flash=2.0) == "sdpa"
     assert chosen(cudnn=0.9, sdpa=1.0, flash=0.95) == "cudnn"
@@ -182,12 +182,12 @@ def test_the_fastest_backend_must_support_all_other_calls(monkeypatch):
     left = drop_incapable(lambda: [call_of(), call_of(query=LONG)])
     reason = "No available kernel., for 24 queries on 12 keys in 2 heads of 8"
     assert left == [replace(TIMED[0], seconds=inf, reason=reason), *TIMED[1:]]
-    assert fastest(left) == "math", "the next fastest supports them"
+    assert choose_backend(left) == "math", "the next fastest supports them"
 
 
 def test_the_baseline_is_used_if_all_others_fail(monkeypatch):
     fail_on_long_sequences(monkeypatch, ["efficient", "math"])
-    assert fastest(drop_incapable(lambda: [call_of(query=LONG)])) == BASELINE
+    assert choose_backend(drop_incapable(lambda: [call_of(query=LONG)])) == BASELINE
 
 
 def test_other_calls_are_not_searched_if_the_baseline_is_fastest():

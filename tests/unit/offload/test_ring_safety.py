@@ -9,7 +9,7 @@ from streamed_model import LazyCopyEngine, assert_same, build_model, step, strea
 from torch.utils import dlpack
 
 from gracetune.offload.copies import SynchronousCopyEngine
-from gracetune.offload.ring import MAX_LEASES, SlotLease, SlotPool, slot_to_refill
+from gracetune.offload.ring import MAX_ALIASES, SlotPool, SlotViews, slot_to_refill
 
 
 @pytest.mark.parametrize("engine_class", [SynchronousCopyEngine, LazyCopyEngine])
@@ -58,7 +58,7 @@ def test_these_tests_detect_a_ring_that_does_not_wait(recorder):
 def test_these_tests_detect_a_ring_that_overwrites_held_slots(recorder, monkeypatch):
     model = build_model(checkpointing="pairs")
     twin, ring = streamed(model, recorder, slots=2)
-    monkeypatch.setattr("gracetune.offload.ring.Slot.held", lambda slot: False)
+    monkeypatch.setattr("gracetune.offload.ring.Slot.is_in_use", lambda slot: False)
     with pytest.raises(AssertionError, match=r"loss|blocks"):
         for seed in range(3):
             assert_same(step(twin, seed), step(model, seed))
@@ -78,44 +78,44 @@ def fill(slots, slot, block):
     )
 
 
-def test_a_slot_is_held_until_the_last_tensor_made_from_a_lease_dies():
+def test_a_slot_is_held_until_the_last_tensor_made_from_an_alias_dies():
     slots = build_slots(2)
     slot = slot_to_refill(slots, {}, None, -1)
     fill(slots, slot, 7)
-    lease = slot.lease()
-    weight = lease.view(torch.float32).as_strided((2, 3), (3, 1), 5)
+    alias = slot.new_alias()
+    weight = alias.view(torch.float32).as_strided((2, 3), (3, 1), 5)
     assert weight.data_ptr() == slot.memory.data_ptr() + 20
-    del lease
-    assert slot.held()
+    del alias
+    assert slot.is_in_use()
     transposed = weight.t()
     del weight
-    assert slot.held()
+    assert slot.is_in_use()
     x = torch.ones(1, 2, requires_grad=True)
     loss = (x @ transposed.t()).sum()
     del transposed
-    assert slot.held(), "the autograd graph holds it"
+    assert slot.is_in_use(), "the autograd graph holds it"
     loss.backward()
-    assert not slot.held()
+    assert not slot.is_in_use()
 
 
 def test_a_lease_has_a_view_of_every_dtype_and_holds_the_slot():
     slots = build_slots(1)
     slot = slot_to_refill(slots, {}, None, -1)
     fill(slots, slot, 7)
-    lease = SlotLease(slot)
+    views = SlotViews(slot)
     for dtype in (torch.bfloat16, torch.int8, torch.bfloat16):
-        assert lease[dtype].dtype is dtype
-        assert lease[dtype].data_ptr() == slot.memory.data_ptr()
-    assert lease[torch.int8] is lease[torch.int8]
-    del lease
-    assert not slot.held()
+        assert views[dtype].dtype is dtype
+        assert views[dtype].data_ptr() == slot.memory.data_ptr()
+    assert views[torch.int8] is views[torch.int8]
+    del views
+    assert not slot.is_in_use()
 
 
 def test_a_held_slot_is_neither_chosen_nor_evicted():
     slots = build_slots(2)
     for block in (0, 1):
         fill(slots, slot_to_refill(slots, {}, None, -1), block)
-    held = slots.find(0).lease()
+    held = slots.find(0).new_alias()
     assert slot_to_refill(slots, {1: 0}, None, -1) is slots.find(1)
     assert slot_to_refill(slots, {}, 1, -1) is None, "one is held, the other is in use"
     with pytest.raises(AssertionError, match="block 0 is still in use"):
@@ -137,9 +137,9 @@ def test_the_block_needed_last_is_evicted_but_not_for_a_later_one():
 
 def test_expired_leases_are_dropped_even_if_held_is_not_called():
     slot = slot_to_refill(build_slots(1), {}, None, -1)
-    for _ in range(10 * MAX_LEASES):
-        slot.lease()
-    assert len(slot._leases) <= MAX_LEASES
+    for _ in range(10 * MAX_ALIASES):
+        slot.new_alias()
+    assert len(slot._aliases) <= MAX_ALIASES
 
 
 def test_extra_slots_are_freed_once_they_are_not_held():
@@ -147,7 +147,7 @@ def test_extra_slots_are_freed_once_they_are_not_held():
     extra = [slots.add(), slots.add()]
     fill(slots, extra[0], 5)
     fill(slots, extra[1], 6)
-    held = extra[1].lease()
+    held = extra[1].new_alias()
     slots.trim()
     assert len(slots) == 3
     assert slots.find(5) is None

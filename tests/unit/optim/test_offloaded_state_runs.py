@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gracetune.config.checks import check_trainable
+from gracetune.config.checks import check_run
 from gracetune.errors import ConfigError
 from gracetune.events.types import StepDone
 from gracetune.train.run import run_training
@@ -116,4 +116,4 @@ def test_a_plan_puts_state_in_host_memory(bf16_run, recorder):
 def test_optimizers_that_need_all_parameters_are_refused(tiny_run, name):
     run = tiny_run(optimizer={"name": name, "state": "host"})
     with pytest.raises(ConfigError, match=rf"optimizer.state is host.*but {name} .*state: device"):
-        check_trainable(run)
+        check_run(run)

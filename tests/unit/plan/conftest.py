@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
 
 
 @pytest.fixture(scope="session")
-def wan_shapes() -> ModelShapes:
+def wan_shapes() -> ModelTraces:
     """One block of Wan-14B with peft's own LoRA of rank 32 in bf16, one frame of 1024x1024."""
     import torch
 
@@ -31,7 +31,7 @@ def wan_shapes() -> ModelShapes:
 
 
 @pytest.fixture(scope="session")
-def fused_shapes() -> ModelShapes:
+def fused_shapes() -> ModelTraces:
     """The same block as in a run: LoRA in fp32, with fused matmuls."""
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection

@@ -8,8 +8,8 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.shapes import (
-    BlockShapes,
-    ModelShapes,
+    BlockTraces,
+    ModelTraces,
     Op,
     Trace,
     TracesByMode,
@@ -60,7 +60,7 @@ def build_model(
 ) -> CostModel:
     """Blocks of 100 bytes that save 80 bytes per sample, 40 if lean, or their input of 10."""
 
-    block = BlockShapes(
+    block = BlockTraces(
         frozen_nbytes=frozen_nbytes,
         trained_nbytes=2,
         input_nbytes=10,
@@ -69,7 +69,7 @@ def build_model(
     )
     outside = Trace((), (), 3, False, 6, 7)
     order = (0,) * num_blocks
-    shapes = ModelShapes("made", 1, (block,), order, outside, 50, 0, batch_nbytes=4)
+    shapes = ModelTraces("made", 1, (block,), order, outside, 50, 0, batch_nbytes=4)
     return CostModel(shapes, speeds)
 
 

@@ -6,8 +6,8 @@ from gracetune.plan.memory import FixedMemory
 from gracetune.plan.problem import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
 from gracetune.plan.shapes import (
-    BlockShapes,
-    ModelShapes,
+    BlockTraces,
+    ModelTraces,
     Op,
     Trace,
     TracesByMode,
@@ -44,11 +44,11 @@ def trace(saved):
 def build_model(num_blocks=8, frozen_nbytes=100):
     """Blocks of 100 bytes that save 80 bytes per sample, 40 if lean, or their input of 10."""
     ways = TracesByMode(trace(80), trace(40), plain_checkpointing_trace(trace(80), 10))
-    block = BlockShapes(
+    block = BlockTraces(
         frozen_nbytes=frozen_nbytes, trained_nbytes=2, input_nbytes=10, eager=ways, compiled=ways
     )
     outside = Trace((), (), 3, False, 6, 7)
-    shapes = ModelShapes("made", 1, (block,), (0,) * num_blocks, outside, 50, 0, batch_nbytes=4)
+    shapes = ModelTraces("made", 1, (block,), (0,) * num_blocks, outside, 50, 0, batch_nbytes=4)
     return CostModel(shapes, SPEEDS)
 
 

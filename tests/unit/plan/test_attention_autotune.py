@@ -19,7 +19,7 @@ from gracetune.plan.attention_autotune import (
     record_calls,
 )
 from gracetune.train.build import (
-    attention_shapes,
+    attention_shapes_key,
     build_session,
     one_batch_per_bucket,
     start_accelerator,
@@ -202,7 +202,10 @@ def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_pa
     assert len(largest) == len(others) > 0
     assert max(query[1] for query in others) < max(query[1] for query in largest)
     precision = t.accelerator.mixed_precision
-    assert attention_shapes(t.run, t.family, feed, precision) == f"flux in no, 2 of each of {sizes}"
+    assert (
+        attention_shapes_key(t.run, t.family, feed, precision)
+        == f"flux in no, 2 of each of {sizes}"
+    )
 
 
 def test_buckets_of_held_out_samples_are_recorded_too(two_buckets):

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.plan.shapes import BlockShapes, ModelShapes
+    from gracetune.plan.shapes import BlockTraces, ModelTraces
 
 TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
 
 
-def trace_fp8_block(has_subspace: bool) -> BlockShapes:
+def trace_fp8_block(has_subspace: bool) -> BlockTraces:
     """Trace a block of Wan-14B with frozen weights in fp8, on fake tensors."""
     import torch
     from torch import nn
@@ -56,12 +56,12 @@ def trace_fp8_block(has_subspace: bool) -> BlockShapes:
 
 
 @pytest.fixture(scope="module")
-def fp8_block() -> BlockShapes:
+def fp8_block() -> BlockTraces:
     return trace_fp8_block(has_subspace=False)
 
 
 def test_eager_fp8_peaks_match_a_converted_block(
-    fused_shapes: ModelShapes, fp8_block: BlockShapes
+    fused_shapes: ModelTraces, fp8_block: BlockTraces
 ) -> None:
     estimate = with_fp8_overhead(fused_shapes.kinds[0].eager, compiled=False)
     for estimated, actual in (
@@ -75,7 +75,7 @@ def test_eager_fp8_peaks_match_a_converted_block(
 
 
 def test_fp8_calls_match_a_converted_block(
-    fused_shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
+    fused_shapes: ModelTraces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A matmul counts as one kernel, as on CUDA; the CPU emulation takes several."""
     import torch
@@ -119,7 +119,7 @@ def test_fp8_calls_match_a_converted_block(
 
 
 def test_a_compiled_block_holds_rounded_inputs_of_recomputed_matmuls(
-    fused_shapes: ModelShapes,
+    fused_shapes: ModelTraces,
 ) -> None:
     """Inputs of both attentions and their outputs, of both feed-forward layers, and text twice."""
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
@@ -137,7 +137,7 @@ def test_a_compiled_block_holds_rounded_inputs_of_recomputed_matmuls(
         assert estimated.forward_peak_nbytes == before.forward_peak_nbytes
 
 
-def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShapes) -> None:
+def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelTraces) -> None:
     ways, batch = fused_shapes.kinds[0].compiled, fused_shapes.batch
     found = with_fp8_overhead(ways, compiled=True)
     passes = 3 * 2 * batch * (TOKENS * (5 * WIDTH + WIDE) + 2 * TEXT * WIDTH)
@@ -152,7 +152,7 @@ def test_inputs_are_split_in_forward_and_when_recomputed(fused_shapes: ModelShap
     assert again == pytest.approx(passes, rel=0.01)
 
 
-def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: ModelShapes) -> None:
+def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: ModelTraces) -> None:
     """Consecutive matmuls share a quantized input only inside one custom operator."""
     keep = fused_shapes.kinds[0].compiled.keep
 
@@ -166,7 +166,7 @@ def test_layers_outside_custom_operators_do_not_share_inputs(fused_shapes: Model
     assert passes(replace(first, starts_custom_op=True), first) == passes(first)
 
 
-def test_fp8_layers_store_their_outlier_subspace(fused_shapes: ModelShapes) -> None:
+def test_fp8_layers_store_their_outlier_subspace(fused_shapes: ModelTraces) -> None:
     """The estimate equals the bytes of a real layer: weight, scales and outlier subspace."""
     import torch
     from torch import nn

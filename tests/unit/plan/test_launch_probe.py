@@ -23,7 +23,7 @@ from gracetune.plan.launch_probe import (
     VIEW_COST,
     WARM_UP,
     LaunchCosts,
-    _ProbePass,
+    _ProbeStep,
     build_probe_model,
     equivalent_ops,
     measure_launch_costs,
@@ -37,7 +37,7 @@ from gracetune.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
 
 CALLS = HostCalls(dispatched=10, kernels=6, views=5, custom_ops=2, saved_tensors=4)
 HOST = LaunchCosts(
@@ -214,7 +214,7 @@ def test_rescaling_compute_rescales_launch_costs() -> None:
     assert paced.backward_host_s == pytest.approx(2 * way.backward_host_s)
 
 
-def test_calls_of_a_real_block_are_counted(fused_shapes: ModelShapes) -> None:
+def test_calls_of_a_real_block_are_counted(fused_shapes: ModelTraces) -> None:
     """A Wan block has ten linear layers; layers that share an input are one call."""
     (kind,) = fused_shapes.kinds
     keep, lean = kind.eager.keep, kind.eager.lean
@@ -255,7 +255,7 @@ def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
     ticks = accumulate(cycle([seconds for parts in costs for seconds in (0.0, *parts)]))
     host = measure_costs("wan22", lambda: next(ticks), [])
     (bare, bare_back), (there, back) = (
-        _ProbePass(partial(build_probe_model, "wan22", has), torch.device("cpu")).count()
+        _ProbeStep(partial(build_probe_model, "wan22", has), torch.device("cpu")).count()
         for has in (False, True)
     )
     assert host.forward_s * equivalent_ops(bare) == pytest.approx(1.0)
@@ -291,7 +291,7 @@ def test_calls_are_counted_as_on_cuda() -> None:
     """CUDA has one kernel for what takes eight on a CPU; calls are counted on the meta device."""
     make = partial(build_probe_model, "wan22", True)
     (here, _), (there, back) = (
-        _ProbePass(make, torch.device(name)).count() for name in ("cpu", "meta")
+        _ProbeStep(make, torch.device(name)).count() for name in ("cpu", "meta")
     )
     assert there.kernels < here.kernels
     assert here.custom_ops == there.custom_ops == 12 * 8  # layers that share an input are one call

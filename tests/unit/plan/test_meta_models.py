@@ -42,7 +42,7 @@ def test_published_configurations_have_their_published_size(
     shape = build_meta_model(ModelSection(family=family), SQUARE)
     count = sum(p.numel() for p in shape.model.parameters())
     assert count / 1e9 == pytest.approx(billions, abs=0.01)
-    assert shape.experts == experts
+    assert shape.num_transformers == experts
     assert shape.encoded.latent_shape == latent
     assert all(p.is_meta and p.dtype is torch.bfloat16 for p in shape.model.parameters())
 
@@ -80,10 +80,10 @@ def test_a_local_folder_overrides_the_published_configuration(tmp_path: Path) ->
     section = ModelSection(family="wan22", path=str(tmp_path), dtype="float32")
     shape = build_meta_model(section, SQUARE)
     assert len(shape.trace_target().blocks) == 2
-    assert (shape.experts, shape.dtype) == (1, torch.float32)
+    assert (shape.num_transformers, shape.dtype) == (1, torch.float32)
     assert str(tmp_path) in shape.source
     (tmp_path / "transformer_2").mkdir()
-    assert build_meta_model(section, SQUARE).experts == 2
+    assert build_meta_model(section, SQUARE).num_transformers == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from gracetune.plan.simulate import PlanCandidate
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from gracetune.plan.shapes import ModelShapes
+    from gracetune.plan.shapes import ModelTraces
 
 ROOT = Path(__file__).parents[3]
 RECORDS = json.loads((ROOT / "benchmarks/results/plan_measured.json").read_text())["figures"][
@@ -44,11 +44,11 @@ ACCURACY = (ROOT / "docs/planning-accuracy.md").read_text()
 NAMED = {"none": 0, "all": 1, "every_second": 2}
 
 
-def deep(shapes: ModelShapes, num_blocks: int) -> ModelShapes:
+def deep(shapes: ModelTraces, num_blocks: int) -> ModelTraces:
     return replace(shapes, order=(0,) * num_blocks)
 
 
-def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, float]:
+def deviations(record: dict[str, Any], shapes: ModelTraces) -> tuple[float, float]:
     num_blocks = record.get("config", {}).get("num_layers", 40)
     speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     plain = record["checkpointing"] == "plain"
@@ -75,7 +75,7 @@ def deviations(record: dict[str, Any], shapes: ModelShapes) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
-def test_predictions_match_measurements(record: dict[str, Any], wan_shapes: ModelShapes) -> None:
+def test_predictions_match_measurements(record: dict[str, Any], wan_shapes: ModelTraces) -> None:
     seconds, peak = deviations(record, wan_shapes)
     assert abs(peak) < 0.05
     if "excused" not in record:
@@ -84,7 +84,7 @@ def test_predictions_match_measurements(record: dict[str, Any], wan_shapes: Mode
 
 @pytest.mark.parametrize("record", LATER, ids=lambda record: record["name"])
 def test_predictions_match_later_measurements(
-    record: dict[str, Any], fused_shapes: ModelShapes
+    record: dict[str, Any], fused_shapes: ModelTraces
 ) -> None:
     speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
     rounded = record.get("frozen_compute", "bf16")
@@ -110,7 +110,7 @@ def test_predictions_match_later_measurements(
     assert plan.device.total / GIB == pytest.approx(record["peak_gib"], rel=0.05)
 
 
-def test_the_docs_state_the_deviations(wan_shapes: ModelShapes) -> None:
+def test_the_docs_state_the_deviations(wan_shapes: ModelTraces) -> None:
     counted = [r for r in RECORDS if "excused" not in r and "fitted" not in r]
     off = [deviations(record, wan_shapes) for record in counted]
     peak, seconds, number = re.search(
@@ -122,7 +122,7 @@ def test_the_docs_state_the_deviations(wan_shapes: ModelShapes) -> None:
 
 
 def test_the_memory_table_in_the_docs_is_current(
-    fused_shapes: ModelShapes,
+    fused_shapes: ModelTraces,
 ) -> None:
     shape = build_meta_model(
         ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
@@ -138,7 +138,7 @@ def test_the_memory_table_in_the_docs_is_current(
 
 
 def test_a_block_of_wan_saves_as_much_as_measured(
-    wan_shapes: ModelShapes, fused_shapes: ModelShapes
+    wan_shapes: ModelTraces, fused_shapes: ModelTraces
 ) -> None:
     (block,), (fused,) = wan_shapes.kinds, fused_shapes.kinds
     sample = GIB * wan_shapes.batch

@@ -106,7 +106,7 @@ def test_a_step_with_few_activations_peaks_at_the_update() -> None:
 def test_two_experts_share_the_ring_slots() -> None:
     model = build_model(8)
     choice = build_candidate(model, streamed=4)
-    two = FixedMemory(0, experts=2, averages_nbytes=9, batches_ahead=0)
+    two = FixedMemory(0, num_transformers=2, averages_nbytes=9, batches_ahead=0)
     device = device_bytes(model.at(1), choice, two)
     assert device.weights == 2 * (50 + 400) + 300
     assert device.adapters == 2 * 16 + 9

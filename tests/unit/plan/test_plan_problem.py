@@ -91,7 +91,7 @@ def test_fixed_memory_counts_experts_caches_and_averages() -> None:
     assert cached_sample_nbytes(shape) == (MIB // 2, 4 * MIB)
     run = run_file(train={"ema_decay": 0.9}, cache_config={"device_budget_gb": 0.5})
     fixed = fixed_memory_of(run, shape, TrainedSize(100, 600), samples=260, device_nbytes=96 * GIB)
-    assert (fixed.experts, fixed.optimizer_nbytes, fixed.averages_nbytes) == (2, 1200, 200)
+    assert (fixed.num_transformers, fixed.optimizer_nbytes, fixed.averages_nbytes) == (2, 1200, 200)
     assert fixed.host_caches_nbytes == 260 * (MIB // 2 + 4 * MIB)
     assert fixed.device_caches_nbytes == GIB // 2
     few = fixed_memory_of(run_file(), shape, TrainedSize(1, 1), samples=2, device_nbytes=96 * GIB)

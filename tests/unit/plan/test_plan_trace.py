@@ -17,7 +17,7 @@ from gracetune.plan.trace import TraceTarget, trace_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.shapes import ModelShapes, Op
+    from gracetune.plan.shapes import ModelTraces, Op
 
 WIDTH, TOKENS = 32, 24
 
@@ -97,7 +97,7 @@ def build_trace_target(model: nn.Module, blocks: list[nn.Module] | None = None) 
 
 
 @pytest.fixture(scope="module")
-def traced() -> ModelShapes:
+def traced() -> ModelTraces:
     return trace_model(build_trace_target(Stack()), 2)
 
 
@@ -125,7 +125,7 @@ def flops(ops: tuple[Op, ...], kind: str = "gemm") -> float:
     return sum(op.flops for op in ops if op.kind == kind)
 
 
-def test_eager_blocks_save_what_autograd_saves(traced: ModelShapes) -> None:
+def test_eager_blocks_save_what_autograd_saves(traced: ModelTraces) -> None:
     block = TransformerBlock()
     nbytes, saves_input = measure_saved(lambda x, s: block(x, shift=s), block)
     trace = traced.kinds[0].eager.keep
@@ -133,7 +133,7 @@ def test_eager_blocks_save_what_autograd_saves(traced: ModelShapes) -> None:
     assert trace.saves_input == saves_input
 
 
-def test_flops_match_torchs_flop_counter(traced: ModelShapes) -> None:
+def test_flops_match_torchs_flop_counter(traced: ModelTraces) -> None:
     block = TransformerBlock()
     x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
     counter = FlopCounterMode(display=False)
@@ -145,14 +145,14 @@ def test_flops_match_torchs_flop_counter(traced: ModelShapes) -> None:
         assert flops(trace.forward) + flops(trace.backward) == products
 
 
-def test_attention_flops_are_those_of_its_matmuls(traced: ModelShapes) -> None:
+def test_attention_flops_are_those_of_its_matmuls(traced: ModelTraces) -> None:
     trace = traced.kinds[0].eager.keep
     forward = 2 * 2 * (2 * TOKENS * TOKENS * WIDTH)
     assert flops(trace.forward, "attention") == forward
     assert flops(trace.backward, "attention") == 2.5 * forward
 
 
-def test_matmuls_with_frozen_weights_are_marked(traced: ModelShapes) -> None:
+def test_matmuls_with_frozen_weights_are_marked(traced: ModelTraces) -> None:
     for trace in (traced.kinds[0].eager.keep, traced.kinds[0].compiled.keep):
         frozen = sum(op.flops for op in trace.forward if op.kind == "gemm" and op.frozen)
         rows = 2 * TOKENS
@@ -161,7 +161,7 @@ def test_matmuls_with_frozen_weights_are_marked(traced: ModelShapes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own imports
-def test_compiled_blocks_save_what_torchs_partitioner_saves(traced: ModelShapes) -> None:
+def test_compiled_blocks_save_what_torchs_partitioner_saves(traced: ModelTraces) -> None:
     block = TransformerBlock()
     torch._dynamo.reset()
     compiled = torch.compile(block, backend="aot_eager_decomp_partition", dynamic=False)
@@ -172,7 +172,7 @@ def test_compiled_blocks_save_what_torchs_partitioner_saves(traced: ModelShapes)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_saving_less_means_recomputing_more(traced: ModelShapes, compiled: bool) -> None:
+def test_saving_less_means_recomputing_more(traced: ModelTraces, compiled: bool) -> None:
     kind = traced.kinds[0]
     ways = kind.compiled if compiled else kind.eager
     assert ways.recompute.saved_nbytes < ways.lean.saved_nbytes < ways.keep.saved_nbytes
@@ -183,7 +183,7 @@ def test_saving_less_means_recomputing_more(traced: ModelShapes, compiled: bool)
 
 
 def test_saved_bytes_match_selective_checkpointing(
-    traced: ModelShapes,
+    traced: ModelTraces,
 ) -> None:
     from gracetune.offload.checkpointing import wrap_blocks
 
@@ -206,7 +206,7 @@ def test_saved_bytes_match_selective_checkpointing(
     assert ways.recompute.flops - ways.keep.flops == pytest.approx(more, rel=0.01)
 
 
-def test_fused_kernels_move_fewer_bytes_than_eager_ones(traced: ModelShapes) -> None:
+def test_fused_kernels_move_fewer_bytes_than_eager_ones(traced: ModelTraces) -> None:
     def moved(ops: tuple[Op, ...]) -> float:
         return sum(op.nbytes for op in ops if op.kind == "elementwise")
 
@@ -215,7 +215,7 @@ def test_fused_kernels_move_fewer_bytes_than_eager_ones(traced: ModelShapes) -> 
     assert 0 < moved(compiled.backward) < moved(eager.backward)
 
 
-def test_peaks_include_saved_bytes(traced: ModelShapes) -> None:
+def test_peaks_include_saved_bytes(traced: ModelTraces) -> None:
     kind = traced.kinds[0]
     for ways in (kind.eager, kind.compiled):
         for trace in (ways.keep, ways.lean, ways.recompute):
@@ -235,7 +235,7 @@ def test_the_order_of_parallel_branches_does_not_change_compiled_peaks() -> None
     assert len(peaks) == 1, f"{peaks} bytes"
 
 
-def test_equal_blocks_are_one_kind(traced: ModelShapes) -> None:
+def test_equal_blocks_are_one_kind(traced: ModelTraces) -> None:
     block = TransformerBlock()
     trained = sum(p.nbytes for p in block.parameters() if p.requires_grad)
     assert traced.order == (0, 0, 0)

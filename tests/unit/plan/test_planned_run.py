@@ -6,7 +6,7 @@ from peft.tuners.lora import Linear as LoraLinear
 
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.fused_lora import FusedLora
-from gracetune.config.checks import check_trainable
+from gracetune.config.checks import check_run
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
@@ -182,11 +182,9 @@ def test_full_training_of_bf16_weights_runs_in_fp32(tiny_run, miniature, recorde
 
 def test_fp8_on_an_unsupported_device_is_an_error():
     with pytest.raises(ConfigError, match="none is frozen"):
-        check_trainable(RunFile(model={"frozen_compute": "fp8"}))
+        check_run(RunFile(model={"frozen_compute": "fp8"}))
     with pytest.raises(ConfigError, match="dora needs the norm"):
-        check_trainable(
-            RunFile(model={"frozen_compute": "fp8"}, adapter={"kind": "dora", "rank": 2})
-        )
+        check_run(RunFile(model={"frozen_compute": "fp8"}, adapter={"kind": "dora", "rank": 2}))
 
 
 def test_fp8_without_a_plan_is_an_error(tiny_run):

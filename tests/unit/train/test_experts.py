@@ -59,7 +59,7 @@ def test_every_timestep_belongs_to_the_expert_of_its_step(
     shares = [probability_or_none(section, window, tokens) for window in windows]
     assume(all(shares))  # windows with too little probability are rejected
     schedule = build_expert_schedule(section, boundary, {tokens: 1})
-    turn = schedule.turn_at(step)
+    turn = schedule.expert_at(step)
     timesteps = sample_timesteps(
         section, 64, torch.Generator().manual_seed(seed), turn.window, tokens
     )
@@ -77,7 +77,7 @@ def test_every_timestep_belongs_to_the_expert_of_its_step(
 @given(every=st.integers(1, 9), steps=st.integers(1, 400))
 def test_alternating_turns_differ_by_one_at_most(every, steps):
     schedule = build_expert_schedule(TrainSection(switch_every=every), 0.875)
-    high = sum(schedule.turn_at(step).expert == "high" for step in range(steps))
+    high = sum(schedule.expert_at(step).expert == "high" for step in range(steps))
     assert abs(high - (steps - high)) <= every
 
 
@@ -87,7 +87,7 @@ def test_proportional_turns_follow_the_distribution_at_every_length(shift, steps
         expert_turns="proportional", timestep_shift=shift, timestep_sampling="uniform"
     )
     schedule = build_expert_schedule(section, 0.875)
-    high = sum(schedule.turn_at(step).expert == "high" for step in range(steps))
+    high = sum(schedule.expert_at(step).expert == "high" for step in range(steps))
     assert abs(high - steps * window_probability(section, schedule.windows["high"])) <= 1
 
 

@@ -38,7 +38,7 @@ OVERSAMPLING, POWER_ITERATIONS = 16, 3
 
 
 @dataclass(frozen=True)
-class TruncationLoss:
+class TruncationError:
     """Errors of low-rank approximations of weight changes, each divided by the norm of the change.
 
     The fields are part of the JSON output.
@@ -54,7 +54,7 @@ class TruncationLoss:
 
 def combine_adapters(
     adapters: Sequence[tuple[Adapter, float]], rank: int | None, generator: torch.Generator
-) -> tuple[Adapter, TruncationLoss | None]:
+) -> tuple[Adapter, TruncationError | None]:
     """Return the sum of adapters, each multiplied by its strength, and the approximation error.
 
     Without `rank` the sum is exact: its rank is the sum of the adapters' ranks, and the error is
@@ -84,7 +84,7 @@ def combine_adapters(
 
 def convert_to_lora(
     adapter: Adapter, rank: int, generator: torch.Generator
-) -> tuple[Adapter, TruncationLoss]:
+) -> tuple[Adapter, TruncationError]:
     """Approximate every layer of an adapter by a LoRA of at most this rank.
 
     LoRAs whose rank is not larger, and changes of normalization weights and biases, stay as they
@@ -119,10 +119,10 @@ def factorize(matrix: Tensor, rank: int, generator: torch.Generator) -> tuple[La
     return Layer("lora", tensors), _relative_norm(flat - (u * s) @ v, flat)
 
 
-def summarize_loss(losses: Mapping[LayerPath, float]) -> TruncationLoss:
+def summarize_loss(losses: Mapping[LayerPath, float]) -> TruncationError:
     """Return the mean and the largest of the modules' relative approximation errors."""
     worst = max(losses, key=lambda path: losses[path])
-    return TruncationLoss(sum(losses.values()) / len(losses), losses[worst], worst.module)
+    return TruncationError(sum(losses.values()) / len(losses), losses[worst], worst.module)
 
 
 def _is_plain_lora(layer: Layer) -> bool:
@@ -286,7 +286,7 @@ class Extraction:
     """A LoRA extracted from the difference of two models."""
 
     adapter: Adapter
-    loss: TruncationLoss
+    loss: TruncationError
     left_out: tuple[str, ...]
     """Keys of weights that differ between the models but are not in the adapter, because a LoRA
     cannot change them: normalization weights, biases and parameters outside of modules."""
