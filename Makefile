@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c src/gracetune/data/gather.c
+$(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c src/gracetune/data/bulk_copy.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

@@ -33,8 +33,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "gracetune.data._gather",
-            sources=["src/gracetune/data/gather.c"],
+            "gracetune.data._bulk_copy",
+            sources=["src/gracetune/data/bulk_copy.c"],
             extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
             optional=True,
         ),

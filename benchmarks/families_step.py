@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.result import Plan
-    from gracetune.plan.shapes import ModelTraces
     from gracetune.plan.simulate import PlanCandidate
+    from gracetune.plan.traces import ModelTraces
 
 REQUIRED_RATIO = 1.5
 """Speed that is required, relative to the plain loop."""

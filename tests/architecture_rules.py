@@ -49,7 +49,7 @@ ONLY_MODULE = {
 
 ONLY_IMPORTER = {
     ("data", "cache"): {"gracetune.data.pipeline"},
-    ("data", "models"): {"gracetune.data.pipeline", "gracetune.data.requirements"},
+    ("data", "models"): {"gracetune.data.pipeline", "gracetune.data.dataset_checks"},
 }
 """(importer, imported) -> the only modules of the importer that may use the imported package."""
 

@@ -23,9 +23,9 @@ from gracetune.config.schema import (
     RemoteSection,
     ShapesSection,
 )
+from gracetune.data.demo_shapes import ShapesSource
 from gracetune.data.remote import RemoteSource
-from gracetune.data.shapes import ShapesSource
-from gracetune.data.shards import LocalShard, TarSource
+from gracetune.data.shard_files import LocalShard, TarSource
 from gracetune.data.source import FolderSource
 from gracetune.data.source_contract import CHECKS, Check
 from gracetune.data.staging import StagedSource

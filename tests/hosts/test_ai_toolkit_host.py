@@ -1,6 +1,6 @@
 """The plug-in in a real clone of ai-toolkit, run by `make test-ai-toolkit`.
 
-Trainer, data sets, Wan 2.2 with two experts, network and saving are ai-toolkit's own. Three things
+Trainer, datasets, Wan 2.2 with two experts, network and saving are ai-toolkit's own. Three things
 are replaced: its other models are not imported, because some need a GPU or another diffusers; the
 tokenizer is a small one that its loader cannot read; and the VAE is the miniature's, where
 ai-toolkit would download one.

@@ -55,7 +55,7 @@ def pics(tmp_path):
 
 @pytest.fixture
 def backends(hooked, pics, tmp_path):
-    """Our backend of a staged data set, and the stock one."""
+    """Our backend of a staged dataset, and the stock one."""
     name = f"pics-{tmp_path.name}"
     block = {"compression": "lz4", "num_workers": 2}
     [rest] = hooked.plugin.split_datasets(
@@ -142,8 +142,8 @@ def test_the_default_text_data_set_is_recognised(tmp_path):
     [entry] = bare._ensure_text_embed_backends_present([])
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
     plugin.split_config({"cache_config": {"vae_cache_type": "memory", "text_cache_type": "disk"}})
-    assert plugin.tensor_memory_for(entry["id"]) is None
-    assert plugin.tensor_memory_for("pics") is plugin.memory
+    assert plugin.tensor_cache_for(entry["id"]) is None
+    assert plugin.tensor_cache_for("pics") is plugin.memory
 
 
 RANK = """

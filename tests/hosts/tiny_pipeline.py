@@ -87,7 +87,7 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def write_environment(folder: Path, pipeline: Path, **changes: object) -> Path:
-    """Write config.json and a data set of eight images with captions."""
+    """Write config.json and a dataset of eight images with captions."""
     pics = folder / "pics"
     pics.mkdir(parents=True)
     rng = np.random.default_rng(0)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from gracetune.cache.augmentation_epochs import AugmentationMode, EpochCaches
     from gracetune.cache.encode import Tiling
     from gracetune.cache.masks import LatentGrid
+    from gracetune.cache.open_stores import CacheStores
     from gracetune.cache.store import Allocate, Entry, Store
-    from gracetune.cache.stores import CacheStores
     from gracetune.config.schema import DatasetSection
     from gracetune.data.augment import SampleTransform
     from gracetune.data.images import Decoders

@@ -26,8 +26,8 @@ from gracetune.cache.batch_reader import SampleTransforms
 from gracetune.cache.encode import EMPTY_PROMPT, EncodeItem, choose_tiling, decode_item
 from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
 from gracetune.cache.keys import CacheKey, latent_key, text_key
+from gracetune.cache.open_stores import cache_root
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.stores import cache_root
 from gracetune.data import buckets
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import CENTRE_CROP, choose_decoders

@@ -23,7 +23,7 @@ import torch
 
 from gracetune.cache.shard_format import align_up, entry_alignment
 from gracetune.cache.store import stack_entries, stack_into
-from gracetune.data.gather import MissingGather, find_gather
+from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.data.prefetch import default_workers, ordered_map
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.store import Allocate, Entry, Store, TryAllocate
-    from gracetune.data.gather import Gather
+    from gracetune.data.bulk_copy import BulkCopier
     from gracetune.events.types import Event
 
 
@@ -100,7 +100,7 @@ class MemoryTier:
         emit: Callable[[Event], None],
         allocate: Callable[[int], Tensor],
         hit_counts: HitCounts,
-        find: Callable[[], Gather | MissingGather] = find_gather,
+        find: Callable[[], BulkCopier | MissingBulkCopier] = find_bulk_copier,
     ) -> None:
         """Keep entries in large blocks from `allocate`; `what` names the entries in messages.
 
@@ -457,8 +457,8 @@ class GatherTable:
     except for `stack`.
     """
 
-    def __init__(self, gather: Gather | MissingGather) -> None:
-        self._gather = None if isinstance(gather, MissingGather) else gather
+    def __init__(self, gather: BulkCopier | MissingBulkCopier) -> None:
+        self._gather = None if isinstance(gather, MissingBulkCopier) else gather
         self._rows: dict[str, dict[str, GatherRow]] = {}
         self._specs: dict[TensorSpec, TensorSpec] = {}
 

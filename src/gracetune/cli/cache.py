@@ -120,8 +120,8 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
 
 def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import compact, disk_nbytes, find_caches, find_unused
+    from gracetune.cache.open_stores import cache_root
     from gracetune.cache.shard_store import ShardStore
-    from gracetune.cache.stores import cache_root
     from gracetune.data.pipeline import required_keys
     from gracetune.models.family import load_family
 
@@ -297,7 +297,7 @@ def _open_stores(
     from gracetune.cache.maintenance import find_caches
 
     if _is_run_file(where):
-        from gracetune.cache.stores import cache_root
+        from gracetune.cache.open_stores import cache_root
 
         where = cache_root(load_run_file(where).run)
     return [stack.enter_context(_open_store(path, emit, repair)) for path in find_caches(where)]

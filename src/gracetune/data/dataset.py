@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 SOURCES = {
     "local": "gracetune.data.dataset:open_address",
     "in_memory": "gracetune.data.dataset:open_address",
-    "tar": "gracetune.data.shards:open_tar",
+    "tar": "gracetune.data.shard_files:open_tar",
     "parquet": "gracetune.data.tables:open_parquet",
     "hf": "gracetune.data.tables:open_hf",
     "remote": "gracetune.data.remote:open_remote",
-    "shapes": "gracetune.data.shapes:open_shapes",
+    "shapes": "gracetune.data.demo_shapes:open_shapes",
 }
 EXTENSIONS = {
     "image": images.EXTENSIONS,
@@ -252,7 +252,7 @@ def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit)
 
 OPENERS = {
     "folder": "gracetune.data.source:open_folder",
-    "tar": "gracetune.data.shards:open_tar",
+    "tar": "gracetune.data.shard_files:open_tar",
     "parquet": "gracetune.data.tables:open_parquet",
     "hf": "gracetune.data.tables:open_hf",
     "remote": "gracetune.data.remote:open_remote",

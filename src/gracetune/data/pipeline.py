@@ -61,14 +61,14 @@ from gracetune.cache.encode import (
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.masks import fill_masks, mask_keys
 from gracetune.cache.memory_tier import MemoryTier
-from gracetune.cache.stores import CacheStores
+from gracetune.cache.open_stores import CacheStores
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
 from gracetune.data.dataset import CorruptionLog, open_dataset
+from gracetune.data.dataset_checks import check_fit, check_kind
 from gracetune.data.images import choose_decoders
 from gracetune.data.loader import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
 from gracetune.data.prefetch import worker_threads
-from gracetune.data.requirements import check_fit, check_kind
 from gracetune.data.sample import Batch
 from gracetune.errors import CacheError, DataError
 from gracetune.events.types import BatchesFed, Notice, StageProgress

@@ -5,7 +5,7 @@ The memory is an arena, a set of growing segments of shared memory (memory/share
 the files (staging_index.py). Each worker takes a chunk of consecutive files:
 
 - Local files that are not compressed are copied inside the kernel: by the compiled helper
-  (gather.py), which copies a whole chunk in one call, or without it one large file at a time.
+  (bulk_copy.py), which copies a whole chunk in one call, or without it one large file at a time.
 - Other files are read, compressed if that helps, and written to the arena in batches.
 """
 
@@ -25,10 +25,15 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from blake3 import blake3
 
-from gracetune.data.codecs import CODECS, CompressionPlan, choose_packing, compress_if_smaller
-from gracetune.data.gather import FAILED, MissingGather, find_gather
+from gracetune.data.bulk_copy import FAILED, MissingBulkCopier, find_bulk_copier
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
 from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_not_truncated
+from gracetune.data.staging_compression import (
+    CODECS,
+    CompressionPlan,
+    choose_packing,
+    compress_if_smaller,
+)
 from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import InMemorySection
-    from gracetune.data.gather import Gather
+    from gracetune.data.bulk_copy import BulkCopier
     from gracetune.data.source import FileRange, Source
     from gracetune.events.dispatcher import Emit
     from gracetune.memory.shared_arena import ArenaHandle, SegmentWriter
@@ -182,7 +187,7 @@ class StagedSource:
         setting: str = "datasets",
         meet_in: Path | None = None,
         room: Callable[[], int] = host_room,
-        find: Callable[[], Gather | MissingGather] = find_gather,
+        find: Callable[[], BulkCopier | MissingBulkCopier] = find_bulk_copier,
     ) -> StagedSource:
         """Read the files with these keys into host memory, and return a source for them.
 
@@ -196,7 +201,7 @@ class StagedSource:
         sizes = sizes_of(source, keys, section.num_workers or default_workers(), gather)
 
         def make() -> Arena:
-            if isinstance(gather, MissingGather):
+            if isinstance(gather, MissingBulkCopier):
                 emit(
                     Notice(f"files are staged one by one in Python: {gather.reason}", fallback=True)
                 )
@@ -330,7 +335,7 @@ def sizes_of(
     source: Source,
     keys: Sequence[str],
     num_workers: int,
-    gather: Gather | MissingGather,
+    gather: BulkCopier | MissingBulkCopier,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[int]:
     """Return the length of each file in bytes; 0 if it cannot be determined.
@@ -351,7 +356,7 @@ def sizes_of(
     began = clock()
     first = ask(range(min(TIMED_FILES, len(keys))))
     took = clock() - began
-    if isinstance(source, FileSource) and not isinstance(gather, MissingGather):
+    if isinstance(source, FileSource) and not isinstance(gather, MissingBulkCopier):
         return first + measure_rest(partial(_sizes_together, source, keys, gather))
     # Threads hide network latency; on a local disk they only contend with each other.
     if took < LOCAL_STAT_S * len(first):
@@ -367,7 +372,7 @@ def fill_arena(
     emit: Emit,
     setting: str,
     room: Callable[[], int],
-    gather: Gather | MissingGather,
+    gather: BulkCopier | MissingBulkCopier,
 ) -> Arena:
     """Read the files with these keys, which must be sorted, into new shared memory (an arena).
 
@@ -474,7 +479,7 @@ class _Filler:
         packing: CompressionPlan,
         writer: ArenaWriter,
         budget: StagingBudget,
-        gather: Gather | MissingGather,
+        gather: BulkCopier | MissingBulkCopier,
     ) -> None:
         self._source = source
         self._files = source if isinstance(source, FileSource) else None
@@ -483,7 +488,7 @@ class _Filler:
         self._packing = packing
         self._writer = writer
         self._budget = budget
-        self._gather = None if isinstance(gather, MissingGather) else gather
+        self._gather = None if isinstance(gather, MissingBulkCopier) else gather
 
     def fill(self, numbers: range) -> _Rows:
         """Copy the files at these positions in `keys` to shared memory.
@@ -529,7 +534,7 @@ class _Filler:
     def _copy_with_helper(
         self, numbers: range, places: Sequence[FileRange | None], segment: SegmentWriter
     ) -> tuple[list[int], list[int]]:
-        """Copy files to shared memory with the compiled library (`Gather`), in one call.
+        """Copy files to shared memory with the compiled library (`BulkCopier`), in one call.
 
         Returns two lists: the address of each copy, and its length in bytes, or FAILED if the file
         was not copied.
@@ -602,7 +607,7 @@ class _Filler:
 
 
 def _sizes_together(
-    source: FileSource, keys: Sequence[str], gather: Gather, rows: range
+    source: FileSource, keys: Sequence[str], gather: BulkCopier, rows: range
 ) -> list[int]:
     places = [_place(source, keys[row]) for row in rows]
     whole = [place.path for place in places if place is not None and place.nbytes is None]

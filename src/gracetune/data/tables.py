@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gracetune.data import audio, images, video
-from gracetune.data.shards import find_shards, stems
+from gracetune.data.shard_files import find_shards, stems
 from gracetune.data.source import data_dir, file_stamp
 from gracetune.errors import DataError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.config.schema import DatasetSection
-    from gracetune.data.shards import Shard
+    from gracetune.data.shard_files import Shard
     from gracetune.events.dispatcher import Emit
 
 

@@ -2,7 +2,7 @@
 
 probe.py checks that an installed host still has the functions that are hooked. Each host's package
 holds its hooks, its plug-in and its part of the host's configuration; staged_files.py and
-tensor_memory.py keep data sets and cache files in memory for both.
+tensor_cache.py keep datasets and cache files in memory for both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Serve the files of a data set from memory, under their absolute paths.
+"""Serve the files of a dataset from memory, under their absolute paths.
 
-`stage_dataset` reads a data set into memory once. The storage backend of a host (SimpleTuner,
+`stage_dataset` reads a dataset into memory once. The storage backend of a host (SimpleTuner,
 ai-toolkit) then asks `BackendFiles` before it reads from disk. A file that the host writes or
 deletes is read from disk from then on.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import InMemorySection
     from gracetune.events.dispatcher import Emit
-    from gracetune.hosts.tensor_memory import FilePath, TensorMemory
+    from gracetune.hosts.tensor_cache import FilePath, TensorCache
 
 
 TEXT_EXTENSIONS = frozenset((".txt", ".caption", ".jsonl", ".parquet", ".csv"))
@@ -36,7 +36,7 @@ HOST_METADATA_PREFIXES = ("aspect_ratio_bucket",)
 
 @dataclass(frozen=True, slots=True)
 class StagedDatasetConfig:
-    """The settings of a data set that is to be held in memory."""
+    """The settings of a dataset that is to be held in memory."""
 
     id: str
     folder: str
@@ -46,7 +46,7 @@ class StagedDatasetConfig:
 
 
 class StagedFiles:
-    """The files of one data set that are held in memory, by absolute or relative path."""
+    """The files of one dataset that are held in memory, by absolute or relative path."""
 
     def __init__(self, root: str, staged: StagedSource) -> None:
         self._prefix = os.path.abspath(root) + os.sep
@@ -79,8 +79,8 @@ class StagedFiles:
 
 
 def stage_dataset(config: StagedDatasetConfig, emit: Emit, meet_in: Path | None) -> StagedFiles:
-    """Read a data set into memory; processes with the same `meet_in` folder share one copy."""
-    setting = f"data set {config.id!r}"
+    """Read a dataset into memory; processes with the same `meet_in` folder share one copy."""
+    setting = f"dataset {config.id!r}"
     source = FolderSource(os.path.abspath(config.folder), setting)
     extensions = (
         frozenset(f".{each}" for each in config.extensions)
@@ -108,10 +108,10 @@ class BackendFiles:
     """The files and tensors that one storage backend of a host serves from memory."""
 
     staged: StagedFiles | None
-    memory: TensorMemory | None
+    memory: TensorCache | None
 
     def holds(self, path: FilePath) -> bool:
-        """Return True if a file of the data set is held in memory."""
+        """Return True if a file of the dataset is held in memory."""
         return self.staged is not None and self.staged.holds(path)
 
     def read(self, path: FilePath) -> bytes | None:

@@ -14,7 +14,7 @@ file, so each writer thread gets a segment of its own. A sealed arena cannot be 
 
 Other modules that manage host memory, and how they differ:
 
-- hosts/shared_tensor_memory.py also keeps one copy per machine, but of a growing set of tensors
+- hosts/shared_tensor_cache.py also keeps one copy per machine, but of a growing set of tensors
   that every process adds to and evicts. Both use `pid_namespace_id`, `exclusive_lock` and
   `open_process_file` below.
 - cache/memory_tier.py `SlabAllocator`: private memory, allocated and freed entry by entry.

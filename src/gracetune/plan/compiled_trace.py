@@ -36,7 +36,7 @@ from gracetune.plan.kernels import (
     storage_id,
     tensors_of,
 )
-from gracetune.plan.shapes import HostCalls, Op, Trace
+from gracetune.plan.traces import HostCalls, Op, Trace
 
 COMPILED_ENTRY_COST = 20.0
 """CPU time to enter a compiled block (guards and wrappers), in units of one operator call."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute, Plan
     from gracetune.plan.search import PlanBudget, SearchResult
-    from gracetune.plan.shapes import ModelTraces
+    from gracetune.plan.traces import ModelTraces
 
 
 COMPILE_SECONDS = 90.0

@@ -31,7 +31,7 @@ from gracetune.plan.kernels import (
     tensors_of,
     touched_nbytes,
 )
-from gracetune.plan.shapes import BlockTraces, ModelTraces, Trace, TracesByMode, recomputed_trace
+from gracetune.plan.traces import BlockTraces, ModelTraces, Trace, TracesByMode, recomputed_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

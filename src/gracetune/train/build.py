@@ -31,8 +31,8 @@ from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import process_environment, sharding_engine
+from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
-from gracetune.data.requirements import check_data
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.stages import GcFreeze

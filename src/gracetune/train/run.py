@@ -124,7 +124,7 @@ def check_output_outside_datasets(run: RunFile) -> None:
             raise ConfigError(
                 f"output_dir is {run.output_dir!r}, inside datasets.{index}.instance_data_dir "
                 f"({dataset.instance_data_dir!r}): the run would train on its own validation "
-                "images. Choose an output_dir outside the data set."
+                "images. Choose an output_dir outside the dataset."
             )
 
 

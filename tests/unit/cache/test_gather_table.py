@@ -5,7 +5,7 @@ import torch
 
 from gracetune.cache.memory_tier import HitCounts, HostMemoryBudget, MemoryTier, allocate_pageable
 from gracetune.cache.store import DictStore
-from gracetune.data.gather import Gather, MissingGather, find_gather
+from gracetune.data.bulk_copy import BulkCopier, MissingBulkCopier, find_bulk_copier
 
 KIB = 1024
 
@@ -13,9 +13,9 @@ KIB = 1024
 @pytest.fixture(params=["helper", "no helper"])
 def find(request):
     if request.param == "helper":
-        assert isinstance(find_gather(), Gather)
-        return find_gather
-    return lambda: MissingGather("it is not here")
+        assert isinstance(find_bulk_copier(), BulkCopier)
+        return find_bulk_copier
+    return lambda: MissingBulkCopier("it is not here")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.codecs import CODECS, choose_codec
+from gracetune.data.staging_compression import CODECS, choose_codec
 
 NOISE = random.Random(0).randbytes(20_000)
 

@@ -12,7 +12,7 @@ from source_files import FILES, JPEG, image_table, write_parquet, write_tar
 from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
 from gracetune.data.dataset import open_address
 from gracetune.data.remote import RemoteFiles, RemoteShard, RemoteSource, open_remote
-from gracetune.data.shards import TarSource
+from gracetune.data.shard_files import TarSource
 from gracetune.data.source import StampedSource
 from gracetune.data.source_contract import CHECKS, Check
 from gracetune.data.staging import StagedSource

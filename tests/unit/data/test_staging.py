@@ -20,8 +20,8 @@ from source_files import FILES, write_folder, write_tar
 
 from gracetune.config.schema import InMemorySection
 from gracetune.data import staging
-from gracetune.data.gather import Gather, MissingGather, find_gather
-from gracetune.data.shards import LocalShard, TarSource
+from gracetune.data.bulk_copy import BulkCopier, MissingBulkCopier, find_bulk_copier
+from gracetune.data.shard_files import LocalShard, TarSource
 from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
@@ -39,18 +39,25 @@ BIG = bytes(range(256)) * 1000
 LIMIT = len(BIG) / GIB
 
 
-Find = Callable[[], Gather | MissingGather]
+Find = Callable[[], BulkCopier | MissingBulkCopier]
 """A function that returns the compiled helper, or why it is missing."""
 
 
 @pytest.fixture(params=["compiled", "python"])
 def find(request: pytest.FixtureRequest) -> Find:
     """Find the compiled helper, or none: the results must be the same."""
-    return find_gather if request.param == "compiled" else lambda: MissingGather("it is not here")
+    return (
+        find_bulk_copier
+        if request.param == "compiled"
+        else lambda: MissingBulkCopier("it is not here")
+    )
 
 
 def _stage(
-    source: Source, events: list[Event] | None = None, find: Find = find_gather, **section: object
+    source: Source,
+    events: list[Event] | None = None,
+    find: Find = find_bulk_copier,
+    **section: object,
 ) -> StagedSource:
     emitted: list[Event] = [] if events is None else events
     settings = InMemorySection.model_validate({"compression": "none", **section})
@@ -155,7 +162,7 @@ def test_small_files_are_written_in_batches(
     monkeypatch.setattr(staging, "WRITE_BATCH_NBYTES", 1000)
     files = {f"{n:03d}": bytes([n]) * 300 for n in range(50)}
     source = FolderSource(write_folder(tmp_path, files))
-    staged = _stage(source, find=lambda: MissingGather("it is not here"))
+    staged = _stage(source, find=lambda: MissingBulkCopier("it is not here"))
     assert {key: staged.read(key) for key in staged.keys()} == files  # noqa: SIM118
 
 
@@ -230,7 +237,7 @@ def _names_the_limit(source: Source, find: Find) -> bool:
 def test_a_missing_helper_is_reported_once(tmp_path: Path) -> None:
     events: list[Event] = []
     source = FolderSource(write_folder(tmp_path, {"a": BIG, "b": BIG}))
-    _stage(source, events, lambda: MissingGather("it is not here"))
+    _stage(source, events, lambda: MissingBulkCopier("it is not here"))
     (notice,) = (event for event in events if isinstance(event, Notice) and event.fallback)
     assert notice.text == "files are staged one by one in Python: it is not here"
 
@@ -259,9 +266,9 @@ def test_sizes_are_in_order_with_one_or_several_threads(tmp_path: Path, seconds:
     source = FolderSource(write_folder(tmp_path, {f"{n:03d}": b"x" * n for n in range(200)}))
     times = iter([0.0, seconds])
     keys = list(source.keys())
-    missing = MissingGather("it is not here")
+    missing = MissingBulkCopier("it is not here")
     assert staging.sizes_of(source, keys, 3, missing, lambda: next(times)) == list(range(200))
-    assert staging.sizes_of(source, keys, 3, find_gather()) == list(range(200))
+    assert staging.sizes_of(source, keys, 3, find_bulk_copier()) == list(range(200))
 
 
 def test_reading_a_staged_file_opens_no_file(tmp_path: Path) -> None:

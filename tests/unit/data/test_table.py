@@ -1,4 +1,4 @@
-"""Parquet files and saved Hugging Face data sets: rows as pictures with captions."""
+"""Parquet files and saved Hugging Face datasets: rows as pictures with captions."""
 
 from __future__ import annotations
 

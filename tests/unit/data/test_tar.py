@@ -10,7 +10,7 @@ from source_files import FILES, write_tar
 
 from gracetune.config.schema import DatasetSection
 from gracetune.data.dataset import CorruptionLog, open_dataset
-from gracetune.data.shards import TarSource, open_tar
+from gracetune.data.shard_files import TarSource, open_tar
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice
 

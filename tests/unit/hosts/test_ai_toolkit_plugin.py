@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from gracetune.hosts.ai_toolkit.config_blocks import split_config
 from gracetune.hosts.ai_toolkit.enter import make_plugin
 from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
-from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
-from gracetune.hosts.tensor_memory import LocalTensorMemory
+from gracetune.hosts.shared_tensor_cache import SharedTensorCache
+from gracetune.hosts.tensor_cache import LocalTensorMemory
 from gracetune.memory.platform import open_machine
 
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -131,6 +131,6 @@ def test_make_plugin_reads_the_rank_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     plugin = make_plugin()
     plugin.split_config(process())
-    assert isinstance(plugin.memory, SharedTensorMemory)
+    assert isinstance(plugin.memory, SharedTensorCache)
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["gracetune"]
     assert os.listdir(tmp_path / os.listdir(tmp_path)[0])[0].startswith("tensors-")

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from gracetune.config.schema import Gh200Section
 from gracetune.errors import ConfigError
-from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.shared_tensor_cache import SharedTensorCache
 from gracetune.hosts.simpletuner.plugin import (
     AccumulationSchedule,
     AccumulationSteps,
@@ -20,7 +20,7 @@ from gracetune.hosts.simpletuner.plugin import (
     build_schedule,
     check_ramp_supported,
 )
-from gracetune.hosts.tensor_memory import LocalTensorMemory
+from gracetune.hosts.tensor_cache import LocalTensorMemory
 from gracetune.memory.platform import open_machine
 from gracetune.train.ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
@@ -164,7 +164,7 @@ def test_ranks_of_one_machine_share_memory(tmp_path):
     for plugin in (alone, two):
         plugin.split_config(config)
     assert isinstance(alone.memory, LocalTensorMemory)
-    assert isinstance(two.memory, SharedTensorMemory)
+    assert isinstance(two.memory, SharedTensorCache)
     assert two.memory.budget_nbytes == alone.memory.budget_nbytes == GIB
 
 
@@ -181,14 +181,14 @@ def test_each_kind_of_cache_has_its_own_setting():
         plugin.split_datasets(sets)
         plugin.split_config({"cache_config": {"vae_cache_type": latents, "text_cache_type": texts}})
         names = ("pics", "clips", "text-embeds-of-old", "words", "text-embeds")
-        kept = [plugin.tensor_memory_for(name) is not None for name in names]
+        kept = [plugin.tensor_cache_for(name) is not None for name in names]
         in_memory[latents, texts] = (kept[:3], kept[3:])
     assert in_memory == {
         ("memory", "disk"): ([True] * 3, [False] * 2),
         ("disk", "memory"): ([False] * 3, [True] * 2),
         ("memory", "unified_memory"): ([True] * 3, [True] * 2),
     }
-    assert make_plugin().tensor_memory_for("pics") is None
+    assert make_plugin().tensor_cache_for("pics") is None
 
 
 def test_a_ramp_warns_of_data_sets_with_their_own_batch_size(caplog):
@@ -274,4 +274,4 @@ def test_a_data_set_is_staged_once(tmp_path):
 
 def test_settings_without_effect_are_logged(caplog):
     make_plugin().split_config({"cache_config": {"cache_dir": "x"}})
-    assert "each data set names the folder of its cache" in caplog.text
+    assert "each dataset names the folder of its cache" in caplog.text

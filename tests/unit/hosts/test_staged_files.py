@@ -1,4 +1,4 @@
-"""Serve the files of a data set from memory."""
+"""Serve the files of a dataset from memory."""
 
 import pytest
 

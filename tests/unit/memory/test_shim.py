@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.data.gather import SOURCE as GATHER_SOURCE
+from gracetune.data.bulk_copy import SOURCE as GATHER_SOURCE
 from gracetune.errors import RunFailedError
 from gracetune.memory.shim import (
     COMPILE_FLAGS,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gracetune.plan.shapes import ModelTraces
+    from gracetune.plan.traces import ModelTraces
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.result import BlockPlan
-from gracetune.plan.shapes import (
+from gracetune.plan.simulate import PlanCandidate
+from gracetune.plan.traces import (
     BlockTraces,
     ModelTraces,
     Op,
@@ -15,7 +16,6 @@ from gracetune.plan.shapes import (
     TracesByMode,
     plain_checkpointing_trace,
 )
-from gracetune.plan.simulate import PlanCandidate
 
 SPEEDS = EffectiveRates(
     gemm=100.0,

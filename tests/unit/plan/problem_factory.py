@@ -5,7 +5,7 @@ from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.problem import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
-from gracetune.plan.shapes import (
+from gracetune.plan.traces import (
     BlockTraces,
     ModelTraces,
     Op,

@@ -20,12 +20,12 @@ from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.problem import TrainedSize, memory_table
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import predict
-from gracetune.plan.shapes import plain_checkpointing_trace
 from gracetune.plan.simulate import PlanCandidate
+from gracetune.plan.traces import plain_checkpointing_trace
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from gracetune.plan.shapes import ModelTraces
+    from gracetune.plan.traces import ModelTraces
 
 ROOT = Path(__file__).parents[3]
 RECORDS = json.loads((ROOT / "benchmarks/results/plan_measured.json").read_text())["figures"][

@@ -30,7 +30,7 @@ from gracetune.plan.problem import (
     largest_sample,
     plan_settings,
 )
-from gracetune.plan.shapes import Op, record_call
+from gracetune.plan.traces import Op, record_call
 from gracetune.units import GIB, MIB
 
 LORA = {"rank": 8}

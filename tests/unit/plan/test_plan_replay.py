@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gracetune.plan.kernels import CudaKernels, KernelRecorder
-from gracetune.plan.shapes import record_call, replay_on
+from gracetune.plan.traces import record_call, replay_on
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -43,13 +43,13 @@ class DatasetBlock:
 
     folder: str
     in_memory: InMemorySection | None
-    """Settings for holding the files of the data set in memory; None to read them from disk."""
+    """Settings for holding the files of the dataset in memory; None to read them from disk."""
     cache_mode: str
     """`static` or `refresh_each_epoch`; empty leaves augmentations and caches to ai-toolkit."""
     augments: tuple[object, ...]
     augmentations: tuple[object, ...]
     num_resolutions: int
-    """Number of data sets that ai-toolkit creates from the entry: one for each resolution."""
+    """Number of datasets that ai-toolkit creates from the entry: one for each resolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _split_dataset(
 def _split_augmentations(
     where: str, entry: dict[str, object]
 ) -> tuple[str, tuple[object, ...], tuple[object, ...]]:
-    """Remove and return the cache mode of a data set, and its augmentations if they are cached.
+    """Remove and return the cache mode of a dataset, and its augmentations if they are cached.
 
     ai-toolkit disables its caches if it finds augmentations when it reads the configuration. So
     the plug-in sets them later (`AIToolkitPlugin.attach_datasets`).

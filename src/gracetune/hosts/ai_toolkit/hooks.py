@@ -93,19 +93,19 @@ REQUIRED_SYMBOLS = (
     RequiredSymbol(
         CONFIG,
         "preprocess_dataset_raw_config",
-        "creates one data set per resolution, in order",
+        "creates one dataset per resolution, in order",
         leading_parameters=("raw_config",),
     ),
     RequiredSymbol(
         CONFIG,
         "DatasetConfig",
-        "holds a data set's settings and disables caches if it has augmentations",
+        "holds a dataset's settings and disables caches if it has augmentations",
         usage_sites=(UsageSite(CONFIG, "DatasetConfig.__init__", "self.augmentations"),),
     ),
     RequiredSymbol(
         TRAINER,
         f"{_CLASS}.before_dataset_load",
-        "is called before data sets load: they are staged here",
+        "is called before datasets load: they are staged here",
         usage_sites=(UsageSite(TRAINER, _RUN, "self.before_dataset_load()"),),
     ),
     RequiredSymbol(
@@ -382,7 +382,7 @@ def _hook_latent_path(original: Call) -> Call:
 def _hook_setup_epoch(plugin: AIToolkitPlugin, load_file: Call, original: Call) -> Call:
     """Wrap `setup_epoch` to load cache files into memory before the first epoch.
 
-    Before later epochs, it encodes augmented latents again if the data set asks for that.
+    Before later epochs, it encodes augmented latents again if the dataset asks for that.
     """
 
     def setup_epoch(self: Any) -> None:
@@ -398,7 +398,7 @@ def _hook_setup_epoch(plugin: AIToolkitPlugin, load_file: Call, original: Call) 
 
 
 def _cache_files(dataset: Any) -> list[str]:
-    """Return the existing cache files that the data set's loader reads in every epoch."""
+    """Return the existing cache files that the dataset's loader reads in every epoch."""
     items = dataset.file_list
     latents = [i.get_latent_path() for i in items if i.is_latent_cached and i.is_caching_to_disk]
     texts = [i.get_text_embedding_path() for i in items if i.is_text_embedding_cached]

@@ -1,6 +1,6 @@
 """The state that gracetune's hooks share while ai-toolkit runs.
 
-The plug-in holds data sets and cache files in memory, the caches of augmented latents, and the
+The plug-in holds datasets and cache files in memory, the caches of augmented latents, and the
 placement of a batch's tensors.
 """
 
@@ -20,14 +20,14 @@ from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.ai_toolkit.config_blocks import AIToolkitBlocks, split_config, uses_gracetune
-from gracetune.hosts.shared_tensor_memory import open_tensor_memory
+from gracetune.hosts.shared_tensor_cache import open_tensor_cache
 from gracetune.hosts.staged_files import (
     BackendFiles,
     StagedDatasetConfig,
     StagedFiles,
     stage_dataset,
 )
-from gracetune.hosts.tensor_memory import IN_MEMORY_TYPES, LocalTensorMemory
+from gracetune.hosts.tensor_cache import IN_MEMORY_TYPES, LocalTensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 from gracetune.units import GIB, format_bytes
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import CacheSection
     from gracetune.events.types import Event
     from gracetune.hosts.ai_toolkit.config_blocks import DatasetBlock
-    from gracetune.hosts.tensor_memory import TensorMemory
+    from gracetune.hosts.tensor_cache import TensorCache
     from gracetune.memory.platform import Machine
 
     Load = Callable[[str], object]
@@ -63,7 +63,7 @@ class AIToolkitPlugin:
         """`notify` shows a message; ranks with the same `meet_in` folder share memory."""
         self.environment = environment
         self.notify = notify
-        self.memory: TensorMemory | None = None
+        self.memory: TensorCache | None = None
         self._num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._rank = int(environment.get("LOCAL_RANK", "0"))
         self._meet_in = meet_in if self._num_ranks > 1 else None
@@ -116,7 +116,7 @@ class AIToolkitPlugin:
         limit = cache.host_budget_gb
         if self.memory is None:
             # Not pinned: forked workers cannot use memory that the CUDA driver has pinned.
-            self.memory = open_tensor_memory(
+            self.memory = open_tensor_cache(
                 limit,
                 self._num_ranks,
                 self._meet_in,
@@ -128,15 +128,15 @@ class AIToolkitPlugin:
             self.memory.budget_nbytes = int(limit * GIB)
 
     def attach_datasets(self, blocks: AIToolkitBlocks, settings: Sequence[DatasetSettings]) -> None:
-        """Set the augmentations of ai-toolkit's data sets, which its configuration no longer has.
+        """Set the augmentations of ai-toolkit's datasets, which its configuration no longer has.
 
-        ai-toolkit has one data set for each resolution of an entry. Raises if data loader workers
+        ai-toolkit has one dataset for each resolution of an entry. Raises if data loader workers
         could not see the data in memory.
         """
         if not blocks.datasets:
             return
         repeated = [block for block in blocks.datasets for _ in range(block.num_resolutions)]
-        assert len(repeated) == len(settings), f"{len(repeated)} blocks, {len(settings)} data sets"
+        assert len(repeated) == len(settings), f"{len(repeated)} blocks, {len(settings)} datasets"
         for block, each in zip(repeated, settings, strict=True):
             if block.cache_mode:
                 each.augments = list(block.augments)
@@ -149,7 +149,7 @@ class AIToolkitPlugin:
             check_workers_fork(max(num_workers, default=0), worker_start_method())
 
     def stage_datasets(self, blocks: Sequence[DatasetBlock]) -> None:
-        """Read the data sets that are to be held in memory, each folder once."""
+        """Read the datasets that are to be held in memory, each folder once."""
         for block in blocks:
             folder = os.path.abspath(block.folder)
             if block.in_memory is not None and folder not in self._staged_files:
@@ -242,7 +242,7 @@ def check_workers_fork(num_workers: int, method: str) -> None:
 
 
 KEY = "gracetune"
-"""Attribute of ai-toolkit's DatasetConfig that holds the `AugmentedLatents` of a data set."""
+"""Attribute of ai-toolkit's DatasetConfig that holds the `AugmentedLatents` of a dataset."""
 
 
 class DatasetSettings(Protocol):
@@ -273,9 +273,9 @@ class AIToolkitDataset(Protocol):
 
 
 class AugmentedLatents:
-    """Controls the cache of a data set's augmented latents, which are encoded anew for some epochs.
+    """Controls the cache of a dataset's augmented latents, which are encoded anew for some epochs.
 
-    All copies of the data set's settings share one object.
+    All copies of the dataset's settings share one object.
     """
 
     def __init__(self, cache_mode: str) -> None:
@@ -319,7 +319,7 @@ class AugmentedLatents:
 
 
 def augmented_latents_of(settings: DatasetSettings) -> AugmentedLatents | None:
-    """Return the `AugmentedLatents` of a data set; None if its augmentations are not cached."""
+    """Return the `AugmentedLatents` of a dataset; None if its augmentations are not cached."""
     found = vars(settings).get(KEY)
     return found if isinstance(found, AugmentedLatents) else None
 

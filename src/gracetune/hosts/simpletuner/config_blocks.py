@@ -29,7 +29,7 @@ FLAT_KEYS = (
 """Keys of gh200_optimizations that may also be at the top level of config.json."""
 IN_MEMORY = "in_memory"
 IGNORED_CACHE_KEYS = {
-    "cache_dir": "each data set names the folder of its cache",
+    "cache_dir": "each dataset names the folder of its cache",
     "persistent_cache": "SimpleTuner always keeps its cache files",
     "device_budget_gb": "SimpleTuner moves batches to the device",
     "vae_tiling": "set SimpleTuner's own vae_enable_tiling",
@@ -107,14 +107,14 @@ def _check_misspelled_blocks(
 def split_datasets(
     entries: Sequence[Mapping[str, object]], environment: Mapping[str, str]
 ) -> tuple[list[dict[str, object]], list[StagedDatasetConfig]]:
-    """Split data sets into SimpleTuner's entries and the settings of those held in memory.
+    """Split datasets into SimpleTuner's entries and the settings of those held in memory.
 
     SimpleTuner sees `type: in_memory` as `type: local`.
     """
     rest: list[dict[str, object]] = []
     staged = []
     for index, entry in enumerate(entries):
-        _check_misspelled_blocks(f"data set {entry.get('id')!r}", entry, (IN_MEMORY,))
+        _check_misspelled_blocks(f"dataset {entry.get('id')!r}", entry, (IN_MEMORY,))
         remaining = dict(entry)
         block = remaining.pop(IN_MEMORY, None)
         if remaining.get("type") == IN_MEMORY:
@@ -123,7 +123,7 @@ def split_datasets(
                 staged.append(_parse_staged(index, remaining, block, environment))
         elif block is not None:
             raise ConfigError(
-                f"data set {remaining.get('id')!r} has an in_memory block and is of type "
+                f"dataset {remaining.get('id')!r} has an in_memory block and is of type "
                 f"{remaining.get('type')!r}. Set type: in_memory, or remove the block."
             )
         rest.append(remaining)
@@ -136,8 +136,7 @@ def _parse_staged(
     name, folder = entry.get("id"), entry.get("instance_data_dir")
     if not isinstance(name, str) or not isinstance(folder, str):
         raise ConfigError(
-            f"data set {index} is of type in_memory and has no id or no instance_data_dir. "
-            "Set both."
+            f"dataset {index} is of type in_memory and has no id or no instance_data_dir. Set both."
         )
     settings = dict(block) if isinstance(block, dict) else block
     extensions: tuple[str, ...] = ()
@@ -145,11 +144,11 @@ def _parse_staged(
         given = settings.pop("file_extensions", ())
         if not isinstance(given, list | tuple) or not all(isinstance(e, str) for e in given):
             raise ConfigError(
-                f"data set {name!r}: in_memory.file_extensions is {given!r}; it must be a list "
+                f"dataset {name!r}: in_memory.file_extensions is {given!r}; it must be a list "
                 'such as ["png", "txt"].'
             )
         extensions = tuple(each.lower().lstrip(".") for each in given)
     section = {"id": name, "type": IN_MEMORY, "instance_data_dir": folder}
     run = {"datasets": [section if settings is None else {**section, IN_MEMORY: settings}]}
-    loaded = load_block(run, f"data set {name!r}", environment)
+    loaded = load_block(run, f"dataset {name!r}", environment)
     return StagedDatasetConfig(name, folder, loaded.run.datasets[0].in_memory, extensions)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import ModuleType, SimpleNamespace
 
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
-    from gracetune.hosts.tensor_memory import FilePath
+    from gracetune.hosts.tensor_cache import FilePath
 
     Loader = Callable[[object], object]
 
@@ -63,7 +63,7 @@ REQUIRED_SYMBOLS = (
     RequiredSymbol(
         FACTORY,
         "FactoryRegistry.load_configuration",
-        "turns `type: in_memory` into a local data set with settings for staging",
+        "turns `type: in_memory` into a local dataset with settings for staging",
         usage_sites=(UsageSite(FACTORY, "", "self.load_configuration()"),),
     ),
     RequiredSymbol(
@@ -334,7 +334,7 @@ def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
 
         def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
             super().__init__(accelerator=accelerator, id=id, compress_cache=compress_cache)
-            self._files = BackendFiles(plugin.staged_files(id), plugin.tensor_memory_for(id))
+            self._files = BackendFiles(plugin.staged_files(id), plugin.tensor_cache_for(id))
 
         def read(self, filepath: FilePath, as_byteIO: bool = False) -> object:  # noqa: N803
             data = self._files.read(filepath)

@@ -1,6 +1,6 @@
 """The state that gracetune's hooks share while SimpleTuner runs.
 
-The plug-in holds gracetune's settings, data sets and cached tensors in memory, the placement of
+The plug-in holds gracetune's settings, datasets and cached tensors in memory, the placement of
 batches, and the batch ramp (a growing effective batch size) in SimpleTuner's own training loop.
 """
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from gracetune.config.environment import environment_settings
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.hosts.shared_tensor_memory import open_tensor_memory
+from gracetune.hosts.shared_tensor_cache import open_tensor_cache
 from gracetune.hosts.simpletuner.config_blocks import (
     SimpleTunerBlocks,
     split_config,
     split_datasets,
 )
 from gracetune.hosts.staged_files import stage_dataset
-from gracetune.hosts.tensor_memory import IN_MEMORY_TYPES
+from gracetune.hosts.tensor_cache import IN_MEMORY_TYPES
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event
     from gracetune.hosts.staged_files import StagedDatasetConfig, StagedFiles
-    from gracetune.hosts.tensor_memory import TensorMemory
+    from gracetune.hosts.tensor_cache import TensorCache
     from gracetune.memory.platform import Machine
 
 
 log = logging.getLogger("gracetune")
 TEXT_EMBEDS = "text_embeds"
-"""The `dataset_type` of data sets in which SimpleTuner caches text embeddings."""
+"""The `dataset_type` of datasets in which SimpleTuner caches text embeddings."""
 DEFAULT_TEXT_BACKEND_PREFIX = "text-embeds"
-"""Prefix of the id of the data set that SimpleTuner creates if none is set for text embeddings."""
+"""Prefix of the id of the dataset that SimpleTuner creates if none is set for text embeddings."""
 
 
 def emit(event: Event) -> None:
@@ -66,7 +66,7 @@ class SimpleTunerPlugin:
     ) -> None:
         """`pin` pins cached tensors; processes with the same `meet_in` folder share memory."""
         self.blocks = SimpleTunerBlocks()
-        self.memory: TensorMemory | None = None
+        self.memory: TensorCache | None = None
         self.runtime: dict[str, object] = {}
         self._environment = environment
         self._pin = pin
@@ -90,13 +90,13 @@ class SimpleTunerPlugin:
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY_TYPES}:
             num_ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
-            self.memory = open_tensor_memory(
+            self.memory = open_tensor_cache(
                 cache.host_budget_gb, num_ranks, self._meet_in, self._pin, emit
             )
         return rest
 
     def split_datasets(self, entries: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Remember which data sets to hold in memory; return the entries for SimpleTuner."""
+        """Remember which datasets to hold in memory; return the entries for SimpleTuner."""
         rest, staged = split_datasets(entries, self._environment)
         self._staged_datasets |= {each.id: each for each in staged}
         self._dataset_types |= {str(each.get("id")): each.get("dataset_type") for each in entries}
@@ -104,14 +104,14 @@ class SimpleTunerPlugin:
             for each in entries:
                 if each.get("train_batch_size") is not None:
                     log.warning(
-                        "data set %r sets its own train_batch_size; the batch ramp counts samples "
+                        "dataset %r sets its own train_batch_size; the batch ramp counts samples "
                         "with the train_batch_size of config.json",
                         each.get("id"),
                     )
         return rest
 
-    def tensor_memory_for(self, dataset: str) -> TensorMemory | None:
-        """Return the memory for a data set's cache files, or None to read them from disk."""
+    def tensor_cache_for(self, dataset: str) -> TensorCache | None:
+        """Return the memory for a dataset's cache files, or None to read them from disk."""
         cache = self.blocks.cache
         if cache is None:
             return None
@@ -123,9 +123,9 @@ class SimpleTunerPlugin:
         return self.memory if cache_type in IN_MEMORY_TYPES else None
 
     def staged_files(self, dataset: str) -> StagedFiles | None:
-        """Return the files of a data set that are held in memory; the first call reads them.
+        """Return the files of a dataset that are held in memory; the first call reads them.
 
-        None if the data set is not to be held in memory.
+        None if the dataset is not to be held in memory.
         """
         config = self._staged_datasets.get(dataset)
         if config is None:
@@ -135,7 +135,7 @@ class SimpleTunerPlugin:
         return self._staged_files[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
-        """Return the bytes of a data set's file from memory, or None if it is not held there."""
+        """Return the bytes of a dataset's file from memory, or None if it is not held there."""
         for files in self._staged_files.values():
             if files.holds(path):
                 return files.read(path)

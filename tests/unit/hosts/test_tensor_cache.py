@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.hosts.tensor_memory import LocalTensorMemory
+from gracetune.hosts.tensor_cache import LocalTensorMemory
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ import torch
 
 from gracetune.data.staging import host_room
 from gracetune.events.types import Notice
-from gracetune.hosts.tensor_memory import (
+from gracetune.hosts.tensor_cache import (
     CachedValue,
     LocalTensorMemory,
     copy_containers,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.events.dispatcher import Emit
-    from gracetune.hosts.tensor_memory import FileIdentity, FilePath, TensorMemory
+    from gracetune.hosts.tensor_cache import FileIdentity, FilePath, TensorCache
 
     Layout = dict[str, object]
 
@@ -64,14 +64,14 @@ _MEMORY_SHARE = 0.5
 """The share of the free host memory that cache files may take if no budget is set."""
 
 
-def open_tensor_memory(
+def open_tensor_cache(
     limit_gib: float | None,
     num_ranks: int,
     folder: Path | None,
     pin: Callable[[torch.Tensor], torch.Tensor],
     emit: Emit,
     free_host_memory: Callable[[], int] = host_room,
-) -> TensorMemory:
+) -> TensorCache:
     """Open a memory that holds cache files: shared if there are several ranks and a `folder`.
 
     The budget of each rank is `limit_gib`, or an equal part of half of the free host memory.
@@ -84,7 +84,7 @@ def open_tensor_memory(
     if num_ranks == 1 or folder is None:
         return LocalTensorMemory(budget, pin)
     emit(Notice(f"the {num_ranks} ranks of this machine share the cache files in their memory"))
-    return SharedTensorMemory(budget, folder, emit)
+    return SharedTensorCache(budget, folder, emit)
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class _Segment:
     end: int = 0
 
 
-class SharedTensorMemory:
+class SharedTensorCache:
     """Shares the tensors of cache files between all processes of a machine with the same `folder`.
 
     Each process stores tensors up to its budget, and frees its oldest piece of memory first. Stored

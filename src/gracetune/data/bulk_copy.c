@@ -36,8 +36,8 @@ typedef struct {
     int64_t pending;                 /* bytes in the pipe */
 } Channel;
 
-/* Return the interface version, which must equal ABI in gather.py. */
-EXPORT int gracetune_gather_abi(void) { return ABI; }
+/* Return the interface version, which must equal ABI in bulk_copy.py. */
+EXPORT int gracetune_bulk_copy_abi(void) { return ABI; }
 
 /* Create a pipe. Return 0 if that fails, for example because too many files are open. */
 static int open_channel(Channel *channel, int target) {
@@ -102,7 +102,7 @@ static int has_known_length(int file, int64_t offset, int64_t nbytes) {
     return offset == WHOLE ? status.st_size == nbytes : status.st_size >= offset + nbytes;
 }
 
-/* Store the length of each file in `sizes`; 0 if stat() fails. `paths` as in gracetune_gather. */
+/* Store the length of each file in `sizes`; 0 if stat() fails. `paths` as in gracetune_bulk_copy. */
 EXPORT void gracetune_sizes(const char *paths, int64_t count, int64_t *sizes) {
     for (int64_t row = 0; row < count; row++, paths += strlen(paths) + 1) {
         struct stat status;
@@ -120,7 +120,7 @@ EXPORT void gracetune_sizes(const char *paths, int64_t count, int64_t *sizes) {
  *
  * Return the number of bytes written, or the negative errno if writing to `target` failed.
  */
-EXPORT int64_t gracetune_gather(int target, const char *paths, int64_t count,
+EXPORT int64_t gracetune_bulk_copy(int target, const char *paths, int64_t count,
                                 const int64_t *offsets, int64_t *nbytes, int64_t *starts) {
     Channel channel;
     int write_error = 0;

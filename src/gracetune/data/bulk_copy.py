@@ -1,7 +1,7 @@
-"""Call the compiled helper gather.c, which copies many files or many buffers in a single call.
+"""Call the compiled helper bulk_copy.c, which copies many files or many buffers in a single call.
 
-The build of the package compiles gather.c to a library next to this file. Without a C compiler the
-package still installs: files are then read one by one in Python, and torch concatenates buffers.
+The build of the package compiles bulk_copy.c to a library next to this file. Without a C compiler
+the package still installs: files are then read one by one in Python, and torch concatenates buffers.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from gracetune.memory.shared_arena import SegmentWriter
 
 ABI = 2
-"""Version of the functions in gather.c; a compiled library with another version is not used."""
-LIBRARY = "_gather.so"
-SOURCE = Path(__file__).with_name("gather.c")
+"""Version of the functions in bulk_copy.c; a compiled library with another version is not used."""
+LIBRARY = "_bulk_copy.so"
+SOURCE = Path(__file__).with_name("bulk_copy.c")
 _WHOLE = -1
 FAILED = -1
-"""Length that `Gather` returns for a file that it did not copy: the file cannot be read, or its
+"""Length that `BulkCopier` returns for a file that it did not copy: the file cannot be read, or its
 size is not the expected one."""
 
 
 @dataclass(frozen=True, slots=True)
-class MissingGather:
-    """Result of `find_gather` if the compiled library of gather.c cannot be used."""
+class MissingBulkCopier:
+    """Result of `find_bulk_copier` if the compiled library of bulk_copy.c cannot be used."""
 
     reason: str
     """Why the compiled library cannot be used, for a notice to the user."""
 
 
-class Gather:
-    """Python interface of the compiled gather.c, which copies many files or buffers in one call."""
+class BulkCopier:
+    """Python interface of the compiled bulk_copy.c: copies many files or buffers in one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         int64_array = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
-        self._gather = library.gracetune_gather
+        self._gather = library.gracetune_bulk_copy
         self._gather.argtypes = (
             ctypes.c_int,
             ctypes.c_char_p,
@@ -110,18 +110,18 @@ def _encode_paths(paths: Sequence[str]) -> bytes:
     return joined
 
 
-def find_gather(folder: Path = SOURCE.parent) -> Gather | MissingGather:
-    """Load the compiled library of gather.c; on failure, return the reason as `MissingGather`."""
+def find_bulk_copier(folder: Path = SOURCE.parent) -> BulkCopier | MissingBulkCopier:
+    """Load the compiled library of bulk_copy.c, or return the reason why that is not possible."""
     path = folder / LIBRARY
     if not path.exists():
-        return MissingGather(
+        return MissingBulkCopier(
             "it was not built, because no C compiler was found when gracetune was installed"
         )
     try:
         library = ctypes.CDLL(str(path))
-        found = str(library.gracetune_gather_abi())
+        found = str(library.gracetune_bulk_copy_abi())
     except (OSError, AttributeError) as error:
-        return MissingGather(f"it cannot be loaded: {error}")
+        return MissingBulkCopier(f"it cannot be loaded: {error}")
     if found != str(ABI):
-        return MissingGather(f"it has version {found}, but this gracetune needs {ABI}")
-    return Gather(library)
+        return MissingBulkCopier(f"it has version {found}, but this gracetune needs {ABI}")
+    return BulkCopier(library)

@@ -12,16 +12,22 @@ from pathlib import Path
 import pytest
 from fork_process import is_true_in_fork
 
-from gracetune.data.gather import FAILED, LIBRARY, Gather, MissingGather, find_gather
+from gracetune.data.bulk_copy import (
+    FAILED,
+    LIBRARY,
+    BulkCopier,
+    MissingBulkCopier,
+    find_bulk_copier,
+)
 from gracetune.data.source import FileRange
 from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, SegmentWriter
 from gracetune.memory.shim import build_shim
 
 
 @pytest.fixture
-def gather() -> Gather:
-    found = find_gather()
-    assert isinstance(found, Gather), found.reason
+def gather() -> BulkCopier:
+    found = find_bulk_copier()
+    assert isinstance(found, BulkCopier), found.reason
     return found
 
 
@@ -33,7 +39,7 @@ def _write_files(folder: Path, lengths: list[int]) -> list[Path]:
 
 
 def _gather_into_arena(
-    gather: Gather, places: list[FileRange], sizes: list[int]
+    gather: BulkCopier, places: list[FileRange], sizes: list[int]
 ) -> tuple[Arena, list[int], list[int]]:
     writer = ArenaWriter()
     with writer.segment_writer() as segment:
@@ -49,7 +55,7 @@ def _gather_into_arena(
     ids=["a byte", "pages", "many small ones", "more than the pipe holds"],
 )
 def test_gathered_files_are_complete_and_contiguous(
-    tmp_path: Path, gather: Gather, lengths: list[int]
+    tmp_path: Path, gather: BulkCopier, lengths: list[int]
 ) -> None:
     paths = _write_files(tmp_path, lengths)
     places = [FileRange(str(path), 0, None) for path in paths]
@@ -61,13 +67,13 @@ def test_gathered_files_are_complete_and_contiguous(
     assert len(arena.segments[0]) == sum(lengths) + len(b"what was there beforewhat comes after")
 
 
-def test_sizes_are_0_for_files_that_cannot_be_accessed(tmp_path: Path, gather: Gather) -> None:
+def test_sizes_are_0_for_files_that_cannot_be_accessed(tmp_path: Path, gather: BulkCopier) -> None:
     paths = [*_write_files(tmp_path, [0, 7, 100_000]), tmp_path / "gone", tmp_path / ("x" * 300)]
     assert gather.sizes([str(path) for path in paths]) == [0, 7, 100_000, 0, 0]
     assert gather.sizes([]) == []
 
 
-def test_ranges_are_read_at_any_offset(tmp_path: Path, gather: Gather) -> None:
+def test_ranges_are_read_at_any_offset(tmp_path: Path, gather: BulkCopier) -> None:
     (shard,) = _write_files(tmp_path, [200_000])
     data = shard.read_bytes()
     cuts = [(0, 10), (4097, 100_000), (199_999, 1)]
@@ -78,7 +84,7 @@ def test_ranges_are_read_at_any_offset(tmp_path: Path, gather: Gather) -> None:
 
 
 def test_unusual_files_are_marked_as_failed_and_the_rest_is_gathered(
-    tmp_path: Path, gather: Gather
+    tmp_path: Path, gather: BulkCopier
 ) -> None:
     first, longer, shorter, last = _write_files(tmp_path, [50_000] * 4)
     os.mkfifo(tmp_path / "fifo")  # opening it would block
@@ -94,7 +100,7 @@ def test_unusual_files_are_marked_as_failed_and_the_rest_is_gathered(
 
 
 def test_a_file_shorter_than_its_size_is_gathered_up_to_its_end(
-    tmp_path: Path, gather: Gather
+    tmp_path: Path, gather: BulkCopier
 ) -> None:
     """Files in /sys have the size of a page, whatever they contain."""
     page = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -110,7 +116,7 @@ def test_a_file_shorter_than_its_size_is_gathered_up_to_its_end(
 
 @pytest.mark.parametrize("length", [100, 2_000_000], ids=["at the end", "in between"])
 def test_a_target_that_cannot_grow_raises_arena_full_error(
-    tmp_path: Path, gather: Gather, length: int
+    tmp_path: Path, gather: BulkCopier, length: int
 ) -> None:
     (path,) = _write_files(tmp_path, [length])
     segment = SegmentWriter(0)
@@ -119,7 +125,7 @@ def test_a_target_that_cannot_grow_raises_arena_full_error(
         gather(segment, [FileRange(str(path), 0, None)], [length])
 
 
-def test_without_free_file_descriptors_every_file_fails(tmp_path: Path, gather: Gather) -> None:
+def test_without_free_file_descriptors_every_file_fails(tmp_path: Path, gather: BulkCopier) -> None:
     (path,) = _write_files(tmp_path, [100])
 
     def all_failed() -> bool:
@@ -134,7 +140,7 @@ def test_without_free_file_descriptors_every_file_fails(tmp_path: Path, gather: 
     assert is_true_in_fork(all_failed)
 
 
-def test_no_file_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None:
+def test_no_file_descriptor_is_left_open(tmp_path: Path, gather: BulkCopier) -> None:
     paths = [*_write_files(tmp_path, [1000, 700_000]), tmp_path / "gone"]
     before = sorted(os.listdir("/proc/self/fd"))
     _gather_into_arena(
@@ -143,14 +149,14 @@ def test_no_file_descriptor_is_left_open(tmp_path: Path, gather: Gather) -> None
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_path_with_a_nul_byte_is_refused(tmp_path: Path, gather: Gather) -> None:
+def test_a_path_with_a_nul_byte_is_refused(tmp_path: Path, gather: BulkCopier) -> None:
     with pytest.raises(AssertionError, match="NUL"):
         _gather_into_arena(gather, [FileRange("a\0b", 0, None)], [1])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 65_535, 65_536, 70_001, 131_072])
 def test_join_copies_pieces_back_to_back_and_changes_nothing_else(
-    gather: Gather, nbytes: int
+    gather: BulkCopier, nbytes: int
 ) -> None:
     pieces = [ctypes.create_string_buffer(os.urandom(nbytes), nbytes or 1) for _ in range(5)]
     target = ctypes.create_string_buffer(b"x" * (7 * nbytes + 2))
@@ -162,22 +168,25 @@ def test_join_copies_pieces_back_to_back_and_changes_nothing_else(
 
 
 def test_a_missing_helper_has_a_reason(tmp_path: Path) -> None:
-    missing = find_gather(tmp_path)
-    assert isinstance(missing, MissingGather)
+    missing = find_bulk_copier(tmp_path)
+    assert isinstance(missing, MissingBulkCopier)
     assert "no C compiler" in missing.reason
 
 
 def test_a_broken_helper_is_not_used(tmp_path: Path) -> None:
     (tmp_path / LIBRARY).write_bytes(b"not a library")
-    missing = find_gather(tmp_path)
-    assert isinstance(missing, MissingGather)
+    missing = find_bulk_copier(tmp_path)
+    assert isinstance(missing, MissingBulkCopier)
     assert "cannot be loaded" in missing.reason
 
 
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("int gracetune_gather_abi(void) { return 99; }", "version 99, but this gracetune needs 2"),
+        (
+            "int gracetune_bulk_copy_abi(void) { return 99; }",
+            "version 99, but this gracetune needs 2",
+        ),
         ("int x;", "cannot be loaded.*undefined symbol"),
     ],
 )
@@ -185,6 +194,6 @@ def test_a_helper_of_another_version_is_not_used(tmp_path: Path, code: str, why:
     source = tmp_path / "old.c"
     source.write_text(f'__attribute__((visibility("default"))) {code}\n')
     build_shim(tmp_path / LIBRARY, source=source)
-    missing = find_gather(tmp_path)
-    assert isinstance(missing, MissingGather)
+    missing = find_bulk_copier(tmp_path)
+    assert isinstance(missing, MissingBulkCopier)
     assert re.search(why, missing.reason)

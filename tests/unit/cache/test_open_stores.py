@@ -5,10 +5,10 @@ import torch
 
 from gracetune.cache.encode import Ranks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
+from gracetune.cache.open_stores import CacheStores
 from gracetune.cache.shard_store import ShardStore
-from gracetune.cache.stores import CacheStores
 from gracetune.config.schema import RunFile
-from gracetune.data.gather import MissingGather
+from gracetune.data.bulk_copy import MissingBulkCopier
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_cache_folder_that_is_not_used_is_reported(persistent, recorder, tmp_p
 @pytest.mark.parametrize(("kind", "count"), [("memory", 1), ("disk", 0)])
 def test_a_missing_gather_helper_is_reported_once_if_it_would_help(kind, count, recorder, tmp_path):
     run = RunFile.model_validate({"cache_config": {"vae_cache_type": kind}})
-    stores = CacheStores(run, tmp_path, recorder, find=lambda: MissingGather("not built"))
+    stores = CacheStores(run, tmp_path, recorder, find=lambda: MissingBulkCopier("not built"))
     stores.open_latents("epoch", tmp_path / "epoch")
     found = [event for event in recorder.events if "not built" in event.text]
     assert [event.fallback for event in found] == [True] * count

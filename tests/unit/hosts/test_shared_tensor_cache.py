@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.hosts.shared_tensor_memory import (
+from gracetune.hosts.shared_tensor_cache import (
     RecordLog,
     SegmentClosed,
     SegmentOpened,
-    SharedTensorMemory,
+    SharedTensorCache,
     UnsupportedValueError,
     ValueStored,
     read_records,
@@ -33,14 +33,14 @@ OTHER_PROCESS = """
 import json, sys
 from pathlib import Path
 import torch
-from gracetune.hosts.shared_tensor_memory import SharedTensorMemory
+from gracetune.hosts.shared_tensor_cache import SharedTensorCache
 folder, paths = Path(sys.argv[1]), json.loads(sys.argv[2])
 loads = []
 def load(path):
     loads.append(path)
     return {"loaded": torch.full((2000,), float(len(loads)))}
 notices = []
-memory = SharedTensorMemory(1 << 20, folder, notices.append)
+memory = SharedTensorCache(1 << 20, folder, notices.append)
 for line in sys.stdin:
     if line.strip() == "write":
         memory.get(paths[0], load)["loaded"].add_(100)
@@ -80,7 +80,7 @@ def notices() -> list:
 
 @pytest.fixture
 def open_memory(tmp_path, notices):
-    return lambda budget=1 << 20: SharedTensorMemory(budget, tmp_path / "meet", notices.append)
+    return lambda budget=1 << 20: SharedTensorCache(budget, tmp_path / "meet", notices.append)
 
 
 class CountingLoader:

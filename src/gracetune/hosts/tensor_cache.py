@@ -1,6 +1,6 @@
 """Keep the tensors of a host's cache files in the memory of this process.
 
-`SharedTensorMemory` in shared_tensor_memory.py has the same interface and keeps one copy for all
+`SharedTensorCache` in shared_tensor_cache.py has the same interface and keeps one copy for all
 processes of a machine.
 """
 
@@ -26,7 +26,7 @@ FileIdentity = tuple[int, int, int]
 """Inode, modification time in nanoseconds and size: they tell whether a file was replaced."""
 
 
-class TensorMemory(Protocol):
+class TensorCache(Protocol):
     """Interface of a memory that holds the contents of cache files (nested dicts of tensors)."""
 
     budget_nbytes: int

@@ -19,7 +19,7 @@ from gracetune.cache.memory_tier import (
     allocate_page_aligned,
 )
 from gracetune.cache.shard_store import ShardStore
-from gracetune.data.gather import MissingGather, find_gather
+from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.events.types import Notice
 from gracetune.units import GIB, format_bytes
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gracetune.cache.encode import Emit, Ranks
     from gracetune.cache.store import Store
     from gracetune.config.schema import CacheSection, RunFile
-    from gracetune.data.gather import Gather
+    from gracetune.data.bulk_copy import BulkCopier
 
 TEXT_SHARE = 4
 """Text gets 1/TEXT_SHARE of the host memory budget, if latents and text are both in memory."""
@@ -53,7 +53,7 @@ class CacheStores:
         emit: Emit,
         allocate_host: Callable[[int], Tensor] = allocate_page_aligned,
         ranks: Ranks = SINGLE_RANK,
-        find: Callable[[], Gather | MissingGather] = find_gather,
+        find: Callable[[], BulkCopier | MissingBulkCopier] = find_bulk_copier,
     ) -> None:
         """Open the cache stores of a run whose output folder is `folder`.
 
@@ -125,7 +125,7 @@ class CacheStores:
                 limit = format_bytes(self._budgets[kind].nbytes)
                 text = f"cache type unified_memory: {kind} live in host memory, up to {limit}"
                 self._emit(Notice(f"{text}, and are copied to the device before use"))
-        if isinstance(self._gather, MissingGather) and self._types["latents"] != "disk":
+        if isinstance(self._gather, MissingBulkCopier) and self._types["latents"] != "disk":
             text = "batches of latents are gathered by torch, which is slower: "
             self._emit(Notice(text + self._gather.reason, fallback=True))
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.data import codecs
-from gracetune.data.codecs import choose_packing, suffix_of
+from gracetune.data import staging_compression
+from gracetune.data.staging_compression import choose_packing, suffix_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,9 @@ class DictSource:
         return "a dict"
 
 
-def _choose(source: DictSource, compression: str | None = "auto") -> codecs.CompressionPlan:
+def _choose(
+    source: DictSource, compression: str | None = "auto"
+) -> staging_compression.CompressionPlan:
     keys = source.keys()
     return choose_packing(source, keys, [source.nbytes(key) for key in keys], compression, 2)
 
@@ -65,14 +67,16 @@ def test_sampled_files_are_kept_except_unreadable_ones() -> None:
 def test_rare_suffixes_share_a_codec() -> None:
     source = DictSource({f"x.{n:04d}": WORDS for n in range(200)})
     chosen = _choose(source)
-    assert len(chosen.by_suffix) == codecs.MAX_SUFFIXES + 1
+    assert len(chosen.by_suffix) == staging_compression.MAX_SUFFIXES + 1
     assert chosen.codec_of("x.0199") is not None
     assert chosen.codec_of("x.never-seen") is not None
-    assert len(source.reads) <= codecs.SAMPLED_FILES * (codecs.MAX_SUFFIXES + 1)
+    assert len(source.reads) <= staging_compression.SAMPLED_FILES * (
+        staging_compression.MAX_SUFFIXES + 1
+    )
 
 
 def test_the_number_of_sampled_bytes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "SAMPLED_NBYTES", 2 * len(NOISE))
+    monkeypatch.setattr(staging_compression, "SAMPLED_NBYTES", 2 * len(NOISE))
     source = DictSource({f"{n}.jpg": NOISE for n in range(30)} | {"huge.mp4": NOISE * 100})
     _choose(source)
     assert sorted(source.reads)[-1] == "huge.mp4"  # the only one of its kind
