@@ -1,7 +1,7 @@
 """Call the compiled helper bulk_copy.c, which copies many files or many buffers in a single call.
 
 The build of the package compiles bulk_copy.c to a library next to this file. Without a C compiler
-the package still installs: files are then read one by one in Python, and torch concatenates buffers.
+the package still installs: Python then reads files one by one, and torch concatenates buffers.
 """
 
 from __future__ import annotations
