@@ -46,7 +46,7 @@ from gracetune.cache.memory_tier import (
 )
 from gracetune.config.schema import Gh200Section
 from gracetune.data.sample import Batch
-from gracetune.memory.diagnose import DeviceBytes
+from gracetune.memory.machine_checks import DeviceBytes
 from gracetune.memory.platform import open_machine
 from gracetune.units import GIB, MIB
 

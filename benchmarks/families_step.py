@@ -45,7 +45,7 @@ from wan14b import free_memory, make_training_step, time_each_step
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.device_benchmark import measure_device
 from gracetune.plan.launch_probe import LaunchProbe, build_probe_model

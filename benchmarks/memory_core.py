@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import results
 import torch
 
-from gracetune.memory.diagnose import DeviceBytes
 from gracetune.memory.hints import Hint, HintOutcome, Hints, Span, page_span, torch_stream
+from gracetune.memory.machine_checks import DeviceBytes
+from gracetune.memory.managed_pool import ManagedPool, PoolSettings, TorchMemPools, open_pool
 from gracetune.memory.platform import open_machine
-from gracetune.memory.pool import ManagedPool, PoolSettings, TorchMemPools, open_pool
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
 from gracetune.units import GIB, MIB, format_bytes
 

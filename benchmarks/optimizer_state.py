@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gracetune.config.schema import OptimizerSection
 from gracetune.memory.platform import open_machine
-from gracetune.offload.copies import CopyStream, open_copy_engine
+from gracetune.offload.copy_engine import CopyStream, open_copy_engine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings
 from gracetune.train.step import scale_and_clip_gradients
@@ -45,7 +45,7 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.copy_engine import CopyEngine
 
 WARM_UP, STEPS = 2, 5
 REQUIRED_NBYTES = 70 * GIB

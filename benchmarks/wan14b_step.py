@@ -30,7 +30,7 @@ from wan14b import DEVICE, LAYERS, free_memory, make_forward, make_model, make_s
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
 from gracetune.offload.activations import OffloadSettings
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.result import BlockPlan
 from gracetune.units import GIB

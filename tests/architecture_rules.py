@@ -11,15 +11,15 @@ FORKPORT = SRC.parent / "forkport"
 MAX_LINES = 800
 
 GROUND = {"errors", "units", "atomic_files"}
-DATA = GROUND | {"registry", "config", "events", "memory"}
-PARTS = GROUND | {"registry", "config", "memory", "offload"}
+DATA = GROUND | {"entry_points", "config", "events", "memory"}
+PARTS = GROUND | {"entry_points", "config", "memory", "offload"}
 TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "optim"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
     "atomic_files": set(),
-    "registry": GROUND,
+    "entry_points": GROUND,
     "config": GROUND | {"models", "optim"},
     "events": GROUND,
     "memory": GROUND | {"events"},
@@ -56,7 +56,7 @@ ONLY_IMPORTER = {
 NEVER = {("cache", "gracetune.data.pipeline")}
 """(importer, module) pairs that are forbidden although the packages are allowed."""
 
-WITHOUT_TORCH = GROUND | {"registry", "config", "events", "dashboard", "__init__", "__main__"}
+WITHOUT_TORCH = GROUND | {"entry_points", "config", "events", "dashboard", "__init__", "__main__"}
 """Packages that never import torch, not even inside functions."""
 LOADED_WITHOUT_TORCH = {"gracetune.cli", "gracetune.cli.main", "gracetune.cli.now"}
 """Modules that must not load torch when they are imported, although their functions may."""

@@ -5,8 +5,8 @@ upstream, applies them to a fresh branch, runs validation commands, and rolls ev
 request. It needs git and pydantic and imports nothing of gracetune; `gracetune port` is its command
 line.
 
-Reading order: extract.py, plan.py (merge.py, moves.py, three_way.py and history.py do its work),
-apply.py, validate.py, report.py.
+Reading order: extract.py, plan.py (merge.py, moved_code.py, three_way.py and upstream_history.py do
+its work), apply.py, validation_commands.py, report.py.
 """
 
 

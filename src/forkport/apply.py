@@ -16,7 +16,7 @@ from forkport import ForkportError, worktree
 from forkport.merge import merge_patch, open_merge_context, patch_changes
 from forkport.patches import read_manifest
 from forkport.plan import patch_verdict
-from forkport.state import (
+from forkport.port_state import (
     AppliedPatch,
     PendingPatch,
     PortState,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from forkport.git import TreeEntry
-from forkport.moves import find_moves, merge_moved_definitions
+from forkport.moved_code import find_moves, merge_moved_definitions
 from forkport.patches import read_patch
 from forkport.source_index import SourceReader, compare_trees
 from forkport.three_way import Conflict, SideLabels, find_conflicts
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from forkport.git import FileChange, Git
-    from forkport.moves import Move
+    from forkport.moved_code import Move
     from forkport.patches import Manifest, Patch
     from forkport.source_index import UpstreamChanges
     from forkport.three_way import MergedText

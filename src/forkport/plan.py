@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from forkport.history import commits_touching, touched_regions
 from forkport.merge import merge_patch, open_merge_context, patch_changes
+from forkport.upstream_history import commits_touching, touched_regions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from forkport.git import Git
-    from forkport.history import TouchingCommit
     from forkport.merge import FileResult
     from forkport.patches import Manifest, Patch
+    from forkport.upstream_history import TouchingCommit
 
 
 Verdict = Literal["applies", "moved", "conflicts", "upstream has it"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from forkport.merge import FileResult
     from forkport.patches import Manifest, Patch
     from forkport.plan import PatchPlan
-    from forkport.state import AppliedPatch, CommandRun, PortState
+    from forkport.port_state import AppliedPatch, CommandRun, PortState
 
 CHECKLIST = "GH200_REBASE_CHECKLIST.md"
 _MAX_SIDE_LINES = 40

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from gracetune.events.types import Notice
     from gracetune.memory.hints import Hint, Location, Residency
-    from gracetune.memory.pool import ManagedPool, PoolUnavailable
-    from gracetune.memory.stages import Stage
+    from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
+    from gracetune.memory.oversubscription import Stage
     from gracetune.memory.stats import Stats
 
 _CLASSES = {

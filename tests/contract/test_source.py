@@ -29,7 +29,7 @@ from gracetune.data.shard_files import LocalShard, TarSource
 from gracetune.data.source import FolderSource
 from gracetune.data.source_contract import CHECKS, Check
 from gracetune.data.staging import StagedSource
-from gracetune.data.tables import open_hf, open_parquet
+from gracetune.data.table_source import open_hf, open_parquet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

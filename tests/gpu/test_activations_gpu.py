@@ -22,7 +22,7 @@ from test_ring_gpu import (
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
 from gracetune.offload.activations import OffloadSettings, offload_activations
-from gracetune.offload.copies import CopyStream, CudaCopyEngine, open_copy_engine
+from gracetune.offload.copy_engine import CopyStream, CudaCopyEngine, open_copy_engine
 from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.gpu

@@ -30,7 +30,7 @@ from gracetune.adapters.compute.outlier_subspace import find_outlier_subspace
 from gracetune.events.types import Notice, StepDone
 from gracetune.memory.platform import Link
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
 from gracetune.offload.ring import stream_weights
 from gracetune.train.run import run_training

@@ -15,10 +15,10 @@ import torch
 import gracetune
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.hints import HintOutcome, Hints, torch_stream
+from gracetune.memory.oversubscription import GcFreeze, hard_reclamation, read_memory
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import Link, Machine, open_machine
 from gracetune.memory.shim import LIBRARY, SOURCE, build_shim
-from gracetune.memory.stages import GcFreeze, hard_reclamation, read_memory
 from gracetune.units import KIB, MIB
 
 if TYPE_CHECKING:

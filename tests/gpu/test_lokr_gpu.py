@@ -9,7 +9,7 @@ from torch.nn import functional
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.memory.platform import Link
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 

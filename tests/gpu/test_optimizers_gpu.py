@@ -7,7 +7,7 @@ import torch
 from sync_checks import forbid_host_syncs
 
 from gracetune.config.schema import OptimizerSection
-from gracetune.offload.copies import CopyStream, CudaCopyEngine
+from gracetune.offload.copy_engine import CopyStream, CudaCopyEngine
 from gracetune.optim.automagic import Automagic, stochastic_round_
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings

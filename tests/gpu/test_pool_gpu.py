@@ -9,8 +9,7 @@ import torch
 from driver_contract import CHECKS, Check
 
 from gracetune.memory.driver import HOST, CudaCode, CudaDriver, PointerKind, open_cuda_driver
-from gracetune.memory.platform import Platform, open_machine
-from gracetune.memory.pool import (
+from gracetune.memory.managed_pool import (
     ManagedPool,
     PoolCloseResult,
     PoolError,
@@ -18,6 +17,7 @@ from gracetune.memory.pool import (
     TorchMemPools,
     open_pool,
 )
+from gracetune.memory.platform import Platform, open_machine
 from gracetune.memory.shim import LIBRARY, AccessPattern, Shim, build_shim
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from sync_checks import count_host_syncs
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
 from gracetune.offload import autosize
-from gracetune.offload.copies import CopyStream, CudaCopyEngine, OffloadError, open_copy_engine
+from gracetune.offload.copy_engine import CopyStream, CudaCopyEngine, OffloadError, open_copy_engine
 from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.gpu

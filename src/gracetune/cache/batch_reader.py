@@ -19,7 +19,7 @@ import torch
 from gracetune.cache.augmentation_epochs import augmentation_epoch, augmentation_mode
 from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items
 from gracetune.cache.keys import latent_key, mask_key, text_key
-from gracetune.cache.masks import MASK_TENSOR, mask_weights, render_masks
+from gracetune.cache.loss_masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.data.augment import sample_transform
 from gracetune.data.loader import NO_EPOCH
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.augmentation_epochs import AugmentationMode, EpochCaches
     from gracetune.cache.encode import Tiling
-    from gracetune.cache.masks import LatentGrid
+    from gracetune.cache.loss_masks import LatentGrid
     from gracetune.cache.open_stores import CacheStores
     from gracetune.cache.store import Allocate, Entry, Store
     from gracetune.config.schema import DatasetSection

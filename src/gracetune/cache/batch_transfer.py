@@ -32,9 +32,9 @@ from gracetune.cache.memory_tier import allocate_page_aligned, allocate_pageable
 from gracetune.cache.shard_format import PAGE, align_up
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.events.types import Notice
+from gracetune.memory.managed_pool import ManagedPool
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
-from gracetune.memory.pool import ManagedPool
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import Tier, memory_event
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from gracetune.data.loader import LoaderState
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event, MemoryUsed
+    from gracetune.memory.oversubscription import GcFreeze
     from gracetune.memory.placement import PlacementTable
     from gracetune.memory.platform import Link
-    from gracetune.memory.stages import GcFreeze
 
     WriteInto = Callable[[Allocate], Tensor]
     """Writes a tensor into memory that it gets from an allocator, and returns it."""
@@ -71,7 +71,7 @@ LATENTS = "latents of the batch"
 
 
 class BatchTransfer:
-    """Copies batches to the device and reports the memory in use.
+    """Copies batches to the device, and reports how much memory the batches and caches use.
 
     If the run enables CUDA managed memory, the copies are allocated in it, and the driver gets
     hints about where to keep them.

@@ -24,7 +24,7 @@ import torch
 
 from gracetune.cache.batch_reader import SampleTransforms
 from gracetune.cache.encode import EMPTY_PROMPT, EncodeItem, choose_tiling, decode_item
-from gracetune.cache.foreign import TEXT_FOLDER, read_foreign
+from gracetune.cache.foreign_caches import TEXT_FOLDER, read_foreign
 from gracetune.cache.keys import CacheKey, latent_key, text_key
 from gracetune.cache.open_stores import cache_root
 from gracetune.cache.shard_store import ShardStore
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.cache.encode import Emit, SampleEncoder
-    from gracetune.cache.foreign import ForeignEntry
+    from gracetune.cache.foreign_caches import ForeignEntry
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Shape
 

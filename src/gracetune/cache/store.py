@@ -89,7 +89,7 @@ class DictStore:
         return stack_entries(self.get_many(keys), name, allocate)
 
     def load(self, keys: Sequence[str], allocate: TryAllocate) -> list[Entry | None]:  # noqa: ARG002
-        """Return the entries of several keys."""
+        """Return the entries of several keys; nothing is allocated, they are already in memory."""
         return self.get_many(keys)
 
     def will_need(self, keys: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from gracetune import __version__
 from gracetune.atomic_files import write_text
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, RunFailedError
-from gracetune.events.baseline import (
+from gracetune.events.performance_baseline import (
     BASELINE_FILE,
     REPORT_FILE,
     Baseline,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.config.schema import RunFile
-    from gracetune.events.baseline import RunMeasurement
+    from gracetune.events.performance_baseline import RunMeasurement
 
 HELP = "Measure a run file several times, and compare the result with a later measurement."
 SMI_LOG = "nvidia_smi.log"

@@ -17,7 +17,7 @@ from gracetune import __version__
 from gracetune.cli.env import describe_effects, variables_in_use
 from gracetune.config.environment import environment_settings, process_environment
 from gracetune.errors import ConfigError
-from gracetune.memory.diagnose import (
+from gracetune.memory.machine_checks import (
     Finding,
     build_report,
     check_copies,
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gracetune.events.types import Notice
-    from gracetune.memory.diagnose import DeviceBench, PoolTrial
     from gracetune.memory.driver import Driver
+    from gracetune.memory.machine_checks import DeviceBench, PoolTrial
+    from gracetune.memory.managed_pool import PoolUnavailable
     from gracetune.memory.platform import Platform
-    from gracetune.memory.pool import PoolUnavailable
 
 HELP = "check this machine (versions, link, memory, bandwidths, hints) and suggest fixes"
 DEVICE_CHECKS = (
@@ -249,14 +249,19 @@ def _no_device_reason(torch: TorchInfo, machine: Machine) -> str:
 
 
 def _open_bench(driver: Driver, platform: Platform, nbytes: int) -> DeviceBench:
-    from gracetune.memory.diagnose import open_torch_bench
+    from gracetune.memory.machine_checks import open_torch_bench
 
     return open_torch_bench(driver, platform, nbytes)
 
 
 def _try_pool(bench: DeviceBench) -> PoolTrial | PoolUnavailable:
-    from gracetune.memory.diagnose import try_pool
-    from gracetune.memory.pool import PoolSettings, PoolUnavailable, TorchMemPools, open_pool
+    from gracetune.memory.machine_checks import try_pool
+    from gracetune.memory.managed_pool import (
+        PoolSettings,
+        PoolUnavailable,
+        TorchMemPools,
+        open_pool,
+    )
     from gracetune.memory.shim import find_shim
 
     settings = PoolSettings(cap_bytes=64 * MIB)

@@ -14,9 +14,9 @@ from forkport.extract import extract
 from forkport.git import open_repository
 from forkport.patches import MANIFEST, VALIDATION_GROUPS, ValidationCommands, read_manifest
 from forkport.plan import make_plan
+from forkport.port_state import find_state, patches_folder
 from forkport.report import CHECKLIST, checklist, conflict_lines, plan_json, plan_lines
-from forkport.state import find_state, patches_folder
-from forkport.validate import validate
+from forkport.validation_commands import validate
 from forkport.worktree import uncommitted
 from gracetune.config.environment import process_environment
 from gracetune.errors import PortError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forkport.apply import ApplyOutcome
     from forkport.git import Git
     from forkport.patches import Manifest, ValidationGroup
-    from forkport.state import CommandRun
+    from forkport.port_state import CommandRun
 
 HELP = (
     "Keep a fork alive: extract its changes as patches, plan and apply them to a newer upstream, "

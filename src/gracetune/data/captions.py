@@ -165,7 +165,7 @@ def _read_jsonl(data: bytes, where: str) -> Rows:
 
 def _read_parquet(data: bytes, where: str) -> Rows:
     # Imported late: only parquet tables need pyarrow.
-    from gracetune.data.tables import read_caption_table
+    from gracetune.data.table_source import read_caption_table
 
     for number, (name, caption) in enumerate(read_caption_table(data, where)):
         yield f"{where}, row {number}", name, caption

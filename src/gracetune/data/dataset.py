@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from blake3 import blake3
 
-from gracetune import registry
+from gracetune import entry_points
 from gracetune.atomic_files import write_text
 from gracetune.config.schema import STAGED_TYPES
 from gracetune.data import audio, images, video
@@ -42,8 +42,8 @@ SOURCES = {
     "local": "gracetune.data.dataset:open_address",
     "in_memory": "gracetune.data.dataset:open_address",
     "tar": "gracetune.data.shard_files:open_tar",
-    "parquet": "gracetune.data.tables:open_parquet",
-    "hf": "gracetune.data.tables:open_hf",
+    "parquet": "gracetune.data.table_source:open_parquet",
+    "hf": "gracetune.data.table_source:open_hf",
     "remote": "gracetune.data.remote:open_remote",
     "shapes": "gracetune.data.demo_shapes:open_shapes",
 }
@@ -111,7 +111,7 @@ def open_dataset(
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
-    opener = cast("SourceOpener", registry.load("source", section.type, SOURCES))
+    opener = cast("SourceOpener", entry_points.load("source", section.type, SOURCES))
     source = opener(section, setting, emit)
     keys = _sample_keys(source, section, setting)
     captions = read_captions(source, keys, section, setting)
@@ -172,7 +172,7 @@ def _open_companions(section: DatasetSection, folder: str, setting: str, emit: E
     For generated shapes, it is opened as a plain folder.
     """
     kind = "local" if section.type == "shapes" else section.type
-    opener = cast("SourceOpener", registry.load("source", kind, SOURCES))
+    opener = cast("SourceOpener", entry_points.load("source", kind, SOURCES))
     return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
 
 
@@ -253,8 +253,8 @@ def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit)
 OPENERS = {
     "folder": "gracetune.data.source:open_folder",
     "tar": "gracetune.data.shard_files:open_tar",
-    "parquet": "gracetune.data.tables:open_parquet",
-    "hf": "gracetune.data.tables:open_hf",
+    "parquet": "gracetune.data.table_source:open_parquet",
+    "hf": "gracetune.data.table_source:open_hf",
     "remote": "gracetune.data.remote:open_remote",
 }
 SAVED_DATASET = ("dataset_dict.json", "state.json")
@@ -301,7 +301,7 @@ def is_shard(address: str) -> bool:
 
 
 def _open(kind: str, section: DatasetSection, setting: str, emit: Emit) -> Source:
-    opener = cast("Callable[..., Source]", registry.load("source", kind, OPENERS))
+    opener = cast("Callable[..., Source]", entry_points.load("source", kind, OPENERS))
     return opener(section, setting, emit)
 
 

@@ -59,7 +59,7 @@ from gracetune.cache.encode import (
     find_unreadable,
 )
 from gracetune.cache.keys import latent_key, mask_key, text_key
-from gracetune.cache.masks import fill_masks, mask_keys
+from gracetune.cache.loss_masks import fill_masks, mask_keys
 from gracetune.cache.memory_tier import MemoryTier
 from gracetune.cache.open_stores import CacheStores
 from gracetune.data import buckets

@@ -1,7 +1,7 @@
 """Run gracetune inside other trainers ("hosts"): SimpleTuner and ai-toolkit, both unmodified.
 
 probe.py checks that an installed host still has the functions that are hooked. Each host's package
-holds its hooks, its plug-in and its part of the host's configuration; staged_files.py and
+holds its hooks, its plug-in and its part of the host's configuration; in_memory_files.py and
 tensor_cache.py keep datasets and cache files in memory for both.
 """
 

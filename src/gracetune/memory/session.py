@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
-from gracetune.memory.platform import Link, read_this_host
-from gracetune.memory.pool import (
+from gracetune.memory.managed_pool import (
     ManagedPool,
     PoolError,
     PoolSettings,
@@ -22,8 +21,7 @@ from gracetune.memory.pool import (
     TorchMemPools,
     open_pool,
 )
-from gracetune.memory.shim import AccessPattern, find_shim
-from gracetune.memory.stages import (
+from gracetune.memory.oversubscription import (
     GcFreeze,
     Stage,
     StagePolicy,
@@ -33,6 +31,8 @@ from gracetune.memory.stages import (
     managed_cap,
     read_memory,
 )
+from gracetune.memory.platform import Link, read_this_host
+from gracetune.memory.shim import AccessPattern, find_shim
 from gracetune.memory.stats import (
     MemoryAccounting,
     Tier,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gracetune.memory.hints import HintCounts
+    from gracetune.memory.oversubscription import StageState
     from gracetune.memory.platform import Platform
     from gracetune.memory.shim import ShimCounters
-    from gracetune.memory.stages import StageState
 
 
 Stats = dict[str, int | str]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import nn
 
-from gracetune import registry
+from gracetune import entry_points
 from gracetune.models.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class LoadFamily(Protocol):
 def load_family(section: ModelSection) -> Family:
     """Load the model that the run file names."""
     loaders = {name: f"{info.module}:load" for name, info in FAMILIES.items()}
-    load = cast("LoadFamily", registry.load("family", section.family, loaders))
+    load = cast("LoadFamily", entry_points.load("family", section.family, loaders))
     return load(section)
 
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gracetune.events.types import Notice
 from gracetune.offload.autosize import PrefetchDistance
 from gracetune.offload.checkpointing import checkpoint_block
-from gracetune.offload.copies import OffloadError
+from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.offloaded_tensors import (
     BlockCall,
     HostBufferPool,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.offload.ring import WeightReference, WeightRing
 
 

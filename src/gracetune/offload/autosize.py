@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gracetune.events.types import Notice
-from gracetune.offload.copies import CopyStream
+from gracetune.offload.copy_engine import CopyStream
 from gracetune.offload.stall_timer import StallWindows
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.offload.ring import SlotPool
     from gracetune.offload.stall_timer import StallWindow
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from gracetune.offload.copies import OffloadError, aligned
+from gracetune.offload.copy_engine import OffloadError, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.memory.platform import read_this_host
-from gracetune.offload.copies import POISON, CopyStream, aligned
+from gracetune.offload.copy_engine import POISON, CopyStream, aligned
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from gracetune.offload.copies import CopyEngine, PendingCopy
+    from gracetune.offload.copy_engine import CopyEngine, PendingCopy
     from gracetune.offload.stall_timer import StallTotals, StallWindow
 
 

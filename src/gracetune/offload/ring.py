@@ -18,7 +18,7 @@ Two rules keep a slot from being overwritten while it is read:
 1. A slot is refilled only when no live tensor aliases it (`Slot.is_in_use`). By then every kernel
    that reads the old weights (block 0) is queued on C, before `ready`.
 2. The copy waits for `ready`, and the kernels that read the new weights (block 3) wait for `done`
-   (`offload/copies.py`).
+   (`offload/copy_engine.py`).
 
 If live tensors hold every slot, the ring adds a slot instead of waiting, and counts it in
 `RingCounters.extra_slots`.
@@ -45,7 +45,7 @@ from torch.utils import dlpack
 
 from gracetune.events.types import Notice
 from gracetune.offload.autosize import RingAutosizer
-from gracetune.offload.copies import OffloadError
+from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.host_weights import (
     load_resident_weights,
     move_to_device,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from gracetune.offload.copies import CopyEngine, PendingCopy
+    from gracetune.offload.copy_engine import CopyEngine, PendingCopy
 
 
 MIN_SLOTS = 2
@@ -83,8 +83,8 @@ class RingCounters:
     """Number of block uses whose weights were not prefetched, so that the copy started only
     then."""
     order_mismatches: int
-    """Number of times that the model used another block than earlier passes did at the same
-    point."""
+    """Number of times that a pass used a different block than earlier passes at the same
+    position."""
     stalled_s: float
     """Seconds that compute waited for weights."""
     slots: int

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gracetune import registry
+from gracetune import entry_points
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.master_weights import MasterWeights, fp32_placeholders
@@ -62,7 +62,7 @@ def build_optimizer(
     that its state can be split by parameter. Automagic uses stochastic rounding instead.
     """
     builders = {name: info.builder for name, info in OPTIMIZERS.items()}
-    build = cast("OptimizerBuilder", registry.load("optimizer", section.name, builders))
+    build = cast("OptimizerBuilder", entry_points.load("optimizer", section.name, builders))
     narrow = any(p.itemsize < FP32_NBYTES for p in parameters.values())
     if narrow and optimizer_info(section.name).state_can_be_split:
         parameter_of = fp32_placeholders(parameters.values())

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import RunFailedError
-from gracetune.offload.copies import CopyStream, aligned
+from gracetune.offload.copy_engine import CopyStream, aligned
 from gracetune.optim.master_weights import MasterWeights
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from gracetune.offload.copies import CopyEngine, PendingCopy
+    from gracetune.offload.copy_engine import CopyEngine, PendingCopy
 
     State = MutableMapping[Tensor, Any]
 

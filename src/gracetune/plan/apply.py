@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Notice
     from gracetune.offload.activations import ActivationOffload
     from gracetune.offload.checkpointing import CheckpointMode
-    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.offload.ring import WeightRing
     from gracetune.plan.result import BlockPlan
 

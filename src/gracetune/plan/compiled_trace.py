@@ -25,7 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
-from gracetune.plan.kernels import (
+from gracetune.plan.kernel_recorder import (
     ATTENTION,
     ATTENTION_BACKWARD,
     WeightStorages,

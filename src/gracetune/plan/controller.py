@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gracetune.events.types import Notice, WeightsStreamed
-from gracetune.memory.stages import hard_reclamation
-from gracetune.offload.copies import OffloadError
-from gracetune.plan.problem import COMPILE_SECONDS
+from gracetune.memory.oversubscription import hard_reclamation
+from gracetune.offload.copy_engine import OffloadError
+from gracetune.plan.plan_problem import COMPILE_SECONDS
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
 from gracetune.plan.simulate import candidate_of
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
-    from gracetune.memory.stages import GcFreeze
+    from gracetune.memory.oversubscription import GcFreeze
     from gracetune.offload.ring import RingCounters
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.cost import CostModel
     from gracetune.plan.memory import FixedMemory
-    from gracetune.plan.problem import PlanProblem
+    from gracetune.plan.plan_problem import PlanProblem
     from gracetune.plan.result import Plan
 
     Emit = Callable[[Event], None]

@@ -42,7 +42,7 @@ from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.family import PLANNABLE, SampleShape, planner_shapes
 from gracetune.plan.apply import fuse_operations
-from gracetune.plan.kernels import CudaKernels, KernelRecorder
+from gracetune.plan.kernel_recorder import CudaKernels, KernelRecorder
 from gracetune.plan.meta_models import MetaModel, build_meta_model
 from gracetune.units import GIB
 

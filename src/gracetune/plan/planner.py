@@ -19,7 +19,7 @@ from gracetune.adapters.compute.fp8_linear import check_fp8_support
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
@@ -27,7 +27,7 @@ from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanCont
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.problem import (
+from gracetune.plan.plan_problem import (
     PlanProblem,
     build_cost_model,
     constraints_of,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event
-    from gracetune.memory.stages import GcFreeze
+    from gracetune.memory.oversubscription import GcFreeze
     from gracetune.models.family import Family
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.plan.apply import AppliedPlan

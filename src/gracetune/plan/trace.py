@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gracetune.errors import ModelError
 from gracetune.plan.compiled_trace import joint_graph, partition
-from gracetune.plan.kernels import (
+from gracetune.plan.kernel_recorder import (
     CudaKernels,
     KernelRecorder,
     storage_id,

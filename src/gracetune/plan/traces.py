@@ -52,9 +52,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class HostCalls:
-    """Counts of the operator calls by which the CPU launches one forward or backward pass.
+    """Counts of the operator calls with which the CPU launches one forward or backward pass.
 
-    Scaled counts may be fractional.
+    A part of a pass has a share of the counts, so they may be fractional.
     """
 
     dispatched: float = 0.0

@@ -35,12 +35,12 @@ from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.memory.stages import GcFreeze
+from gracetune.memory.oversubscription import GcFreeze
 from gracetune.memory.stats import Tier
 from gracetune.models.attention_backends import set_attention_backend
 from gracetune.models.family import load_family, transformers_of
 from gracetune.models.quantize import check_quantizable, quantize_blocks
-from gracetune.offload.copies import open_copy_engine
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.plan.attention_autotune import autotune_attention
@@ -51,9 +51,9 @@ from gracetune.train.experts import (
     expected_token_counts,
 )
 from gracetune.train.export import check_exportable, export_result
-from gracetune.train.identity import check_same_run, run_identity
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.ramp import build_ramp, ramp_notes
+from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
 from gracetune.train.validate import build_validation, plan_sample_shape
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from gracetune.events.dispatcher import Emit
     from gracetune.events.run_control import RunControl
     from gracetune.models.family import Family
-    from gracetune.offload.copies import CopyEngine
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import ExpertSchedule

@@ -48,7 +48,7 @@ class Snapshot:
 
     progress: TrainProgress
     identity: Mapping[str, object]
-    """Settings and digests that a resumed run must share; see `identity.py`."""
+    """Settings and digests that a resumed run must share; see `run_identity.py`."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name without suffix: `weights`, `optimizer`, `ema`, and the RNG states of
     each rank, `generators-0`, ..."""

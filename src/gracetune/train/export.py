@@ -12,7 +12,7 @@ from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
-from gracetune.train.identity import identity_settings
+from gracetune.train.run_identity import identity_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

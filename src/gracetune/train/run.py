@@ -35,8 +35,8 @@ from gracetune.train import checkpoint
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.export import result_folder
-from gracetune.train.identity import check_same_run, identity_settings
 from gracetune.train.loop import train_loop
+from gracetune.train.run_identity import check_same_run, identity_settings
 from gracetune.train.validate import validation_enabled
 
 if TYPE_CHECKING:

@@ -189,7 +189,7 @@ class HangingSource:
 def test_a_read_that_hangs_ends_the_run_and_names_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gracetune.registry.load", lambda *_: lambda *_: HangingSource())
+    monkeypatch.setattr("gracetune.entry_points.load", lambda *_: lambda *_: HangingSource())
     section = DatasetSection(id="worst", caption_strategy="filename", timeout_s=0.5)
     with pytest.raises(RunFailedError, match=r"dataset 'worst': stuck\.png: loading it took"):
         open_dataset(section, 0, lambda _: None, CorruptionLog(lambda _: None))

@@ -9,7 +9,7 @@ import pytest
 from forkport import ForkportError
 from forkport.apply import continue_apply, roll_back, start_apply
 from forkport.extract import extract
-from forkport.state import find_state, state_folder
+from forkport.port_state import find_state, state_folder
 
 
 def agree(question: str) -> None:

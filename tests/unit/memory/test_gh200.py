@@ -19,10 +19,10 @@ from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.driver import HOST
 from gracetune.memory.hints import HintOutcome
+from gracetune.memory.managed_pool import PoolUnavailable
+from gracetune.memory.oversubscription import Stage
 from gracetune.memory.platform import Link, Machine
-from gracetune.memory.pool import PoolUnavailable
 from gracetune.memory.session import MemorySession
-from gracetune.memory.stages import Stage
 from gracetune.memory.stats import Tier
 from gracetune.units import GIB, MIB
 

@@ -11,10 +11,10 @@ import torch
 from platforms import simulated_machine
 
 from gracetune.memory.hints import HintCounts
+from gracetune.memory.oversubscription import Stage, StageState, light_reclamation
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.memory.shim import ShimCounters
-from gracetune.memory.stages import Stage, StageState, light_reclamation
 from gracetune.memory.stats import (
     CUPTI_COUNTERS,
     FaultCounter,

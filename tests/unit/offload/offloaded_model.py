@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
-from gracetune.offload.copies import POISON, CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import POISON, CopyStream, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 MIN_NBYTES = 64

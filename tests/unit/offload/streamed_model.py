@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.offload.copies import POISON, SynchronousCopyEngine
+from gracetune.offload.copy_engine import POISON, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 WIDTH = 12

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.offload.activations import offload_activations
-from gracetune.offload.copies import CopyStream, OffloadError, SynchronousCopyEngine
+from gracetune.offload.copy_engine import CopyStream, OffloadError, SynchronousCopyEngine
 from gracetune.offload.offloaded_tensors import available_host_nbytes
 
 KIB = 1024

@@ -10,7 +10,7 @@ from streamed_model import assert_same, build_model, step
 from torch import nn
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
-from gracetune.offload.copies import OffloadError, SynchronousCopyEngine
+from gracetune.offload.copy_engine import OffloadError, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from streamed_model import assert_same, build_model, step
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 KINDS = list(itertools.product(MODES, [False, True]))

@@ -13,7 +13,7 @@ from gracetune.offload.autosize import (
     PrefetchDistance,
     RingAutosizer,
 )
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import SlotPool
 
 NBYTES = 512

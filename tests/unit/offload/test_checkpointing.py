@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from gracetune.errors import GracetuneError
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")

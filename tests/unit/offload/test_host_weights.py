@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.host_weights import (
     SMALL_WEIGHT_DIVISOR,
     load_resident_weights,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.offload.copies import ALIGNMENT, POISON, CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import ALIGNMENT, POISON, CopyStream, SynchronousCopyEngine
 from gracetune.offload.offloaded_tensors import (
     HostBufferPool,
     OffloadCopies,

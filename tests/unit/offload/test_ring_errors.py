@@ -8,7 +8,7 @@ from streamed_model import assert_same, build_model, step, streamed
 from torch import nn
 
 from gracetune.memory.platform import Link
-from gracetune.offload.copies import OffloadError, SynchronousCopyEngine, open_copy_engine
+from gracetune.offload.copy_engine import OffloadError, SynchronousCopyEngine, open_copy_engine
 from gracetune.offload.ring import stream_weights
 
 

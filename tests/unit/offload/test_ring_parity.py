@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from streamed_model import assert_same, build_model, step, streamed
 from torch import nn
 
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 MODES = ["keep", "reentrant", "checkpoint", "pairs"]

@@ -8,7 +8,7 @@ import torch
 from streamed_model import LazyCopyEngine, assert_same, build_model, step, streamed
 from torch.utils import dlpack
 
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import MAX_ALIASES, SlotPool, SlotViews, slot_to_refill
 
 

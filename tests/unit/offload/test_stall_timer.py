@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from streamed_model import FakeStallWindow
 
-from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import CopyStream, SynchronousCopyEngine
 from gracetune.offload.stall_timer import COLLECT_EVERY, StallTimer, StallTotals, StallWindows
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import CopyStream, SynchronousCopyEngine
 from gracetune.offload.stall_timer import StallTotals
 
 

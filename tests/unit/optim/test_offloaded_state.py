@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.schema import OptimizerSection
 from gracetune.errors import RunFailedError
-from gracetune.offload.copies import CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import CopyStream, SynchronousCopyEngine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings
 from gracetune.train.state import flatten_optimizer_state, restore_optimizer

@@ -3,7 +3,7 @@
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.problem import PlanProblem
+from gracetune.plan.plan_problem import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
 from gracetune.plan.traces import (
     BlockTraces,

@@ -10,7 +10,7 @@ from torch.nn import functional
 from gracetune.models.family import Experts
 from gracetune.offload import autosize
 from gracetune.offload.activations import OffloadSettings
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.plan.problem import _compute_dtype
+from gracetune.plan.plan_problem import _compute_dtype
 
 
 def model(*frozen, trained=torch.float32):

@@ -8,7 +8,7 @@ from problem_factory import build_problem
 
 from gracetune.data.sample import Batch
 from gracetune.events.types import Notice
-from gracetune.offload.copies import OffloadError
+from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.ring import RingCounters
 from gracetune.plan import controller
 from gracetune.plan.controller import PlanController

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.offload.copies import SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 from gracetune.plan.simulate import fetches
 

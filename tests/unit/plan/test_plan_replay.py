@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gracetune.plan.kernels import CudaKernels, KernelRecorder
+from gracetune.plan.kernel_recorder import CudaKernels, KernelRecorder
 from gracetune.plan.traces import record_call, replay_on
 
 aten = torch.ops.aten

@@ -112,7 +112,7 @@ def inspect(
 
 
 def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
-    """Return `form`, `tools` and `caution` of an `Inspection`."""
+    """Return the name of the key format, the tools that write it, and a warning about it."""
     if adapter.format is not None:
         key_format = get_format(adapter.format)
         return key_format.name, key_format.tools, key_format.caution

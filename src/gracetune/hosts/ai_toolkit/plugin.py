@@ -20,13 +20,13 @@ from gracetune.data.staging import host_room
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.hosts.ai_toolkit.config_blocks import AIToolkitBlocks, split_config, uses_gracetune
-from gracetune.hosts.shared_tensor_cache import open_tensor_cache
-from gracetune.hosts.staged_files import (
+from gracetune.hosts.in_memory_files import (
     BackendFiles,
     StagedDatasetConfig,
     StagedFiles,
     stage_dataset,
 )
+from gracetune.hosts.shared_tensor_cache import open_tensor_cache
 from gracetune.hosts.tensor_cache import IN_MEMORY_TYPES, LocalTensorMemory
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession

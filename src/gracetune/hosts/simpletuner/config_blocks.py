@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gracetune.config.schema import CacheSection, Gh200Section
 from gracetune.errors import ConfigError
 from gracetune.hosts import load_block
-from gracetune.hosts.staged_files import StagedDatasetConfig
+from gracetune.hosts.in_memory_files import StagedDatasetConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,9 +13,9 @@ from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from gracetune.hosts.in_memory_files import BackendFiles
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.hosts.simpletuner.plugin import log
-from gracetune.hosts.staged_files import BackendFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from gracetune.config.environment import environment_settings
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
+from gracetune.hosts.in_memory_files import stage_dataset
 from gracetune.hosts.shared_tensor_cache import open_tensor_cache
 from gracetune.hosts.simpletuner.config_blocks import (
     SimpleTunerBlocks,
     split_config,
     split_datasets,
 )
-from gracetune.hosts.staged_files import stage_dataset
 from gracetune.hosts.tensor_cache import IN_MEMORY_TYPES
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.session import MemorySession
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import Gh200Section
     from gracetune.events.types import Event
-    from gracetune.hosts.staged_files import StagedDatasetConfig, StagedFiles
+    from gracetune.hosts.in_memory_files import StagedDatasetConfig, StagedFiles
     from gracetune.hosts.tensor_cache import TensorCache
     from gracetune.memory.platform import Machine
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from forkport import ForkportError
 from forkport.patches import MANIFEST
-from forkport.state import CommandRun, find_state, state_folder, write_state
+from forkport.port_state import CommandRun, find_state, state_folder, write_state
 from forkport.worktree import uncommitted
 
 if TYPE_CHECKING:
@@ -79,7 +79,11 @@ def _folder_under_test(git: Git, group: ValidationGroup, upstream: str) -> Itera
 
 
 def _tested_commit(git: Git, group: ValidationGroup, upstream: str) -> str:
-    """Return the commit that is tested, with a suffix if there are uncommitted changes."""
+    """Return the commit that a group of validation commands tests.
+
+    It is the upstream commit for the group `upstream`, and HEAD for the others, with a suffix if
+    the working tree has uncommitted changes.
+    """
     if group == "upstream":
         return git.resolve_commit(upstream)
     return git.resolve_commit("HEAD") + (WITH_CHANGES if uncommitted(git) else "")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.errors import ConfigError
-from gracetune.memory.stages import (
+from gracetune.memory.oversubscription import (
     Action,
     GcFreeze,
     Reading,

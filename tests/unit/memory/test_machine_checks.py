@@ -24,7 +24,8 @@ from gracetune.cli.diagnose import (
 )
 from gracetune.cli.env import VARIABLES
 from gracetune.errors import ConfigError
-from gracetune.memory.diagnose import (
+from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
+from gracetune.memory.machine_checks import (
     STATUS_MARKS,
     SWEEP_CHUNK_BYTES,
     DeviceBench,
@@ -52,9 +53,8 @@ from gracetune.memory.diagnose import (
     skip,
     warn,
 )
-from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
+from gracetune.memory.managed_pool import PoolUnavailable
 from gracetune.memory.platform import Link, Machine, open_machine
-from gracetune.memory.pool import PoolUnavailable
 from gracetune.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[3]

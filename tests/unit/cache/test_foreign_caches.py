@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gracetune.cache.foreign import read_foreign, read_pt
+from gracetune.cache.foreign_caches import read_foreign, read_pt
 from gracetune.errors import CacheError
 
 

@@ -3,7 +3,7 @@ import pytest
 from gracetune.config.schema import RunFile
 from gracetune.data.sample import Sample
 from gracetune.errors import CheckpointError
-from gracetune.train.identity import check_same_run, run_identity
+from gracetune.train.run_identity import check_same_run, run_identity
 
 SAMPLES = [Sample("a", "1.png", "one", "d1", 8, 8), Sample("a", "2.png", "two", "d2", 8, 8)]
 

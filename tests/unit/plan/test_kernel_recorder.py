@@ -18,7 +18,12 @@ from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.attention_processors import use_fused_processors
 from gracetune.models.family import SampleShape
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
-from gracetune.plan.kernels import WeightStorages, is_matmul_or_attention, ops_of, storage_id
+from gracetune.plan.kernel_recorder import (
+    WeightStorages,
+    is_matmul_or_attention,
+    ops_of,
+    storage_id,
+)
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.trace import trace_model
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.errors import ConfigError
-from gracetune.memory.platform import NO_GPU, Link, Platform
-from gracetune.memory.pool import (
+from gracetune.memory.managed_pool import (
     MAX_OPEN_S,
     ManagedPool,
     PoolCloseResult,
@@ -22,6 +21,7 @@ from gracetune.memory.pool import (
     PoolUnavailable,
     open_pool,
 )
+from gracetune.memory.platform import NO_GPU, Link, Platform
 from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim
 
 if TYPE_CHECKING:

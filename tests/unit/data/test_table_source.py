@@ -13,13 +13,13 @@ from source_files import JPEG, PNG, image_table, save_to_disk, write_parquet
 
 from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
 from gracetune.data.staging import StagedSource
-from gracetune.data.tables import open_hf, open_parquet
+from gracetune.data.table_source import open_hf, open_parquet
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gracetune.data.tables import TableSource
+    from gracetune.data.table_source import TableSource
 
 
 def _parquet(address: Path, **columns: str) -> TableSource:

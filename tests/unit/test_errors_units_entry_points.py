@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gracetune
-from gracetune import errors, registry, units
+from gracetune import entry_points, errors, units
 from gracetune.errors import ConfigError, GracetuneError
 
 
@@ -66,12 +66,12 @@ KNOWN = {"size": "gracetune.units:parse_bytes", "duration": "gracetune.units:for
 
 
 def test_a_known_name_is_imported() -> None:
-    assert registry.load("unit", "size", KNOWN) is units.parse_bytes
+    assert entry_points.load("unit", "size", KNOWN) is units.parse_bytes
 
 
 def test_an_unknown_name_lists_known_names_and_how_to_add_one() -> None:
     with pytest.raises(ConfigError, match=r"unit 'mass' is not known") as caught:
-        registry.load("unit", "mass", KNOWN)
+        entry_points.load("unit", "mass", KNOWN)
     assert "Known: duration, size." in str(caught.value)
     assert "'gracetune.unit'" in str(caught.value)
 
@@ -83,11 +83,11 @@ def test_entry_points_add_names_but_never_replace_built_in_ones(
         EntryPoint(name, "gracetune.units:format_bytes", "gracetune.unit")
         for name in ("mass", "size")
     )
-    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
-    assert registry.load("unit", "mass", KNOWN) is units.format_bytes
-    assert registry.load("unit", "size", KNOWN) is units.parse_bytes
-    assert registry.names("unit", KNOWN) == ["duration", "size", "mass"]
-    assert registry.names("other", {}) == []
+    monkeypatch.setattr(entry_points, "entry_points", lambda group: points.select(group=group))
+    assert entry_points.load("unit", "mass", KNOWN) is units.format_bytes
+    assert entry_points.load("unit", "size", KNOWN) is units.parse_bytes
+    assert entry_points.names("unit", KNOWN) == ["duration", "size", "mass"]
+    assert entry_points.names("other", {}) == []
 
 
 def test_public_names_are_resolved_on_first_use() -> None:

@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gracetune.memory.driver import HOST, Advice, PointerKind
+from gracetune.memory.managed_pool import PoolUnavailable
 from gracetune.memory.platform import Link
-from gracetune.memory.pool import PoolUnavailable
 from gracetune.units import GIB, KIB, MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gracetune.memory.driver import Driver
+    from gracetune.memory.managed_pool import ManagedPool
     from gracetune.memory.platform import Platform
-    from gracetune.memory.pool import ManagedPool
 
 
 Figure = int | float | str | bool | None

@@ -4,7 +4,7 @@ import pytest
 
 from gracetune.config.schema import InMemorySection
 from gracetune.errors import DataError
-from gracetune.hosts.staged_files import BackendFiles, StagedDatasetConfig, stage_dataset
+from gracetune.hosts.in_memory_files import BackendFiles, StagedDatasetConfig, stage_dataset
 
 
 def staged_config(folder) -> StagedDatasetConfig:

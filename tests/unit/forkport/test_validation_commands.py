@@ -8,9 +8,9 @@ from forkport import ForkportError
 from forkport.apply import start_apply
 from forkport.extract import extract
 from forkport.patches import VALIDATION_GROUPS, ValidationCommands
+from forkport.port_state import find_state, state_folder
 from forkport.report import checklist
-from forkport.state import find_state, state_folder
-from forkport.validate import validate
+from forkport.validation_commands import validate
 
 
 def at_noon() -> datetime:

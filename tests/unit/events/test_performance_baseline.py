@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import DataError
-from gracetune.events.baseline import (
+from gracetune.events.log import JsonlLog
+from gracetune.events.performance_baseline import (
     Baseline,
     Measures,
     compare,
@@ -18,7 +19,6 @@ from gracetune.events.baseline import (
     read_baseline,
     report_lines,
 )
-from gracetune.events.log import JsonlLog
 from gracetune.events.types import BatchesFed, Event, MemoryUsed, RunStarted, StepDone
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forkport.git import FileChange, Hunk, parse_raw_diff
-from forkport.moves import MIN_SIMILARITY
+from forkport.moved_code import MIN_SIMILARITY
 from forkport.source_index import (
     change_paths,
     definition_lines,
