@@ -22,7 +22,7 @@ import torch
 from curves import draw_curves
 
 from gracetune.config.load import load_run_file
-from gracetune.data.loader import Loader
+from gracetune.data.batch_order import Loader
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler

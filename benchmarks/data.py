@@ -149,22 +149,26 @@ def measure_memory(folder: str) -> dict[str, object]:
     }
 
 
-def measure_sharing(folder: Path, meet_in: Path) -> dict[str, object]:
+def measure_sharing(folder: Path, shared_folder: Path) -> dict[str, object]:
     """Return the private memory of a second process that maps and reads the staged dataset."""
     source = FolderSource(folder)
-    staged = StagedSource.stage(source, source.keys(), UNCOMPRESSED, ignore_event, meet_in=meet_in)
-    joined = run_in_new_process("join", str(folder), str(meet_in))
+    staged = StagedSource.stage(
+        source, source.keys(), UNCOMPRESSED, ignore_event, shared_folder=shared_folder
+    )
+    joined = run_in_new_process("join", str(folder), str(shared_folder))
     share = joined["private bytes"] / staged.stored_nbytes
     return {"share of the arena a further rank": round(share, 4), **joined}
 
 
-def join_shared_arena(folder: str, meet_in: str) -> dict[str, object]:
+def join_shared_arena(folder: str, shared_folder: str) -> dict[str, object]:
     """Map the dataset that another process has staged, and read a byte of each page."""
     source = FolderSource(folder)
     before, began = private_nbytes(), time.perf_counter()
     events: list[object] = []
     keys = list(source.keys())
-    staged = StagedSource.stage(source, keys, UNCOMPRESSED, events.append, meet_in=Path(meet_in))
+    staged = StagedSource.stage(
+        source, keys, UNCOMPRESSED, events.append, shared_folder=Path(shared_folder)
+    )
     seconds = time.perf_counter() - began
     assert "sharing" in str(events[-1]), events
     for key in keys:

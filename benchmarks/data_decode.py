@@ -35,9 +35,9 @@ from synthetic_data import make_images, make_video, photographs
 from gracetune.config.schema import DatasetSection
 from gracetune.data import buckets
 from gracetune.data.augment import SampleTransform, render
+from gracetune.data.batch_order import BatchOrder, BucketGroup, Loader
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import PILLOW, choose_decoders, decode_pixels
-from gracetune.data.loader import BatchOrder, BucketGroup, Loader
 from gracetune.data.prefetch import Prefetch, prefetched
 from gracetune.data.source import FolderSource
 from gracetune.data.video import decode_video

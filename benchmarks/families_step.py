@@ -48,7 +48,7 @@ from gracetune.memory.platform import open_machine
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.device_benchmark import measure_device
-from gracetune.plan.launch_probe import LaunchProbe, build_probe_model
+from gracetune.plan.launch_overhead import LaunchProbe, build_probe_model
 from gracetune.plan.machines import FITTED_CONSTANTS, machine_rates
 from gracetune.plan.report import describe
 from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan, predict

@@ -18,7 +18,7 @@ from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.models.attention_processors import make_attention_grads_contiguous
 from gracetune.models.family import SampleShape, planner_shapes
 from gracetune.plan.cost import CostModel
-from gracetune.plan.launch_probe import prepare_for_training
+from gracetune.plan.launch_overhead import prepare_for_training
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model

@@ -106,7 +106,7 @@ class Module:
 
 
 def layer_of(module: str) -> str:
-    """Return the package of a module: `gracetune.data.loader` -> `data`."""
+    """Return the package of a module: `gracetune.data.batch_order` -> `data`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 

@@ -140,10 +140,10 @@ def test_a_package_may_be_limited_to_one_module_of_another(tmp_path: Path) -> No
             tmp_path,
             data__sample="",
             data__loader="",
-            plan__cost="import gracetune.data.sample\nimport gracetune.data.loader",
+            plan__cost="import gracetune.data.sample\nimport gracetune.data.batch_order",
         )
     )
-    assert found == ["gracetune.plan.cost:2 imports gracetune.data.loader"]
+    assert found == ["gracetune.plan.cost:2 imports gracetune.data.batch_order"]
 
 
 def test_only_the_data_pipeline_may_import_the_cache(tmp_path: Path) -> None:
@@ -151,9 +151,11 @@ def test_only_the_data_pipeline_may_import_the_cache(tmp_path: Path) -> None:
         tmp_path,
         cache__store="",
         data__pipeline="import gracetune.cache.store",
-        data__loader="import gracetune.cache.store",
+        data__batch_order="import gracetune.cache.store",
     )
-    assert forbidden_imports(modules) == ["gracetune.data.loader:1 imports gracetune.cache.store"]
+    assert forbidden_imports(modules) == [
+        "gracetune.data.batch_order:1 imports gracetune.cache.store"
+    ]
 
 
 def test_the_cache_may_not_import_the_data_pipeline(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_torch_is_reported_if_imported_directly_or_indirectly(tmp_path: Path) ->
         events__log="def f():\n    import torch.nn",
         config__load="from gracetune.units import x",
         units="import diffusers",
-        data__loader="import torch",
+        data__batch_order="import torch",
     )
     assert torch_imports(modules) == [
         "gracetune.config.load loads gracetune.units, which imports diffusers",

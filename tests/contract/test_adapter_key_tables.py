@@ -15,7 +15,7 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gracetune.adapters.files.check import check_file
+from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.io import write_adapter
 from gracetune.adapters.files.keys import KeyIndex, LayerPath, template_of
 from gracetune.adapters.files.layers import Adapter

@@ -20,7 +20,7 @@ from adapter_examples import (
 from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
 
-from gracetune.adapters.files.check import check_file
+from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.io import AdapterMetadata, read_adapter, read_tensors, write_adapter
 from gracetune.adapters.files.keys import LayerPath, any_name_table
 from gracetune.adapters.files.layers import Adapter, delta, merge_weight

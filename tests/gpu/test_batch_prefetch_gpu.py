@@ -16,7 +16,7 @@ from gracetune.cache.batch_transfer import (
 )
 from gracetune.cache.memory_tier import HitCounts, HostMemoryBudget, MemoryTier, allocate_pinned
 from gracetune.cache.shard_store import ShardStore
-from gracetune.data.loader import LoaderState
+from gracetune.data.batch_order import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.events.types import BatchesFed, StepDone
 from gracetune.train.run import run_training

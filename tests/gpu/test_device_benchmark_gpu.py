@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gracetune.plan.device_benchmark import KernelTimer
-from gracetune.plan.launch_probe import build_probe_model
+from gracetune.plan.launch_overhead import build_probe_model
 from gracetune.plan.trace import trace_model
 from gracetune.plan.traces import Op, record_call
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from gracetune.plan.launch_probe import build_probe_model, measure_launch_costs
+from gracetune.plan.launch_overhead import build_probe_model, measure_launch_costs
 
 pytestmark = pytest.mark.gpu
 

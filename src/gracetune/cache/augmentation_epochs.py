@@ -26,7 +26,7 @@ import threading
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from gracetune.atomic_files import write_text
-from gracetune.data.loader import NO_EPOCH
+from gracetune.data.batch_order import NO_EPOCH
 from gracetune.errors import ConfigError, GracetuneError, RunFailedError
 from gracetune.events.types import Notice
 

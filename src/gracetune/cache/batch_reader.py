@@ -22,7 +22,7 @@ from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.data.augment import sample_transform
-from gracetune.data.loader import NO_EPOCH
+from gracetune.data.batch_order import NO_EPOCH
 from gracetune.errors import RunFailedError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from gracetune.cache.store import Allocate, Entry, Store
     from gracetune.config.schema import DatasetSection
     from gracetune.data.augment import SampleTransform
+    from gracetune.data.batch_order import Draw
     from gracetune.data.images import Decoders
-    from gracetune.data.loader import Draw
     from gracetune.data.prefetch import Prefetch
     from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source

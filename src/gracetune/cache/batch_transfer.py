@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.store import Allocate, Entry
     from gracetune.config.schema import Gh200Section
-    from gracetune.data.loader import LoaderState
+    from gracetune.data.batch_order import LoaderState
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event, MemoryUsed
     from gracetune.memory.oversubscription import GcFreeze

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from gracetune.cache.batch_reader import PromptNames
     from gracetune.cache.keys import CacheKey
     from gracetune.cache.store import Entry, Store
+    from gracetune.data.batch_order import BucketGroup
     from gracetune.data.images import Decoders
-    from gracetune.data.loader import BucketGroup
     from gracetune.data.sample import Kind, Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gracetune.adapters.files.check import CheckReport
+    from gracetune.adapters.files.check_loading import CheckReport
     from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.inspect import Inspection
     from gracetune.adapters.files.io import AdapterMetadata
@@ -450,7 +450,7 @@ def _extract(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     """Check every given adapter file, even if an earlier one fails; return the exit code."""
-    from gracetune.adapters.files.check import check_file
+    from gracetune.adapters.files.check_loading import check_file
 
     tables = _key_tables()
     table = _table_of(args, tables)

@@ -254,7 +254,7 @@ def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
     if section is None:
         model.model.requires_grad_(True)
     else:
-        from gracetune.plan.launch_probe import prepare_for_training
+        from gracetune.plan.launch_overhead import prepare_for_training
 
         prepare_for_training(model, section)
     return sum(p.numel() for p in model.model.parameters() if p.requires_grad)

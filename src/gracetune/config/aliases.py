@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
-from gracetune.config.parse import dotted, format_value, locate_line
+from gracetune.config.parse_text import dotted, format_value, locate_line
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from gracetune.config.parse import KeyPath, ParsedText
+    from gracetune.config.parse_text import KeyPath, ParsedText
 
 
 EVERY_DATASET = ("datasets", "*")

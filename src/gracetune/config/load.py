@@ -33,7 +33,7 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
-from gracetune.config.parse import dotted, format_value, parse_text, walk
+from gracetune.config.parse_text import dotted, format_value, parse_text, walk
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.aliases import Origin
     from gracetune.config.environment import EnvironmentSettings
-    from gracetune.config.parse import KeyPath
+    from gracetune.config.parse_text import KeyPath
 
 
 FORMATS_BY_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}

@@ -21,6 +21,7 @@ from blake3 import blake3
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from gracetune.data.audio import decode_audio
+from gracetune.data.batch_order import seeded_uniform
 from gracetune.data.images import (
     CENTRE_CROP,
     FULL_SIZE,
@@ -32,7 +33,6 @@ from gracetune.data.images import (
     fit,
     fit_pixels,
 )
-from gracetune.data.loader import seeded_uniform
 from gracetune.data.video import decode_video
 from gracetune.errors import ConfigError
 

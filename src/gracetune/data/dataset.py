@@ -102,12 +102,12 @@ def open_dataset(
     index: int,
     emit: Emit,
     corruption: CorruptionLog,
-    meet_in: Path | None = None,
+    shared_folder: Path | None = None,
 ) -> OpenDataset:
     """List the samples and captions of a dataset, and check that every sample can be decoded.
 
     Files are first read into host memory if the dataset's type says so. Processes on one machine
-    that pass the same folder as `meet_in` share one copy in memory.
+    that pass the same folder as `shared_folder` share one copy in memory.
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
@@ -126,7 +126,7 @@ def open_dataset(
     source = beside.source
     if section.type in STAGED_TYPES:
         needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
-        source = StagedSource.stage(source, needed, section.in_memory, emit, setting, meet_in)
+        source = StagedSource.stage(source, needed, section.in_memory, emit, setting, shared_folder)
 
     samples = []
     progress = ProgressReporter("reading", len(keys), emit)

@@ -4,7 +4,7 @@ Creating a pipeline does everything that can fail because of bad data, before tr
 opens each dataset, sorts its samples into buckets, and encodes all samples and captions that are
 not in the cache. A training step then only looks up cache entries:
 
-    order.batch_at(i)           choose samples and captions                 data/loader.py
+    order.batch_at(i)           choose samples and captions                 data/batch_order.py
     load(draws)                 read latents, loss weights and texts        cache/batch_reader.py
     transfer.to_device(...)     copy them to the device in advance          cache/batch_transfer.py
 
@@ -64,10 +64,10 @@ from gracetune.cache.memory_tier import MemoryTier
 from gracetune.cache.open_stores import CacheStores
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
+from gracetune.data.batch_order import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.dataset_checks import check_fit, check_kind
 from gracetune.data.images import choose_decoders
-from gracetune.data.loader import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
 from gracetune.data.prefetch import worker_threads
 from gracetune.data.sample import Batch
 from gracetune.errors import CacheError, DataError

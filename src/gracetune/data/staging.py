@@ -185,16 +185,16 @@ class StagedSource:
         section: InMemorySection,
         emit: Emit,
         setting: str = "datasets",
-        meet_in: Path | None = None,
+        shared_folder: Path | None = None,
         room: Callable[[], int] = host_room,
         find: Callable[[], BulkCopier | MissingBulkCopier] = find_bulk_copier,
     ) -> StagedSource:
         """Read the files with these keys into host memory, and return a source for them.
 
         Raises an error if they need more than `section.memory_limit_gb` or than `room()` returns.
-        Processes on one machine that pass the same folder as `meet_in` share one copy: the first
-        process reads the files, and the others wait and map its memory. `setting` is the dataset's
-        name in messages, and `find` loads the compiled library that copies files.
+        Processes on one machine that pass the same `shared_folder` share one copy: the first process
+        reads the files, and the others wait and map its memory. `setting` is the dataset's name in
+        messages, and `find` loads the compiled library that copies files.
         """
         keys = sorted(set(keys))
         gather = find()
@@ -207,11 +207,11 @@ class StagedSource:
                 )
             return fill_arena(source, keys, sizes, section, emit, setting, room, gather)
 
-        if meet_in is None:
+        if shared_folder is None:
             return cls(make())
         what = source.describe()
         shared = share_arena(
-            meet_in,
+            shared_folder,
             _identity(source, keys, sizes, section),
             make,
             lambda: emit(Notice(f"data: waiting for another process that is staging {what}")),

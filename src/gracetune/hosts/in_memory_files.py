@@ -78,8 +78,10 @@ class StagedFiles:
         return text[len(self._prefix) :].replace(os.sep, "/")
 
 
-def stage_dataset(config: StagedDatasetConfig, emit: Emit, meet_in: Path | None) -> StagedFiles:
-    """Read a dataset into memory; processes with the same `meet_in` folder share one copy."""
+def stage_dataset(
+    config: StagedDatasetConfig, emit: Emit, shared_folder: Path | None
+) -> StagedFiles:
+    """Read a dataset into memory; processes with the same `shared_folder` share one copy."""
     setting = f"dataset {config.id!r}"
     source = FolderSource(os.path.abspath(config.folder), setting)
     extensions = (
@@ -94,7 +96,8 @@ def stage_dataset(config: StagedDatasetConfig, emit: Emit, meet_in: Path | None)
             "in_memory.file_extensions."
         )
     return StagedFiles(
-        config.folder, StagedSource.stage(source, keys, config.section, emit, setting, meet_in)
+        config.folder,
+        StagedSource.stage(source, keys, config.section, emit, setting, shared_folder),
     )
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from gracetune.adapters.files.check import LayerShapes
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
         AudioFormat,
@@ -171,7 +171,7 @@ class Flux(DiffusersFamily):
         return num_patches(latent_shape)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions with more tokens than T5 reads."""
+        """Return the captions that have more tokens than T5 reads, and will be cut."""
         return captions_longer_than(self.tokenizers[1], captions, TEXT_LENGTH)
 
     def encode_text(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from gracetune.adapters.files.check import LayerShapes
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import (
         AudioFormat,

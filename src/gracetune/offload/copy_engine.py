@@ -159,7 +159,10 @@ class SynchronousCopyEngine:
     def copy(
         self, target: Tensor, source: Tensor, poison: bool, stream: CopyStream = CopyStream.WEIGHTS
     ) -> PendingCopy:
-        """Copy before returning, and count the copy's duration as stall time."""
+        """Copy before returning, and count the copy's duration as stall time.
+
+        With `poison`, fill the target with NaN first, so that a read before the copy shows.
+        """
         began = time.perf_counter()
         if poison:
             target.fill_(POISON)

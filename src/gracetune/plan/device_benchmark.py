@@ -2,7 +2,7 @@
 
 `measure_device` measures what plan/machines.py lists for known machines: a large matmul, a copy on
 the device, copies over the link in both directions, and the CPU's launch costs
-(plan/launch_probe.py). It takes a few seconds.
+(plan/launch_overhead.py). It takes a few seconds.
 
 `KernelTimer` times single kernels of a model, each when the planner first asks for it: libraries do
 not reach the same share of the peak rate for all shapes.
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracetune.events.types import Notice
 from gracetune.models.family import PLANNABLE
-from gracetune.plan.launch_probe import (
+from gracetune.plan.launch_overhead import (
     PROXY_FAMILY,
     REALISTIC_NBYTES,
     build_probe_model,
@@ -36,7 +36,7 @@ from gracetune.units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from gracetune.plan.launch_probe import ProbeModelFactory
+    from gracetune.plan.launch_overhead import ProbeModelFactory
     from gracetune.plan.traces import Op, ReplayCall
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import ConfigError
 from gracetune.memory.platform import DeviceSpec, Link, Platform, Rates
-from gracetune.plan.launch_probe import LaunchCosts
+from gracetune.plan.launch_overhead import LaunchCosts
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

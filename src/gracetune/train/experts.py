@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gracetune.config.schema import RunFile, TrainSection
-    from gracetune.data.loader import BatchOrder
+    from gracetune.data.batch_order import BatchOrder
     from gracetune.data.sample import Shape
     from gracetune.models.family import Expert, Family
 

@@ -86,7 +86,7 @@ def _export_adapter(
     Checks that diffusers and ComfyUI can load each file, and logs the result.
     """
     # imported here, because peft takes seconds to import
-    from gracetune.adapters.files.check import check_file
+    from gracetune.adapters.files.check_loading import check_file
     from gracetune.adapters.files.io import (
         FILE_NAME,
         AdapterMetadata,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
-from gracetune.data.loader import NO_EPOCH
+from gracetune.data.batch_order import NO_EPOCH
 from gracetune.events.types import Notice
 from gracetune.models.family import EXPERTS, Experts, bind_expert
 from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gracetune.config.schema import RunFile
-    from gracetune.data.loader import BatchOrder, Draw
+    from gracetune.data.batch_order import BatchOrder, Draw
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from gracetune.data.loader import LoaderState
+from gracetune.data.batch_order import LoaderState
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic

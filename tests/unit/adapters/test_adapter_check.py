@@ -3,7 +3,7 @@
 import pytest
 from adapter_examples import TABLES
 
-from gracetune.adapters.files.check import comfyui_key_map, count_blocks, simulate_comfyui
+from gracetune.adapters.files.check_loading import comfyui_key_map, count_blocks, simulate_comfyui
 
 WAN = comfyui_key_map(TABLES["wan"], {"blocks": 2})
 FLUX = comfyui_key_map(TABLES["flux"], {"transformer_blocks": 1, "single_transformer_blocks": 1})

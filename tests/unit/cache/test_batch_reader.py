@@ -16,8 +16,8 @@ from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.memory_tier import allocate_pageable
 from gracetune.cache.store import DictStore
 from gracetune.config.schema import DatasetSection
+from gracetune.data.batch_order import NO_EPOCH, Draw
 from gracetune.data.images import PILLOW
-from gracetune.data.loader import NO_EPOCH, Draw
 from gracetune.data.sample import Companion, Sample
 
 CONTROL = Companion("control", "c.png", "digest of the control")

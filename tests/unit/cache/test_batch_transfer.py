@@ -24,7 +24,7 @@ from gracetune.cache.memory_tier import allocate_pageable
 from gracetune.cache.shard_format import PAGE
 from gracetune.cache.store import stack_into
 from gracetune.config.schema import Gh200Section
-from gracetune.data.loader import LoaderState
+from gracetune.data.batch_order import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import ConfigError, DataError
 from gracetune.memory.stats import Tier

@@ -31,8 +31,8 @@ from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import DictStore
 from gracetune.config.schema import DatasetSection
 from gracetune.data.augment import SampleTransform
+from gracetune.data.batch_order import BucketGroup
 from gracetune.data.images import PILLOW
-from gracetune.data.loader import BucketGroup
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Companion, Sample
 from gracetune.errors import ConfigError, RunFailedError

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.parse import parse_text
+from gracetune.config.parse_text import parse_text
 from gracetune.errors import ConfigError
 
 BILLION = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(

@@ -10,8 +10,8 @@ from PIL import Image
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.config.schema import RunFile
 from gracetune.data.augment import render, sample_transform
+from gracetune.data.batch_order import BucketGroup
 from gracetune.data.images import choose_decoders
-from gracetune.data.loader import BucketGroup
 from gracetune.data.pipeline import DataPipeline, split_holdout
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError

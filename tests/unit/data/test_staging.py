@@ -310,7 +310,7 @@ source = FolderSource(sys.argv[1])
 before = private()
 events = []
 staged = StagedSource.stage(source, source.keys(), InMemorySection(compression="none"),
-                            events.append, meet_in=Path(sys.argv[2]))
+                            events.append, shared_folder=Path(sys.argv[2]))
 total = sum(map(sum, (staged.view(key)[::4096] for key in staged.keys())))
 texts = [event.text for event in events if type(event).__name__ == "Notice"]
 print(private() - before, total, staged.resident_nbytes, "|".join(texts), sep="\\t", flush=True)
@@ -407,22 +407,22 @@ def test_a_process_without_permission_reports_that_it_keeps_its_own_copy(tmp_pat
         assert held.read("a") == b"one"
 
 
-def _reports_its_own_copy(folder: Path, meet_in: Path) -> bool:
+def _reports_its_own_copy(folder: Path, shared_folder: Path) -> bool:
     events: list[Event] = []
-    staged = _stage_shared(folder, meet_in, events)
+    staged = _stage_shared(folder, shared_folder, events)
     notices = [event for event in events if isinstance(event, Notice)]
     warned = [notice for notice in notices if notice.fallback and "its own copy" in notice.text]
     return staged.read("a") == b"one" and len(warned) == 1
 
 
 def _stage_shared(
-    folder: Path, meet_in: Path, events: list[Event] | None = None, **section: object
+    folder: Path, shared_folder: Path, events: list[Event] | None = None, **section: object
 ) -> StagedSource:
-    """Stage a folder, or map the copy of another process that meets in `meet_in`."""
+    """Stage a folder, or map the copy of another process that meets in `shared_folder`."""
     source = FolderSource(folder)
     settings = InMemorySection.model_validate(section)
     emit = ([] if events is None else events).append
-    return StagedSource.stage(source, source.keys(), settings, emit, meet_in=meet_in)
+    return StagedSource.stage(source, source.keys(), settings, emit, shared_folder=shared_folder)
 
 
 @pytest.mark.slow

@@ -23,12 +23,12 @@ def process(**cache):
     return {"type": "sd_trainer", "gracetune": block}
 
 
-def start_ranks(meet_in, messages, number=2, **cache):
+def start_ranks(shared_folder, messages, number=2, **cache):
     """Create the plug-ins of several ranks, with accelerate's environment variables."""
     plugins = []
     for rank in range(number):
         environment = {"LOCAL_WORLD_SIZE": str(number), "LOCAL_RANK": str(rank)}
-        plugin = AIToolkitPlugin(environment, open_machine, messages.append, meet_in)
+        plugin = AIToolkitPlugin(environment, open_machine, messages.append, shared_folder)
         plugin.split_config(process(**cache))
         plugins.append(plugin)
     return plugins

@@ -21,7 +21,7 @@ from gracetune.models.attention_processors import (
     contiguous_grad,
     use_fused_processors,
 )
-from gracetune.plan.launch_probe import build_probe_model
+from gracetune.plan.launch_overhead import build_probe_model
 
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 16}
 NARROW |= {"axes_dims_rope": (4, 6, 6), "num_layers": 2}

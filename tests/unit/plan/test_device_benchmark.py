@@ -10,7 +10,7 @@ from gracetune.plan.device_benchmark import (
     measure_gpu,
     probe_model_factory,
 )
-from gracetune.plan.launch_probe import PROXY_FAMILY, REALISTIC_NBYTES, build_probe_model
+from gracetune.plan.launch_overhead import PROXY_FAMILY, REALISTIC_NBYTES, build_probe_model
 from gracetune.plan.search import PlanError
 from gracetune.units import MIB
 

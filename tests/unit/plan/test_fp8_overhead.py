@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.plan.cost import SUBSPACE_DIMENSIONS, fp8_extra_nbytes, with_fp8_overhead
-from gracetune.plan.launch_probe import equivalent_ops
+from gracetune.plan.launch_overhead import equivalent_ops
 from gracetune.plan.traces import Op, TracesByMode
 
 if TYPE_CHECKING:

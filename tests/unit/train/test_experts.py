@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.schema import DatasetSection, RunFile, TrainSection
-from gracetune.data.loader import BatchOrder, BucketGroup
+from gracetune.data.batch_order import BatchOrder, BucketGroup
 from gracetune.errors import ConfigError
 from gracetune.train.experts import (
     SINGLE_SIZE,

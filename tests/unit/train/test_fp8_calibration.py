@@ -8,7 +8,7 @@ import torch
 from gracetune.adapters.compute import fp8_linear
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.outlier_subspace import num_dimensions
-from gracetune.data.loader import BatchOrder
+from gracetune.data.batch_order import BatchOrder
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice
 from gracetune.train import fp8_calibration

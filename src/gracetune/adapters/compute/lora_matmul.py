@@ -11,10 +11,10 @@ arithmetic, so reading y in its epilogue costs nothing, and the extra pass is go
 the input, `g W + s (g B) A`, is computed in the same order.
 
 **fp8.** `Q` rounds a row to e4m3 with a scale of its own, max |row| / 448. The relative error of a
-rounded number is at most eps = 2^-4 (for numbers that are below 2^-6 after scaling, which are subnormal
-in e4m3, the absolute error is bounded instead). So that large inputs are not rounded, the component of x in the outlier
-subspace is removed first and multiplied in bf16. The rows of V are an orthonormal basis of that
-subspace (see outlier_subspace.py):
+rounded number is at most eps = 2^-4 (for numbers below 2^-6 after scaling, which are subnormal in
+e4m3, the absolute error is bounded instead). So that large inputs are not rounded, the component of
+x in the outlier subspace is removed first and multiplied in bf16. The rows of V are an orthonormal
+basis of that subspace (see outlier_subspace.py):
 
     z = x V^T                       coefficients, (rows, dimensions)
     r = x - z V                     the rest, which is small

@@ -57,16 +57,16 @@ class AIToolkitPlugin:
         environment: Mapping[str, str],
         open_machine: Callable[[], Machine],
         notify: Callable[[str], None],
-        meet_in: Path | None = None,
+        shared_folder: Path | None = None,
         free_host_memory: Callable[[], int] = host_room,
     ) -> None:
-        """`notify` shows a message; ranks with the same `meet_in` folder share memory."""
+        """`notify` shows a message; ranks with the same `shared_folder` folder share memory."""
         self.environment = environment
         self.notify = notify
         self.memory: TensorCache | None = None
         self._num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._rank = int(environment.get("LOCAL_RANK", "0"))
-        self._meet_in = meet_in if self._num_ranks > 1 else None
+        self._meet_in = shared_folder if self._num_ranks > 1 else None
         self._free_host_memory = free_host_memory
         self._pid = os.getpid()
         self._memory_kinds: frozenset[str] = frozenset()

@@ -174,7 +174,7 @@ def check_saved_file(
     `stage` is `high` or `low` for the file of one transformer of Wan 2.2. Other files whose key
     names gracetune does not know, or that mix both transformers, are reported as unchecked.
     """
-    from gracetune.adapters.files.check import check_file
+    from gracetune.adapters.files.check_loading import check_file
     from gracetune.models.family import key_tables
 
     try:

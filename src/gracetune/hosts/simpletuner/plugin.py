@@ -62,15 +62,15 @@ class SimpleTunerPlugin:
         environment: Mapping[str, str],
         open_machine: Callable[[], Machine],
         pin: Callable[[torch.Tensor], torch.Tensor],
-        meet_in: Path | None = None,
+        shared_folder: Path | None = None,
     ) -> None:
-        """`pin` pins cached tensors; processes with the same `meet_in` folder share memory."""
+        """`pin` pins cached tensors; processes with the same `shared_folder` share memory."""
         self.blocks = SimpleTunerBlocks()
         self.memory: TensorCache | None = None
         self.runtime: dict[str, object] = {}
         self._environment = environment
         self._pin = pin
-        self._meet_in = meet_in
+        self._meet_in = shared_folder
         self._staged_datasets: dict[str, StagedDatasetConfig] = {}
         self._dataset_types: dict[str, object] = {}
         self._staged_files: dict[str, StagedFiles] = {}

@@ -14,7 +14,7 @@ from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.models.family import PLANNABLE
 from gracetune.plan.cost import CostModel
-from gracetune.plan.launch_probe import (
+from gracetune.plan.launch_overhead import (
     OFFLOAD_COSTS,
     PACK_COSTS,
     POLICY_SAVE_COST,

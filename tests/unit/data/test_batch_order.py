@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.loader import (
+from gracetune.data.batch_order import (
     LOOKAHEAD_BATCHES,
     BatchOrder,
     BucketGroup,
@@ -204,7 +204,7 @@ def test_the_order_never_changes_between_releases() -> None:
 
 def test_the_order_is_the_same_in_another_process() -> None:
     program = (
-        "from gracetune.data.loader import *; from gracetune.data.sample import Sample\n"
+        "from gracetune.data.batch_order import *; from gracetune.data.sample import Sample\n"
         "samples = tuple(Sample('cats', str(i), str(i), '0', 8, 8) for i in range(20))\n"
         "order = BatchOrder([BucketGroup(samples, 1, 0.5, (8, 8))], 3, 1)\n"
         "print([[d.caption for d in order.batch_at(i)] for i in range(20)])\n"
