@@ -1,6 +1,6 @@
 """Load a run file: parse it, translate keys, apply overrides and the environment, and validate it.
 
-`load_run_file` performs all steps; they are in `parse.py`, `aliases.py`, `environment.py`,
+`load_run_file` performs all steps; they are in `parse_text.py`, `aliases.py`, `environment.py`,
 `schema.py` and `checks.py`. Decisions that the user should know about are returned as notices. An
 error message has one line per mistake, with the file and line, the key, its value and the rule.
 """

@@ -400,7 +400,7 @@ class InMemorySection(Section):
     compression: Literal["auto", "lz4", "zlib", "snappy", "zstd", "none"] | None = "auto"
     """Compression of the files that are kept in host memory. `auto` tries some files of each suffix
     and compresses the suffixes whose files become at least 5 % smaller; useful for text and raw
-    data, not for JPEG or MP4. Default: `none` for datasets of type `in_memory`, otherwise `auto`."""
+    data, not for JPEG or MP4. Default: `none` for the dataset type `in_memory`, else `auto`."""
     num_workers: PositiveInt | None = None
     """Number of threads that read files. Default: the number of CPUs, at most 72."""
     chunk_size: PositiveInt | None = None

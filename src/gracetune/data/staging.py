@@ -192,7 +192,7 @@ class StagedSource:
         """Read the files with these keys into host memory, and return a source for them.
 
         Raises an error if they need more than `section.memory_limit_gb` or than `room()` returns.
-        Processes on one machine that pass the same `shared_folder` share one copy: the first process
+        Processes on one machine that pass the same `shared_folder` share one copy: the first one
         reads the files, and the others wait and map its memory. `setting` is the dataset's name in
         messages, and `find` loads the compiled library that copies files.
         """
