@@ -19,7 +19,7 @@ import torch
 
 from gracetune.config.load import load_run_file
 from gracetune.data.batch_order import Loader
-from gracetune.data.demo_shapes import draw, training_combinations
+from gracetune.data.demo_dataset import draw, training_combinations
 from gracetune.data.sample import Batch, Sample
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator

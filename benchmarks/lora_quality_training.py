@@ -20,7 +20,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.adapters.inject import ADAPTER_NAME, add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection, OptimizerSection, TrainSection
-from gracetune.data.demo_shapes import draw, training_combinations
+from gracetune.data.demo_dataset import draw, training_combinations
 from gracetune.models import tiny
 from gracetune.models.wan22 import TARGETS
 from gracetune.offload.checkpointing import wrap_blocks

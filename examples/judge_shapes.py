@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from gracetune.data.demo_shapes import BACKGROUNDS, COLOURS, CONCEPTS, SHAPES, stencil
+from gracetune.data.demo_dataset import BACKGROUNDS, COLOURS, CONCEPTS, SHAPES, stencil
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -143,7 +143,7 @@ class Definition:
     """The qualified name. A second definition of the same name is called `name#2`."""
     start: int
     end: int
-    """The line after the last one, counted from 0."""
+    """Line after the definition's last line, counted from 0."""
     children: tuple[Definition, ...] = ()
     """The methods and nested classes of a class."""
 

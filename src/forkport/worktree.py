@@ -60,7 +60,8 @@ def check_no_operation_in_progress(git: Git) -> None:
 def blocking_untracked(git: Git, targets: Sequence[str]) -> list[str]:
     """List untracked files that prevent checking out one of the commits `targets`.
 
-    At its path, the commit has other contents or a folder; or it has a file in place of its folder.
+    A file blocks if the commit has different contents or a folder at the file's path, or a file at
+    the path of one of the file's parent folders.
     """
     others = sorted(untracked(git))
     found: set[str] = set()

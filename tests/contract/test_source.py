@@ -23,7 +23,7 @@ from gracetune.config.schema import (
     RemoteSection,
     ShapesSection,
 )
-from gracetune.data.demo_shapes import ShapesSource
+from gracetune.data.demo_dataset import ShapesSource
 from gracetune.data.remote import RemoteSource
 from gracetune.data.shard_files import LocalShard, TarSource
 from gracetune.data.source import FolderSource

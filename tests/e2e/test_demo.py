@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.config.load import load_run_file
-from gracetune.data.demo_shapes import held_out
+from gracetune.data.demo_dataset import held_out
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))

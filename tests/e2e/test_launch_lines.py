@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gracetune.config.schema import ShapesSection
-from gracetune.data.demo_shapes import ShapesSource
+from gracetune.data.demo_dataset import ShapesSource
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -94,9 +94,9 @@ class LoaderState:
 class _ShuffledEpoch:
     number: int
     draws: NDArray[np.int64]
-    """Numbers of all draws (uses of a sample) of the epoch, shuffled among draws of equal size."""
+    """Indices of all draws (uses of a sample) of the epoch, shuffled within each bucket."""
     batches: NDArray[np.int64]
-    """Each batch as a range (start, stop) of positions in `entries`; the batches are shuffled."""
+    """Each batch as a range (start, stop) of positions in `draws`; the batches are shuffled."""
     extras: Mapping[int, NDArray[np.int64]]
     """For each `BucketGroup` by its index: the indices of the samples that this epoch uses once
     more than the others, because `weight` makes the number of repeats fractional."""

@@ -45,7 +45,7 @@ SOURCES = {
     "parquet": "gracetune.data.table_source:open_parquet",
     "hf": "gracetune.data.table_source:open_hf",
     "remote": "gracetune.data.remote:open_remote",
-    "shapes": "gracetune.data.demo_shapes:open_shapes",
+    "shapes": "gracetune.data.demo_dataset:open_shapes",
 }
 EXTENSIONS = {
     "image": images.EXTENSIONS,

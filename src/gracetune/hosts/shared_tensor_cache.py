@@ -304,7 +304,10 @@ class SharedTensorCache:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock that allows one process at a time to store tensors; first read all logs."""
+        """Take the lock that allows one process at a time to store tensors.
+
+        Then read the logs in which other processes list the tensors that they have stored.
+        """
         with exclusive_lock(self._folder / "lock"):
             self._read_logs()
             yield

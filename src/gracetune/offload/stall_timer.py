@@ -113,7 +113,10 @@ class HostStallWindow:
     late = 0
 
     def __init__(self, now: float, stalled_s: float) -> None:
-        """`stalled_s` is the copy stream's total stall time at the time `now`."""
+        """Start the window at the time `now`.
+
+        `stalled_s` is the total time, until then, that compute has waited for copies (stalled).
+        """
         self._began, self._stalled_before = now, stalled_s
         self._measured: tuple[float, float] | None = None
 

@@ -160,7 +160,7 @@ def test_an_unknown_type_lists_the_known_ones(images: Path) -> None:
 
 def test_importing_the_data_modules_does_not_import_torch() -> None:
     program = (
-        "import sys, gracetune.data.dataset, gracetune.data.demo_shapes, gracetune.data.buckets, "
+        "import sys, gracetune.data.dataset, gracetune.data.demo_dataset, gracetune.data.buckets, "
         "gracetune.data.batch_order; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

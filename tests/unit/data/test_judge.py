@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from gracetune.data.demo_shapes import (
+from gracetune.data.demo_dataset import (
     BACKGROUNDS,
     COLOURS,
     ShapeSpec,

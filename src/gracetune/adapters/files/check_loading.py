@@ -250,9 +250,10 @@ def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
 def _compare_loaded(
     model: nn.Module, layers: Mapping[str, Layer], by_transformer: bool
 ) -> ToolResult:
-    """Count the modules of a model that have the adapter, and compare their outputs with the file.
+    """Count the modules that got the adapter, and check that each computes what the file says.
 
-    `by_transformer` is True if the transformer loaded the file, not the pipeline.
+    `by_transformer` is True if the file was loaded with the transformer's method, and False if
+    with the pipeline's.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

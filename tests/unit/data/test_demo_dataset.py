@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gracetune.config.schema import DatasetSection, ShapesSection
-from gracetune.data import demo_shapes
-from gracetune.data.demo_shapes import (
+from gracetune.data import demo_dataset
+from gracetune.data.demo_dataset import (
     BACKGROUNDS,
     COLOURS,
     MARKER,
@@ -193,10 +193,10 @@ def test_two_processes_may_generate_the_folder_at_once(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "first" / MARKER).read_text())
     assert made["settings"] == settings
     _open(tmp_path / "second")
-    demo_shapes._move_into_place(tmp_path / "second", tmp_path / "first", settings, "datasets[0]")
+    demo_dataset._move_into_place(tmp_path / "second", tmp_path / "first", settings, "datasets[0]")
     assert (tmp_path / "second").exists()
     with pytest.raises(OSError, match="not empty"):
-        demo_shapes._move_into_place(
+        demo_dataset._move_into_place(
             tmp_path / "second", tmp_path / "first", {"other": 1}, "datasets[0]"
         )
 
