@@ -151,9 +151,10 @@ class BatchTransfer:
         self._tracked[role] = tier or self._tier, nbytes
 
     def memory_used(self, step: int) -> MemoryUsed:
-        """Return the memory in use at a step.
+        """Return the event that reports the memory of this process, on the device and the host.
 
-        Also frees memory if the device is almost full, so call it only between steps.
+        Call it between steps, with the number of the last one: if managed
+        memory is oversubscribed, it also frees some.
         """
         self._session.observe(reclaim=True)
         for role, (tier, nbytes) in self._tracked.items():

@@ -44,7 +44,10 @@ def cache_root(run: RunFile) -> Path:
 
 
 class CacheStores:
-    """The cache stores of a run: one for latents, one for text; `open_latents` opens more."""
+    """The cache stores of a run: one for latents and one for text embeddings.
+
+    `open_latents` opens further stores of latents, such as one for each augmentation epoch.
+    """
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class CompressionPlan:
     """Contents by key of the files that codecs were tried on, so that they are not read twice."""
 
     def codec_of(self, key: str) -> str | None:
-        """Return the name of the codec to try on a file; None for no compression."""
+        """Return the codec for the file named `key`; None: the file is stored as it is."""
         return self.by_suffix.get(suffix_of(key), self.others) if self.by_suffix else self.others
 
     @property

@@ -71,7 +71,7 @@ class GrowthController:
         self.size, self.settled = size, True
 
     def discard_window(self) -> None:
-        """Drop the current stall window, because sampling ran between its passes."""
+        """Drop the stall window, the passes whose waits are measured: sampling ran between them."""
         self._windows.discard()
 
     def start_pass(

@@ -288,7 +288,7 @@ class _Sequence:
 
 
 def record_call(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayCall:
-    """Return a hashable description of an operator call."""
+    """Return a description of an operator call with which it can be repeated and timed."""
     named = tuple((name, _describe(value)) for name, value in sorted(kwargs.items()))
     placed = [_describe(value) for value in args]
     for place in FP32_ARGUMENTS.get(func, ()):

@@ -206,9 +206,9 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a frozen fp8 layer with a LoRA, and `hidden`, the input times `down`^T.
 
-    `quantized` and `row_scales` are the part of x that was rounded to fp8. `outliers` are the
-    coefficients of the rest, the large part of x, which is multiplied with `outlier_weight` in
-    bf16. The LoRA's input is x itself, which is not rounded.
+    `quantized` and `row_scales` are the part of x that was rounded to fp8. `outliers`, of shape
+    (rows, dimensions), are the coefficients of x in the outlier basis, and `outlier_weight` is the
+    weight times that basis; they are multiplied in bf16. The LoRA's input is x itself, not rounded.
     """
     y = _scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
     hidden = functional.linear(x, down)
