@@ -298,7 +298,7 @@ def test_checking_a_14b_adapter_needs_no_model(tmp_path):
 
 def test_a_wrong_scale_is_detected(tmp_path, monkeypatch):
     path = write_adapter(tmp_path / "a.safetensors", make_wan(alpha=2.0), "comfyui")
-    import gracetune.adapters.files.check as check
+    from gracetune.adapters.files import check_loading as check
 
     honest = check._load
 

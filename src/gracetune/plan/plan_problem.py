@@ -33,10 +33,10 @@ from gracetune.plan.search import (
 )
 from gracetune.plan.simulate import candidate_of
 from gracetune.plan.trace import TraceTarget, trace_model
-from gracetune.units import GIB, format_bytes
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gracetune.config.schema import CacheSection, DatasetSection, RunFile
     from gracetune.models.family import Family
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute, Plan
     from gracetune.plan.search import PlanBudget, SearchResult
-    from gracetune.plan.traces import ModelTraces
 
 
 COMPILE_SECONDS = 90.0
@@ -309,47 +308,3 @@ def _host_caches_nbytes(cache: CacheSection, latents: int, text: int, samples: i
 
 
 # The memory table of docs/planning.md
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """One line of the memory table in docs/planning.md."""
-
-    item: str
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"| {self.item} | {format_bytes(self.nbytes)} |"
-
-
-def memory_table(
-    model: MetaModel, shapes: ModelTraces, trained: TrainedSize, samples: int
-) -> Iterator[MemoryRow]:
-    """Yield the rows of a table of a run's memory: data, weights, optimizer and activations.
-
-    Data is for a dataset of `samples` samples, activations are for one sample.
-    """
-    latents, text = cached_sample_nbytes(model)
-    experts = model.num_transformers
-    both = " of both experts" if experts == 2 else ""
-    yield MemoryRow(f"latents of {samples} samples", samples * latents)
-    yield MemoryRow(
-        f"text of {samples} samples, padded (stored without padding: less)", samples * text
-    )
-    yield MemoryRow(f"frozen weights{both}", experts * shapes.frozen_nbytes)
-    yield MemoryRow(f"adapters{both}", experts * trained.nbytes)
-    yield MemoryRow(f"adapters{both}, bf16 copies", experts * shapes.cast_copies_nbytes)
-    yield MemoryRow("gradients of one step", trained.nbytes)
-    yield MemoryRow(f"optimizer state{both}", experts * trained.state_nbytes)
-    blocks = shapes.blocks
-    for name, traces in (
-        ("recomputed, compiled", [block.compiled.recompute for block in blocks]),
-        ("kept lean, compiled", [block.compiled.lean for block in blocks]),
-        ("kept, compiled", [block.compiled.keep for block in blocks]),
-        ("kept, eager", [block.eager.keep for block in blocks]),
-    ):
-        saved = sum(
-            trace.saved_nbytes + (block.input_nbytes if trace.saves_input else 0)
-            for trace, block in zip(traces, blocks, strict=True)
-        )
-        yield MemoryRow(f"activations of one sample, {name}", saved // shapes.batch)

@@ -1,5 +1,6 @@
 """`gracetune host` without SimpleTuner installed; tests/hosts tests it with SimpleTuner."""
 
+import json
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -7,6 +8,8 @@ from importlib.metadata import distributions
 import pytest
 
 from gracetune.cli.main import main
+from gracetune.hosts.probe import InstalledHost
+from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG, enter
 
 pytestmark = pytest.mark.skipif(
     [*distributions(name="simpletuner")] != [], reason="tests what happens without SimpleTuner"
@@ -97,3 +100,37 @@ def test_run_names_the_missing_simpletuner_command(simpletuner_command, capsys):
     simpletuner_command.unlink()
     assert main(["host", "simpletuner", "run"]) == 2
     assert f"{simpletuner_command} does not exist" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """Return the plug-ins that hooks were installed for; SimpleTuner's version check passes."""
+    plugins = []
+    monkeypatch.setattr("gracetune.hosts.simpletuner.__main__.check", list)
+    monkeypatch.setattr(
+        "gracetune.hosts.simpletuner.hooks.install", lambda plugin, _: plugins.append(plugin)
+    )
+    return plugins
+
+
+def test_the_entry_point_runs_the_training_script_with_hooks(hooked, tmp_path, monkeypatch):
+    """The script is run as `__main__`, with its own arguments."""
+    script, output = tmp_path / "train.py", tmp_path / "seen.json"
+    script.write_text(
+        f"import json, sys\njson.dump([__name__, sys.argv[1:]], open({str(output)!r}, 'w'))\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    config = {"gh200_optimizations": {"enable_uvm_hints": False}}
+    enter([f"{CONFIG_FLAG}{json.dumps(config)}", str(script), "--env", "x"])
+    assert json.loads(output.read_text()) == ["__main__", ["--env", "x"]]
+    (plugin,) = hooked
+    assert plugin.blocks.gh200.enable_uvm_hints is False
+
+
+def test_an_incompatible_simpletuner_is_refused_with_the_table(tmp_path, monkeypatch, capsys):
+    """A package without the functions that are hooked."""
+    installed = InstalledHost("simpletuner", "9.9.9", tmp_path)
+    monkeypatch.setattr("gracetune.hosts.simpletuner.__main__.find_installed", lambda *_: installed)
+    assert main(["host", "simpletuner", "check"]) == 1
+    assert "9.9.9" in capsys.readouterr().out

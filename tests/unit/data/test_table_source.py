@@ -197,7 +197,7 @@ def test_an_invalid_saved_dataset_is_refused_with_the_reason(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [
-        ("tables", "pyarrow", "parquet"),
+        ("table_source", "pyarrow", "parquet"),
         ("remote", "aiohttp", "remote"),
     ],
 )

@@ -17,14 +17,17 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import TrainedSize, memory_table
+from gracetune.plan.plan_problem import TrainedSize, cached_sample_nbytes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import PlanCandidate
 from gracetune.plan.traces import plain_checkpointing_trace
-from gracetune.units import GIB
+from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.traces import ModelTraces
 
 ROOT = Path(__file__).parents[3]
@@ -121,9 +124,36 @@ def test_the_docs_state_the_deviations(wan_shapes: ModelTraces) -> None:
     assert peak == f"{100 * max(abs(p) for _, p in off):.1f}"
 
 
-def test_the_memory_table_in_the_docs_is_current(
-    fused_shapes: ModelTraces,
-) -> None:
+def memory_table(
+    model: MetaModel, shapes: ModelTraces, trained: TrainedSize, samples: int
+) -> Iterator[tuple[str, int]]:
+    """Yield the items of the memory table in the docs, with their bytes."""
+    latents, text = cached_sample_nbytes(model)
+    experts = model.num_transformers
+    yield f"latents of {samples} samples", samples * latents
+    yield (
+        f"text embeddings of {samples} samples, padded (the cache stores less: no padding)",
+        samples * text,
+    )
+    yield "frozen weights of both experts", experts * shapes.frozen_nbytes
+    yield "adapters of both experts", experts * trained.nbytes
+    yield "adapters of both experts, bf16 copies", experts * shapes.cast_copies_nbytes
+    yield "gradients of one step", trained.nbytes
+    yield "optimizer state of both experts", experts * trained.state_nbytes
+    for name, traces in (
+        ("`recompute`, compiled", [block.compiled.recompute for block in shapes.blocks]),
+        ("`lean`, compiled", [block.compiled.lean for block in shapes.blocks]),
+        ("`keep`, compiled", [block.compiled.keep for block in shapes.blocks]),
+        ("`keep`, eager", [block.eager.keep for block in shapes.blocks]),
+    ):
+        saved = sum(
+            trace.saved_nbytes + (block.input_nbytes if trace.saves_input else 0)
+            for trace, block in zip(traces, shapes.blocks, strict=True)
+        )
+        yield f"activations of one sample, {name}", saved // shapes.batch
+
+
+def test_the_memory_table_in_the_docs_is_current(fused_shapes: ModelTraces) -> None:
     shape = build_meta_model(
         ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
     )
@@ -132,7 +162,10 @@ def test_the_memory_table_in_the_docs_is_current(
     trained = TrainedSize(
         shapes.trained_nbytes, int(count * state_nbytes_per_element(OptimizerSection()))
     )
-    rows = [str(row) for row in memory_table(shape, shapes, trained, 260)]
+    rows = [
+        f"| {item} | {format_bytes(nbytes)} |"
+        for item, nbytes in memory_table(shape, shapes, trained, 260)
+    ]
     assert len(rows) == 11
     assert "\n".join(rows) in GUIDE
 

@@ -63,7 +63,7 @@ def test_state_traffic_is_bidirectional_and_shared_by_micro_batches():
 def test_a_step_of_two_experts_moves_the_state_of_one():
     plan = find_best_plan(
         build_model(),
-        replace(FIXED, optimizer_nbytes=2 * STATE, experts=2),
+        replace(FIXED, optimizer_nbytes=2 * STATE, num_transformers=2),
         PlanBudget(ROOMY, ROOMY),
         Constraints(host_state=(1.0,)),
         simulated=True,

@@ -66,7 +66,7 @@ class AIToolkitPlugin:
         self.memory: TensorCache | None = None
         self._num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self._rank = int(environment.get("LOCAL_RANK", "0"))
-        self._meet_in = shared_folder if self._num_ranks > 1 else None
+        self.shared_folder = shared_folder if self._num_ranks > 1 else None
         self._free_host_memory = free_host_memory
         self._pid = os.getpid()
         self._memory_kinds: frozenset[str] = frozenset()
@@ -119,7 +119,7 @@ class AIToolkitPlugin:
             self.memory = open_tensor_cache(
                 limit,
                 self._num_ranks,
-                self._meet_in,
+                self.shared_folder,
                 torch.Tensor.contiguous,
                 self._emit,
                 self._free_host_memory,
@@ -154,7 +154,7 @@ class AIToolkitPlugin:
             folder = os.path.abspath(block.folder)
             if block.in_memory is not None and folder not in self._staged_files:
                 config = StagedDatasetConfig(folder, folder, block.in_memory, ())
-                self._staged_files[folder] = stage_dataset(config, self._emit, self._meet_in)
+                self._staged_files[folder] = stage_dataset(config, self._emit, self.shared_folder)
 
     def staged_bytes(self, path: object) -> bytes | None:
         """Return the bytes of a file from memory, or None if it must be read from disk."""
@@ -182,7 +182,7 @@ class AIToolkitPlugin:
             return load(path)
         if os.getpid() == self._pid:
             self._loaded_paths.add(path)
-        elif path not in self._loaded_paths and self._meet_in is None:
+        elif path not in self._loaded_paths and self.shared_folder is None:
             return load(path)
         return memory.get(path, load)
 
@@ -194,7 +194,9 @@ class AIToolkitPlugin:
         if self.memory is None:
             return
         candidates = sorted(path for path in set(paths) if self._is_kept_in_memory(path))
-        mine = candidates if self._meet_in is None else candidates[self._rank :: self._num_ranks]
+        mine = (
+            candidates if self.shared_folder is None else candidates[self._rank :: self._num_ranks]
+        )
         num_left = 0
         for path in mine:
             # Shared memory stores whole pages, and drops its oldest files beyond the budget.

@@ -70,7 +70,7 @@ class SimpleTunerPlugin:
         self.runtime: dict[str, object] = {}
         self._environment = environment
         self._pin = pin
-        self._meet_in = shared_folder
+        self.shared_folder = shared_folder
         self._staged_datasets: dict[str, StagedDatasetConfig] = {}
         self._dataset_types: dict[str, object] = {}
         self._staged_files: dict[str, StagedFiles] = {}
@@ -91,7 +91,7 @@ class SimpleTunerPlugin:
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY_TYPES}:
             num_ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
             self.memory = open_tensor_cache(
-                cache.host_budget_gb, num_ranks, self._meet_in, self._pin, emit
+                cache.host_budget_gb, num_ranks, self.shared_folder, self._pin, emit
             )
         return rest
 
@@ -131,7 +131,7 @@ class SimpleTunerPlugin:
         if config is None:
             return None
         if dataset not in self._staged_files:
-            self._staged_files[dataset] = stage_dataset(config, emit, self._meet_in)
+            self._staged_files[dataset] = stage_dataset(config, emit, self.shared_folder)
         return self._staged_files[dataset]
 
     def staged_bytes(self, path: str) -> bytes | None:
