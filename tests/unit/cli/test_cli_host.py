@@ -117,7 +117,8 @@ def test_the_entry_point_runs_the_training_script_with_hooks(hooked, tmp_path, m
     """The script is run as `__main__`, with its own arguments."""
     script, output = tmp_path / "train.py", tmp_path / "seen.json"
     script.write_text(
-        f"import json, sys\njson.dump([__name__, sys.argv[1:]], open({str(output)!r}, 'w'))\n"
+        "import json, pathlib, sys\n"
+        f"pathlib.Path({str(output)!r}).write_text(json.dumps([__name__, sys.argv[1:]]))\n"
     )
     monkeypatch.setattr(sys, "argv", ["before"])
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
