@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-gpu test-hosts test-host-versions test-ai-toolkit check format lint types bench clean
+.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,8 +29,13 @@ demo: venv  ## train the demo, then a LoRA on top of it, and check the images
 	@echo 'Images: runs/demo/validation and runs/demo-lora/validation'
 
 # In the order of the files, so that the longest ones do not start last, with one core idle.
-test: venv  ## the tests, with coverage, on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=90
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
+test: venv  ## the tests, on two cores
+	$(BIN)/python -m pytest $(PARALLEL)
+
+coverage: venv  ## the tests with coverage, which takes a few minutes longer
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term --cov-fail-under=97
 
 test-slow: venv  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -105,7 +110,7 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
-check: lint types test  ## format, lint, types, tests
+check: lint types coverage  ## format, lint, types, tests with coverage
 
 bench: venv  ## per-step overhead over a bare loop
 	$(BIN)/python benchmarks/bare_loop.py --write

@@ -320,7 +320,10 @@ def test_the_report_mentions_a_slow_host() -> None:
     assert not any("host queues" in reason for reason in reasons(quick, budget))
 
 
-@pytest.mark.parametrize("family", ["wan22", "flux", "qwen_image"])
+@pytest.mark.parametrize(
+    "family",
+    ["wan22", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "qwen_image"))],
+)
 def test_realistic_and_tiny_probe_models_make_the_same_calls(family: str) -> None:
     """The host is timed with one model, and calls are counted with the other."""
     small, realistic = (
