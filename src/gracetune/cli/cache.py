@@ -254,7 +254,7 @@ def _fill(run: RunFile, emit: Emit) -> None:
 def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
     """Return the folders of augmentation epochs that a run will not read again.
 
-    An augmentation epoch is the latents of one epoch, encoded anew with other random crops. A
+    An augmentation epoch is the latents of one epoch, encoded with random crops of its own. A
     finished run needs none of them.
     """
     from gracetune.cache.augmentation_epochs import (

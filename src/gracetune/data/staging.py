@@ -31,8 +31,8 @@ from gracetune.data.source import EstimatingSource, FileSource, StampedSource, c
 from gracetune.data.staging_compression import (
     CODECS,
     CompressionPlan,
-    choose_packing,
     compress_if_smaller,
+    plan_compression,
 )
 from gracetune.data.staging_index import PLAIN, Columns, StagedFile, StagingIndex, write_index
 from gracetune.errors import DataError
@@ -381,14 +381,14 @@ def fill_arena(
     """
     num_workers = section.num_workers or default_workers()
     budget = StagingBudget(section.memory_limit_gb, sum(sizes), len(keys), setting, room)
-    packing = choose_packing(source, keys, sizes, section.compression, num_workers)
-    budget.check(_certain_nbytes(keys, sizes, packing))
+    compression_plan = plan_compression(source, keys, sizes, section.compression, num_workers)
+    budget.check(_certain_nbytes(keys, sizes, compression_plan))
 
     writer = ArenaWriter()
     columns = Columns.empty(len(keys))
     unreadable: dict[str, str] = {}
     progress = ProgressReporter("staging", len(keys), emit, total_nbytes=sum(sizes))
-    filler = _Filler(source, keys, sizes, packing, writer, budget, gather)
+    filler = _Filler(source, keys, sizes, compression_plan, writer, budget, gather)
     raw = 0
     try:
         pieces = chunks(sizes, num_workers, section.chunk_size)
@@ -402,7 +402,7 @@ def fill_arena(
     except ArenaFullError as error:
         raise budget.arena_error(error) from error
     stored = int(columns.stored_nbytes.sum())
-    emit(Notice(_summary(source, columns, packing, raw, stored)))
+    emit(Notice(_summary(source, columns, compression_plan, raw, stored)))
     return writer.seal()
 
 
@@ -476,7 +476,7 @@ class _Filler:
         source: Source,
         keys: Sequence[str],
         sizes: Sequence[int],
-        packing: CompressionPlan,
+        compression_plan: CompressionPlan,
         writer: ArenaWriter,
         budget: StagingBudget,
         gather: BulkCopier | MissingBulkCopier,
@@ -485,7 +485,7 @@ class _Filler:
         self._files = source if isinstance(source, FileSource) else None
         self._keys = keys
         self._sizes = sizes
-        self._packing = packing
+        self._compression_plan = compression_plan
         self._writer = writer
         self._budget = budget
         self._gather = None if isinstance(gather, MissingBulkCopier) else gather
@@ -520,14 +520,16 @@ class _Filler:
 
         These are files that may be compressed, were read already, or are not in a local file.
         """
-        files, packing = self._files, self._packing
+        files, compression_plan = self._files, self._compression_plan
         if files is None:
             return [None] * len(numbers)
         keys = self._keys[numbers.start : numbers.stop]
-        if not packing.compresses and not packing.sampled:
+        if not compression_plan.compresses and not compression_plan.sampled:
             return [_place(files, key) for key in keys]
         return [
-            None if packing.codec_of(key) or key in packing.sampled else _place(files, key)
+            None
+            if compression_plan.codec_of(key) or key in compression_plan.sampled
+            else _place(files, key)
             for key in keys
         ]
 
@@ -593,11 +595,11 @@ class _Filler:
         return segment.copy_from(descriptor, done, more)[1]
 
     def _read(self, key: str, write_batch: _WriteBatch) -> None:
-        codec = self._packing.codec_of(key)
-        sampled = self._packing.sampled
+        codec = self._compression_plan.codec_of(key)
+        sampled = self._compression_plan.sampled
         data = sampled[key] if key in sampled else self._source.read(key)
         packed = (
-            compress_if_smaller(data, codec, self._packing.min_saving)
+            compress_if_smaller(data, codec, self._compression_plan.min_saving)
             if codec is not None and data
             else None
         )
@@ -630,19 +632,25 @@ def _size(source: Source, key: str) -> int:
         return 0  # reading it raises the error
 
 
-def _certain_nbytes(keys: Sequence[str], sizes: Sequence[int], packing: CompressionPlan) -> int:
+def _certain_nbytes(
+    keys: Sequence[str], sizes: Sequence[int], compression_plan: CompressionPlan
+) -> int:
     """Return the total size in bytes of the files that will be stored uncompressed."""
-    if not packing.compresses:
+    if not compression_plan.compresses:
         return sum(sizes)
-    return sum(size for key, size in zip(keys, sizes, strict=True) if packing.codec_of(key) is None)
+    return sum(
+        size
+        for key, size in zip(keys, sizes, strict=True)
+        if compression_plan.codec_of(key) is None
+    )
 
 
 def _summary(
-    source: Source, columns: Columns, packing: CompressionPlan, raw: int, stored: int
+    source: Source, columns: Columns, compression_plan: CompressionPlan, raw: int, stored: int
 ) -> str:
     readable = int(np.count_nonzero(columns.codec != UNREADABLE))
     text = f"staged {readable:,} files of {source.describe()} in {format_bytes(stored)}"
-    if packing.compresses:
+    if compression_plan.compresses:
         packed = readable - int(np.count_nonzero(columns.codec == PLAIN))
         text += f" ({packed:,} compressed, {format_bytes(raw - stored)} saved)"
-    return f"{text}; {packing.reason}"
+    return f"{text}; {compression_plan.reason}"

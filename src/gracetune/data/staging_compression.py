@@ -121,7 +121,7 @@ class CompressionPlan:
         return self.others is not None or any(self.by_suffix.values())
 
 
-def choose_packing(
+def plan_compression(
     source: Source,
     keys: Sequence[str],
     sizes: Sequence[int],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Placement(StrEnum):
-    """Where the tensors with a role, such as `latents` or `text`, should be kept."""
+    """The memory in which the tensors with a role, such as `latents` or `text`, should be kept."""
 
     HOST = "host"
     """In host memory, where kernels on the device read them without a copy."""

@@ -53,17 +53,17 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        lent: list[_StepParameter] = []
+        prepared: list[_StepParameter] = []
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner_group.update(
                 {key: value for key, value in group.items() if key not in GROUP_KEYS_NOT_SHARED}
             )
-            lent_from_group = [self._prepare(p) for p in group["params"] if p.grad is not None]
-            inner_group["params"] = [one.stand_in for one in lent_from_group]
-            lent += lent_from_group
+            prepared_in_group = [self._prepare(p) for p in group["params"] if p.grad is not None]
+            inner_group["params"] = [parameter.step_parameter for parameter in prepared_in_group]
+            prepared += prepared_in_group
         self._inner.step()
-        for one in lent:
-            self._take_back(one)
+        for parameter in prepared:
+            self._finish(parameter)
         for inner_group in self._inner.param_groups:
             inner_group["params"] = []  # between steps only the state may refer to the masters
         return loss
@@ -76,21 +76,22 @@ class MasterWeights(Optimizer):
         assert p.grad is not None, "a parameter without a gradient"
         state = dict(self.state[p])
         master = state.pop(MASTER, None)
-        stand_in = p
+        step_parameter = p
         if p.dtype != torch.float32:
             master = p.detach().float() if master is None else master
-            stand_in = Parameter(master)
-            stand_in.grad = p.grad.float()
+            step_parameter = Parameter(master)
+            step_parameter.grad = p.grad.float()
         if state:  # otherwise the inner optimizer creates it
-            self._inner.state[stand_in] = state
-        return _StepParameter(p, stand_in, master)
+            self._inner.state[step_parameter] = state
+        return _StepParameter(p, step_parameter, master)
 
-    def _take_back(self, lent: _StepParameter) -> None:
-        state = dict(self._inner.state.pop(lent.stand_in, {}))
-        if lent.master is not None:
-            state[MASTER] = lent.master
-            lent.parameter.copy_(lent.master)
-        self.state[lent.parameter] = state
+    def _finish(self, prepared: _StepParameter) -> None:
+        """Move the state back after a step, and round the master weight to the parameter."""
+        state = dict(self._inner.state.pop(prepared.step_parameter, {}))
+        if prepared.master is not None:
+            state[MASTER] = prepared.master
+            prepared.parameter.copy_(prepared.master)
+        self.state[prepared.parameter] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict and keep the dtype of each tensor.
@@ -112,7 +113,7 @@ class MasterWeights(Optimizer):
 
 class _StepParameter(NamedTuple):
     parameter: Parameter
-    stand_in: Parameter
+    step_parameter: Parameter
     """The parameter that the wrapped optimizer updates in place of `parameter`: its fp32 master
     weight, or `parameter` itself if that is fp32."""
     master: Tensor | None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gracetune.data import staging_compression
-from gracetune.data.staging_compression import choose_packing, suffix_of
+from gracetune.data.staging_compression import plan_compression, suffix_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _choose(
     source: DictSource, compression: str | None = "auto"
 ) -> staging_compression.CompressionPlan:
     keys = source.keys()
-    return choose_packing(source, keys, [source.nbytes(key) for key in keys], compression, 2)
+    return plan_compression(source, keys, [source.nbytes(key) for key in keys], compression, 2)
 
 
 def test_each_suffix_gets_its_own_codec() -> None:

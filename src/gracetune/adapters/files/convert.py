@@ -61,7 +61,7 @@ PEFT_SETTINGS_KEY = "lora_adapter_metadata"
 """Entry of a file's header in which diffusers stores peft's settings as JSON."""
 SCALAR_ROLES = ("alpha", "scalar")
 UNUSED_ALPHA = 1e9
-"""Smallest alpha for which the user is told that alpha is ignored. ai-toolkit writes 9999999999 for
+"""Smallest alpha for which a notice says that alpha is ignored. ai-toolkit writes 9999999999 for
 a LoKr without a rank, where alpha has no effect."""
 MAX_REGEX_STEPS = 1e9
 """Largest estimated number of steps that matching a regular expression from a file may take."""

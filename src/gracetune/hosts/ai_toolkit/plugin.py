@@ -275,7 +275,7 @@ class AIToolkitDataset(Protocol):
 
 
 class AugmentedLatents:
-    """Controls the cache of a dataset's augmented latents, which are encoded anew for some epochs.
+    """Controls the cache of a dataset's augmented latents, which are encoded again for some epochs.
 
     All copies of the dataset's settings share one object.
     """
