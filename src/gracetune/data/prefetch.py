@@ -168,6 +168,7 @@ class _Child(Generic[Task, Result]):
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_child_main, args=(theirs, work), daemon=True)
         self._process.start()
+        self._joining = threading.Lock()
         theirs.close()
 
     def do(self, task: Task) -> Result:
@@ -175,8 +176,7 @@ class _Child(Generic[Task, Result]):
             self._connection.send(task)
             failure, result = self._connection.recv()
         except (EOFError, ConnectionError) as error:
-            self._process.join(_KILL_TIMEOUT_S)
-            code = self._process.exitcode
+            code = self._join()
             raise RunFailedError(f"its worker process died with exit code {code}") from error
         if failure is not None:
             raise RunFailedError(failure)
@@ -184,7 +184,13 @@ class _Child(Generic[Task, Result]):
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(_KILL_TIMEOUT_S)
+        self._join()
+
+    def _join(self) -> int | None:
+        # If two threads join one process, the second returns before the exit code is known
+        with self._joining:
+            self._process.join(_KILL_TIMEOUT_S)
+        return self._process.exitcode
 
 
 def _child_main(connection: Connection, work: Callable[[Task], Result]) -> None:

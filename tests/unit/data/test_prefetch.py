@@ -147,6 +147,35 @@ def test_a_process_stopped_while_sending_its_result_ends_the_run(timeouts: list[
     assert timeouts == [4] * 8
 
 
+def test_only_one_thread_at_a_time_joins_a_killed_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    child: prefetch._Child[int, int] = prefetch._Child(hang_at_seven)
+    joining: list[str] = []
+    overlaps: list[str] = []
+    join = child._process.join
+
+    def record(timeout: float) -> None:
+        overlaps.extend(joining)
+        joining.append(threading.current_thread().name)
+        time.sleep(0.2)
+        join(timeout)
+        joining.pop()
+
+    monkeypatch.setattr(child._process, "join", record)
+    errors: list[RunFailedError] = []
+
+    def wait_for_result() -> None:
+        with pytest.raises(RunFailedError) as caught:
+            child.do(7)
+        errors.append(caught.value)
+
+    waiter = threading.Thread(target=wait_for_result)
+    waiter.start()
+    child.kill()
+    waiter.join()
+    assert overlaps == []
+    assert "exit code -9" in str(errors[0])
+
+
 def test_a_hanging_thread_does_not_keep_the_process_alive() -> None:
     program = (
         "import time; from gracetune.data.prefetch import *\n"
