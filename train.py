@@ -2,7 +2,7 @@
 
 import sys
 
-from gracetune.cli.launch import main
+from gracetune.cli.train_script import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

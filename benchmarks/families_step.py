@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.result import Plan
     from gracetune.plan.simulate import PlanCandidate
-    from gracetune.plan.traces import ModelTraces
+    from gracetune.plan.trace_records import ModelTraces
 
 REQUIRED_RATIO = 1.5
 """Speed that is required, relative to the plain loop."""

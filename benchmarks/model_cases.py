@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.result import FrozenCompute
-    from gracetune.plan.traces import ModelTraces
+    from gracetune.plan.trace_records import ModelTraces
 
 RANK = 32
 TRAINED_NBYTES = 4

@@ -346,7 +346,7 @@ MODEL_ROWS = [
 @pytest.mark.parametrize("prefix", ["", "diffusion_model.", "model.diffusion_model."])
 @pytest.mark.parametrize(("ours", "theirs"), MODEL_ROWS)
 def test_model_weights_are_found_in_both_namings(ours, theirs, prefix, tmp_path):
-    from gracetune.adapters.files.merge import open_model
+    from gracetune.adapters.files.merge_into_model import open_model
 
     found = []
     for key in (ours, prefix + theirs):

@@ -19,7 +19,7 @@ from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.io import write_adapter
 from gracetune.adapters.files.keys import KeyIndex, LayerPath, template_of
 from gracetune.adapters.files.layers import Adapter
-from gracetune.adapters.files.merge import merge_into, open_model
+from gracetune.adapters.files.merge_into_model import merge_into, open_model
 
 with torch.device("meta"):
     MODELS = {

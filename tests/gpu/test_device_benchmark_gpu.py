@@ -8,7 +8,7 @@ import torch
 from gracetune.plan.device_benchmark import KernelTimer
 from gracetune.plan.launch_overhead import build_probe_model
 from gracetune.plan.trace import trace_model
-from gracetune.plan.traces import Op, record_call
+from gracetune.plan.trace_records import Op, record_call
 
 pytestmark = pytest.mark.gpu
 aten = torch.ops.aten

@@ -376,7 +376,11 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     from gracetune.adapters.files.layers import with_stage
-    from gracetune.adapters.files.merge import holds_transformers, merge_into, merge_into_pipeline
+    from gracetune.adapters.files.merge_into_model import (
+        holds_transformers,
+        merge_into,
+        merge_into_pipeline,
+    )
 
     if args.into.is_dir():
         _require_new_folder(args.out, args.into)

@@ -36,7 +36,7 @@ from gracetune.plan.kernel_recorder import (
     storage_id,
     tensors_of,
 )
-from gracetune.plan.traces import HostCalls, Op, Trace
+from gracetune.plan.trace_records import HostCalls, Op, Trace
 
 COMPILED_ENTRY_COST = 20.0
 """CPU time to enter a compiled block (guards and wrappers), in units of one operator call."""

@@ -22,14 +22,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.traces import HostCalls, Op, TracesByMode, plain_checkpointing_trace
+from gracetune.plan.trace_records import HostCalls, Op, TracesByMode, plain_checkpointing_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import ActivationMode, BlockPlan, FrozenCompute
-    from gracetune.plan.traces import BlockTraces, ModelTraces, Trace
+    from gracetune.plan.trace_records import BlockTraces, ModelTraces, Trace
 
 
 @dataclass(frozen=True, slots=True)

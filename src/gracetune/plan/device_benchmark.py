@@ -30,14 +30,14 @@ from gracetune.plan.launch_overhead import (
 )
 from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS, MachineRates
 from gracetune.plan.search import PlanError
-from gracetune.plan.traces import record_call, replay_on
+from gracetune.plan.trace_records import record_call, replay_on
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from gracetune.plan.launch_overhead import ProbeModelFactory
-    from gracetune.plan.traces import Op, ReplayCall
+    from gracetune.plan.trace_records import Op, ReplayCall
 
 
 log = logging.getLogger(__name__)

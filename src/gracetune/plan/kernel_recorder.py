@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gracetune.plan.traces import HostCalls, Op, record_call
+from gracetune.plan.trace_records import HostCalls, Op, record_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -49,7 +49,7 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from gracetune.plan.traces import HostCalls, Trace
+    from gracetune.plan.trace_records import HostCalls, Trace
 
 
 ProbeModelFactory = Callable[[bool, bool], MetaModel]

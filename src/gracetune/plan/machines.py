@@ -22,7 +22,7 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gracetune.plan.traces import Op
+    from gracetune.plan.trace_records import Op
 
     Timer = Callable[[Op, float], float | None]
     """Returns the seconds of one kernel at a multiple of the traced batch; None if it cannot time

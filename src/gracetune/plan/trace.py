@@ -31,7 +31,13 @@ from gracetune.plan.kernel_recorder import (
     tensors_of,
     touched_nbytes,
 )
-from gracetune.plan.traces import BlockTraces, ModelTraces, Trace, TracesByMode, recomputed_trace
+from gracetune.plan.trace_records import (
+    BlockTraces,
+    ModelTraces,
+    Trace,
+    TracesByMode,
+    recomputed_trace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from gracetune.adapters.files.keys import KeyIndex, LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight
 from gracetune.adapters.files.lowrank import extract
-from gracetune.adapters.files.merge import merge_into, merge_into_pipeline, open_model
+from gracetune.adapters.files.merge_into_model import merge_into, merge_into_pipeline, open_model
 from gracetune.errors import AdapterError
 
 

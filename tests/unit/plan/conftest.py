@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gracetune.plan.traces import ModelTraces
+    from gracetune.plan.trace_records import ModelTraces
 
 
 @pytest.fixture(scope="session")

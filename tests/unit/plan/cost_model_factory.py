@@ -8,7 +8,7 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.simulate import PlanCandidate
-from gracetune.plan.traces import (
+from gracetune.plan.trace_records import (
     BlockTraces,
     ModelTraces,
     Op,

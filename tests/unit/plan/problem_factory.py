@@ -5,7 +5,7 @@ from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.plan_problem import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
-from gracetune.plan.traces import (
+from gracetune.plan.trace_records import (
     BlockTraces,
     ModelTraces,
     Op,

@@ -9,14 +9,14 @@ import pytest
 
 from gracetune.plan.cost import SUBSPACE_DIMENSIONS, fp8_extra_nbytes, with_fp8_overhead
 from gracetune.plan.launch_overhead import equivalent_ops
-from gracetune.plan.traces import Op, TracesByMode
+from gracetune.plan.trace_records import Op, TracesByMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from gracetune.plan.traces import BlockTraces, ModelTraces
+    from gracetune.plan.trace_records import BlockTraces, ModelTraces
 
 TOKENS, WIDTH, WIDE, TEXT = 4096, 5120, 13824, 512
 

@@ -31,13 +31,13 @@ from gracetune.plan.launch_overhead import (
 from gracetune.plan.machines import NO_LAUNCH_COSTS
 from gracetune.plan.simulate import LAUNCH_QUEUE_DEPTH, lower_bound_seconds, predict_seconds
 from gracetune.plan.trace import trace_model
-from gracetune.plan.traces import HostCalls, Op, plain_checkpointing_trace, recomputed_trace
+from gracetune.plan.trace_records import HostCalls, Op, plain_checkpointing_trace, recomputed_trace
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.traces import ModelTraces
+    from gracetune.plan.trace_records import ModelTraces
 
 CALLS = HostCalls(dispatched=10, kernels=6, views=5, custom_ops=2, saved_tensors=4)
 HOST = LaunchCosts(

@@ -21,14 +21,14 @@ from gracetune.plan.plan_problem import TrainedSize, cached_sample_nbytes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import PlanCandidate
-from gracetune.plan.traces import plain_checkpointing_trace
+from gracetune.plan.trace_records import plain_checkpointing_trace
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.meta_models import MetaModel
-    from gracetune.plan.traces import ModelTraces
+    from gracetune.plan.trace_records import ModelTraces
 
 ROOT = Path(__file__).parents[3]
 RECORDS = json.loads((ROOT / "benchmarks/results/plan_measured.json").read_text())["figures"][

@@ -7,7 +7,7 @@ from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.plan.cost import CostModel
 from gracetune.plan.simulate import lower_bound_seconds, predict_seconds
-from gracetune.plan.traces import Op
+from gracetune.plan.trace_records import Op
 
 
 def test_a_resident_step_takes_its_compute_time() -> None:

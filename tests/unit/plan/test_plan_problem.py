@@ -30,7 +30,7 @@ from gracetune.plan.plan_problem import (
     largest_sample,
     plan_settings,
 )
-from gracetune.plan.traces import Op, record_call
+from gracetune.plan.trace_records import Op, record_call
 from gracetune.units import GIB, MIB
 
 LORA = {"rank": 8}

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gracetune.plan.kernel_recorder import CudaKernels, KernelRecorder
-from gracetune.plan.traces import record_call, replay_on
+from gracetune.plan.trace_records import record_call, replay_on
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from gracetune.plan.trace import TraceTarget, trace_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gracetune.plan.traces import ModelTraces, Op
+    from gracetune.plan.trace_records import ModelTraces, Op
 
 WIDTH, TOKENS = 32, 24
 

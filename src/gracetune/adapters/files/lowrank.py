@@ -17,7 +17,7 @@ from safetensors import safe_open
 from gracetune.adapters.files.fused_projections import parts_of, split_fused, swap_halves
 from gracetune.adapters.files.keys import LayerPath, is_bare_parameter
 from gracetune.adapters.files.layers import Adapter, Layer, delta, delta_bias, delta_shape, scale_of
-from gracetune.adapters.files.merge import ModelWeights, Weight, open_model
+from gracetune.adapters.files.merge_into_model import ModelWeights, Weight, open_model
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:

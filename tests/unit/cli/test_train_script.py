@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.cli.launch import LaunchArguments, main, parse
+from gracetune.cli.train_script import LaunchArguments, main, parse
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
 
@@ -114,13 +114,13 @@ class Watch:
             os.write(1, os.environ.get("PYTORCH_ALLOC_CONF", "nothing").encode())
             os._exit(0)
 sys.meta_path.insert(0, Watch())
-from gracetune.cli import launch, main
+from gracetune.cli import main, train_script
 {call}
 """
 
 
 @pytest.mark.parametrize(
-    "call", [f"main.main(['train', '{MINIMAL}'])", f"launch.main(['--config', '{MINIMAL}'])"]
+    "call", [f"main.main(['train', '{MINIMAL}'])", f"train_script.main(['--config', '{MINIMAL}'])"]
 )
 def test_expandable_segments_are_set_before_torch_is_imported(call, monkeypatch):
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
