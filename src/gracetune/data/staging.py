@@ -73,7 +73,7 @@ def host_room(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> int:
 class StagingBudget:
     """Limits the host memory that a dataset which is read into memory may use.
 
-    The limit is the setting `memory_limit_gb` or the free memory, whichever is smaller.
+    The limit is the smaller of the setting `memory_limit_gb` and the free memory.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StagingBudget:
         setting: str,
         room: Callable[[], int],
     ) -> None:
-        """Set the limit to `limit_gib` or to `room()`, whichever is smaller.
+        """Limit the dataset to the smaller of `limit_gib` and `room()`.
 
         `raw_nbytes` and `num_files` are the estimated size of the whole dataset and its number of
         files; error messages use them. `room` returns the bytes of memory that may be used now.

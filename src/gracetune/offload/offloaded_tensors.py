@@ -61,9 +61,10 @@ class SavedView(NamedTuple):
 
 
 class ReleasedStorage(NamedTuple):
-    """Memory of an offloaded storage that autograd no longer needs."""
+    """Buffers of an offloaded activation, to be freed because autograd no longer needs it."""
 
     host: Tensor
+    """The activation's copy in host memory."""
     device: Tensor | None
     """Device memory to which the storage is still being copied back; None: no copy is running."""
     pending_copy: PendingCopy | None
