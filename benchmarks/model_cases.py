@@ -22,7 +22,7 @@ from gracetune.plan.launch_overhead import prepare_for_training
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import TRACED_BATCH
+from gracetune.plan.planner_input import TRACED_BATCH
 from gracetune.plan.trace import trace_model
 
 if TYPE_CHECKING:

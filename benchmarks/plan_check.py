@@ -47,7 +47,7 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates, find_machine, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import build_cost_model
+from gracetune.plan.planner_input import build_cost_model
 from gracetune.plan.result import ACTIVATION_PREFETCH, BlockPlan
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import PlanCandidate

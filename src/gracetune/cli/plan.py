@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.meta_models import MetaModel
-    from gracetune.plan.plan_problem import TrainedSize
+    from gracetune.plan.planner_input import TrainedSize
     from gracetune.plan.search import PlanBudget
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
@@ -95,7 +95,7 @@ def plan(
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
-    from gracetune.plan.plan_problem import (
+    from gracetune.plan.planner_input import (
         QUANTIZED_SHARES,
         constraints_of,
         fixed_memory_of,
@@ -235,7 +235,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
     """
     from gracetune.optim.build import state_nbytes_per_element
     from gracetune.optim.offloaded_state import StateOffloadSettings
-    from gracetune.plan.plan_problem import MASTER_NBYTES, TrainedSize
+    from gracetune.plan.planner_input import MASTER_NBYTES, TrainedSize
 
     count = make_trainable(model, run_file.adapter)
     trained = [p for p in model.model.parameters() if p.requires_grad]

@@ -23,7 +23,7 @@ import torch
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.oversubscription import hard_reclamation
 from gracetune.offload.copy_engine import OffloadError
-from gracetune.plan.plan_problem import COMPILE_SECONDS
+from gracetune.plan.planner_input import COMPILE_SECONDS
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
 from gracetune.plan.simulate import candidate_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.cost import CostModel
     from gracetune.plan.memory import FixedMemory
-    from gracetune.plan.plan_problem import PlanProblem
+    from gracetune.plan.planner_input import PlanProblem
     from gracetune.plan.result import Plan
 
     Emit = Callable[[Event], None]

@@ -27,7 +27,7 @@ from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanCont
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.plan_problem import (
+from gracetune.plan.planner_input import (
     PlanProblem,
     build_cost_model,
     constraints_of,

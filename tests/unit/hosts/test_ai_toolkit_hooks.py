@@ -16,7 +16,7 @@ from torch import nn
 from gracetune.errors import AdapterError, ConfigError, HostError
 from gracetune.hosts.ai_toolkit.clone import install
 from gracetune.hosts.ai_toolkit.plugin import check_workers_fork, worker_start_method
-from gracetune.hosts.ai_toolkit.process import stage_boundaries
+from gracetune.hosts.ai_toolkit.trainer_subclass import stage_boundaries
 
 PACKAGES = ("toolkit", "jobs", "extensions", "extensions_built_in")
 FLIP = {"method": "HorizontalFlip", "params": {"p": 0.5}}

@@ -17,7 +17,7 @@ def wan_shapes() -> ModelTraces:
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.models.family import SampleShape
     from gracetune.plan.meta_models import build_meta_model
-    from gracetune.plan.plan_problem import TRACED_BATCH
+    from gracetune.plan.planner_input import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     shape = build_meta_model(
@@ -37,7 +37,7 @@ def fused_shapes() -> ModelTraces:
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.models.family import SampleShape
     from gracetune.plan.meta_models import build_meta_model
-    from gracetune.plan.plan_problem import TRACED_BATCH
+    from gracetune.plan.planner_input import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     shape = build_meta_model(

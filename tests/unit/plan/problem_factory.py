@@ -3,7 +3,7 @@
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import EffectiveRates
 from gracetune.plan.memory import FixedMemory
-from gracetune.plan.plan_problem import PlanProblem
+from gracetune.plan.planner_input import PlanProblem
 from gracetune.plan.search import Constraints, PlanBudget
 from gracetune.plan.trace_records import (
     BlockTraces,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gracetune.plan.plan_problem import _compute_dtype
+from gracetune.plan.planner_input import _compute_dtype
 
 
 def model(*frozen, trained=torch.float32):

@@ -32,7 +32,7 @@ def trace_fp8_block(has_subspace: bool) -> BlockTraces:
     from gracetune.models.family import SampleShape
     from gracetune.plan.apply import fuse_operations
     from gracetune.plan.meta_models import build_meta_model
-    from gracetune.plan.plan_problem import TRACED_BATCH
+    from gracetune.plan.planner_input import TRACED_BATCH
     from gracetune.plan.trace import trace_model
 
     def subspace_basis(width: int) -> nn.Parameter:

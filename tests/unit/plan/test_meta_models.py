@@ -13,7 +13,7 @@ from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
 from gracetune.models.family import SampleShape, load_family
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import family_trace_target
+from gracetune.plan.planner_input import family_trace_target
 from gracetune.plan.trace import trace_model
 
 if TYPE_CHECKING:

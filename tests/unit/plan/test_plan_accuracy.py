@@ -17,7 +17,7 @@ from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import TrainedSize, cached_sample_nbytes
+from gracetune.plan.planner_input import TrainedSize, cached_sample_nbytes
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import predict
 from gracetune.plan.simulate import PlanCandidate

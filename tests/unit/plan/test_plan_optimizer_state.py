@@ -8,7 +8,7 @@ from cost_model_factory import SPEEDS, build_candidate, build_model
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
-from gracetune.plan.plan_problem import STATE_SHARES, constraints_of
+from gracetune.plan.planner_input import STATE_SHARES, constraints_of
 from gracetune.plan.report import ReportHeading, describe, reasons, report_json, report_lines
 from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan
 from gracetune.plan.simulate import predict_seconds

@@ -20,7 +20,7 @@ from gracetune.hosts.ai_toolkit.config_blocks import (
     uses_gracetune,
 )
 from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, latent_key, latent_path
-from gracetune.hosts.ai_toolkit.process import process_class
+from gracetune.hosts.ai_toolkit.trainer_subclass import process_class
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.optim.build import automagic
 

@@ -22,7 +22,7 @@ from gracetune.plan.device_benchmark import (
 )
 from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.plan_problem import (
+from gracetune.plan.planner_input import (
     TrainedSize,
     cached_sample_nbytes,
     constraints_of,
