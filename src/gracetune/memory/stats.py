@@ -198,7 +198,7 @@ class FaultRecord(Protocol):
     kind: int
     counter_kind: int
     flags_: int
-    """Cause of the migration (CUPTI's number), for counters of transferred bytes."""
+    """If the counter counts transferred bytes: CUPTI's number for the cause. Otherwise unused."""
     value: int
 
 
