@@ -36,7 +36,7 @@ import torch
 from wan14b import DEVICE, free_memory, make_model, make_step, time_each_step
 
 from gracetune.memory.platform import open_machine
-from gracetune.offload.autosize import MIN_STALL_SHARE, RING_WINDOW_PASSES
+from gracetune.offload.buffer_autosize import MIN_STALL_SHARE, RING_WINDOW_PASSES
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.result import BlockPlan

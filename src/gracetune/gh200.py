@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gracetune.memory.stats import Stats
 
 _CLASSES = {
-    "GH200GradientRamp": ("gracetune.train.ramp", "AccumulationRamp"),
+    "GH200GradientRamp": ("gracetune.train.batch_size_ramp", "AccumulationRamp"),
     "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
 }
 """Class name in the forks -> our module and class, imported on first use."""

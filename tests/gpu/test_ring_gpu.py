@@ -12,7 +12,7 @@ from sync_checks import count_host_syncs
 
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.memory.platform import Link
-from gracetune.offload import autosize
+from gracetune.offload import buffer_autosize
 from gracetune.offload.copy_engine import CopyStream, CudaCopyEngine, OffloadError, open_copy_engine
 from gracetune.offload.ring import stream_weights
 
@@ -192,7 +192,7 @@ def test_resizing_the_ring_between_passes_changes_nothing(case, recorder, monkey
         def begin_stall_window(self, stream):
             return FakeStallWindow(self.rng.random() ** 4)
 
-    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
+    monkeypatch.setattr(buffer_autosize, "RING_WINDOW_PASSES", 1)
     model = build_wan(recompute=case[0])
     ring = stream_weights(
         model, list(model.blocks), RandomStallEngine(random.Random(3)), recorder, 2, poison=True

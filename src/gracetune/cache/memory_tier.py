@@ -316,7 +316,7 @@ class MemoryTier:
 class SlabAllocator:
     """First-fit allocator over a few large blocks (slabs) of host memory.
 
-    The caller must hold a lock. Unlike an arena (memory/shared_arena.py), its memory is private to
+    The caller must hold a lock. Unlike an arena (memory/shared_memory.py), its memory is private to
     the process and is freed entry by entry. The slabs themselves are kept as long as the allocator.
     """
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gracetune.data.source import FileRange
-    from gracetune.memory.shared_arena import SegmentWriter
+    from gracetune.memory.shared_memory import SegmentWriter
 
 ABI = 2
 """Version of the functions in bulk_copy.c; a compiled library with another version is not used."""

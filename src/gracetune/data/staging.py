@@ -1,6 +1,6 @@
 """Stage a dataset: read all its files once into host memory that all processes share.
 
-The memory is an arena, a set of growing segments of shared memory (memory/shared_arena.py).
+The memory is an arena, a set of growing segments of shared memory (memory/shared_memory.py).
 `StagedSource.stage` fills it with worker threads, within a memory budget, and appends an index of
 the files (staging_index.py). Each worker takes a chunk of consecutive files:
 
@@ -39,7 +39,7 @@ from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
 from gracetune.memory.platform import read_host
-from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, share_arena
+from gracetune.memory.shared_memory import Arena, ArenaFullError, ArenaWriter, share_arena
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gracetune.data.bulk_copy import BulkCopier
     from gracetune.data.source import FileRange, Source
     from gracetune.events.dispatcher import Emit
-    from gracetune.memory.shared_arena import ArenaHandle, SegmentWriter
+    from gracetune.memory.shared_memory import ArenaHandle, SegmentWriter
 
 
 RESERVE_NBYTES = 4 * GIB

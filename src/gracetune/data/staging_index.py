@@ -23,14 +23,14 @@ from zlib import crc32
 
 import numpy as np
 
-from gracetune.memory.shared_arena import OFFSET_BITS, OFFSET_MASK
+from gracetune.memory.shared_memory import OFFSET_BITS, OFFSET_MASK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from gracetune.memory.shared_arena import Arena, ArenaWriter
+    from gracetune.memory.shared_memory import Arena, ArenaWriter
 
     View = Callable[[str], memoryview]
 

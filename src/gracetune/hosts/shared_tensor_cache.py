@@ -13,7 +13,7 @@ the logs vanishes with the last process, however it ends; the next process remov
 
 Tensors are not pinned, because pinning a private page copies it. SimpleTuner pins its batches.
 
-memory/shared_arena.py also shares memory between processes, but is filled once, sealed, and read
+memory/shared_memory.py also shares memory between processes, but is filled once, sealed, and read
 only. Here entries come and go, and every process may add some.
 """
 
@@ -44,7 +44,7 @@ from gracetune.hosts.tensor_cache import (
     outside_inference_mode,
     tensor_versions,
 )
-from gracetune.memory.shared_arena import exclusive_lock, open_process_file, pid_namespace_id
+from gracetune.memory.shared_memory import exclusive_lock, open_process_file, pid_namespace_id
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ While an offloaded block runs in forward, saved-tensor hooks send what autograd 
 When backward approaches the block, its activations are copied back, one or more blocks ahead.
 Weights, small tensors and inputs that several blocks share stay on the device. Gradients are bit
 for bit those of a step that keeps everything on the device. The copies and their ordering are in
-`offload/offloaded_tensors.py`.
+`offload/offloaded_activations.py`.
 
 With activation checkpointing only a block's input is saved, and so only the input is sent. A block
 that contains its own checkpoint is passed in `checkpointed_blocks`; if the checkpoint is outside
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gracetune.events.types import Notice
-from gracetune.offload.autosize import PrefetchDistance
+from gracetune.offload.buffer_autosize import PrefetchDistance
 from gracetune.offload.checkpointing import checkpoint_block
 from gracetune.offload.copy_engine import OffloadError
-from gracetune.offload.offloaded_tensors import (
+from gracetune.offload.offloaded_activations import (
     BlockCall,
     HostBufferPool,
     OffloadCopies,

@@ -8,7 +8,7 @@ become views of it, so they can still be read, saved and hashed. These weights s
 - parameters that are tiny compared with their block, mostly biases.
 
 The allocations live as long as the ring. Activations come and go with every step and use a pool
-instead (`offload/offloaded_tensors.py`).
+instead (`offload/offloaded_activations.py`).
 """
 
 from __future__ import annotations

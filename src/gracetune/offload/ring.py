@@ -44,7 +44,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
 from gracetune.events.types import Notice
-from gracetune.offload.autosize import RingAutosizer
+from gracetune.offload.buffer_autosize import RingAutosizer
 from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.host_weights import (
     load_resident_weights,

@@ -6,7 +6,7 @@ read only after the device has passed them. Nothing here blocks the host except
 
 A window collects the stalls that the host recorded while the window was open, no matter when the
 device reaches them. `StallWindows` cuts training into windows of a few passes; the controllers in
-`offload/autosize.py` decide from one window at a time.
+`offload/buffer_autosize.py` decide from one window at a time.
 """
 
 from __future__ import annotations

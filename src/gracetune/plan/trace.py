@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gracetune.errors import ModelError
-from gracetune.plan.compiled_trace import joint_graph, partition
+from gracetune.plan.compiled_block_trace import joint_graph, partition
 from gracetune.plan.kernel_recorder import (
     CudaKernels,
     KernelRecorder,
@@ -42,7 +42,7 @@ from gracetune.plan.trace_records import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from gracetune.plan.compiled_trace import SavedSet
+    from gracetune.plan.compiled_block_trace import SavedSet
 
 
 @dataclass(frozen=True)

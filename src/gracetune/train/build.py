@@ -44,6 +44,7 @@ from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.plan.attention_autotune import autotune_attention
+from gracetune.train.batch_size_ramp import build_ramp, ramp_notes
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.experts import (
     build_expert_schedule,
@@ -52,7 +53,6 @@ from gracetune.train.experts import (
 )
 from gracetune.train.export import check_exportable, export_result
 from gracetune.train.objective import min_snr_notes
-from gracetune.train.ramp import build_ramp, ramp_notes
 from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
+    from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import ExpertSchedule
     from gracetune.train.export import AdaptedModules
-    from gracetune.train.ramp import AccumulationRamp
     from gracetune.train.run import SignalHandler
     from gracetune.train.validate import ValidationSetup
 

@@ -20,7 +20,7 @@ from gracetune.data.bulk_copy import (
     find_bulk_copier,
 )
 from gracetune.data.source import FileRange
-from gracetune.memory.shared_arena import Arena, ArenaFullError, ArenaWriter, SegmentWriter
+from gracetune.memory.shared_memory import Arena, ArenaFullError, ArenaWriter, SegmentWriter
 from gracetune.memory.shim import build_shim
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.data.staging_index import MAX_NAME_NBYTES, PLAIN, Columns, StagingIndex, write_index
-from gracetune.memory.shared_arena import ArenaWriter
+from gracetune.memory.shared_memory import ArenaWriter
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 

@@ -26,7 +26,7 @@ from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.types import Event, Notice, StageProgress
-from gracetune.memory.shared_arena import ArenaFullError, SegmentWriter
+from gracetune.memory.shared_memory import ArenaFullError, SegmentWriter
 from gracetune.units import GIB
 
 if TYPE_CHECKING:

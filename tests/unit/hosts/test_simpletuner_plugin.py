@@ -22,7 +22,7 @@ from gracetune.hosts.simpletuner.plugin import (
 )
 from gracetune.hosts.tensor_cache import LocalTensorMemory
 from gracetune.memory.platform import open_machine
-from gracetune.train.ramp import AccumulationRamp as OwnRamp
+from gracetune.train.batch_size_ramp import AccumulationRamp as OwnRamp
 from gracetune.units import GIB
 
 CONFIG = {

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gracetune.offload.activations import offload_activations
 from gracetune.offload.copy_engine import CopyStream, OffloadError, SynchronousCopyEngine
-from gracetune.offload.offloaded_tensors import available_host_nbytes
+from gracetune.offload.offloaded_activations import available_host_nbytes
 
 KIB = 1024
 

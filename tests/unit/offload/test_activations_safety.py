@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gracetune.offload.activations import MAX_OUTGOING_CALLS, offload_activations
 from gracetune.offload.checkpointing import wrap_blocks
 from gracetune.offload.copy_engine import POISON, CopyStream, OffloadError, SynchronousCopyEngine
-from gracetune.offload.offloaded_tensors import BlockCall, OffloadCopies, OffloadedStorage
+from gracetune.offload.offloaded_activations import BlockCall, OffloadCopies, OffloadedStorage
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3, 0.8, 1.0])

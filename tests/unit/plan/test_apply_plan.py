@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from gracetune.models.family import Experts
-from gracetune.offload import autosize
+from gracetune.offload import buffer_autosize
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.plan.apply import PlanLayout, apply_plan
@@ -104,9 +104,9 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
 def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monkeypatch):
     """There is memory for three slots; half of it goes to prefetched activations, if any."""
-    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
-    monkeypatch.setattr(autosize, "MIN_STALL_SHARE", 1e-12)
-    monkeypatch.setattr(autosize, "RING_REQUIRED_RATIO", 100.0)
+    monkeypatch.setattr(buffer_autosize, "RING_WINDOW_PASSES", 1)
+    monkeypatch.setattr(buffer_autosize, "MIN_STALL_SHARE", 1e-12)
+    monkeypatch.setattr(buffer_autosize, "RING_REQUIRED_RATIO", 100.0)
     model, events = make(), []
     layout = PlanLayout(
         [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1

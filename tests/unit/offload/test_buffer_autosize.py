@@ -6,8 +6,8 @@ import pytest
 import torch
 from streamed_model import FakeStallWindow, LazyCopyEngine, assert_same, build_model, step, streamed
 
-from gracetune.offload import autosize
-from gracetune.offload.autosize import (
+from gracetune.offload import buffer_autosize
+from gracetune.offload.buffer_autosize import (
     DISTANCE_WINDOW_PASSES,
     RING_WINDOW_PASSES,
     PrefetchDistance,
@@ -144,7 +144,7 @@ def test_gradients_do_not_depend_on_the_number_of_slots(engine_class, recorder, 
         def begin_stall_window(self, stream):
             return FakeStallWindow(rng.random() ** 4)
 
-    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
+    monkeypatch.setattr(buffer_autosize, "RING_WINDOW_PASSES", 1)
     rng = random.Random(1)
     model = build_model(num_blocks=7)
     twin, ring = streamed(model, recorder, slots=2, copy_engine=RandomStallEngine())
@@ -173,7 +173,7 @@ def test_a_ring_with_a_slot_for_every_block_fetches_nothing_more(recorder, monke
             self.windows += 1
             return FakeStallWindow(0.9**self.windows)
 
-    monkeypatch.setattr(autosize, "RING_WINDOW_PASSES", 1)
+    monkeypatch.setattr(buffer_autosize, "RING_WINDOW_PASSES", 1)
     model = build_model(num_blocks=5)
     twin, ring = streamed(model, recorder, slots=2, copy_engine=ImprovingEngine())
     ring.enable_autosize(10**9)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fork_process import is_true_in_fork, undumpable_process
 
-from gracetune.memory.shared_arena import (
+from gracetune.memory.shared_memory import (
     Arena,
     ArenaFullError,
     ArenaWriter,
@@ -162,7 +162,7 @@ def test_a_full_machine_raises_arena_full_error(tmp_path: Path) -> None:
     """A file size limit makes writes fail as a full machine does."""
     program = """
 import resource, signal, sys
-from gracetune.memory.shared_arena import ArenaFullError, ArenaWriter
+from gracetune.memory.shared_memory import ArenaFullError, ArenaWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 with ArenaWriter().segment_writer() as segment:
@@ -218,7 +218,7 @@ def test_resident_bytes_are_counted_once() -> None:
 
 ATTACH = """
 import sys
-from gracetune.memory.shared_arena import Arena, ArenaHandle
+from gracetune.memory.shared_memory import Arena, ArenaHandle
 handle = ArenaHandle(int(sys.argv[1]), ((int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])),))
 view = Arena.attach(handle).segments[0]
 print(bytes(view[:5]), len(view), view.readonly)
@@ -259,7 +259,7 @@ def test_a_handle_with_a_reused_descriptor_is_refused() -> None:
 def test_sigkill_leaves_no_memory_behind() -> None:
     program = f"""
 import os, signal
-from gracetune.memory.shared_arena import ArenaWriter
+from gracetune.memory.shared_memory import ArenaWriter
 writer = ArenaWriter()
 with writer.segment_writer() as segment:
     segment.write(bytes({256 * MIB}))
@@ -298,7 +298,7 @@ def test_a_full_machine_during_a_copy_raises_arena_full_error(
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from gracetune.memory.shared_arena import ArenaWriter, share_arena
+from gracetune.memory.shared_memory import ArenaWriter, share_arena
 
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 

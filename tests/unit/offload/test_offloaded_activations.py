@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gracetune.offload.copy_engine import ALIGNMENT, POISON, CopyStream, SynchronousCopyEngine
-from gracetune.offload.offloaded_tensors import (
+from gracetune.offload.offloaded_activations import (
     HostBufferPool,
     OffloadCopies,
     ReleasedStorage,

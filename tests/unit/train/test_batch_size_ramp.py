@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
-from gracetune.train.ramp import AccumulationRamp, build_ramp, ramp_notes
+from gracetune.train.batch_size_ramp import AccumulationRamp, build_ramp, ramp_notes
 
 
 def run_file(batch=4, **ramp):
