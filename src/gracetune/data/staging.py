@@ -111,9 +111,10 @@ class StagingBudget:
             raise self._exceeded(certain_nbytes)
 
     def take(self, raw: int, stored: int) -> None:
-        """Count a file of `raw` bytes that occupies `stored` bytes; raise an error over the limit.
+        """Add a file that takes `stored` bytes of memory; raise an error above the limit.
 
-        Several threads may call it at the same time.
+        `raw` is the file's size before staging compresses it; error messages use it. Several
+        threads may call it at the same time.
         """
         with self._lock:
             self._raw += raw
