@@ -278,7 +278,7 @@ def find_caches(folder: Path) -> list[Path]:
 def find_entries(store: ShardStore, what: str, file: Path) -> list[EntryRow]:
     """Find the cache entries that were encoded from `file`, a sample or a caption file.
 
-    If there is no such file, `what` is taken as the beginning of a cache key.
+    If `file` does not exist, return the entries whose cache key begins with `what`.
     """
     with store.index() as index:
         if not file.is_file():

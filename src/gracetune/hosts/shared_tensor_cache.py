@@ -149,7 +149,7 @@ class SharedTensorCache:
         return self._store(path, file, value)
 
     def forget(self, path: FilePath) -> None:
-        """Drop the contents of a file that is about to change.
+        """Drop a file's contents from memory, because the file is about to change.
 
         Other processes see the change in its inode, modification time or size.
         """

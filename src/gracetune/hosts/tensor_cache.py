@@ -40,7 +40,7 @@ class TensorCache(Protocol):
         """Return the contents of a file from memory, or load them with `load(path)`."""
 
     def forget(self, path: FilePath) -> None:
-        """Drop the contents of a file that is about to change."""
+        """Drop a file's contents from memory, because the file is about to change."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class LocalTensorMemory:
         return value
 
     def forget(self, path: FilePath) -> None:
-        """Drop the contents of a file that is about to change."""
+        """Drop a file's contents from memory, because the file is about to change."""
         with self._lock:
             self._drop(os.fspath(path))
 

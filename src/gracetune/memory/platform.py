@@ -467,7 +467,11 @@ class HostFacts:
         return tuple(node for node in self.nodes if not node.has_cpus or node.id == known)
 
     def usable_bytes(self, gpu_node: int | None = None) -> int:
-        """Return the host memory in bytes that this process could still allocate."""
+        """Return the host memory in bytes that this process could still allocate.
+
+        If GPU memory is a NUMA node (GH200), `gpu_node` names one such node; memory of all such
+        nodes is left out.
+        """
         on_gpus = sum(node.available_bytes for node in self.gpu_nodes(gpu_node))
         usable = max(0, self.available_bytes - on_gpus)
         return usable if self.cgroup_free_bytes is None else min(usable, self.cgroup_free_bytes)

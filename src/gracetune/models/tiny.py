@@ -97,7 +97,7 @@ def _read(folder: Path) -> nn.Module:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A loaded `tiny` model. `Family` documents the members."""
+    """A loaded model of the family `tiny`, for demos and tests. `Family` documents the members."""
 
     transformer: nn.Module
     name: str = "tiny"

@@ -336,7 +336,7 @@ def extract(
 
 
 def _check_same_weights(before: ModelWeights, after: ModelWeights) -> None:
-    """Raise an error if one model has weights that the other lacks, as with one file of several."""
+    """Raise an error if one model lacks weights of the other, for example a shard."""
     unpaired = sorted(before.keys.keys() ^ after.keys.keys())
     if unpaired:
         first = {**before.keys, **after.keys}[unpaired[0]][1]
