@@ -43,7 +43,7 @@ class PatchFile(_ManifestPart):
     churn: int
     """Number of upstream commits that changed this file since the common ancestor with the fork."""
     churn_lines: int
-    """Number of lines of this file that these upstream commits added or deleted."""
+    """Number of lines of this file that upstream changed since the common ancestor."""
 
 
 class Patch(_ManifestPart):

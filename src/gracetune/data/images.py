@@ -69,7 +69,7 @@ PILLOW = Decoders()
 
 
 def choose_decoders() -> Decoders:
-    """Return the fastest decoders that are installed."""
+    """Return the fastest image decoders that are installed."""
     found: dict[str, Decode] = {}
     simple: dict[str, DecodeSimple] = {}
     names = []

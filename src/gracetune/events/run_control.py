@@ -108,7 +108,7 @@ class RunControl:
 
 
 def send_request(folder: Path, verb: str) -> Listener:
-    """Write a request for the run in `folder`; return the process that will carry it out."""
+    """Write a request for the run in `folder`; return who carries it out: PID and host name."""
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
