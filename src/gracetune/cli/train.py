@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         default="auto",
         metavar="auto|PATH|none",
-        help="resume from the newest checkpoint (auto, the default), from PATH, or start a new run",
+        help="resume from the newest whole checkpoint (auto, the default), from PATH (a folder, or "
+        "a name such as step-000100), or start a new run",
     )
 
 

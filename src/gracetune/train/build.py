@@ -128,6 +128,7 @@ class Session:
         """
         if snapshot is None:
             return TrainProgress()
+        snapshot.check_unchanged()
         check_same_run(snapshot.identity, self.identity)
         state, tensors = self.state, snapshot.tensors
         saved_ranks = sum(kind.startswith("generators-") for kind in tensors)

@@ -2,12 +2,14 @@
 
     checkpoints/step-000123/
         weights.safetensors  optimizer.safetensors  ema.safetensors  generators-0.safetensors ...
-        manifest.json        progress, the run's identity, and a digest of every file
+        manifest.json        progress, the run's identity, digests of all files, and a checksum
 
 Crash safety: the files are written to a staging folder, synced to disk, and renamed to their place
 in one operation. A checkpoint therefore either exists completely or not at all. The manifest is
-written last and removed first, and only folders with a manifest count as checkpoints. Every file is
-compared with its digest when it is read.
+written last and removed first, and only folders with a manifest count as checkpoints.
+
+Damage: the manifest has a digest of every file and a checksum of its own contents. Both are checked
+when a checkpoint is read, and a run resumes from the newest checkpoint that is whole.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from safetensors import SafetensorError
@@ -35,7 +37,12 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FOLDER = "checkpoints"
 """Name of the folder with all checkpoints, inside the output folder."""
-FORMAT = 1
+FORMAT = 2
+"""Version of the manifest. Format 1 had no checksum; its checkpoints can still be read."""
+FORMAT_1_ENTRIES = {"format", "progress", "identity", "files"}
+REQUIRED_FILES = ("weights.safetensors", "optimizer.safetensors", "generators-0.safetensors")
+REQUIRED_COUNTERS = ("step", "micro_batches", "consumed")
+"""Counters that every checkpoint has. Those for two experts were added later."""
 MANIFEST = "manifest.json"
 SET_ASIDE = "set-aside"
 SPARE_BYTES = 1 << 20
@@ -52,6 +59,25 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name without suffix: `weights`, `optimizer`, `ema`, and the RNG states of
     each rank, `generators-0`, ..."""
+    files: Mapping[Path, str] = field(default_factory=dict)
+    """Files that the tensors were read from, with their digests; empty for a new snapshot."""
+
+    def check_unchanged(self) -> None:
+        """Raise if a file has changed since it was read.
+
+        The tensors are mapped from their files, so a change would also change the tensors. Hours
+        may pass between loading a checkpoint and copying it to the model, while data are encoded.
+        """
+        for file, digest in self.files.items():
+            try:
+                is_same = _digest(file) == digest
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise CheckpointError(
+                    f"{file} has been damaged or removed since the run was started. Run the same "
+                    "command again: it uses the newest checkpoint that is whole."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +118,25 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
     Folders that are not named `step-<number>` are the user's own copies and are left out.
     """
-    found = (manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}"))
-    named = [path for path in found if path.name.removeprefix("step-").isdecimal()]
-    return sorted(named, key=_step_of)
+    return [path for path in _checkpoint_folders(folder) if (path / MANIFEST).is_file()]
 
 
 def load_snapshot(path: Path) -> Snapshot:
-    """Read a checkpoint and compare each file with its digest in the manifest."""
+    """Read a checkpoint; compare the manifest with its checksum and each file with its digest."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}. Name a folder such as "
             f"<output_dir>/{CHECKPOINT_FOLDER}/step-000100."
         )
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has checkpoint format {manifest['format']}, but this version of gracetune "
-                f"reads format {FORMAT}. Use the version that wrote it."
-            )
-        tensors = {
-            name.removesuffix(".safetensors"): _read_file(path / name, digest)
-            for name, digest in manifest["files"].items()
-        }
-        return Snapshot(TrainProgress(**manifest["progress"]), manifest["identity"], tensors)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        manifest = _read_manifest(path / MANIFEST)
+        progress = _parse_progress(manifest["progress"])
+        if _is_step_folder(path) and _step_of(path) != progress.step:
+            raise ValueError(f"{MANIFEST} is of step {progress.step}")
+        digests = {path / name: digest for name, digest in manifest["files"].items()}
+        tensors = {file.stem: _read_file(file, digest) for file, digest in digests.items()}
+        return Snapshot(progress, manifest["identity"], tensors, digests)
+    except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
 
@@ -124,35 +144,62 @@ def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Sna
     """Load the checkpoint that `--resume auto|PATH|none` selects; None to start a new run.
 
     `auto` skips damaged checkpoints with a warning and loads the newest intact one. If all are
-    damaged it raises instead of starting over, because a new run would replace the result.
+    damaged it raises instead of starting over, because a new run would replace the result. PATH is
+    a folder, or the name of one in `folder`; no other checkpoint is used in its place.
     """
     if resume == "none":
         return None
     if resume != "auto":
-        return load_snapshot(Path(resume))
-    existing = complete_checkpoints(folder)
-    for path in reversed(existing):
+        return load_snapshot(folder / resume if (folder / resume).is_dir() else Path(resume))
+    complete = complete_checkpoints(folder)
+    # Checkpoints are deleted oldest first and lose their manifest first. An old folder without a
+    # manifest is therefore the rest of a deleted checkpoint, and a new one is a damaged checkpoint.
+    candidates = [
+        path
+        for path in _checkpoint_folders(folder)
+        if path in complete or not complete or _step_of(path) > _step_of(complete[-1])
+    ]
+    errors: list[CheckpointError] = []
+    for path in reversed(candidates):
         try:
-            return load_snapshot(path)
+            found = load_snapshot(path)
         except CheckpointError as error:
-            if path == existing[0]:
-                raise CheckpointError(
-                    f"{error} No other checkpoint in {folder} can be read. Restore one from a "
-                    "backup, or choose another output_dir to start over."
-                ) from error
-            warn(f"{error} Resuming from the checkpoint before it.")
+            errors.append(error)
+            continue
+        for skipped in errors:
+            warn(f"{skipped} Resuming from {path.name} instead.")
+        return found
+    if errors:
+        raise CheckpointError(
+            f"{' '.join(map(str, errors))} No other checkpoint in {folder} can be read. Restore "
+            "one from a backup, or choose another output_dir to start over."
+        )
     return None
 
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
     """Move checkpoints of later steps to `set-aside/`, because the run resumes from `step`."""
     moved = []
-    for path in complete_checkpoints(folder):
+    for path in _checkpoint_folders(folder):
         if _step_of(path) > step:
             target = folder / SET_ASIDE / f"{path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             moved.append(path.rename(target))
     return moved
+
+
+def manifest_checksum(manifest: Mapping[str, object]) -> str:
+    """Return the digest of everything in a manifest but its own checksum."""
+    contents = {key: value for key, value in manifest.items() if key != "checksum"}
+    return blake3(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def _checkpoint_folders(folder: Path) -> list[Path]:
+    return sorted(filter(_is_step_folder, folder.glob("step-*")), key=_step_of)
+
+
+def _is_step_folder(path: Path) -> bool:
+    return path.name.removeprefix("step-").isdecimal() and path.is_dir()
 
 
 def _step_of(path: Path) -> int:
@@ -165,19 +212,69 @@ def _write(staging: Path, snapshot: Snapshot) -> None:
         file = staging / f"{kind}.safetensors"
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
         files[file.name] = _digest(file)
-    manifest = {
+    manifest: dict[str, object] = {
         "format": FORMAT,
         "progress": asdict(snapshot.progress),
         "identity": dict(snapshot.identity),
         "files": files,
     }
+    manifest["checksum"] = manifest_checksum(manifest)
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """Parse a manifest and check its checksum, its format and that no entry is missing."""
+    manifest = _parse_json_object(file)
+    if manifest.get("format") == 1:
+        # Format 1 cannot be checked any further than this. It had no other entries, so a manifest
+        # with more of them is a newer one whose format was damaged.
+        unknown = sorted(manifest.keys() - FORMAT_1_ENTRIES)
+        if unknown:
+            raise ValueError(f"{MANIFEST} has format 1, which has no entry {unknown[0]!r}")
+    elif manifest.get("checksum") != manifest_checksum(manifest):
+        raise ValueError(f"{MANIFEST} does not match its checksum")
+    elif manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{file.parent} has checkpoint format {manifest['format']}, but this version of "
+            f"gracetune reads formats 1 to {FORMAT}. Use the version that wrote it."
+        )
+    for entry in ("progress", "identity", "files"):
+        if not isinstance(manifest.get(entry), dict):
+            raise ValueError(f"{MANIFEST} has no entry {entry!r}")
+    for name in REQUIRED_FILES:
+        if name not in manifest["files"]:
+            raise ValueError(f"{MANIFEST} has no entry files.{name}")
+    return manifest
+
+
+def _parse_json_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} is not a JSON object")
+    return found
+
+
+def _parse_progress(saved: Mapping[str, object]) -> TrainProgress:
+    known = {each.name for each in fields(TrainProgress)}
+    counters: dict[str, int] = {}
+    for name in (*REQUIRED_COUNTERS, *saved):
+        value = saved.get(name)
+        if name not in known or type(value) is not int or value < 0:
+            raise ValueError(f"{MANIFEST} has progress.{name} = {value!r}")
+        counters[name] = value
+    return TrainProgress(**counters)
+
+
 def _read_file(file: Path, digest: str) -> dict[str, Tensor]:
-    if _digest(file) != digest:
-        raise CheckpointError(f"{file} is damaged: its content does not match the manifest.")
-    return load_file(file)
+    try:
+        if _digest(file) != digest:
+            raise ValueError(f"{file.name} does not match its digest in {MANIFEST}")
+        return load_file(file)
+    except OSError as error:
+        raise ValueError(f"{file.name} cannot be read ({error})") from error
 
 
 def _digest(file: Path) -> str:

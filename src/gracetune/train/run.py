@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
+from accelerate.utils import gather_object
+
 from gracetune.atomic_files import write_text
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import Gh200Section, RunFile
@@ -80,6 +82,7 @@ def run_training(
         check_writable(folder)
         warnings: list[str] = []
         snapshot = find_resume_point(folder, resume_from, warnings.append)
+        check_ranks_agree(0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:
             check_result_absent(result_folder(run))
         else:
@@ -156,6 +159,17 @@ def find_resume_point(
             "over would overwrite. Choose another output_dir, or remove that folder."
         )
     return checkpoint.find_snapshot(checkpoints, resume_from, warn)
+
+
+def check_ranks_agree(step: int) -> None:
+    """Raise if the ranks of a run resume from different steps."""
+    steps = gather_object([step])
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"ranks would resume from different steps: {', '.join(map(str, steps))}. output_dir "
+            "must be one folder that all ranks can read. Name a checkpoint that is whole for each "
+            "of them with --resume PATH."
+        )
 
 
 def check_result_absent(result: Path) -> None:

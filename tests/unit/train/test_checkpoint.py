@@ -1,4 +1,6 @@
+import contextlib
 import json
+import os
 import resource
 import signal
 
@@ -15,8 +17,34 @@ def snapshot(step=1, value=1.0, size=8):
     return Snapshot(
         TrainProgress(step, step * 2, step * 3),
         {"train.batch_size": 4},
-        {"weights": {"w": torch.full((size,), value)}, "ema": {"w": torch.zeros(2)}},
+        {
+            "weights": {"w": torch.full((size,), value)},
+            "optimizer": {"w|step:int": torch.tensor(step)},
+            "ema": {"w": torch.zeros(2)},
+            "generators-0": {"torch": torch.zeros(4, dtype=torch.uint8)},
+        },
     )
+
+
+def edit_manifest(path, change, seal=False):
+    """Change the manifest's JSON in place; `seal` makes the checksum right again."""
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    if seal:
+        manifest["checksum"] = checkpoint.manifest_checksum(manifest)
+    file.write_text(json.dumps(manifest))
+
+
+def as_format_1(path):
+    """Turn a checkpoint into one of the first format, which had no checksum."""
+
+    def change(manifest):
+        manifest["format"] = 1
+        for key in manifest.keys() - {"format", "progress", "identity", "files"}:
+            del manifest[key]
+
+    edit_manifest(path, change)
 
 
 def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path):
@@ -37,39 +65,146 @@ def test_the_newest_checkpoints_are_kept_by_number_not_by_name(tmp_path):
     ]
 
 
-def test_a_folder_without_a_manifest_is_not_a_checkpoint(tmp_path):
-    checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
-    torn = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
-    (torn / "manifest.json").unlink()
-    found = checkpoint.find_snapshot(tmp_path, "auto", warn=pytest.fail)
-    assert found is not None
-    assert found.progress.step == 1
+def rename(manifest, *keys):
+    for key in keys[:-1]:
+        manifest = manifest[key]
+    manifest[f"{keys[-1]}_"] = manifest.pop(keys[-1])
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "json", "format"])
-def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, harm):
+DAMAGE = {
+    "a weight": lambda path: flip_bit(path / "weights.safetensors", -1),
+    "a safetensors header": lambda path: flip_bit(path / "optimizer.safetensors", 12),
+    "an RNG state": lambda path: flip_bit(path / "generators-0.safetensors", -1),
+    "a moving average": lambda path: flip_bit(path / "ema.safetensors", -1),
+    "a truncated file": lambda path: os.truncate(path / "weights.safetensors", 40),
+    "an empty file": lambda path: os.truncate(path / "ema.safetensors", 0),
+    "bytes at the end of a file": lambda path: append(path / "weights.safetensors"),
+    "a missing file": lambda path: (path / "generators-0.safetensors").unlink(),
+    "a folder instead of a file": lambda path: to_folder(path / "ema.safetensors"),
+    "a missing manifest": lambda path: (path / "manifest.json").unlink(),
+    "an empty manifest": lambda path: os.truncate(path / "manifest.json", 0),
+    "half a manifest": lambda path: os.truncate(path / "manifest.json", 200),
+    "bytes at the end of the manifest": lambda path: append(path / "manifest.json"),
+    "a manifest that is a list": lambda path: (path / "manifest.json").write_text("[]"),
+    "a manifest of brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "a counter": lambda path: edit_manifest(path, lambda m: m["progress"].update(consumed=7)),
+    "a missing counter": lambda path: edit_manifest(path, lambda m: m["progress"].pop("consumed")),
+    "no counters": lambda path: edit_manifest(path, lambda m: m.pop("progress")),
+    "a renamed counter": lambda path: edit_manifest(path, lambda m: rename(m, "progress", "step")),
+    "a setting": lambda path: edit_manifest(path, lambda m: rename(m, "identity", *m["identity"])),
+    "a file's entry": lambda path: edit_manifest(path, lambda m: m["files"].popitem()),
+    "a missing checksum": lambda path: edit_manifest(path, lambda m: m.pop("checksum")),
+    "a renamed checksum": lambda path: edit_manifest(path, lambda m: rename(m, "checksum")),
+    "the format": lambda path: edit_manifest(path, lambda m: m.update(format=99)),
+    "the first format": lambda path: edit_manifest(path, lambda m: m.update(format=1)),
+}
+
+
+def flip_bit(file, index, bit=1):
+    data = bytearray(file.read_bytes())
+    data[index] ^= bit
+    file.write_bytes(data)
+
+
+def append(file):
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def to_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(tmp_path, damage):
     checkpoint.save_snapshot(tmp_path, snapshot(1), keep=3)
     path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
-    weights, manifest = path / "weights.safetensors", path / "manifest.json"
-    if harm == "flip":
-        data = bytearray(weights.read_bytes())
-        data[-1] ^= 1
-        weights.write_bytes(data)
-    elif harm == "truncate":
-        weights.write_bytes(weights.read_bytes()[:-4])
-    elif harm == "remove":
-        weights.unlink()
-    elif harm == "json":
-        manifest.write_text("{")
-    else:
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    DAMAGE[damage](path)
     with pytest.raises(CheckpointError, match="step-000002"):
         checkpoint.load_snapshot(path)
     warnings = []
     found = checkpoint.find_snapshot(tmp_path, "auto", warnings.append)
     assert found is not None
     assert found.progress.step == 1
-    assert "Resuming from the checkpoint before it" in warnings[0]
+    (warning,) = warnings
+    assert "step-000002" in warning
+    assert warning.endswith("Resuming from step-000001 instead.")
+    with pytest.raises(CheckpointError, match="step-000002"):  # named, so nothing else is used
+        checkpoint.find_snapshot(tmp_path, str(path), pytest.fail)
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
+    path = checkpoint.save_snapshot(tmp_path, snapshot(12), keep=3).path
+    manifest = path / "manifest.json"
+    text, contents = manifest.read_bytes(), json.loads(manifest.read_text())
+    for index in range(len(text)):
+        flip_bit(manifest, index, 1 << index % 8)
+        with contextlib.suppress(CheckpointError):
+            checkpoint.load_snapshot(path)
+            assert json.loads(manifest.read_text()) == contents, index
+        manifest.write_bytes(text)
+
+
+def test_a_file_that_is_damaged_while_the_data_are_prepared_is_found(tmp_path):
+    path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
+    found = checkpoint.load_snapshot(path)
+    found.check_unchanged()
+    flip_bit(path / "weights.safetensors", -1)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors .*since the run was started"):
+        found.check_unchanged()
+
+
+def test_if_no_checkpoint_is_whole_all_are_named(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save_snapshot(tmp_path, snapshot(step), keep=3)
+    (tmp_path / "step-000001/optimizer.safetensors").unlink()
+    flip_bit(tmp_path / "step-000002/weights.safetensors", -1)
+    os.truncate(tmp_path / "step-000003/manifest.json", 0)
+    with pytest.raises(CheckpointError, match=r"(?s)step-000003.*step-000002.*step-000001.*backup"):
+        checkpoint.find_snapshot(tmp_path, "auto", pytest.fail)
+
+
+def test_what_is_left_of_a_checkpoint_that_was_being_deleted_is_not_reported(tmp_path):
+    for step in (1, 2):
+        checkpoint.save_snapshot(tmp_path, snapshot(step), keep=3)
+    (tmp_path / "step-000001/manifest.json").unlink()
+    found = checkpoint.find_snapshot(tmp_path, "auto", pytest.fail)
+    assert found is not None
+    assert found.progress.step == 2
+
+
+def test_a_checkpoint_without_checksum_of_an_earlier_version_still_loads(tmp_path):
+    path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
+    as_format_1(path)
+    edit_manifest(path, lambda m: m["progress"].pop("high_steps"))  # added later, with a default
+    found = checkpoint.find_snapshot(tmp_path, "auto", pytest.fail)
+    assert found is not None
+    assert found.progress == TrainProgress(2, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["progress"].pop("consumed"), "progress.consumed"),
+        (lambda m: m["progress"].update(consumed=-1), "progress.consumed"),
+        (lambda m: m["progress"].update(consumed=1.5), "progress.consumed"),
+        (lambda m: m["progress"].update(low_stepz=1), "progress.low_stepz"),
+        (lambda m: m["progress"].update(step=3), "step 3"),
+        (lambda m: m.update(progress=[]), "progress"),
+        (lambda m: m.pop("identity"), "identity"),
+        (lambda m: m["files"].pop("optimizer.safetensors"), "optimizer.safetensors"),
+        (lambda m: m["files"].pop("generators-0.safetensors"), "generators-0.safetensors"),
+        (lambda m: m.update(files=None), "files"),
+    ],
+)
+@pytest.mark.parametrize("first_format", [True, False])
+def test_a_manifest_entry_that_cannot_be_right_is_named(tmp_path, change, message, first_format):
+    path = checkpoint.save_snapshot(tmp_path, snapshot(2), keep=3).path
+    if first_format:
+        as_format_1(path)
+    edit_manifest(path, change, seal=not first_format)
+    with pytest.raises(CheckpointError, match=f"step-000002 is damaged: .*{message}"):
+        checkpoint.load_snapshot(path)
 
 
 def test_resuming_by_path_and_none(tmp_path):
@@ -80,6 +215,9 @@ def test_resuming_by_path_and_none(tmp_path):
     assert found.progress.step == 4
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         checkpoint.find_snapshot(tmp_path, str(tmp_path), pytest.fail)
+    found = checkpoint.find_snapshot(tmp_path, "step-000004", pytest.fail)  # the name is enough
+    assert found is not None
+    assert found.progress.step == 4
 
 
 def test_a_failed_write_keeps_the_checkpoint_before_it(tmp_path):

@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from gracetune.config.schema import RunFile
+from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import (
@@ -265,6 +267,40 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tiny_run, recorder, tmp_pa
     run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 3}), sinks=[recorder])
     assert recorder.of(RunStarted)[0].start_step == 1
     assert any("step-000002" in n.text and n.fallback for n in recorder.of(Notice))
+
+
+@pytest.mark.parametrize("damage", ["progress", "removed while the data are prepared"])
+def test_a_damaged_checkpoint_does_not_change_the_weights(
+    tiny_run, recorder, finished_run, tmp_path, monkeypatch, damage
+):
+    run_training(tiny_run(train={"checkpoint_every": 1, "max_train_steps": 2}))
+    folder = tmp_path / "run/checkpoints/step-000002"
+    if damage == "progress":
+        manifest = folder / "manifest.json"
+        text = manifest.read_text()
+        manifest.write_text(text.replace('"consumed": 2', '"consumed": 3'))
+        assert manifest.read_text() != text
+    else:
+        prepare = DataPipeline.__init__
+
+        def damage_then_prepare(*args, **kwargs):
+            monkeypatch.undo()
+            (folder / "weights.safetensors").unlink()
+            prepare(*args, **kwargs)
+
+        monkeypatch.setattr(DataPipeline, "__init__", damage_then_prepare)
+        with pytest.raises(CheckpointError, match=r"weights\.safetensors .*Run the same command"):
+            run_training(tiny_run())
+    run_training(tiny_run(), sinks=[recorder])
+    (warning,) = (n for n in recorder.of(Notice) if "step-000002 is damaged" in n.text)
+    assert warning.text.endswith("Resuming from step-000001 instead.")
+    assert (warning.level, warning.fallback) == ("warning", True)
+    expected, found = (
+        checkpoint.load_snapshot(Path(folder, "checkpoints/step-000003")).tensors["weights"]
+        for folder in (finished_run.output_dir, tmp_path / "run")
+    )
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_a_folder_in_use_by_another_run_is_rejected(tiny_run, tmp_path):
