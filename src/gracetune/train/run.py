@@ -38,7 +38,7 @@ from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.export import result_folder
 from gracetune.train.loop import train_loop
-from gracetune.train.run_identity import check_same_run, identity_settings
+from gracetune.train.run_identity import check_same_run, identity_settings, removed_settings
 from gracetune.train.validate import validation_enabled
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def run_training(
         if snapshot is None:
             check_result_absent(result_folder(run))
         else:
-            check_resumable(run, snapshot, accelerator.mixed_precision)
+            check_resumable(run, snapshot, accelerator.mixed_precision, warnings.append)
         # Then open the event sinks, build the session, resume, train and export.
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
         with (
@@ -181,12 +181,18 @@ def check_result_absent(result: Path) -> None:
         )
 
 
-def check_resumable(run: RunFile, snapshot: Snapshot, precision: str) -> None:
+def check_resumable(
+    run: RunFile, snapshot: Snapshot, precision: str, warn: Callable[[str], None]
+) -> None:
     """Raise if the settings do not allow the run to continue from this checkpoint.
 
     Called before the data are encoded, which can take hours. The data are compared later.
     """
-    check_same_run(snapshot.identity, identity_settings(run, precision), contents=False)
+    check_same_run(snapshot.identity, identity_settings(run, precision))
+    removed = removed_settings(snapshot.identity)
+    if removed:
+        values = ", ".join(f"{name} = {snapshot.identity[name]!r}" for name in removed)
+        warn(f"the checkpoint has settings that gracetune no longer has, and ignores: {values}.")
     done, total = snapshot.progress.step, run.train.max_train_steps
     if done > total:
         raise CheckpointError(

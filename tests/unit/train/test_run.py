@@ -341,6 +341,23 @@ def test_an_internal_error_is_logged(tiny_run, recorder, tmp_path, monkeypatch):
     assert not (tmp_path / "run/now/listening.json").exists()
 
 
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_run, recorder, tmp_path):
+    """It has no checksum, lacks a setting, and has one that was removed and one not compared."""
+    run_training(tiny_run(train={"max_train_steps": 2}))
+    file = tmp_path / "run/checkpoints/step-000002/manifest.json"
+    manifest = json.loads(file.read_text())
+    identity = manifest["identity"]
+    del identity["identity version"], identity["train.min_snr_in_flow"]
+    identity |= {"train.obsolete": 7, "datasets[0].remote.retries": 9}
+    kept = {key: manifest[key] for key in ("progress", "identity", "files")}
+    file.write_text(json.dumps({"format": 1, **kept}))
+    run_training(tiny_run(), sinks=[recorder])
+    assert recorder.of(RunStarted)[0].start_step == 2
+    (warning,) = (n for n in recorder.of(Notice) if n.level == "warning")
+    assert "no longer has, and ignores: train.obsolete = 7." in warning.text
+    assert warning.fallback
+
+
 def test_resuming_from_an_old_checkpoint_sets_newer_ones_aside(tiny_run, recorder, tmp_path):
     train = {"checkpoint_every": 1, "max_train_steps": 3, "keep_checkpoints": 9}
     run_training(tiny_run(train=train))
