@@ -1,4 +1,4 @@
-"""Errors that a user can fix, with their exit codes.
+"""Errors that a user can fix, with their exit codes, and the removal of credentials from texts.
 
 Each message gives the setting, its value, the rule it breaks and the fix. Bugs in gracetune raise
 other exceptions, such as AssertionError.
@@ -6,11 +6,59 @@ other exceptions, such as AssertionError.
 
 from __future__ import annotations
 
+import re
+
+REDACTED = "***"
+"""Text that replaces credentials in messages and in files that a run writes."""
+SECRET_NAME = re.compile(
+    "secret|token|pass|pwd|auth|cred|key|sig|session|access|policy|jwt|sas|cookie|bearer|code",
+    re.IGNORECASE,
+)
+"""Matches the names of options and URL parameters that may be credentials."""
+MIN_SECRET_LENGTH = 16
+"""URL parameters of this length and more may be credentials, whatever their names are."""
+_URL = re.compile(r"""([a-z][a-z0-9+.-]*)://((?:(?!::)[^\s"<>])+)""", re.IGNORECASE)
+_PASSWORD_WITH_SLASH = re.compile(r"[^/@:]*:(?!\d+/)[^@]*@")
+_PARAMETER = re.compile(r"""([?&#;])([^=&#\s]+)=([^&#\s'"),;]*)""")
+_SCHEMES_WITH_CONTAINER = ("abfs", "abfss", "wasb", "wasbs")
+"""URL schemes whose user name is the name of a container."""
+
+
+def redact_urls(text: str) -> str:
+    """Replace user names, passwords and signatures in all URLs of a text by `***`."""
+    return _URL.sub(_redact_url, text) if "://" in text else text
+
+
+def _redact_url(match: re.Match[str]) -> str:
+    scheme, rest = match[1], match[2]
+    start = re.search(r"[?#]", rest)
+    address, parameters = (
+        (rest, "") if start is None else (rest[: start.start()], rest[start.start() :])
+    )
+    user, at, _ = address.partition("/")[0].rpartition("@")
+    if at and (":" in user or scheme.lower() not in _SCHEMES_WITH_CONTAINER):
+        address = f"{REDACTED}{address[len(user) :]}"
+    elif not at:
+        address = _PASSWORD_WITH_SLASH.sub(f"{REDACTED}@", address, count=1)
+    return f"{scheme}://{address}{_PARAMETER.sub(_redact_parameter, parameters)}"
+
+
+def _redact_parameter(match: re.Match[str]) -> str:
+    mark, name, value = match.groups()
+    is_secret = SECRET_NAME.search(name) or len(value) >= MIN_SECRET_LENGTH
+    return f"{mark}{name}={REDACTED if is_secret else value}"
+
 
 class GracetuneError(Exception):
-    """An error that the user can fix; shown as a message without a traceback."""
+    """An error that the user can fix; shown as a message without a traceback.
+
+    Credentials in URLs are removed from the message.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redact_urls(message))
 
 
 class ConfigError(GracetuneError):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import gracetune
 from gracetune import entry_points, errors, units
-from gracetune.errors import ConfigError, GracetuneError
+from gracetune.errors import ConfigError, DataError, GracetuneError, redact_urls
 
 
 def test_every_error_has_a_valid_exit_code() -> None:
@@ -95,3 +95,34 @@ def test_public_names_are_resolved_on_first_use() -> None:
     assert set(gracetune.__all__) == set(dir(gracetune))
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
         _ = gracetune.nonesuch
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://AKIA7:hunter2@bucket/a.tar", "s3://***@bucket/a.tar"),
+        ("s3://AKIA7:wJalr/x+y@bucket/a.tar", "s3://***@bucket/a.tar"),
+        ("ftp://me:hunter2@@host:21/a", "ftp://***@host:21/a"),
+        ("https://s3cr3tvalue@host/a.tar", "https://***@host/a.tar"),
+        ("https://user%3Ahunter2@host/a", "https://***@host/a"),
+        ("simplecache::s3://AKIA7:hunter2@b/k", "simplecache::s3://***@b/k"),
+        ("zip://a.png::ftp://me:hunter2@h/x.zip", "zip://a.png::ftp://***@h/x.zip"),
+        ("https://h/a.tar?sig=hunter2&se=2030", "https://h/a.tar?sig=***&se=2030"),
+        ("https://h/a?X-Amz-Signature=hunter2", "https://h/a?X-Amz-Signature=***"),
+        ("https://h/a?x=s3cr3tvalueofgreatlength", "https://h/a?x=***"),
+        ("https://h/a#access_token=hunter2", "https://h/a#access_token=***"),
+        ("HTTPS://U:hunter2@h", "HTTPS://***@h"),
+        # nothing to hide
+        ("https://host:8080/x@y?download=1", "https://host:8080/x@y?download=1"),
+        ("hf://datasets/a/b@main/c.tar", "hf://datasets/a/b@main/c.tar"),
+        ("abfs://container@account.dfs.core.windows.net/a", None),
+        ("a caption about a://b", None),
+        ("no address: a@b?key=v", None),
+    ],
+)
+def test_credentials_in_addresses_are_not_shown(url: str, shown: str | None) -> None:
+    text = f"datasets[0].instance_data_dir is {url!r}, or {url} (see {url}). Check it."
+    expected = text.replace(url, shown or url)
+    assert redact_urls(text) == expected
+    assert redact_urls(expected) == expected
+    assert str(DataError(text)) == expected

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from gracetune import __version__
-from gracetune.errors import GracetuneError
+from gracetune.errors import GracetuneError, redact_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ def run_guarded(call: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             _discard_output()
             return PIPE_CLOSED
-        traceback.print_exc()
+        print(redact_urls(traceback.format_exc()), end="", file=sys.stderr)
         _print_error(
             "this is a bug in gracetune, not a mistake in your input. Please report it with the "
             f"lines above, your run file and the version ({__version__})."

@@ -258,9 +258,10 @@ def _contradiction(
 ) -> ConfigError:
     first = find_origin(path, draft.origins)
     assert first is not None, f"{dotted(path)} has a value without an origin"
+    new, old = format_value(value, path), format_value(before, path)
     return ConfigError(
-        f"{origin.location}: {origin.spelling} is {format_value(value)}, but {first.spelling} is "
-        f"{format_value(before)} ({first.location}); both set {dotted(path)}. Remove one of them."
+        f"{origin.location}: {origin.spelling} is {new}, but {first.spelling} is {old} "
+        f"({first.location}); both set {dotted(path)}. Remove one of them."
     )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.config.schema import STAGED_TYPES, InMemorySection
-from gracetune.errors import ConfigError
+from gracetune.errors import REDACTED, ConfigError
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 
@@ -86,6 +86,24 @@ def _check_ramp(run: RunFile) -> Iterator[Violation]:
             f"is {initial}; it must be at most target_effective_batch_size ({target}). "
             "Lower the initial size or raise the target.",
         )
+
+
+def _check_credentials(run: RunFile) -> Iterator[Violation]:
+    for index, dataset in enumerate(run.datasets):
+        options = dataset.remote.options
+        values = [
+            v for o in options.values() for v in (o.values() if isinstance(o, dict) else (o,))
+        ]
+        for key, texts in (
+            ("remote.options", values),
+            ("instance_data_dir", [dataset.instance_data_dir]),
+        ):
+            if any(isinstance(text, str) and REDACTED in text for text in texts):
+                yield Violation(
+                    f"datasets.{index}.{key}",
+                    f"contains {REDACTED}, which replaces credentials in a run.json that a run has "
+                    "written. Set the credentials again.",
+                )
 
 
 def _check_warmup(run: RunFile) -> Iterator[Violation]:
@@ -239,6 +257,7 @@ def _check_has_data(run: RunFile) -> Iterator[Violation]:
 
 
 CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
+    _check_credentials,
     _check_ramp,
     _check_warmup,
     _check_timestep_window,

@@ -33,7 +33,7 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
-from gracetune.config.parse_text import dotted, format_value, parse_text, walk
+from gracetune.config.parse_text import dotted, format_value, may_be_credential, parse_text, walk
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -127,6 +127,8 @@ def parse_value(text: str) -> object:
 
 def _override(draft: Draft, text: str) -> None:
     path, value = parse_override(text)
+    if may_be_credential(path):
+        text = dotted(path)
     if any(isinstance(each, float) and not math.isfinite(each) for _, each in walk(value)):
         raise ConfigError(f"override {text}: the value must be a finite number.")
     apply_override(draft, path, value, f"override {text}")
@@ -375,7 +377,7 @@ def _explain_one(
         return f"{place} is not a known key; {suggest_fix(path)}"
     if kind == "missing":
         return f"{place} is missing."
-    return f"{place} is {format_value(details[0]['input'])}; it must be {_rules(details)}."
+    return f"{place} is {format_value(details[0]['input'], path)}; it must be {_rules(details)}."
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:
@@ -410,7 +412,10 @@ def _rule(detail: ErrorDetails) -> str:
 
 
 def resolved_json(run: RunFile) -> str:
-    """Return all settings of a run as JSON text, which can be loaded again as a run file."""
+    """Return all settings of a run as JSON text, which can be loaded again as a run file.
+
+    Credentials are replaced by `***` and must be set again.
+    """
     return json.dumps(run.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 

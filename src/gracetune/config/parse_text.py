@@ -97,10 +97,21 @@ def locate_line(name: str, lines: Mapping[KeyPath, int], path: KeyPath) -> str:
     return name
 
 
-def format_value(value: object) -> str:
-    """Return a value as JSON for messages, cut off after 60 characters."""
+def format_value(value: object, path: KeyPath = ()) -> str:
+    """Return a value as JSON for messages, cut off after 60 characters.
+
+    Options of remote storage may be credentials, so only their type is shown. `path` is the place
+    of the value in the run file.
+    """
+    if any(may_be_credential((*path, *inner)) for inner, _ in walk(value)):
+        return describe_type(value)
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def may_be_credential(path: KeyPath) -> bool:
+    """Return True if a setting is, or contains, options of remote storage."""
+    return "options" in path or path[-1:] == ("remote",)
 
 
 def describe_type(value: object) -> str:
@@ -113,7 +124,7 @@ def describe_type(value: object) -> str:
 
 _TYPE_NAMES = (
     (dict, "an object"),
-    (list, "a list"),
+    ((list, tuple), "a list"),
     (str, "text"),
     (bool, "true or false"),
     (int, "a number"),

@@ -8,14 +8,25 @@ several settings.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
 
-from gracetune.errors import ConfigError
+from gracetune.errors import REDACTED, SECRET_NAME, ConfigError, redact_urls
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS
 from gracetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -28,10 +39,66 @@ STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
 
 
+PUBLIC_OPTIONS = frozenset(
+    (
+        "endpoint_url",
+        "region_name",
+        "region",
+        "host",
+        "hostname",
+        "protocol",
+        "project",
+        "account_name",
+        "container_name",
+        "bucket",
+        "profile",
+        "signature_version",
+        "addressing_style",
+        "cache_type",
+        "default_cache_type",
+        "encoding",
+        "compression",
+        "repo_type",
+        "revision",
+        "location",
+    )
+)
+"""Names of options of remote storage whose texts are no credentials."""
+
+
 class Section(BaseModel):
-    """Base class of all sections of a run file. Sections are immutable and reject unknown keys."""
+    """Base class of all sections of a run file. Sections are immutable and reject unknown keys.
+
+    As JSON, a section has no credentials: those in URLs and in `remote.options` are replaced.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_serializer(mode="wrap", when_used="json")
+    def _without_credentials(self, handler: SerializerFunctionWrapHandler) -> Any:
+        return {name: _redact_urls_in(value) for name, value in handler(self).items()}
+
+
+def _redact_urls_in(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact_urls(value)
+    return [_redact_urls_in(each) for each in value] if isinstance(value, list) else value
+
+
+def redact_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of remote storage, with all texts that may be credentials replaced."""
+    return {
+        name: redact_options(value) if isinstance(value, dict) else _redact_option(name, value)
+        for name, value in options.items()
+    }
+
+
+def _redact_option(name: str, value: Scalar) -> Scalar:
+    if not value or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return redact_urls(value) if name in PUBLIC_OPTIONS else REDACTED
+    return REDACTED if SECRET_NAME.search(name) else value
 
 
 class ModelSection(Section):
@@ -428,8 +495,13 @@ class RemoteSection(Section):
     """Seconds after which a request counts as failed. Raise it for a slow connection."""
     retries: NonNegativeInt = 5
     """Number of times that a failed request is repeated, with growing pauses."""
-    options: dict[str, Scalar | dict[str, Scalar]] = Field(default_factory=dict)
-    """Arguments for fsspec's file system, such as `anon` or `endpoint_url` for S3."""
+    options: dict[str, Scalar | dict[str, Scalar]] = Field(default_factory=dict, repr=False)
+    """Arguments for fsspec's file system, such as `anon` or `endpoint_url` for S3. Credentials in
+    them are not written to any file, and may change when a run is resumed."""
+
+    @field_serializer("options", when_used="json")
+    def _options_without_credentials(self, options: dict[str, Any]) -> dict[str, Any]:
+        return redact_options(options)
 
 
 class ShapesSection(Section):

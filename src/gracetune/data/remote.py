@@ -7,6 +7,7 @@ already arrived are kept.
 from __future__ import annotations
 
 import io
+import re
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,11 @@ from urllib.parse import unquote
 
 from blake3 import blake3
 
+from gracetune.config.schema import redact_options
 from gracetune.data.dataset import is_shard, open_address
 from gracetune.data.prefetch import ordered_map
 from gracetune.data.source import check_name, data_dir, is_hidden
-from gracetune.errors import DataError
+from gracetune.errors import REDACTED, DataError, redact_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +76,9 @@ class RemoteFiles:
         size of one request, and `pause` the function that waits before a retry.
         """
         self.address = address
+        secrets = {*_secrets_in_url(address), *_secrets_in_options(section.options)}
+        # Shorter texts are ordinary words, which would be replaced everywhere.
+        self._secrets = sorted((s for s in secrets if len(s) >= 4), key=len, reverse=True)
         self._timeout_s = section.timeout_s
         self._retries = section.retries
         self._range = range_nbytes
@@ -97,8 +102,11 @@ class RemoteFiles:
             return sorted(self._fs.glob(self.root))
 
     def display_name(self, path: str) -> str:
-        """Return a path for messages and keys; paths of HTTP addresses are URL-decoded."""
-        return unquote(path) if self.over_http else path
+        """Return a path for messages and keys, without credentials.
+
+        Paths of HTTP addresses are URL-decoded.
+        """
+        return unquote(redact_urls(path)) if self.over_http else path
 
     def info(self, path: str) -> dict[str, Any]:
         """Return fsspec's information on one file, such as its size; retry failed requests.
@@ -156,8 +164,15 @@ class RemoteFiles:
             except _FAILURES as error:
                 attempt += 1
                 if _is_final(error) or attempt > self._retries:
-                    raise OSError(f"{_reason(error)}, after {attempt} attempts") from error
+                    raise OSError(f"{self._reason(error)}, after {attempt} attempts") from error
             self._pause(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
+
+    def _reason(self, error: Exception) -> str:
+        """Return the text of a library's error, without the credentials that it may repeat."""
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        for secret in self._secrets:
+            text = text.replace(secret, REDACTED)
+        return redact_urls(text)
 
     @contextmanager
     def _listing_errors(self) -> Iterator[None]:
@@ -166,7 +181,7 @@ class RemoteFiles:
         except (*_FAILURES, ValueError, ImportError) as error:
             raise DataError(
                 f"{self._setting}.instance_data_dir is {self.address!r}: it cannot be listed "
-                f"({_reason(error)}). Check the address, your credentials and "
+                f"({self._reason(error)}). Check the address, your credentials and "
                 f"{self._setting}.remote.options."
             ) from error
 
@@ -272,8 +287,21 @@ def _is_final(error: Exception) -> bool:
     return False
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _secrets_in_url(address: str) -> Iterator[str]:
+    """Yield the parts of an address that `redact_urls` replaces, as a library may repeat them."""
+    kept = map(re.escape, redact_urls(address).split(REDACTED))
+    match = re.fullmatch("(.*)".join(kept), address)
+    for found in match.groups() if match is not None else ():
+        for part in (found, *found.split(":")[1:]):  # user:password, and the password alone
+            yield from (part, unquote(part))
+
+
+def _secrets_in_options(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, shown in redact_options(options).items():
+        if isinstance(shown, dict):
+            yield from _secrets_in_options(options[name])
+        elif shown == REDACTED:
+            yield str(options[name])
 
 
 class RemoteSource:
@@ -334,7 +362,7 @@ class RemoteSource:
         return blake3("\n".join(self._versions[key] for key in keys).encode()).hexdigest(length=16)
 
     def describe(self) -> str:
-        return f"the files below {self._address}"
+        return f"the files below {redact_urls(self._address)}"
 
 
 def open_remote(section: DatasetSection, setting: str, emit: Emit) -> Source:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Self
 
-from gracetune.events.types import Event, Notice, StageProgress
+from gracetune.errors import redact_urls
+from gracetune.events.types import Event, Notice, RunEnded, StageProgress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +34,14 @@ class EventDispatcher:
         self._closed = False
 
     def emit(self, event: Event) -> None:
-        """Pass an event to all sinks, in the order in which they were given."""
+        """Pass an event to all sinks, in the order in which they were given.
+
+        Credentials in URLs are removed from notices and error messages.
+        """
+        if isinstance(event, Notice):
+            event = replace(event, text=redact_urls(event.text))
+        elif isinstance(event, RunEnded):
+            event = replace(event, message=redact_urls(event.message))
         with self._lock:
             assert not self._closed, f"an event after the end of the run: {event}"
             if isinstance(event, Notice) and event.fallback:

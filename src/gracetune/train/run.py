@@ -6,6 +6,7 @@ other event sinks, builds the session (`build.py`), trains (`loop.py`) and expor
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 
 LOG_FILE = "events.jsonl"
+RECORDED_SECTIONS = {"output_dir", "seed", "model", "datasets", "train", "optimizer", "logging"}
+"""Sections that every `run.json` written by a run has."""
 PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 
 
@@ -191,8 +194,8 @@ def check_resumable(
     check_same_run(snapshot.identity, identity_settings(run, precision))
     removed = removed_settings(snapshot.identity)
     if removed:
-        values = ", ".join(f"{name} = {snapshot.identity[name]!r}" for name in removed)
-        warn(f"the checkpoint has settings that gracetune no longer has, and ignores: {values}.")
+        names = ", ".join(removed)
+        warn(f"the checkpoint has settings that gracetune no longer has, and ignores: {names}.")
     done, total = snapshot.progress.step, run.train.max_train_steps
     if done > total:
         raise CheckpointError(
@@ -225,14 +228,16 @@ def _claim_folder(
 def _is_run_record(path: Path) -> bool:
     """Return True if a run wrote this `run.json`, False if the user did.
 
-    A run writes all settings in a fixed format, so loading and writing them again gives the same
-    text.
+    A run writes all sections in a fixed format, so loading and writing them again gives the same
+    text. An earlier version may have had fewer settings, and wrote credentials.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        return resolved_json(RunFile.model_validate_json(text)) == text
+        settings = RunFile.model_validate_json(text).model_dump(exclude_unset=True)
     except (OSError, ValueError):
         return False
+    written = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    return settings.keys() >= RECORDED_SECTIONS and written == text
 
 
 def _open_sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -> list[Sink]:

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_unreadable_files_are_refused(tmp_path):
         ),
         (
             '{"datasets": [{"remote": {"options": {"a": {"b": [1]}}}}]}',
-            "run:1: datasets.0.remote.options.a.b is [1]; it must be text, in quotes, a whole",
+            "run:1: datasets.0.remote.options.a.b is a list; it must be text, in quotes, a whole",
         ),
         ('{"optimizer": {"lr": 1' + "0" * 400 + "}}", "0...; it must be a number."),
         (
@@ -286,3 +287,79 @@ def test_the_schema_describes_every_key():
         if "description" not in rules
     ]
     assert missing == []
+
+
+CREDENTIALS = {
+    "key": "AKIA-secret",
+    "secret": "secret",
+    "token": "t-secret",
+    "password": 12345678,
+    "connection_string": "AccountKey=secret",
+    "headers": {"Authorization": "Bearer secret", "X": "secret"},
+    "client_kwargs": {
+        "aws_secret_access_key": "secret",
+        "endpoint_url": "https://u:secret@host",
+        "region_name": "eu-north-1",
+    },
+    "anon": False,
+    "max_concurrency": 4,
+}
+
+
+def test_written_settings_have_no_credentials():
+    dataset = {
+        "instance_data_dir": "s3://me:secret@bucket/x",
+        "remote": {"options": CREDENTIALS},
+    }
+    images = ("https://h/x.png?sig=secret",)
+    run = RunFile.model_validate(
+        {
+            "datasets": [dataset],
+            "model": {"path": "https://secret@h/m"},
+            "validation": {"images": images},
+        }
+    )
+    text = resolved_json(run)
+    assert "secret" not in re.sub('aws_secret_access_key|"secret":', "", text)
+    assert "12345678" not in text
+    written = json.loads(text)
+    assert written["datasets"][0]["instance_data_dir"] == "s3://***@bucket/x"
+    options = written["datasets"][0]["remote"]["options"]
+    assert options["client_kwargs"]["region_name"] == "eu-north-1"
+    assert options["client_kwargs"]["endpoint_url"] == "https://***@host"
+    assert (options["anon"], options["max_concurrency"]) == (False, 4)
+    assert resolved_json(RunFile.model_validate(written)) == text
+    assert "secret" not in repr(run.datasets[0].remote)
+    # in memory nothing is hidden, or requests would fail
+    assert run.datasets[0].remote.options == CREDENTIALS
+    assert run.model_dump()["datasets"][0]["remote"]["options"] == CREDENTIALS
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("remote", {"options": {"key": "***"}}), ("instance_data_dir", "s3://***@bucket/x")],
+)
+def test_settings_whose_credentials_were_removed_are_refused(key, value):
+    text = json.dumps({"datasets": [{"instance_data_dir": "s3://b", key: value}]})
+    with pytest.raises(ConfigError, match=rf"datasets\.0\.{key}.*\*\*\*.*Set the credentials"):
+        load_run_text(text, "json", "run.json", environment={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides"),
+    [
+        ({"remote": {"options": {"key": ["hunter2"]}}}, ()),
+        ({"remote": {"options": {"client_kwargs": {"a": {"b": "hunter2"}}}}}, ()),
+        ({"remote": {"options": "hunter2"}}, ()),
+        ({"remote": {"options": {"key": "a"}}}, ['datasets.0.remote.options.key=["hunter2"]']),
+        ({"remote": {"optionz": {"key": "hunter2"}}}, ()),
+        ({"remote": "hunter2"}, ()),
+        ({"resolution": "s3://a:hunter2@b"}, ()),
+    ],
+)
+def test_an_error_in_a_run_file_does_not_show_credentials(settings, overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_run_text(
+            json.dumps({"datasets": [settings]}), "json", "run.json", overrides, environment={}
+        )
+    assert "hunter2" not in str(caught.value)

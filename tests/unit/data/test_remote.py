@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, NoReturn
 
+import fsspec
 import pytest
 from http_server import FILES
 
@@ -119,6 +121,25 @@ def test_an_address_without_files_is_an_error(server: Server) -> None:
 def test_an_address_that_cannot_be_listed_is_an_error_with_the_reason(address: str) -> None:
     with pytest.raises(DataError, match=r"datasets\[3\].*cannot be listed.*remote\.options"):
         RemoteSource(address, RemoteSection(), "datasets[3]")
+
+
+def test_errors_do_not_show_credentials() -> None:
+    """A library may repeat credentials in its messages, alone or in the address."""
+
+    class Refusing(fsspec.AbstractFileSystem):
+        protocol = "refusing"
+        cachable = False
+
+        def find(self, path: str, **_: object) -> NoReturn:
+            options = self.storage_options
+            raise OSError(f"{options['key']} and {options['auth']['code']} are refused for {path}")
+
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    options = {"key": "hunter2", "auth": {"code": 87654321}}
+    section = RemoteSection.model_validate({"options": options})
+    with pytest.raises(DataError, match=r"\*\*\* and \*\*\* are refused") as caught:
+        RemoteSource("refusing://me:hunter3@host/x?sig=hunter4", section, "datasets[3]")
+    assert not re.search("hunter|8765", str(caught.value))
 
 
 def _s3(bucket: dict[str, object], address: str = "s3://photos/set") -> Source:
