@@ -169,4 +169,52 @@ def test_run_starts_ai_toolkit_without_our_allocator_settings(clone, tmp_path):
 def test_the_installed_file_is_small_and_names_its_author(clone):
     text = install(clone).read_text()
     assert text.startswith('"""Installed by `gracetune host ai-toolkit install`')
-    assert len(text.splitlines()) < 10
+    assert len(text.splitlines()) < 20
+
+
+BROKEN = {
+    "uninstalled": ("", "raise ModuleNotFoundError(\"No module named 'gracetune'\")\n"),
+    "without-its-hosts": ("", ""),
+    "without-a-dependency": ("hosts/ai_toolkit/enter.py", "import a_package_that_is_gone\n"),
+    "half-written": ("hosts/ai_toolkit/enter.py", "def extensions(:\n"),
+    "without-a-library": (
+        "hosts/ai_toolkit/enter.py",
+        'raise OSError("libcudart.so.13: cannot open\\nshared object file")\n',
+    ),
+    "another-version": ("hosts/ai_toolkit/enter.py", "extension_classes = []\n"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_jobs_run_without_a_broken_gracetune(clone, tmp_path, kind):
+    """The host's other extensions load, and one line says why gracetune does not."""
+    install(clone)
+    file, text = BROKEN[kind]
+    package = tmp_path / "broken/gracetune"
+    if file:
+        (package / file).parent.mkdir(parents=True)
+        for folder in ("", "hosts", "hosts/ai_toolkit"):
+            (package / folder / "__init__.py").touch()
+    else:
+        package.mkdir(parents=True)
+    (package / (file or "__init__.py")).write_text(text)
+    done = list_processes(clone, PYTHONPATH=str(package.parent))
+    assert done.stdout.strip() == "['merge', 'sd_trainer']", done.stderr
+    [line] = done.stderr.splitlines()
+    assert "gracetune" in line
+    assert "has no effect" in line
+
+
+def list_processes(clone, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Print the process types that ai-toolkit knows, in a process of its own."""
+    code = (
+        "import sys; sys.path.insert(0, '.'); from toolkit.extension import *; "
+        "print(sorted(get_all_extensions_process_dict()))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )

@@ -18,13 +18,21 @@ if TYPE_CHECKING:
 EXTENSION_NAME = "gracetune_shim"
 EXTENSION_SOURCE = '''"""Installed by `gracetune host ai-toolkit install`; `uninstall` removes it.
 
-gracetune must be installed in ai-toolkit's own environment.
+gracetune must be installed in ai-toolkit's own environment. Without it, jobs run as usual.
 """
 
-from gracetune.hosts.ai_toolkit.enter import extensions
+try:
+    from gracetune.hosts.ai_toolkit.enter import extensions
 
-AI_TOOLKIT_EXTENSIONS = extensions(__file__)
+    AI_TOOLKIT_EXTENSIONS = extensions(__file__)
+except Exception as error:
+    import sys
+
+    AI_TOOLKIT_EXTENSIONS = []
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    print(f"gracetune has no effect ({reason}). To remove it: {__file__}", file=sys.stderr)
 '''
+"""The file that `install` writes. ai-toolkit imports it for every job, so it must not raise."""
 _LANDMARKS = ("run.py", "toolkit/extension.py", "jobs/process/BaseSDTrainProcess.py")
 """Files by which a clone of ai-toolkit is recognised."""
 _UNKNOWN_VERSION = "of an unknown version"

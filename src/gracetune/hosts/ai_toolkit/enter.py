@@ -16,13 +16,13 @@ from gracetune.config.environment import process_environment
 from gracetune.hosts import shared_folder
 from gracetune.hosts.ai_toolkit.clone import check
 from gracetune.hosts.ai_toolkit.config_blocks import PROCESS_TYPE
-from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER
+from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER, hook_jobs
+from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
+from gracetune.memory.platform import open_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
 
 def extensions(shim: str) -> list[type]:
@@ -53,8 +53,6 @@ def extension_class(
             ai-toolkit calls this right before it creates a job's processes, so the first call also
             sets the hook on that creation.
             """
-            from gracetune.hosts.ai_toolkit.hooks import hook_jobs
-
             trainer: type = find(SD_TRAINER).SDTrainer
             if not plugins:
                 plugins.append(make())
@@ -75,9 +73,6 @@ def make_plugin() -> AIToolkitPlugin:
 
     Ranks on one machine share the data that it holds in memory.
     """
-    from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
-    from gracetune.memory.platform import open_machine
-
     return AIToolkitPlugin(
         process_environment(), lambda: open_machine(0), print_notice, shared_folder()
     )
