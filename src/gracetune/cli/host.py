@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HELP = "Use gracetune inside another trainer, which stays as it was installed."
-ENTRY_POINT = "-m gracetune.hosts.simpletuner"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +67,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Replace this process (exec) by SimpleTuner, which then starts training with our hooks.
-
-    ACCELERATE_EXTRA_ARGS makes accelerate run gracetune's module before the training script.
-    """
-    from gracetune.hosts.simpletuner.__main__ import check
+    """Replace this process (exec) by SimpleTuner, which then starts training with our hooks."""
+    from gracetune.hosts.simpletuner.__main__ import check, hook_command
 
     print(check()[-1], flush=True)
     simpletuner = Path(sys.executable).with_name("simpletuner")
@@ -81,13 +77,13 @@ def _run(args: argparse.Namespace) -> int:
             f"{simpletuner} does not exist. Start gracetune from SimpleTuner's environment."
         )
     environment = dict(process_environment())
-    given = environment.get("ACCELERATE_EXTRA_ARGS", "")
-    environment["ACCELERATE_EXTRA_ARGS"] = f"{given} {ENTRY_POINT}".strip()
+    command = [str(simpletuner), *hook_command(args.words or ["train"], environment)]
     claim_alloc_conf(environment)
     # SimpleTuner looks for `accelerate` on PATH, where it is missing if the environment is not
     # activated.
-    environment["PATH"] = os.pathsep.join([str(simpletuner.parent), environment.get("PATH", "")])
-    command = [str(simpletuner), *(args.words or ["train"])]
+    environment["PATH"] = os.pathsep.join(
+        filter(None, [str(simpletuner.parent), environment.get("PATH")])
+    )
     if command[1] == "server":
         command = [sys.executable, "-m", "gracetune.hosts.simpletuner.webui", *command]
     os.execve(command[0], command, environment)

@@ -8,6 +8,7 @@ from importlib.metadata import distributions
 import pytest
 
 from gracetune.cli.main import main
+from gracetune.errors import HostError
 from gracetune.hosts.probe import InstalledHost
 from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG, enter
 
@@ -83,6 +84,120 @@ def test_run_starts_simpletuner_through_our_entry_point(simpletuner_command, rep
         "--num_processes 1 -m gracetune.hosts.simpletuner"
     )
     assert environment["PATH"] == f"{simpletuner_command.parent}:/usr/bin"
+
+
+ENTRY = "gracetune.hosts.simpletuner"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, f"-m {ENTRY}"),
+        ("", f"-m {ENTRY}"),
+        ("  ", f"-m {ENTRY}"),
+        (f"-m {ENTRY}", f"-m {ENTRY}"),
+        (f"--module {ENTRY}", f"-m {ENTRY}"),
+        (f"-m {ENTRY} -m {ENTRY}", f"-m {ENTRY}"),
+        (f"--cpu -m {ENTRY}", f"--cpu -m {ENTRY}"),
+        (f"-m {ENTRY} --num_processes 2", f"--num_processes 2 -m {ENTRY}"),
+        (f"-m --num_processes 2 {ENTRY}", f"--num_processes 2 -m {ENTRY}"),
+        ('--config_file "my config.yaml"', f"--config_file 'my config.yaml' -m {ENTRY}"),
+    ],
+)
+def test_run_keeps_the_other_arguments_for_accelerate(
+    simpletuner_command, replaced, monkeypatch, given, expected
+):
+    if given is None:
+        monkeypatch.delenv("ACCELERATE_EXTRA_ARGS", raising=False)
+    else:
+        monkeypatch.setenv("ACCELERATE_EXTRA_ARGS", given)
+    with pytest.raises(Replaced):
+        main(["host", "simpletuner", "run"])
+    ((_, arguments, environment),) = replaced
+    assert environment["ACCELERATE_EXTRA_ARGS"] == expected
+    assert arguments[1:] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("--config_file 'open", "No closing quotation"),
+        ("-m another.module", "another module"),
+        ("--cpu --module another.module", "another module"),
+    ],
+)
+def test_run_refuses_arguments_that_leave_no_room_for_our_entry_point(
+    simpletuner_command, replaced, monkeypatch, capsys, given, reason
+):
+    monkeypatch.setenv("ACCELERATE_EXTRA_ARGS", given)
+    assert main(["host", "simpletuner", "run"]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert f"ACCELERATE_EXTRA_ARGS is {given!r}" in message
+    assert reason in message
+    assert replaced == []
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "expected"),
+    [
+        ({"config.env": "export ACCELERATE_EXTRA_ARGS='--cpu'"}, [], "--cpu"),
+        ({"config.env": "# ACCELERATE_EXTRA_ARGS=--cpu\nACCELERATE_EXTRA_ARGS="}, [], ""),
+        (
+            {"config.env": "ACCELERATE_EXTRA_ARGS=--cpu", "x/config.env": "SEED=1"},
+            ["--env", "x"],
+            "--cpu",
+        ),
+        (
+            {"config.env": "ACCELERATE_EXTRA_ARGS=--cpu", "x/config.env": "SEED=1"},
+            ["--env=x"],
+            "--cpu",
+        ),
+        (
+            {
+                "config.env": "ACCELERATE_EXTRA_ARGS=--cpu",
+                "x/config.env": f'ACCELERATE_EXTRA_ARGS="--multi_gpu -m {ENTRY}"',
+            },
+            ["--env", "x"],
+            "--multi_gpu",
+        ),
+        ({"x/config.env": "ACCELERATE_EXTRA_ARGS=--cpu"}, [], ""),
+        ({}, ["--accelerate_extra_args=--cpu"], "--cpu"),
+        ({}, ["--accelerate_extra_args", "'--cpu'"], "--cpu"),
+        (
+            {"config.env": "ACCELERATE_EXTRA_ARGS=--multi_gpu"},
+            ["--seed=1", "--accelerate_extra_args=--cpu"],
+            "--cpu",
+        ),
+    ],
+)
+def test_run_keeps_our_entry_point_where_simpletuner_replaces_the_variable(
+    simpletuner_command, replaced, monkeypatch, tmp_path, files, words, expected
+):
+    """SimpleTuner reads config.env files over the environment, and its arguments over both."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ENV", raising=False)
+    monkeypatch.setenv("ACCELERATE_EXTRA_ARGS", "")
+    for name, text in files.items():
+        file = tmp_path / "config" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    with pytest.raises(Replaced):
+        main(["host", "simpletuner", "run", "--", "train", *words])
+    ((_, arguments, environment),) = replaced
+    given = [word for word in arguments if word.startswith("--accelerate_extra_args")]
+    effective = given[0].partition("=")[2] if given else environment["ACCELERATE_EXTRA_ARGS"]
+    assert len(given) <= 1
+    assert effective == f"{expected} -m {ENTRY}".strip()
+    assert bool(given) == bool(expected), "the variable alone is enough"
+    kept = [word for word in words if "accelerate_extra_args" not in word and word != "'--cpu'"]
+    assert [word for word in arguments[2:] if word not in given] == kept
+
+
+@pytest.mark.parametrize("argv", [["--cpu", "train.py"], ["-m", ENTRY, "train.py"], ["gone.py"]])
+def test_the_entry_point_names_a_script_that_does_not_exist(hooked, argv):
+    with pytest.raises(HostError, match=rf"{argv[0]} is not a script.* before -m"):
+        enter(argv)
 
 
 def test_run_starts_the_webui_with_our_settings_page(simpletuner_command, replaced):

@@ -9,7 +9,7 @@ import pytest
 
 from gracetune.errors import HostError
 from gracetune.hosts.simpletuner import hooks, webui
-from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG
+from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG, ENTRY
 from gracetune.hosts.simpletuner.webui import (
     UNSET,
     WEBUI_OPTIONS,
@@ -187,7 +187,7 @@ def test_only_training_jobs_start_through_our_entry_point(host):
 
     host.keeper.submit_job("1", run_trainer_job, {"--seed": 1})
     host.keeper.submit_job("2", run_captionflow_job, {"--seed": 1})
-    assert host.jobs[0][2] == {"--seed": 1, "accelerate_extra_args": f"-m {webui.ENTRY}"}
+    assert host.jobs[0][2] == {"--seed": 1, "accelerate_extra_args": f"-m {ENTRY}"}
     assert host.jobs[1][2] == {"--seed": 1}
 
 
@@ -196,13 +196,13 @@ def test_a_job_receives_the_values_of_the_fields(key):
     config = {
         "--train_batch_size": 2,
         "--gracetune_vae_cache_type": "disk",
-        key: f"--cpu -m {webui.ENTRY}",
+        key: f"--cpu -m {ENTRY}",
     }
     job = with_entry_point(config)
     assert job["--train_batch_size"] == 2
     assert {*job} == {"--train_batch_size", "accelerate_extra_args"}
     *words, flag = shlex.split(job["accelerate_extra_args"])
-    assert words == ["--cpu", "-m", webui.ENTRY]
+    assert words == ["--cpu", "-m", ENTRY]
     settings = {"cache_config": {"vae_cache_type": "disk"}, "train_batch_size": 2}
     assert json.loads(flag.removeprefix(CONFIG_FLAG)) == settings
 

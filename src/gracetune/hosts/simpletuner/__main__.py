@@ -7,10 +7,13 @@ for its WebUI.
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
+import shlex
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
@@ -20,12 +23,16 @@ from gracetune.hosts.probe import find_installed, format_probe, probe
 from gracetune.hosts.simpletuner.hooks import REQUIRED_SYMBOLS, TESTED_VERSIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableMapping, Sequence
 
     from gracetune.hosts.probe import RequiredSymbol
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
 
 INSTALL_HINT = "Install both into one environment: pip install simpletuner gracetune."
+ENTRY = "gracetune.hosts.simpletuner"
+"""The module that accelerate must start instead of SimpleTuner's training script."""
+EXTRA_ARGS = "accelerate_extra_args"
+"""SimpleTuner's setting with further arguments for accelerate; in capitals, a variable."""
 CONFIG_FLAG = "--gracetune-config="
 """Option with gracetune's settings as JSON, for jobs of the WebUI, which read no config.json."""
 
@@ -43,6 +50,61 @@ def check(symbols: Sequence[RequiredSymbol] = REQUIRED_SYMBOLS) -> list[str]:
     return lines
 
 
+def add_entry_point(given: str, setting: str = EXTRA_ARGS.upper()) -> list[str]:
+    """Return the arguments in `given`, followed by those that start gracetune's module.
+
+    `setting` is the name of the setting that `given` comes from, for errors.
+    """
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise HostError(f"{setting} is {given!r}, which is not a command line: {error}.") from None
+    rest = [word for word in words if word not in ("-m", "--module", ENTRY)]
+    if len(rest) < len(words) and ENTRY not in words:
+        raise HostError(
+            f"{setting} is {given!r}, which starts another module, but gracetune must be the "
+            f"module that accelerate starts. Remove it, or replace its name by {ENTRY}."
+        )
+    # accelerate passes everything after the module's name on to the module.
+    return [*rest, "-m", ENTRY]
+
+
+def hook_command(words: Sequence[str], environment: MutableMapping[str, str]) -> list[str]:
+    """Make SimpleTuner's command `words` start training through gracetune's module.
+
+    `environment` is changed in place. If a config.env file or the command itself has arguments for
+    accelerate, SimpleTuner ignores the variable; then the command gets the merged arguments.
+    """
+    variable = EXTRA_ARGS.upper()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env", nargs="?")
+    name = parser.parse_known_args(words)[0].env
+    name = name or environment.get("ENV", environment.get("SIMPLETUNER_ENV", "default"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{EXTRA_ARGS}", nargs="?", default="", const="")
+    option, rest = parser.parse_known_args(words)
+    given = (
+        vars(option)[EXTRA_ARGS]
+        or _read_env_file(Path("config", name, "config.env"), variable)
+        or _read_env_file(Path("config/config.env"), variable)
+    )
+    arguments = shlex.join(add_entry_point(given or environment.get(variable, "")))
+    environment[variable] = arguments
+    if not given or words[0] != "train":  # webui.py adds the entry point to jobs of the WebUI
+        return list(words)
+    return [*rest, f"--{EXTRA_ARGS}={arguments}"]
+
+
+def _read_env_file(path: Path, variable: str) -> str:
+    """Return the value of a variable in a config.env file, as SimpleTuner reads it."""
+    value: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        name, _, text = line.strip().removeprefix("export ").partition("=")
+        if name.rstrip("+").strip() == variable:
+            value = [*(value if name.endswith("+") else ()), *text.strip().strip("\"'").split()]
+    return " ".join(value)
+
+
 def enter(argv: Sequence[str]) -> None:
     """Check SimpleTuner and set gracetune's hooks, then run the script in `argv` as `__main__`."""
     configs = [word.removeprefix(CONFIG_FLAG) for word in argv[:1] if word.startswith(CONFIG_FLAG)]
@@ -53,6 +115,11 @@ def enter(argv: Sequence[str]) -> None:
             'ACCELERATE_EXTRA_ARGS="-m gracetune.hosts.simpletuner" and start SimpleTuner.'
         )
     check()
+    if not Path(argv[0]).is_file():
+        raise HostError(
+            f"{argv[0]} is not a script that can be run. In ACCELERATE_EXTRA_ARGS, arguments for "
+            f"accelerate come before -m {ENTRY}."
+        )
     claim_process_alloc_conf()
     from gracetune.hosts.simpletuner.hooks import install
 

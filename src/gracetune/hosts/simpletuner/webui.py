@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
 from gracetune.errors import ConfigError, GracetuneError, HostError
-from gracetune.hosts.simpletuner.__main__ import CONFIG_FLAG, check
+from gracetune.hosts.simpletuner.__main__ import (
+    CONFIG_FLAG,
+    EXTRA_ARGS,
+    add_entry_point,
+    check,
+)
 from gracetune.hosts.simpletuner.config_blocks import FLAT_KEYS, OUR_KEYS, split_config
 from gracetune.hosts.simpletuner.hooks import (
     CONFIG_STORE,
@@ -41,8 +46,6 @@ if TYPE_CHECKING:
     Config = Mapping[str, object]
 
 
-ENTRY = "gracetune.hosts.simpletuner"
-EXTRA_ARGS = "accelerate_extra_args"
 FIELD_PREFIX = "gracetune_"
 UNSET = "unset"
 """Menu choice that leaves an option unset, because the WebUI does not store an empty value."""
@@ -328,13 +331,10 @@ def with_entry_point(config: Config) -> dict[str, object]:
     """
     rest, ours = _split_job_config(config)
     given = next((rest.pop(key) for key in (EXTRA_ARGS, f"--{EXTRA_ARGS}") if rest.get(key)), "")
-    words = shlex.split(str(given))
-    if ENTRY in words:  # set in the environment too: remove that `-m ENTRY`
-        index = words.index(ENTRY)
-        words = words[: index - 1] + words[index + 1 :]
+    words = add_entry_point(str(given), EXTRA_ARGS)
     settings = [CONFIG_FLAG + json.dumps(ours)] if ours else []
     rest.pop(f"--{EXTRA_ARGS}", None)
-    return rest | {EXTRA_ARGS: shlex.join([*words, "-m", ENTRY, *settings])}
+    return rest | {EXTRA_ARGS: shlex.join([*words, *settings])}
 
 
 def _split_job_config(config: Config) -> tuple[dict[str, object], dict[str, object]]:
