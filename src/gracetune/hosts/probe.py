@@ -8,6 +8,7 @@ where the hook expects it.
 from __future__ import annotations
 
 import ast
+import builtins
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -29,7 +30,10 @@ class UsageSite:
     within: str
     """A function or method; empty means anywhere in the module."""
     text: str
-    """The expression as `ast.unparse` writes it, such as `self.prepare_batch`."""
+    """The expression, such as `self.prepare_batch(raw_batch)`.
+
+    Names in it that the module does not define stand for any local variables.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,12 @@ class RequiredSymbol:
     purpose: str
     """What it is hooked for; shown to the user."""
     leading_parameters: tuple[str, ...] = ()
-    """Parameters that must come first, in this order, not counting `self`."""
+    """Parameters that must come first, in this order, not counting `self`.
+
+    `name=value` also requires this default, because our replacement has it.
+    """
     accepted_parameters: tuple[str, ...] = ()
-    """Parameters that must exist at any position."""
+    """Parameters that must exist at any position; `name=value` also requires this default."""
     usage_sites: tuple[UsageSite, ...] = ()
 
     @property
@@ -141,17 +148,31 @@ def _find_problem(sources: _SourceFiles, required: RequiredSymbol) -> str:
 def _signature_problem(function: FunctionNode, required: RequiredSymbol) -> str:
     """Describe why calling a function with the expected parameters would fail."""
     arguments = function.args
-    ordered = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    positional = [*arguments.posonlyargs, *arguments.args]
+    values = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    defaults = {
+        each.arg: "" if value is None else ast.unparse(value)
+        for each, value in zip(
+            [*positional, *arguments.kwonlyargs], [*values, *arguments.kw_defaults], strict=True
+        )
+    }
+    ordered = [each.arg for each in positional]
     if ordered[:1] in (["self"], ["cls"]):
         ordered = ordered[1:]
-    names = {*ordered, *(each.arg for each in arguments.kwonlyargs)}
-    leading, accepted = required.leading_parameters, required.accepted_parameters
+    expected = dict(_split_default(each) for each in required.leading_parameters)
+    leading = tuple(expected)
+    expected |= (_split_default(each) for each in required.accepted_parameters)
+    accepted = tuple(name for name in expected if name not in leading)
     shown = f"{required.name}({', '.join(ordered)})"
     if tuple(ordered[: len(leading)]) != leading:
         return f"the signature is {shown}; it should begin with ({', '.join(leading)})"
-    missing = [name for name in accepted if name not in names]
+    missing = [name for name in accepted if name not in defaults]
     if missing and arguments.kwarg is None:
         return f"the signature is {shown}; it takes no {', '.join(missing)}"
+    for name, default in expected.items():
+        if default and name in defaults and defaults[name] != default:
+            found = f"is {defaults[name]} by default" if defaults[name] else "has no default"
+            return f"the signature is {shown}; {name} {found}; it should be {default}"
     # Any other parameter must have a default, because our calls do not pass it.
     mandatory = ordered[: len(ordered) - len(arguments.defaults)]
     new = [name for name in mandatory if name not in (*leading, *accepted)]
@@ -165,10 +186,89 @@ def _usage_problem(sources: _SourceFiles, site: UsageSite) -> str:
     scope: ast.AST | None = _find(tree, site.within) if site.within else tree
     if scope is None:
         return f"{site.module} has no {site.within}, which should use {site.text}"
-    for node in ast.walk(scope):
-        if isinstance(node, ast.expr) and ast.unparse(node) == site.text:
+    pattern = ast.parse(site.text, mode="eval").body
+    known = {"self", "cls", *dir(builtins), *(name for _, name in _bindings(tree))}
+    variables = {
+        each.id
+        for each in ast.walk(pattern)
+        if isinstance(each, ast.Name) and each.id not in known and not each.id[0].isupper()
+    }
+    for node, local_names in _expressions(scope, frozenset()):
+        if _matches(pattern, node, {}, variables, local_names):
             return ""
     return f"{site.within or site.module} no longer uses {site.text}"
+
+
+def _split_default(parameter: str) -> tuple[str, str]:
+    """Split `name=value` into the name and the default, which is empty if any will do."""
+    name, _, value = parameter.partition("=")
+    return name, value
+
+
+def _expressions(
+    node: ast.AST, local_names: frozenset[str]
+) -> Iterator[tuple[ast.expr, frozenset[str]]]:
+    """Yield every expression in a node, with the names of the local variables around it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        local_names |= _local_names(node)
+    if isinstance(node, ast.expr):
+        yield node, local_names
+    for child in ast.iter_child_nodes(node):
+        yield from _expressions(child, local_names)
+
+
+def _local_names(function: ast.AST) -> set[str]:
+    found, outer = set[str](), set[str]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Global):
+            outer.update(node.names)
+    return found - outer - {"self", "cls"}
+
+
+def _matches(
+    pattern: object,
+    node: object,
+    renamed: dict[str, str],
+    variables: set[str],
+    local_names: frozenset[str],
+) -> bool:
+    """Return True if two syntax trees are equal but for the names of local variables.
+
+    `variables` are names in the pattern that stand for one local variable each; `renamed` maps
+    those that were seen to the local variable.
+    """
+    if isinstance(pattern, ast.Name) and pattern.id in variables:
+        if not isinstance(node, ast.Name) or node.id not in local_names:
+            return False
+        if pattern.id not in renamed and node.id in renamed.values():
+            return False
+        return renamed.setdefault(pattern.id, node.id) == node.id
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, ast.AST):
+        children = [(_children(pattern, name), _children(node, name)) for name in pattern._fields]
+    elif isinstance(pattern, list):
+        assert isinstance(node, list)
+        if len(pattern) != len(node):
+            return False
+        children = list(zip(pattern, node, strict=True))
+    else:
+        return pattern == node
+    return all(_matches(*each, renamed, variables, local_names) for each in children)
+
+
+def _children(node: object, field: str) -> object:
+    """Return a field of a syntax tree; the order of keyword arguments does not matter."""
+    value: object = None if field == "ctx" else getattr(node, field)
+    if isinstance(node, ast.Call) and field == "keywords":
+        return sorted(node.keywords, key=lambda each: each.arg or "")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,12 @@ def test_the_table_lists_every_symbol_also_for_an_untested_commit(clone):
             "load_file(path)",
             "no longer uses load_file(path, device='cpu')",
         ),
+        (
+            "toolkit/dataloader_mixins.py",
+            "recalculate=False",
+            "recalculate=True",
+            "recalculate is True by default; it should be False",
+        ),
     ],
 )
 def test_a_clone_that_does_not_fit_is_not_extended(clone, capsys, file, old, new, problem):
@@ -94,6 +100,14 @@ def test_a_clone_that_does_not_fit_is_not_extended(clone, capsys, file, old, new
     assert main(["host", "ai-toolkit", "install", str(clone)]) == 2
     assert problem in capsys.readouterr().err
     assert not extension_path(clone).exists()
+
+
+def test_renamed_local_variables_do_not_matter(clone):
+    file = clone / "toolkit/dataloader_mixins.py"
+    text = file.read_text()
+    assert "te_path" in text
+    file.write_text(text.replace("te_path", "text_path"))
+    assert "symbols fit" in check(clone)[-1]
 
 
 def test_uninstall_restores_the_clone(clone, capsys):

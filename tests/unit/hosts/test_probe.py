@@ -142,6 +142,110 @@ def test_symbols_that_do_not_fit(root, fields, problem):
     assert find_problem(root, **fields) == problem
 
 
+LOOP = """
+import torch
+from elsewhere import borrowed
+
+class Trainer:
+    def train(self, steps, *, limit=None):
+        for raw_batch in self.batches:
+            prepared = self.prepare(raw_batch, scale=limit, mode='train')
+            borrowed(prepared, prepared)
+        te_path = self.path()
+        with open(te_path, 'r', encoding='utf-8') as file:
+            return f'{te_path}-{steps}.pt', [each.load(te_path) for each in self.items]
+
+    def read(self, path, as_bytes=False, *, limit=10, name='a'):
+        pass
+"""
+LOOP_SITES = (
+    "self.prepare(raw_batch, scale=limit, mode='train')",
+    "borrowed(prepared, prepared)",
+    "open(te_path, 'r', encoding='utf-8')",
+    "f'{te_path}-{steps}.pt'",
+    "each.load(te_path)",
+)
+
+
+def find_loop_problems(root: Path, source: str) -> list[str]:
+    (root / "pkg/loop.py").write_text(source)
+    sites = [UsageSite("pkg.loop", "Trainer.train", text) for text in LOOP_SITES]
+    problems = (
+        find_problem(root, module="pkg.loop", name="Trainer", usage_sites=(site,)) for site in sites
+    )
+    return [problem for problem in problems if problem]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("raw_batch", "batch"),
+        ("te_path", "text_path"),
+        ("steps", "num_steps"),
+        ("limit", "at_most"),
+        ("each", "item"),
+        ("prepared", "raw_batch_2"),
+        ("scale=limit, mode='train'", 'mode="train",  # a comment\n                scale=limit'),
+        ("te_path = self.path()", "te_path: str = self.path()"),
+        ("te_path = self.path()", "global other; te_path = self.path()"),
+    ],
+)
+def test_names_of_local_variables_comments_and_layout_do_not_matter(root, old, new):
+    assert old in LOOP
+    assert find_loop_problems(root, LOOP.replace(old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("self.prepare(", "self.place("),
+        ("self.prepare(", "other.prepare("),
+        ("prepare(raw_batch, ", "prepare(raw_batch, 1, "),
+        ("prepare(raw_batch, ", "prepare(self.batch, "),
+        ("prepare(raw_batch, ", "prepare(torch, "),
+        ("prepare(raw_batch, ", "prepare(*raw_batch, "),
+        ("mode='train'", "mode='eval'"),
+        ("mode='train'", "kind='train'"),
+        (", mode='train'", ""),
+        ("borrowed(prepared, prepared)", "borrowed(prepared, te_path)"),
+        ("borrowed(prepared, prepared)", "prepared(prepared, prepared)"),
+        ("'r', encoding", "'rb', encoding"),
+        ("f'{te_path}-{steps}.pt'", "f'{te_path}-{te_path}.pt'"),
+        ("f'{te_path}-{steps}.pt'", "f'{te_path}-{steps}.bin'"),
+        ("f'{te_path}-{steps}.pt'", "f'{te_path}-{steps:03d}.pt'"),
+        ("each.load(te_path)", "self.load(te_path)"),
+    ],
+)
+def test_another_call_or_other_arguments_are_refused(root, old, new):
+    assert old in LOOP
+    [problem] = find_loop_problems(root, LOOP.replace(old, new))
+    assert problem.startswith("Trainer.train no longer uses ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("False", "True", "as_bytes is True by default; it should be False"),
+        ("=False", "", "as_bytes has no default; it should be False"),
+        ("limit=10", "limit=11", "limit is 11 by default; it should be 10"),
+        ("name='a'", 'name="a"', ""),
+        ("path, as_bytes", "path: str, as_bytes: bool", ""),
+        ("as_bytes=False, *, limit=10", "as_bytes=False, limit=10", ""),
+    ],
+)
+def test_a_changed_default_is_refused(root, old, new, problem):
+    assert old in LOOP
+    (root / "pkg/loop.py").write_text(LOOP.replace(old, new))
+    found = find_problem(
+        root,
+        module="pkg.loop",
+        name="Trainer.read",
+        leading_parameters=("path", "as_bytes=False"),
+        accepted_parameters=("limit=10", "name='a'"),
+    )
+    assert found.endswith(problem) if problem else found == ""
+
+
 def test_a_module_with_a_syntax_error_is_named(root):
     (root / "pkg/broken.py").write_text("def (:\n")
     with pytest.raises(HostError, match=r"broken\.py cannot be read as Python"):

@@ -59,7 +59,7 @@ REQUIRED_SYMBOLS = (
         "get_all_extensions_process_dict",
         "loads our file and asks it for its process class",
         usage_sites=(
-            UsageSite(EXTENSION, "get_all_extensions", "extension_folders"),
+            UsageSite(EXTENSION, "get_all_extensions", "'extensions'"),
             UsageSite(EXTENSION, "get_all_extensions", "'AI_TOOLKIT_EXTENSIONS'"),
             UsageSite("jobs.ExtensionJob", "", "get_all_extensions_process_dict()"),
         ),
@@ -157,7 +157,7 @@ REQUIRED_SYMBOLS = (
         TRAINER,
         f"{_CLASS}.save",
         "writes the adapter, which is then read back and checked",
-        leading_parameters=("step",),
+        leading_parameters=("step=None",),
         usage_sites=(
             UsageSite(TRAINER, f"{_CLASS}.save", "self.network.save_weights"),
             UsageSite(TRAINER, f"{_CLASS}.save", "f'{lora_name}{step_num}.safetensors'"),
@@ -185,7 +185,7 @@ REQUIRED_SYMBOLS = (
         MIXINS,
         f"{_LATENTS}.get_latent_path",
         "locates cached latents, again in each augmentation epoch",
-        leading_parameters=("recalculate",),
+        leading_parameters=("recalculate=False",),
         usage_sites=(
             UsageSite(MIXINS, f"{_LATENTS}.get_latent", "self.get_latent_path()"),
             UsageSite(

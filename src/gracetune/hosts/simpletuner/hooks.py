@@ -82,10 +82,13 @@ REQUIRED_SYMBOLS = (
         LOCAL,
         "LocalDataBackend",
         "is the base class of our backend",
-        accepted_parameters=("accelerator", "id", "compress_cache"),
+        accepted_parameters=("accelerator", "id", "compress_cache=False"),
     ),
     RequiredSymbol(
-        LOCAL, "LocalDataBackend.read", "reads staged files from memory", ("filepath", "as_byteIO")
+        LOCAL,
+        "LocalDataBackend.read",
+        "reads staged files from memory",
+        ("filepath", "as_byteIO=False"),
     ),
     RequiredSymbol(
         LOCAL,
