@@ -85,6 +85,10 @@ class HostError(GracetuneError):
     """A host program (SimpleTuner, ai-toolkit) is missing, or lacks a function that we hook."""
 
 
+class UnsafeFileError(GracetuneError):
+    """Another user could change a file or a folder that must be private to this user."""
+
+
 class PortError(GracetuneError):
     """A repository, its branches or a patch set do not allow the requested operation."""
 

@@ -8,15 +8,14 @@ tensor_cache.py keep datasets and cache files in memory for both.
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from gracetune.config.load import load_run_text
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gracetune.config.load import LoadedRun
 
@@ -33,9 +32,10 @@ def load_block(run: Mapping[str, object], name: str, environment: Mapping[str, s
         raise ConfigError(str(error).replace(f"{name}:1:", f"{name}:")) from None
 
 
-def shared_folder() -> Path:
-    """Return the folder through which processes of one user on this machine share cached data.
-
-    Files in it say which process holds which data in memory.
-    """
-    return Path(tempfile.gettempdir()) / f"gracetune-{Path.home().name}"
+def patch_imported_module(owner: ModuleType, name: str, **changes: Callable[..., Any]) -> None:
+    """Replace functions of a module that `owner` imports as `name`, for `owner` alone."""
+    original = vars(owner)[name]
+    patched = ModuleType(original.__name__)
+    vars(patched).update(vars(original))
+    vars(patched).update(changes)
+    setattr(owner, name, patched)

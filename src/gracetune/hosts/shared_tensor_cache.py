@@ -44,7 +44,13 @@ from gracetune.hosts.tensor_cache import (
     outside_inference_mode,
     tensor_versions,
 )
-from gracetune.memory.shared_memory import exclusive_lock, open_process_file, pid_namespace_id
+from gracetune.memory.shared_memory import (
+    exclusive_lock,
+    open_private_file,
+    open_private_folder,
+    open_process_file,
+    pid_namespace_id,
+)
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -116,9 +122,10 @@ class SharedTensorCache:
         self._reported: set[str] = set()
         self._proc = proc
         self._folder = folder / f"tensors-{pid_namespace_id(proc)}"
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        open_private_folder(folder)
+        self._owner = open_private_folder(self._folder)
         self._pid = os.getpid()
-        self._log = RecordLog(self._folder / f"{self._pid}-{time.time_ns()}.log")
+        self._log = RecordLog(self._folder / f"{self._pid}-{time.time_ns()}.log", self._owner)
         self._lock = threading.Lock()
         self._segments: list[_Segment] = []
         self._num_segments = 0
@@ -292,7 +299,7 @@ class SharedTensorCache:
         for log in self._folder.glob("*.log"):
             if log == self._log.path:
                 continue
-            records, self._offsets[log] = read_records(log, self._offsets.get(log, 0))
+            records, self._offsets[log] = read_records(log, self._offsets.get(log, 0), self._owner)
             for record in records:
                 if isinstance(record, ValueStored):
                     if not self._has_entry(record.path, record.file):
@@ -308,7 +315,7 @@ class SharedTensorCache:
 
         Then read the logs in which other processes list the tensors that they have stored.
         """
-        with exclusive_lock(self._folder / "lock"):
+        with exclusive_lock(self._folder / "lock", self._owner):
             self._read_logs()
             yield
 
@@ -390,9 +397,11 @@ _RECORD_NAMES = {record_type: name for name, record_type in _RECORD_TYPES.items(
 class RecordLog:
     """The file in which one process tells others what it has stored in shared memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: int) -> None:
+        """Create the file; `owner` is what `open_private_folder` returned for its folder."""
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._fd = open_private_file(path, flags, owner)
 
     def add(self, record: LogRecord) -> None:
         """Append a record as one line, in one write, so that readers see all or nothing of it.
@@ -406,10 +415,10 @@ class RecordLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
-def read_records(path: Path, offset: int) -> tuple[list[LogRecord], int]:
+def read_records(path: Path, offset: int, owner: int) -> tuple[list[LogRecord], int]:
     """Return the records from an offset on, and the offset after the last complete line."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_private_file(path, os.O_RDONLY, owner), "rb") as file:
             file.seek(offset)
             text = file.read()
     except FileNotFoundError:

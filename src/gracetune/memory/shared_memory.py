@@ -12,6 +12,9 @@ file, so each writer thread gets a segment of its own. A sealed arena cannot be 
         otherwise                     -> build the arena, then write NAME.json
     unlock                               (the kernel unlocks if the process dies)
 
+The folder is private: whoever can write to it decides which memory other processes map. So the
+folder and its files must belong to this user, and no other user may write to them.
+
 Other modules that manage host memory, and how they differ:
 
 - hosts/shared_tensor_cache.py also keeps one copy per machine, but of a growing set of tensors
@@ -29,14 +32,16 @@ import fcntl
 import json
 import mmap
 import os
+import stat
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.atomic_files import write_text
+from gracetune.errors import UnsafeFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -263,25 +268,113 @@ def share_arena(
     """Map the arena that another process shares as `name`; if there is none, build and share it.
 
     `name` must identify everything that the contents depend on. `on_wait` is called if another
-    process is building the arena, before waiting for it.
+    process is building the arena, before waiting for it. The folder is created if it is missing;
+    raises UnsafeFileError if another user could change it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    owner = open_private_folder(folder)
     base = folder / f"{name}-{pid_namespace_id(proc)}"
-    with exclusive_lock(base.with_name(f"{base.name}.lock"), on_wait):
+    with exclusive_lock(base.with_name(f"{base.name}.lock"), owner, on_wait):
         offer = base.with_name(f"{base.name}.json")
         attach_error = None
-        handle = _read_handle(offer)
+        handle = _read_handle(offer, owner)
         # A process that asks a second time wants the present contents, not those it built before.
         if handle is not None and handle.pid != os.getpid():
             try:
                 return SharedArena(Arena.attach(handle), handle.pid, None)
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):
                 pass  # its process ended, or the process ID was reused
             except PermissionError as error:
                 attach_error = str(error)
         arena = build()
-        write_text(offer, json.dumps(asdict(arena.handle)))
+        # Renamed when it is complete, so that a process which is killed leaves no partial file.
+        partial = offer.with_suffix(".new")
+        partial.unlink(missing_ok=True)
+        opened = open_private_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, owner)
+        with os.fdopen(opened, "w") as file:
+            file.write(json.dumps(asdict(arena.handle)))
+        partial.replace(offer)
         return SharedArena(arena, os.getpid(), attach_error)
+
+
+# The folder in which processes meet
+
+
+def user_shared_folder() -> Path:
+    """Return the folder in which all processes of this user on this machine meet.
+
+    It does not depend on TMPDIR and other variables, which can differ between ranks.
+    """
+    return Path(f"/tmp/gracetune-{os.geteuid()}")
+
+
+def open_private_folder(folder: Path) -> int:
+    """Create a folder that only this user can use, and return the owner of files in it.
+
+    Raises UnsafeFileError if another user can use it, too.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        kind = ", but a link" if folder.is_symlink() else ""
+        raise UnsafeFileError(f"{folder} is not a folder{kind}. Remove it: gracetune creates it.")
+    if status.st_uid != os.geteuid():
+        # A network file system may show another owner, but then also for a new file.
+        try:
+            with TemporaryFile(dir=folder) as file:
+                is_ours = os.fstat(file.fileno()).st_uid == status.st_uid
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise _foreign(folder, status)
+    if status.st_mode & 0o002:
+        raise _too_open(folder, status)
+    if status.st_mode & 0o077:
+        folder.chmod(0o700)
+    return status.st_uid
+
+
+def open_private_file(path: Path, flags: int, owner: int) -> int:
+    """Open a file of mode 600 and return its descriptor; it is created if `flags` has O_CREAT.
+
+    `owner` is what `open_private_folder` returned. Raises UnsafeFileError if the file is a link, or
+    if another user can change it.
+    """
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for another process.
+        opened = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafeFileError(f"{path} is a link. Remove it, and start again.") from None
+        if error.errno == errno.ENXIO:
+            raise UnsafeFileError(f"{path} is not a regular file. Remove it.") from None
+        raise
+    try:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeFileError(f"{path} is not a regular file. Remove it, and start again.")
+        if status.st_uid != owner:
+            raise _foreign(path, status)
+        if status.st_mode & 0o022:
+            raise _too_open(path, status)
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
+
+
+def _foreign(path: Path, status: os.stat_result) -> UnsafeFileError:
+    return UnsafeFileError(
+        f"{path} belongs to user {status.st_uid}, but processes of user {os.geteuid()} share "
+        "memory there. Ask that user or an administrator to remove it, and start again."
+    )
+
+
+def _too_open(path: Path, status: os.stat_result) -> UnsafeFileError:
+    return UnsafeFileError(
+        f"{path} has mode {stat.S_IMODE(status.st_mode):o}, so other users can change what "
+        "processes share there. Remove it, and start again."
+    )
 
 
 def pid_namespace_id(proc: Path) -> str:
@@ -300,11 +393,14 @@ def open_process_file(
     """Open a file of another process for reading, by the process's file descriptor.
 
     `identity` is the expected device and inode. Raises OSError if the descriptor is closed or now
-    another file, or if access is denied.
+    another file, if access is denied, or if the file belongs to another user.
     """
     path = proc / str(pid) / "fd" / str(descriptor)
     # Check before opening: a reused descriptor may be a pipe or a device, where open has effects.
-    if _identity(os.stat(path)) == identity:
+    status = os.stat(path)
+    if _identity(status) == identity:
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to user {status.st_uid}")
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         if _identity(os.fstat(opened)) == identity:
             return opened
@@ -313,12 +409,15 @@ def open_process_file(
 
 
 @contextmanager
-def exclusive_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel releases it if the process dies.
+def exclusive_lock(
+    path: Path, owner: int, on_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Hold an exclusive lock on a private file; the kernel releases it if the process dies.
 
-    `on_wait` is called before waiting, if another process holds the lock.
+    `owner` is what `open_private_folder` returned for its folder. `on_wait` is called before
+    waiting, if another process holds the lock.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_private_file(path, os.O_RDWR | os.O_CREAT, owner)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -341,10 +440,12 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _read_handle(path: Path) -> ArenaHandle | None:
+def _read_handle(path: Path, owner: int) -> ArenaHandle | None:
     """Read which process shares an arena; None if the JSON file is missing or invalid."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return ArenaHandle(int(found["pid"]), tuple((a, b, c) for a, b, c in found["segments"]))
+        with os.fdopen(open_private_file(path, os.O_RDONLY, owner), encoding="utf-8") as file:
+            found = json.load(file)
+        segments = tuple((int(a), int(b), int(c)) for a, b, c in found["segments"])
+        return ArenaHandle(int(found["pid"]), segments)
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None

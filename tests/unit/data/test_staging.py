@@ -395,12 +395,12 @@ def test_a_process_without_permission_reports_that_it_keeps_its_own_copy(tmp_pat
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         folder = write_folder(root / "data", {"a": b"one"})
-        (root / "meet").mkdir()
         for path in (root, *root.rglob("*")):
-            path.chmod(0o777)
+            path.chmod(0o755)
         held = _stage_shared(folder, root / "meet")
-        for path in (root / "meet").iterdir():
-            path.chmod(0o777)
+        if os.geteuid() == 0:
+            for path in (root / "meet", *(root / "meet").iterdir()):
+                os.chown(path, 65534, 65534)
         with undumpable_process():
             claim = partial(_reports_its_own_copy, folder, root / "meet")
             assert is_true_in_fork(claim, as_nobody=True)

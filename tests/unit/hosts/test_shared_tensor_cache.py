@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gracetune.errors import UnsafeFileError
 from gracetune.hosts.shared_tensor_cache import (
     RecordLog,
     SegmentClosed,
@@ -264,7 +265,7 @@ class RefusedSegment(SegmentOpened):
 
 def test_each_process_keeps_its_own_copy_if_access_is_denied(open_memory, paths, notices):
     memory, load = open_memory(), CountingLoader()
-    log = RecordLog(memory._log.path.with_name(f"{os.getpid()}-0.log"))
+    log = RecordLog(memory._log.path.with_name(f"{os.getpid()}-0.log"), os.geteuid())
     found = os.stat(paths[0])
     file = (found.st_ino, found.st_mtime_ns, found.st_size)
     log.add(ValueStored(paths[0], file, 0, 0, 8, {"plain": None}))
@@ -281,7 +282,7 @@ def test_each_process_keeps_its_own_copy_if_access_is_denied(open_memory, paths,
 
 def test_incomplete_log_lines_are_read_later(tmp_path):
     path = tmp_path / "1-1.log"
-    log = RecordLog(path)
+    log = RecordLog(path, os.geteuid())
     records = [
         SegmentOpened(0, 1, 2, 3, 4),
         ValueStored("a", (1, 2, 3), 0, 0, 8, {"plain": None}),
@@ -290,13 +291,13 @@ def test_incomplete_log_lines_are_read_later(tmp_path):
     log.add(records[0])
     with path.open("ab") as file:
         file.write(b'["Gone", {"seg')
-    found, offset = read_records(path, 0)
+    found, offset = read_records(path, 0, os.geteuid())
     assert found == records[:1]
-    assert read_records(path, offset) == ([], offset)
+    assert read_records(path, offset, os.geteuid()) == ([], offset)
     with path.open("ab") as file:
         file.write(b'ment": 0}]\n')
-    assert read_records(path, offset)[0] == [SegmentClosed(0)]
-    assert read_records(tmp_path / "gone.log", 7) == ([], 7)
+    assert read_records(path, offset, os.geteuid())[0] == [SegmentClosed(0)]
+    assert read_records(tmp_path / "gone.log", 7, os.geteuid()) == ([], 7)
 
 
 def test_values_come_from_disk_if_the_log_is_full(open_memory, paths, notices):
@@ -314,7 +315,7 @@ def test_values_come_from_disk_if_the_log_is_full(open_memory, paths, notices):
 
 
 def test_a_partial_log_write_is_undone(tmp_path, monkeypatch):
-    log = RecordLog(tmp_path / "log")
+    log = RecordLog(tmp_path / "log", os.geteuid())
     log.add(SegmentClosed(1))
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
@@ -322,4 +323,21 @@ def test_a_partial_log_write_is_undone(tmp_path, monkeypatch):
         log.add(SegmentClosed(2))
     monkeypatch.undo()
     log.add(SegmentClosed(3))
-    assert read_records(log.path, 0)[0] == [SegmentClosed(1), SegmentClosed(3)]
+    assert read_records(log.path, 0, os.geteuid())[0] == [SegmentClosed(1), SegmentClosed(3)]
+
+
+@pytest.mark.parametrize("kind", ["folder", "subfolder", "log", "link"])
+def test_another_users_files_are_refused(open_memory, tmp_path, paths, kind):
+    first = open_memory()
+    meet = tmp_path / "meet"
+    [subfolder] = meet.iterdir()
+    [log] = subfolder.glob("*.log")
+    if kind == "link":
+        planted = log.with_name(f"{os.getpid()}-1.log")
+        planted.symlink_to(log)
+    else:
+        planted = {"folder": meet, "subfolder": subfolder, "log": log}[kind]
+        planted.chmod(0o777)
+    with pytest.raises(UnsafeFileError, match=str(planted)):
+        open_memory().get(paths[0], CountingLoader())
+    assert first.hits == 0

@@ -13,19 +13,22 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from fork_process import is_true_in_fork, undumpable_process
 
+from gracetune.errors import UnsafeFileError
+from gracetune.memory import shared_memory
 from gracetune.memory.shared_memory import (
     Arena,
     ArenaFullError,
     ArenaWriter,
     SegmentWriter,
     share_arena,
+    user_shared_folder,
 )
 
 if TYPE_CHECKING:
@@ -458,10 +461,11 @@ def test_other_boots_and_containers_do_not_share(tmp_path: Path) -> None:
 def test_an_arena_without_permission_is_reported_and_built_again() -> None:
     """The offer is readable but the memory is not: report it, and build the arena again."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = Path(name) / "meet"
         held = share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+        Path(name).chmod(0o755)
         for path in (folder, *folder.iterdir()):
-            path.chmod(0o777)
+            give_away(path)
 
         def asks() -> bool:
             shared = share_arena(folder, "a", lambda: build_arena(b"y"), must_not_wait)
@@ -470,3 +474,169 @@ def test_an_arena_without_permission_is_reported_and_built_again() -> None:
         with undumpable_process():
             assert is_true_in_fork(asks, as_nobody=True)
         assert held.is_owner
+
+
+# Files of other users
+
+OTHER_USER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def give_away(path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
+
+
+def replace_by_link(path: Path) -> None:
+    target = path.with_name(f"{path.name}-target")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(give_away, "belongs to user 65534", marks=as_root),
+        (replace_by_link, "is not a folder, but a link"),
+        (open_to_all, "has mode 777"),
+        (lambda folder: (folder.rmdir(), folder.write_bytes(b"")), "is not a folder"),
+    ],
+)
+def test_a_folder_that_another_user_controls_is_refused(tmp_path: Path, damage, reason) -> None:
+    folder = tmp_path / "meet"
+    folder.mkdir(mode=0o700)
+    damage(folder)
+    with pytest.raises(UnsafeFileError, match=f"^{folder} {reason}"):
+        share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o750])
+def test_a_folder_of_an_earlier_version_becomes_private(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "meet"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait).is_owner
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@as_root
+def test_a_folder_that_is_exchanged_after_its_check_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder without sticky bit, another user can rename ours and put one in its place."""
+    folder = tmp_path / "meet"
+    share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+    planted = [path.name for path in folder.iterdir()]
+    check = shared_memory.open_private_folder
+
+    def exchange(checked: Path) -> int:
+        owner = check(checked)
+        checked.rename(tmp_path / "away")
+        checked.mkdir(mode=0o777)
+        os.chown(checked, 1234, 1234)
+        for name in planted:
+            (checked / name).touch(mode=0o600)
+            os.chown(checked / name, 1234, 1234)
+        return owner
+
+    monkeypatch.setattr(shared_memory, "open_private_folder", exchange)
+    with pytest.raises(UnsafeFileError, match="belongs to user 1234"):
+        share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+
+
+def test_the_folder_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        share_arena(tmp_path / "meet", "a", lambda: build_arena(b"x"), must_not_wait)
+    finally:
+        os.umask(before)
+    found = {path.name[-5:]: path.stat().st_mode & 0o777 for path in (tmp_path / "meet").iterdir()}
+    assert found == {".json": 0o600, ".lock": 0o600}
+    assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("ending", ["json", "lock"])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(give_away, "belongs to user 65534", marks=as_root),
+        (replace_by_link, "is a link"),
+        (replace_by_pipe, "is not a regular file"),
+        (open_to_all, "has mode 666"),
+    ],
+)
+def test_a_file_that_another_user_controls_is_refused(
+    tmp_path: Path, ending, damage, reason
+) -> None:
+    share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    (file,) = tmp_path.glob(f"*.{ending}")
+    damage(file)
+    with pytest.raises(UnsafeFileError, match=reason) as caught:
+        share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
+    assert str(file) in str(caught.value)
+
+
+def test_a_lock_that_is_a_dangling_link_creates_no_file(tmp_path: Path) -> None:
+    share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    (lock,) = tmp_path.glob("*.lock")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "made")
+    with pytest.raises(UnsafeFileError, match="is a link"):
+        share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
+    assert not (tmp_path / "made").exists()
+
+
+@as_root
+def test_memory_of_another_user_is_not_mapped(tmp_path: Path) -> None:
+    """A file in our folder names a live process of another user, whose bytes root could read."""
+    folder = tmp_path / "meet"
+    receive, send = os.pipe()
+    release, hold = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(OTHER_USER)
+        foreign = build_arena(b"theirs")
+        os.write(send, json.dumps(asdict(foreign.handle)).encode() + b"\n")
+        os.close(hold)
+        os.read(release, 1)
+        os._exit(0)
+    try:
+        share_arena(folder, "a", lambda: build_arena(b"x"), must_not_wait)
+        (offer,) = folder.glob("*.json")
+        offer.write_bytes(os.read(receive, 1000))
+        shared = share_arena(folder, "a", lambda: build_arena(b"ours"), must_not_wait)
+        assert bytes(shared.arena.segments[0]) == b"ours"
+        assert "belongs to user 65534" in str(shared.attach_error)
+    finally:
+        os.close(hold)
+        os.waitpid(pid, 0)
+        for descriptor in (receive, send, release):
+            os.close(descriptor)
+
+
+def test_a_stale_offer_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    share_arena(tmp_path, "a", lambda: build_arena(b"x"), must_not_wait)
+    (offer,) = tmp_path.glob("*.json")
+    offer.write_text(json.dumps({"pid": process.pid, "segments": [[3, 1, 2]]}))
+    shared = share_arena(tmp_path, "a", lambda: build_arena(b"y"), must_not_wait)
+    assert (shared.is_owner, shared.attach_error) == (True, None)
+
+
+def test_ranks_with_another_temporary_folder_share(monkeypatch, tmp_path: Path) -> None:
+    before = user_shared_folder()
+    for name in ("TMPDIR", "HOME", "USER", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert user_shared_folder() == before
+    assert before.name == f"gracetune-{os.geteuid()}"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
-from gracetune.hosts import shared_folder
 from gracetune.hosts.ai_toolkit.clone import check
 from gracetune.hosts.ai_toolkit.config_blocks import PROCESS_TYPE
 from gracetune.hosts.ai_toolkit.hooks import EXTENSION, SD_TRAINER, hook_jobs
 from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 from gracetune.memory.platform import open_machine
+from gracetune.memory.shared_memory import user_shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,5 +74,5 @@ def make_plugin() -> AIToolkitPlugin:
     Ranks on one machine share the data that it holds in memory.
     """
     return AIToolkitPlugin(
-        process_environment(), lambda: open_machine(0), print_notice, shared_folder()
+        process_environment(), lambda: open_machine(0), print_notice, user_shared_folder()
     )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import claim_process_alloc_conf, process_environment
 from gracetune.errors import GracetuneError, HostError
-from gracetune.hosts import shared_folder
 from gracetune.hosts.probe import find_installed, format_probe, probe
 from gracetune.hosts.simpletuner.hooks import REQUIRED_SYMBOLS, TESTED_VERSIONS
 
@@ -140,9 +139,12 @@ def make_plugin() -> SimpleTunerPlugin:
 
     from gracetune.hosts.simpletuner.plugin import SimpleTunerPlugin
     from gracetune.memory.platform import open_machine
+    from gracetune.memory.shared_memory import user_shared_folder
 
     pin = torch.Tensor.pin_memory if torch.cuda.is_available() else torch.Tensor.contiguous
-    return SimpleTunerPlugin(process_environment(), lambda: open_machine(0), pin, shared_folder())
+    return SimpleTunerPlugin(
+        process_environment(), lambda: open_machine(0), pin, user_shared_folder()
+    )
 
 
 if __name__ == "__main__":
