@@ -20,7 +20,15 @@ import torch
 from PIL import Image
 
 from gracetune.hosts.simpletuner.__main__ import check
-from gracetune.hosts.simpletuner.hooks import FACTORY, JSON, LOCAL, TRACKER, TRAINER, install
+from gracetune.hosts.simpletuner.hooks import (
+    DISCOVERY,
+    FACTORY,
+    JSON,
+    LOCAL,
+    TRACKER,
+    TRAINER,
+    install,
+)
 from gracetune.hosts.simpletuner.plugin import AccumulationSteps, SimpleTunerPlugin
 from gracetune.memory.platform import open_machine
 
@@ -99,6 +107,35 @@ def test_staged_files_are_read_after_they_are_deleted(backends, pics):
     keys, batch = ours.read_image_batch(image_paths)
     assert (keys, len(batch)) == (image_paths, 3)
     assert not stock.exists(paths[0])
+
+
+@pytest.fixture
+def opened_paths():
+    """The paths that this process opens while the test runs."""
+    paths, recording = [], [True]
+
+    def record(event, args):
+        if event == "open" and recording and isinstance(args[0], str):
+            paths.append(os.path.abspath(args[0]))
+
+    sys.addaudithook(record)
+    yield paths
+    recording.clear()
+
+
+def test_discovery_opens_no_staged_image(backends, pics, opened_paths):
+    """Discovery reads the size of every image, from the file's header if the backend is local."""
+    data_backend, _ = backends
+    backend = object.__new__(import_module(DISCOVERY).DiscoveryMetadataBackend)
+    backend.id, backend.data_backend, backend.dataset_config = "pics", data_backend, {}
+    types = import_module("simpletuner.helpers.data_backend.dataset_types")
+    backend.dataset_type = types.DatasetType.IMAGE
+    assert backend._should_use_metadata_only(is_video_file=False)
+    images = [str(pics / name) for name in ("a.png", "b.jpg", "sub/c.webp")]
+    opened_paths.clear()
+    sizes = [backend._probe_image_dimensions(path) for path in images]
+    assert sizes == [{"original_size": (12, 8)}] * 3
+    assert [path for path in opened_paths if path in images] == []
 
 
 def test_written_files_are_read_from_disk(backends, pics):

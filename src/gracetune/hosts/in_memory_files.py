@@ -8,6 +8,7 @@ deletes is read from disk from then on.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO, TextIOWrapper
@@ -22,7 +23,7 @@ from gracetune.data.video import EXTENSIONS as VIDEO
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gracetune.config.schema import InMemorySection
     from gracetune.events.dispatcher import Emit
@@ -99,6 +100,18 @@ def stage_dataset(
         config.folder,
         StagedSource.stage(source, keys, config.section, emit, setting, shared_folder),
     )
+
+
+@contextmanager
+def path_in_memory(data: bytes) -> Iterator[str]:
+    """Yield the path of a file with these bytes in memory, for decoders that need a path.
+
+    Processes that this one starts can read it too, for example ffmpeg.
+    """
+    with os.fdopen(os.memfd_create("gracetune-file"), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def _is_selected(key: str, extensions: frozenset[str]) -> bool:

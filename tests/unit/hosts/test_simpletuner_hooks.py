@@ -1,9 +1,11 @@
 """Hooks on a stand-in for SimpleTuner; tests/hosts sets them in the real one."""
 
 import os
+import shutil
+import subprocess
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +65,29 @@ def load_video(path):
         return path, file.read()
 
 
+def load_audio_from_video(source, target_sample_rate=16000, target_channels=1):
+    """Return what another process reads, as ffmpeg does."""
+    done = subprocess.run(["cat", str(source)], capture_output=True, check=True)
+    return done.stdout, target_sample_rate, target_channels
+
+
+class DiscoveryMetadataBackend:
+    def _probe_video_metadata(self, video_path, payload):
+        return payload or load_audio_from_video(video_path)[0]
+
+
+def open_image(fp, mode="r", formats=None):
+    """Return the bytes of an image, as PIL.Image.open reads them."""
+    with open(fp, "rb") if isinstance(fp, str | Path) else fp as file:
+        return file.read()
+
+
+def images() -> ModuleType:
+    module = ModuleType("PIL.Image")
+    module.open = open_image
+    return module
+
+
 @pytest.fixture
 def host():
     """A stand-in for SimpleTuner's modules, with all hooks set."""
@@ -75,7 +100,14 @@ def host():
         hooks.TOML: SimpleNamespace(mapping_to_cli_args=lambda mapping, **_: sorted(mapping)),
         hooks.LOCAL: local,
         hooks.FACTORY: SimpleNamespace(FactoryRegistry=registry, LocalDataBackend=LocalDataBackend),
-        hooks.AUDIO: SimpleNamespace(load_audio=load_image),
+        hooks.AUDIO: SimpleNamespace(
+            load_audio=load_image, load_audio_from_video=load_audio_from_video
+        ),
+        hooks.DISCOVERY: SimpleNamespace(
+            Image=images(),
+            DiscoveryMetadataBackend=type("Discovery", (DiscoveryMetadataBackend,), {}),
+        ),
+        hooks.GROUNDING: SimpleNamespace(Image=images()),
         hooks.TRAINER: SimpleNamespace(Trainer=type("Trainer", (Trainer,), {})),
         hooks.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
     }
@@ -130,10 +162,36 @@ def test_decoders_read_staged_bytes_and_fall_back_to_the_path(backend, host, cap
     assert host.local.load_image(str(folder / "c.png")) == b"needs a name"
     assert "cannot be decoded from memory (what is this?): read from disk" in caplog.text
     path, data = host.local.load_video(str(folder / "b.mp4"))
-    assert (path.startswith("/proc/self/fd/"), data) == (True, b"b.mp4")
+    assert (path.startswith(f"/proc/{os.getpid()}/fd/"), data) == (True, b"b.mp4")
     other = folder.parent / "other.mp4"
     other.write_bytes(b"other")
     assert host.local.load_video(str(other)) == (str(other), b"other")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_files_that_simpletuner_opens_itself_come_from_memory(backend, host, kind):
+    """For a local backend, SimpleTuner reads sizes, crops and sound without the backend."""
+    _, folder = backend
+    image, video = kind(folder / "a.png"), kind(folder / "b.mp4")
+    shutil.rmtree(folder)
+    probe_video = host.discovery.DiscoveryMetadataBackend()._probe_video_metadata
+    assert host.discovery.Image.open(image) == b"a.png"
+    assert host.discovery.Image.open(fp=image, formats=["PNG"]) == b"a.png"
+    assert host.grounding_image_embed.Image.open(image) == b"a.png"
+    assert probe_video(video, None) == b"b.mp4"
+    assert probe_video("gone.mp4", b"given") == b"given"
+    assert host.load.load_audio_from_video(video, 8000, 2) == (b"b.mp4", 8000, 2)
+    assert host.load.load_audio_from_video(video, target_channels=2) == (b"b.mp4", 16000, 2)
+    with pytest.raises(FileNotFoundError):
+        host.discovery.Image.open(str(folder / "never.png"))
+
+
+def test_a_file_that_simpletuner_deletes_is_no_longer_in_memory(backend, host):
+    local, folder = backend
+    path = str(folder / "a.png")
+    local.delete(path)
+    with pytest.raises(FileNotFoundError):
+        host.discovery.Image.open(path)
 
 
 def test_trainers_are_attached_and_batches_placed(host):

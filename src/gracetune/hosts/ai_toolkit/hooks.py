@@ -10,10 +10,10 @@ import functools
 import os
 from functools import partial
 from io import BytesIO
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from gracetune.errors import ConfigError
+from gracetune.hosts import patch_imported_module
 from gracetune.hosts.ai_toolkit.config_blocks import (
     OPTIMIZER_NAME,
     check_misspelled_keys,
@@ -21,11 +21,13 @@ from gracetune.hosts.ai_toolkit.config_blocks import (
 )
 from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, latent_key, latent_path
 from gracetune.hosts.ai_toolkit.trainer_subclass import process_class
+from gracetune.hosts.in_memory_files import path_in_memory
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.optim.build import automagic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from gracetune.hosts.ai_toolkit.plugin import AIToolkitPlugin
 
@@ -278,9 +280,9 @@ def install(plugin: AIToolkitPlugin, find: Find) -> None:
         _wrap(module, "load_file", partial(_hook_load_file, plugin))
     for module in (mixins, items):
         open_image = partial(_open_image, plugin, module.Image.open)
-        _patch_imported_module(module, "Image", open=open_image)
+        patch_imported_module(module, "Image", open=open_image)
         open_video = partial(_open_video, plugin, module.cv2.VideoCapture)
-        _patch_imported_module(module, "cv2", VideoCapture=open_video)
+        patch_imported_module(module, "cv2", VideoCapture=open_video)
     vars(mixins)["open"] = partial(_open_text, plugin)
     latents = mixins.LatentCachingFileItemDTOMixin
     _wrap(latents, "get_latent_info_dict", _hook_latent_info)
@@ -293,15 +295,6 @@ def install(plugin: AIToolkitPlugin, find: Find) -> None:
 def _wrap(owner: object, name: str, hook: Callable[[Call], Call]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(hook(original)))
-
-
-def _patch_imported_module(owner: ModuleType, name: str, **changes: Call) -> None:
-    """Replace functions of a module that `owner` imports, for `owner` alone."""
-    original = vars(owner)[name]
-    patched = ModuleType(original.__name__)
-    vars(patched).update(vars(original))
-    vars(patched).update(changes)
-    setattr(owner, name, patched)
 
 
 def _hook_load_processes(
@@ -354,14 +347,12 @@ def _open_image(
 def _open_video(
     plugin: AIToolkitPlugin, original: Call, source: object, *args: Any, **options: Any
 ) -> Any:
-    """Open a video from memory: cv2.VideoCapture needs a path, so it gets one to a memfd."""
+    """Open a video from memory: cv2.VideoCapture needs a path."""
     staged = plugin.staged_bytes(source)
     if staged is None:
         return original(source, *args, **options)
-    with os.fdopen(os.memfd_create("gracetune-video"), "wb") as file:
-        file.write(staged)
-        file.flush()
-        return original(f"/proc/self/fd/{file.fileno()}", *args, **options)
+    with path_in_memory(staged) as path:
+        return original(path, *args, **options)
 
 
 def _open_text(

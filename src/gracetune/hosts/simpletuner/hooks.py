@@ -11,9 +11,11 @@ import functools
 import os
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gracetune.hosts.in_memory_files import BackendFiles
+from gracetune.hosts import patch_imported_module
+from gracetune.hosts.in_memory_files import BackendFiles, path_in_memory
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.hosts.simpletuner.plugin import log
 
@@ -34,6 +36,8 @@ BUILDER = "simpletuner.helpers.data_backend.builders.local"
 JSON = "simpletuner.helpers.configuration.json_file"
 TOML = "simpletuner.helpers.configuration.toml_file"
 AUDIO = "simpletuner.helpers.audio.load"
+DISCOVERY = "simpletuner.helpers.metadata.backends.discovery"
+GROUNDING = "simpletuner.helpers.caching.grounding_image_embed"
 TRACKER = "simpletuner.helpers.training.state_tracker"
 PROCESS_KEEPER = "simpletuner.simpletuner_sdk.process_keeper"
 FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.registry"
@@ -131,6 +135,25 @@ REQUIRED_SYMBOLS = (
         "decodes audio, also from memory",
         leading_parameters=("source",),
         usage_sites=(UsageSite("simpletuner.helpers.audio", "__getattr__", "getattr(load, name)"),),
+    ),
+    RequiredSymbol(
+        AUDIO,
+        "load_audio_from_video",
+        "decodes the audio of videos, also from memory",
+        leading_parameters=("source",),
+    ),
+    RequiredSymbol(
+        DISCOVERY,
+        "DiscoveryMetadataBackend._probe_video_metadata",
+        "reads the sizes of videos, also from memory",
+        leading_parameters=("video_path", "payload"),
+        usage_sites=(UsageSite(DISCOVERY, "", "self._probe_video_metadata(image_path_str, None)"),),
+    ),
+    RequiredSymbol(
+        GROUNDING,
+        "Image",
+        "opens images to crop their entities, staged ones from memory",
+        usage_sites=(UsageSite(GROUNDING, "", "Image.open(image_path)"),),
     ),
     RequiredSymbol(
         TRAINER,
@@ -238,7 +261,15 @@ def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> Non
     wrap(factory, "LocalDataBackend", partial(backend_class, plugin))
     wrap(local, "load_image", partial(_hook_loader, plugin))
     wrap(local, "load_video", partial(_hook_video_loader, plugin))
-    wrap(find(AUDIO), "load_audio", partial(_hook_loader, plugin))
+    audio, discovery, grounding = find(AUDIO), find(DISCOVERY), find(GROUNDING)
+    wrap(audio, "load_audio", partial(_hook_loader, plugin))
+    wrap(audio, "load_audio_from_video", partial(_hook_video_loader, plugin))
+    probe_video = partial(_hook_video_probe, plugin)
+    wrap(discovery.DiscoveryMetadataBackend, "_probe_video_metadata", probe_video)
+    for module in (discovery, grounding):
+        if hasattr(module, "Image"):  # before 4.9.1, discovery asks the backend for every image
+            open_image = partial(_open_image, plugin, module.Image.open)
+            patch_imported_module(module, "Image", open=open_image)
     trainer = find(TRAINER).Trainer
     wrap(trainer, "__init__", partial(_hook_trainer_init, plugin))
     wrap(trainer, "prepare_batch", partial(_hook_prepare_batch, plugin))
@@ -300,7 +331,7 @@ def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
 
     @functools.wraps(original)
     def load(source: object) -> object:
-        staged = plugin.staged_bytes(source) if isinstance(source, str) else None
+        staged = _staged_bytes(plugin, source)
         if staged is None:
             return original(source)
         try:
@@ -313,20 +344,45 @@ def _hook_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
     return load
 
 
-def _hook_video_loader(plugin: SimpleTunerPlugin, original: Loader) -> Loader:
-    """Wrap the video decoder to read from memory: it needs a path, so it gets one to a memfd."""
+def _hook_video_loader(
+    plugin: SimpleTunerPlugin, original: Callable[..., object]
+) -> Callable[..., object]:
+    """Wrap a video decoder, which needs a path, to read a staged video from memory."""
 
     @functools.wraps(original)
-    def load(source: object) -> object:
-        staged = plugin.staged_bytes(source) if isinstance(source, str) else None
+    def load(source: object, *args: object, **options: object) -> object:
+        staged = _staged_bytes(plugin, source)
         if staged is None:
-            return original(source)
-        with os.fdopen(os.memfd_create("gracetune-video"), "wb") as file:
-            file.write(staged)
-            file.flush()
-            return original(f"/proc/self/fd/{file.fileno()}")
+            return original(source, *args, **options)
+        with path_in_memory(staged) as path:
+            return original(path, *args, **options)
 
     return load
+
+
+def _hook_video_probe(
+    plugin: SimpleTunerPlugin, original: Callable[..., object]
+) -> Callable[..., object]:
+    """Wrap the method in which discovery reads the size of a video."""
+
+    @functools.wraps(original)
+    def probe(self: object, video_path: str, payload: bytes | None) -> object:
+        load = _hook_video_loader(plugin, partial(original, self))
+        return load(video_path, payload)
+
+    return probe
+
+
+def _staged_bytes(plugin: SimpleTunerPlugin, source: object) -> bytes | None:
+    """Return the bytes of a path from memory; None if `source` must be read as it is."""
+    return plugin.staged_bytes(os.fspath(source)) if isinstance(source, str | Path) else None
+
+
+def _open_image(
+    plugin: SimpleTunerPlugin, original: Callable[..., object], fp: object, **options: object
+) -> object:
+    staged = _staged_bytes(plugin, fp)
+    return original(fp if staged is None else BytesIO(staged), **options)
 
 
 def backend_class(plugin: SimpleTunerPlugin, original: type) -> type:
