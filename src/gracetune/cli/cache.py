@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.load import FORMATS_BY_SUFFIX, load_run_file
 from gracetune.errors import CacheError, ConfigError
+from gracetune.events.run_control import reserve_folder
+from gracetune.events.types import Notice
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -247,8 +249,9 @@ def _fill(run: RunFile, emit: Emit) -> None:
 
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    transfer = build_batch_transfer(run.gh200_optimizations, _device(), emit)
-    DataPipeline(run, _load_family(run), transfer, folder, emit).close()
+    with reserve_folder(folder, lambda text: emit(Notice(text, level="warning", fallback=True))):
+        transfer = build_batch_transfer(run.gh200_optimizations, _device(), emit)
+        DataPipeline(run, _load_family(run), transfer, folder, emit).close()
 
 
 def _unused_augmentation_epochs(run: RunFile) -> list[Path]:

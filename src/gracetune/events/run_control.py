@@ -1,4 +1,8 @@
-"""Send requests (validate, save, stop) to a training run, through small files in its folder.
+"""Reserve a run's folder, and send requests (validate, save, stop) to the run in it.
+
+A process that writes to the folder holds a lock on the file `.lock` in it (`reserve_folder`), so
+that two runs never share a folder. The kernel releases the lock when the process ends, even if it
+is killed.
 
 The run writes `now/listening.json` with its process id. `gracetune now <verb>` creates `now/<verb>`
 next to it, and the run deletes that file when it takes the request, between two steps. Files need
@@ -7,9 +11,12 @@ no network port, work on the shared disk of a cluster, and survive a lost termin
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import socket
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +26,73 @@ from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 VERBS = ("validate", "save", "stop")
+LOCK_FILE = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""Errors of file systems that do not support locks."""
+_OWNER_WAIT_S = 2.0
+"""Seconds to wait until the owner of a lock has written its process id."""
+
+
+@contextmanager
+def reserve_folder(folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Lock an output folder for this process while the `with` block runs.
+
+    Raises if another process has locked it. The same folder under another path is the same lock.
+    """
+    path = folder / LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    held = [descriptor]
+
+    def release() -> None:
+        while held:
+            os.close(held.pop())
+
+    # A forked child shares the lock, and would keep it if this process is killed.
+    os.register_at_fork(after_in_child=release)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output_dir is {str(folder)!r}, which is in use by {_owner(descriptor)}, and two "
+                "processes cannot write to one folder. Choose another output_dir, or stop that "
+                f"run: gracetune now stop {folder}"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warn(
+                f"output_dir is {str(folder)!r}, on a file system without locks ({error.strerror})."
+                " Two runs that are started there at the same moment are not detected."
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps([os.getpid(), socket.gethostname()]).encode(), 0)
+        yield
+    finally:
+        release()
+
+
+def _owner(descriptor: int) -> str:
+    """Return the process that holds the lock of a folder, in words.
+
+    The file may still name an earlier owner, so a local process that no longer runs is not the
+    owner.
+    """
+    deadline = time.monotonic() + _OWNER_WAIT_S
+    while True:
+        try:
+            pid, host = json.loads(os.pread(descriptor, 1024, 0))
+        except (ValueError, TypeError):
+            pid, host = None, ""
+        is_local = host == socket.gethostname()
+        if isinstance(pid, int) and (not is_local or _process_start_time(pid) is not None):
+            return f"process {pid} on {host}"
+        if time.monotonic() > deadline:
+            return "another process"
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)

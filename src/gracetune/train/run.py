@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
@@ -24,7 +24,7 @@ from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.run_control import VERBS, RunControl
+from gracetune.events.run_control import VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import (
     CheckpointSaved,
@@ -76,7 +76,7 @@ def run_training(
     if not run.use_gh200_trainer:
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations has no effect.")
-    with SignalHandler() as signals:
+    with SignalHandler() as signals, ExitStack() as stack:
         # First, everything that can be checked without the model and the data.
         accelerator = start_accelerator(run)
         is_main = accelerator.is_main_process
@@ -84,6 +84,8 @@ def run_training(
         check_output_outside_datasets(run)
         check_writable(folder)
         warnings: list[str] = []
+        if is_main:  # for all ranks of the run
+            stack.enter_context(reserve_folder(folder, warnings.append))
         snapshot = find_resume_point(folder, resume_from, warnings.append)
         check_ranks_agree(0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:

@@ -18,6 +18,7 @@ from gracetune.data.augment import SampleTransform, render
 from gracetune.data.sample import Sample
 from gracetune.data.source import FolderSource
 from gracetune.errors import CacheError
+from gracetune.events.run_control import reserve_folder
 from gracetune.models.family import load_family
 
 NUM_IMAGES = 64
@@ -102,6 +103,13 @@ def test_building_a_cache_that_is_not_persistent_is_refused(root, capsys):
     path.write_text(json.dumps(settings))
     assert main(["cache", "build", str(path)]) == 2
     assert "persistent_cache is false" in capsys.readouterr().err
+
+
+def test_building_in_the_folder_of_a_running_run_is_refused(root, capsys):
+    (root / "run").mkdir()
+    with reserve_folder(root / "run", pytest.fail):
+        assert main(["cache", "build", str(root / "run.json")]) == 2
+    assert f"in use by process {os.getpid()} on " in capsys.readouterr().err
 
 
 def test_an_index_that_cannot_be_opened_is_rebuilt(root, capsys):

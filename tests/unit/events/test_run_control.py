@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import ConfigError, RunFailedError
-from gracetune.events.run_control import RunControl, send_request
+from gracetune.events.run_control import RunControl, reserve_folder, send_request
 
 
 def dead_listener(folder: Path) -> int:
@@ -129,3 +130,85 @@ def test_a_damaged_listener_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "now" / "listening.json").write_text(text)
     with pytest.raises(ConfigError, match=r"listening\.json"):
         send_request(tmp_path, "stop")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from gracetune.errors import ConfigError
+from gracetune.events.run_control import reserve_folder
+try:
+    with reserve_folder(Path(sys.argv[1]), print):
+        print("won", flush=True)
+        sys.stdin.read()
+except ConfigError as error:
+    print(error, flush=True)
+"""
+
+
+def start_holder(folder: Path | str, **options: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(  # type: ignore[call-overload]
+        [sys.executable, "-c", HOLD, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_of_many_simultaneous_starts_exactly_one_gets_the_folder(tmp_path: Path) -> None:
+    children = [start_holder(tmp_path) for _ in range(6)]
+    answers = [child.stdout.readline().strip() for child in children]
+    (winner,) = (c for c, answer in zip(children, answers, strict=True) if answer == "won")
+    expected = f"output_dir is {str(tmp_path)!r}, which is in use by process {winner.pid} on "
+    assert sum(answer.startswith(expected) for answer in answers) == 5, answers
+    for child in children:
+        child.communicate()
+
+
+@pytest.mark.parametrize("spelling", ["link", "relative", "dots"])
+def test_another_spelling_of_a_folder_is_the_same_folder(tmp_path: Path, spelling: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    names = {"link": tmp_path / "link", "relative": "run", "dots": f"{folder}/../run"}
+    with reserve_folder(folder, pytest.fail):
+        other = start_holder(names[spelling], cwd=tmp_path)
+        assert f"in use by process {os.getpid()} on " in other.communicate()[0]
+
+
+def test_a_killed_process_releases_its_folder_even_if_its_child_lives(tmp_path: Path) -> None:
+    script = HOLD.replace(
+        "        sys.stdin.read()",
+        "        import os\n"
+        "        read, write = os.pipe()\n"
+        "        if os.fork() == 0: os.write(write, b'x'); time.sleep(30)\n"
+        "        os.read(read, 1)\n"  # the child is past the handlers of fork
+        "        os.kill(os.getpid(), 9)",
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        assert child.wait() == -9
+        with reserve_folder(tmp_path, pytest.fail):
+            pass
+    finally:
+        os.killpg(child.pid, 9)
+
+
+def test_a_folder_is_free_again_after_an_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), reserve_folder(tmp_path, pytest.fail):
+            _ = 1 / 0
+
+
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("gracetune.events.run_control.fcntl.flock", fail)
+    warnings: list[str] = []
+    with reserve_folder(tmp_path, warnings.append):
+        pass
+    assert "file system without locks" in warnings[0]

@@ -15,7 +15,7 @@ import torch
 from gracetune.config.schema import RunFile
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
-from gracetune.events.run_control import RunControl
+from gracetune.events.run_control import RunControl, reserve_folder
 from gracetune.events.types import (
     CheckpointSaved,
     Notice,
@@ -337,6 +337,17 @@ def test_a_folder_in_use_by_another_run_is_rejected(tiny_run, tmp_path):
         run_training(tiny_run())
     assert not (tmp_path / "run/events.jsonl").exists()
     assert json.loads((tmp_path / "run/now/listening.json").read_text())["pid"] == 1
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_folder_that_another_process_has_reserved_is_rejected(tiny_run, tmp_path, resume):
+    (tmp_path / "run").mkdir()
+    with (
+        reserve_folder(tmp_path / "run", pytest.fail),
+        pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "),
+    ):
+        run_training(tiny_run(), resume_from=resume)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_fewer_steps_than_done_are_rejected_with_both_numbers(tiny_run):
