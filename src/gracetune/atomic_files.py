@@ -3,12 +3,16 @@
 Each function writes to a hidden staging path next to the target, calls fsync, renames it with one
 `os.replace`, and calls fsync on the parent folder. `remove_stale_staging` removes the staging files
 of killed processes.
+
+Permissions follow the umask, also for files of libraries that write private temporary files, such
+as safetensors.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +33,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
+        permissions = staging.stat().st_mode & 0o777  # of a new folder: all that the umask allows
         for file in sorted(staging.rglob("*")):
+            _set_permissions(file, permissions)
             fsync_path(file)
         fsync_path(staging)
         _swap_in(staging, path)
@@ -45,7 +51,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
     try:
+        staging.touch()
+        permissions = staging.stat().st_mode & 0o777
+        staging.unlink(missing_ok=True)  # a block that writes nothing must fail
         yield staging
+        _set_permissions(staging, permissions)
         fsync_path(staging)
         os.replace(staging, path)
     except BaseException:
@@ -83,6 +93,19 @@ def remove_stale_staging(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def _set_permissions(path: Path, allowed: int) -> None:
+    """Give a file or folder the allowed permissions; only folders and programs are executable.
+
+    Links are left alone, because a change would also apply to the file they share.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_nlink > 1):
+        return
+    executable = stat.S_ISDIR(status.st_mode) or status.st_mode & stat.S_IXUSR
+    special = stat.S_IMODE(status.st_mode) & ~0o777  # for example a folder's set-group-ID bit
+    path.chmod(special | (allowed if executable else allowed & 0o666))
 
 
 def _swap_in(staging: Path, path: Path) -> None:

@@ -1,4 +1,5 @@
 import os
+import tempfile
 
 import pytest
 
@@ -60,3 +61,55 @@ def test_a_folder_in_mid_swap_is_restored(tmp_path):
     atomic_files.remove_stale_staging(tmp_path)
     assert os.listdir(tmp_path) == ["step-000001"]
     assert (tmp_path / "step-000001" / "x").read_text() == "kept"
+
+
+@pytest.fixture(params=[0o022, 0o002, 0o077], ids="{:03o}".format)
+def allowed(request):
+    """Set a umask for this test; return the permissions that it allows."""
+    before = os.umask(request.param)
+    yield 0o777 & ~request.param
+    os.umask(before)
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o7777
+
+
+def write_private(path):
+    """Write a file as `safetensors.save_file` does: a private temporary file, then a rename."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent)
+    os.close(descriptor)
+    os.replace(name, path)
+
+
+def test_the_umask_decides_who_may_read_a_file(tmp_path, allowed):
+    file = tmp_path / "a" / "result"
+    with atomic_files.atomic_file(file) as staging:
+        write_private(staging)
+    atomic_files.write_text(tmp_path / "text", "1")
+    assert mode_of(file) == mode_of(tmp_path / "text") == 0o666 & allowed
+    assert mode_of(file.parent) == allowed
+
+
+def test_the_umask_decides_who_may_read_a_folder(tmp_path, allowed):
+    source = tmp_path / "source"
+    source.touch()
+    source.chmod(0o640)
+    with atomic_files.atomic_folder(tmp_path / "result") as staging:
+        inner = staging / "inner"
+        inner.mkdir(mode=0o700)
+        write_private(inner / "weights")
+        write_private(staging / "script")
+        (staging / "script").chmod(0o700)
+        os.link(source, staging / "linked")
+        (staging / "symlink").symlink_to(source)
+    result = tmp_path / "result"
+    assert mode_of(result) == mode_of(result / "inner") == mode_of(result / "script") == allowed
+    assert mode_of(result / "inner" / "weights") == 0o666 & allowed
+    assert mode_of(source) == 0o640, "a linked file keeps its permissions"
+
+
+def test_a_block_that_writes_nothing_fails(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_files.atomic_file(tmp_path / "f"):
+        pass
+    assert not list(tmp_path.iterdir())

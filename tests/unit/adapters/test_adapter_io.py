@@ -199,6 +199,22 @@ def test_the_header_describes_the_adapter(path):
     }
 
 
+def test_the_same_adapter_gives_the_same_bytes(tmp_path):
+    """The safetensors library writes the entries of a header in a random order."""
+    metadata = AdapterMetadata("a b", "high", 0.875, 'say "ü", \x1f\x7f\n\\', "0123")
+    files = [
+        write_adapter(tmp_path / f"{n}.safetensors", make_wan("lora", alpha=2.0), "kohya", metadata)
+        for n in range(4)
+    ]
+    rewritten = [
+        write_adapter(file.with_stem(f"{file.stem}-again"), read_adapter(file, TABLES), "kohya")
+        for file in files
+    ]
+    assert len({file.read_bytes() for file in files}) == 1
+    assert len({file.read_bytes() for file in rewritten}) == 1
+    assert read_tensors(rewritten[0])[1] == read_tensors(files[0])[1]
+
+
 def test_a_header_is_kept_when_a_file_is_rewritten(path, tmp_path):
     write_adapter(path, make_wan(), "comfyui", AdapterMetadata(trigger="ohwx"))
     other = write_adapter(tmp_path / "b.safetensors", read_adapter(path, TABLES), "kohya")

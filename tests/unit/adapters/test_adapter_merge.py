@@ -15,6 +15,7 @@ from adapter_examples import (
 )
 from safetensors.torch import load_file, save_file
 
+from gracetune.adapters.files.io import read_tensors
 from gracetune.adapters.files.keys import KeyIndex, LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, delta, merge_weight
 from gracetune.adapters.files.lowrank import extract
@@ -183,6 +184,17 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     save_file(small, model)
     with pytest.raises(AdapterError, match="quantized"):
         merge_into(model, out, [(make_wan(), 1.0)], WAN)
+
+
+def test_merging_twice_gives_the_same_bytes(tmp_path):
+    header = {f"entry {n}": str(n) for n in range(8)}
+    save_file(wan_weights(), tmp_path / "m.safetensors", header)
+    adapters = [(make_wan("lora"), 1.0)]
+    merged = [tmp_path / f"{n}.safetensors" for n in range(4)]
+    for out in merged:
+        merge_into(tmp_path / "m.safetensors", out, adapters, WAN)
+    assert len({out.read_bytes() for out in merged}) == 1
+    assert read_tensors(merged[0])[1] == header
 
 
 def test_several_adapters_are_rounded_once(tmp_path):

@@ -181,6 +181,27 @@ def _read_peft_config(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str,
 # Writing
 
 
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file whose bytes depend on nothing but the tensors and the metadata.
+
+    The safetensors library writes the entries of the metadata in a random order; they are sorted
+    here. The sorted header has the same length, so it replaces the other one in place.
+    """
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    if not metadata:
+        return
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, (len(text), length)
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
 def write_adapter(
     path: Path,
     adapter: Adapter,
@@ -206,7 +227,7 @@ def write_adapter(
     if len(adapter.stages) > 1:
         header.pop("gracetune.stage", None)  # joined from files of one expert each
     with atomic_file(path) as staging:
-        save_file(tensors, staging, metadata=header)
+        save_tensors(tensors, staging, header)
     if key_format.name == "peft" and path.name == PEFT_FILE:
         config = _peft_config(split_fused(adapter))  # with the modules that were written
         write_text(path.with_name(PEFT_CONFIG), json.dumps(config, indent=2) + "\n")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from gracetune.adapters.files.fused_projections import split_fused, swap_halves
+from gracetune.adapters.files.io import save_tensors
 from gracetune.adapters.files.keys import KeyIndex, template_of
 from gracetune.adapters.files.layers import delta_bias, delta_shape, merge_weight
 from gracetune.atomic_files import atomic_file, atomic_folder
@@ -179,7 +179,7 @@ def _rewrite_file(file: Path, out: Path, updates: Mapping[str, Sequence[WeightUp
         for update in weight_updates:
             weight = _update_rows(key, weight, update)
         tensors[key] = weight.to(tensors[key].dtype)  # rounded once, after all adapters
-    save_file(tensors, out, metadata=metadata)
+    save_tensors(tensors, out, metadata)
 
 
 def _refuse_quantized(key: str, weight: Tensor) -> None:
