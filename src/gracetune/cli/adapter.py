@@ -273,8 +273,7 @@ def _convert(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.lowrank import convert_to_lora
 
     key_format = get_format(args.to)
-    default_name = f"{args.files[0].stem}-{key_format.name}.safetensors"
-    out = args.out or args.files[0].with_name(default_name)
+    out = args.out or _default_output(args.files[0], key_format)
     _require_new_file(out)
     adapter = _read_one_or_two(args)
     loss = None
@@ -302,6 +301,20 @@ def _convert(args: argparse.Namespace) -> int:
     }
     _print_result(args, result, lines)
     return 0
+
+
+def _default_output(path: Path, key_format: KeyFormat) -> Path:
+    """Return the file to write without --out: next to the file or folder that is converted.
+
+    For a file in a checkpoint it is next to the checkpoint, which the run deletes later.
+    """
+    from gracetune.adapters.files.checkpoint_weights import is_checkpoint
+
+    stem = path.name if path.is_dir() else path.stem
+    folders = [folder for folder in path.resolve().parents[:2] if is_checkpoint(folder)]
+    if folders:
+        path, stem = folders[0], f"{folders[0].name}-{stem}"
+    return path.with_name(f"{stem}-{key_format.name}.safetensors")
 
 
 def _read_one_or_two(args: argparse.Namespace) -> Adapter:
@@ -357,6 +370,7 @@ def _merge(args: argparse.Namespace) -> int:
     _require_new_file(args.out)
     given = [_read(path, args) for path in args.files]
     _require_one_stage([stage for _, stage in given])
+    given = _with_stages_in_keys(given, args.files)
     if args.rank is not None:
         _check_rank("--rank", args.rank)
     weighted = [(adapter, s) for (adapter, _), s in zip(given, strengths, strict=True)]
@@ -372,6 +386,32 @@ def _merge(args: argparse.Namespace) -> int:
     }
     _print_result(args, result, lines)
     return 0
+
+
+def _with_stages_in_keys(
+    given: Sequence[tuple[Adapter, Stage | None]], files: Sequence[Path]
+) -> list[tuple[Adapter, Stage | None]]:
+    """Assign every adapter to its expert, because only layers of the same expert are added.
+
+    Files for a single expert are all for the same one, also those that do not say so.
+    """
+    from gracetune.adapters.files.layers import with_stage
+
+    if all(len(adapter.stages) == 1 for adapter, _ in given):
+        common = next((stage for _, stage in given if stage is not None), None)
+        common = common if given[0][0].table.has_stages else None
+        return [(with_stage(adapter, common), common) for adapter, _ in given]
+    assigned = []
+    for (adapter, stage), path in zip(given, files, strict=True):
+        if adapter.stages == (None,) and stage is None:
+            raise AdapterError(
+                f"{path} does not say which expert it is for, and another file is for both. Give "
+                "--stage high or --stage low to merge one of them.",
+                kind="no-stage",
+            )
+        is_one = len(adapter.stages) == 1
+        assigned.append((with_stage(adapter, stage) if is_one else adapter, stage))
+    return assigned
 
 
 def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:

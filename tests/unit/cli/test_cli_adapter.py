@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +105,18 @@ def test_inspect_handles_two_experts_and_mixed_formats(capsys, tmp_path):
     }
     save_file(mixed, tmp_path / "mixed.safetensors")
     assert run_json(capsys, "inspect", tmp_path / "mixed.safetensors")["form"].startswith("mixed: ")
+
+
+def test_inspect_explains_an_alpha_that_is_multiplied_into_the_weights(capsys, tmp_path):
+    adapter = make_wan("lora", alpha=16.0)
+    folded = write_adapter(tmp_path / "folded.safetensors", adapter, "diffusers")
+    text = run(capsys, "inspect", folded)
+    assert "alpha      4\n" in text
+    assert "trained with alpha 16" in text
+    stored = write_adapter(tmp_path / "stored.safetensors", adapter, "kohya")
+    text = run(capsys, "inspect", stored)
+    assert "alpha      16\n" in text
+    assert "trained with" not in text
 
 
 def test_convert_writes_a_format_and_prints_its_caution(capsys, lora, tmp_path):
@@ -220,6 +233,28 @@ def test_merging_both_experts_into_one_is_refused(capsys, tmp_path):
     assert "both experts" in _error(capsys, "merge", *files, "-o", out)
     model = wan_model(tmp_path / "m.safetensors")
     assert "both experts" in _error(capsys, "merge", *files, "--into", model, "-o", out)
+
+
+def test_a_file_of_one_expert_is_merged_into_that_expert_of_another(capsys, tmp_path):
+    both = write_adapter(
+        tmp_path / "both.safetensors", make_wan(stages=STAGES), "ai-toolkit-combined"
+    )
+    low, plain = (
+        write_adapter(tmp_path / f"{s}.safetensors", make_wan(seed=5), "comfyui", metadata)
+        for s, metadata in (("low", AdapterMetadata(stage="low")), ("plain", None))
+    )
+    out = tmp_path / "out.safetensors"
+    found = run_json(capsys, "merge", both, low, "-o", out)
+    assert [Path(file).stem for file in found["files"]] == ["out_high_noise", "out_low_noise"]
+    before, added = read_adapter(both, TABLES).layers, read_adapter(low, TABLES).layers
+    for stage, file in zip(STAGES, found["files"], strict=True):
+        for place, layer in read_adapter(Path(file), TABLES).layers.items():
+            expected = delta(before[LayerPath(stage, place.module)])
+            expected = expected + delta(added[place]) if stage == "low" else expected
+            torch.testing.assert_close(delta(layer), expected, rtol=1e-4, atol=1e-4)
+    assert "does not say which expert" in _error(capsys, "merge", both, plain, "-o", out)
+    chosen = run_json(capsys, "merge", both, plain, "--stage", "high", "-o", out)
+    assert chosen["modules"] == 20
 
 
 def test_merge_into_a_file_and_a_pipeline(capsys, lora, tmp_path):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, CHECKPOINT_FORMAT
 from gracetune.adapters.files.fused_projections import split_fused
 from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
 from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key
@@ -151,6 +152,12 @@ def check_file(
     """
     path = resolve_path(path)
     adapter, tensors = read_adapter_and_tensors(path, tables, table)
+    if adapter.format == CHECKPOINT_FORMAT:
+        raise AdapterError(
+            f"{path} has the weights of a checkpoint, which no other tool loads. Check the files "
+            f"in {path.parent / CHECKPOINT_ADAPTER}, or convert it first.",
+            kind="checkpoint",
+        )
     _refuse_two_stages(adapter, list(tensors))
     stage = stage or find_stage(adapter, path)[0]
     adapter = with_stage(adapter, None)

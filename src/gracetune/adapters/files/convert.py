@@ -256,7 +256,9 @@ def _notices(
             "ignored."
         )
     is_peft = any(
-        key.text.startswith("base_model.") for keys in grouped.values() for key in keys.values()
+        key.text.startswith("base_model.") or ".default." in key.text
+        for keys in grouped.values()
+        for key in keys.values()
     )
     if is_peft and not settings and not any("alpha" in keys for keys in grouped.values()):
         notices.append(

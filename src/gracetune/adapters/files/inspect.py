@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
+from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_FORMAT
+from gracetune.adapters.files.io import ALPHA_KEY, find_stage, read_adapter_and_tensors, resolve_path
 from gracetune.adapters.files.keys import (
     BLOCK,
     KeyIndex,
@@ -81,6 +82,11 @@ def inspect(
     stages_in_keys = tuple(one for one in adapter.stages if one is not None)
     layers = adapter.layers
     norms = {_label(at.stage, at.module): delta_norm(layer) for at, layer in layers.items()}
+    alphas = _counts(
+        f"{rank if layer.alpha is None else layer.alpha:g}"
+        for layer in layers.values()
+        if (rank := rank_of(layer)) is not None
+    )
     return Inspection(
         path=str(path),
         nbytes=path.stat().st_size,
@@ -95,11 +101,7 @@ def inspect(
             for layer in layers.values()
         ),
         ranks=_counts(str(rank_of(layer) or "whole") for layer in layers.values()),
-        alphas=_counts(
-            f"{rank if layer.alpha is None else layer.alpha:g}"
-            for layer in layers.values()
-            if (rank := rank_of(layer)) is not None
-        ),
+        alphas=alphas,
         dtypes=_counts(str(t.dtype).removeprefix("torch.") for t in tensors.values()),
         num_modules=len(layers),
         num_parameters=sum(t.numel() for layer in layers.values() for t in layer.tensors.values()),
@@ -107,12 +109,15 @@ def inspect(
         norms=norms,
         by_block=_norms_by_block(norms),
         metadata=dict(adapter.metadata),
-        notices=adapter.notices,
+        notices=(*adapter.notices, *_alpha_notices(adapter, alphas)),
     )
 
 
 def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
     """Return the name of the key format, the tools that write it, and a warning about it."""
+    if adapter.format == CHECKPOINT_FORMAT:
+        caution = "only gracetune reads it: convert it for another tool"
+        return CHECKPOINT_FORMAT, "the weights in a checkpoint of gracetune", caution
     if adapter.format is not None:
         key_format = get_format(adapter.format)
         return key_format.name, key_format.tools, key_format.caution
@@ -120,6 +125,17 @@ def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
     counts = count_formats([key for text in keys if (key := parse_key(text, index)) is not None])
     mixed = ", ".join(f"{name} ({count} keys)" for name, count in counts.items())
     return f"mixed: {mixed}" if mixed else "unknown", "", "no tool reads all of it"
+
+
+def _alpha_notices(adapter: Adapter, alphas: Mapping[str, int]) -> list[str]:
+    """Explain a difference between alpha in the header and the alpha that the file has."""
+    trained = adapter.metadata.get(ALPHA_KEY, "none")
+    if trained == "none" or set(trained.split(",")) == set(alphas):
+        return []
+    return [
+        f"it was trained with alpha {trained}, which is multiplied into the weights of the file: "
+        "tools that use the alpha above apply it at the trained strength"
+    ]
 
 
 def _label(stage: str | None, module: str) -> str:

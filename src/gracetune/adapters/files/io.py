@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from gracetune.adapters.files.checkpoint_weights import (
+    CHECKPOINT_ADAPTER,
+    CHECKPOINT_FILES,
+    import_parameters,
+    is_checkpoint,
+)
 from gracetune.adapters.files.convert import (
     FAMILY_KEY,
     PEFT_SETTINGS_KEY,
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
     from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.keys import KeyTable, Stage
 
+ALPHA_KEY = "gracetune.alpha"
+"""Header entry with the alpha that the adapter was trained with."""
 FILE_NAME = "pytorch_lora_weights.safetensors"
 """Name of the file that diffusers' `load_lora_weights` looks for in a folder."""
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -93,7 +101,10 @@ def read_adapter_and_tensors(
 ) -> tuple[Adapter, dict[str, Tensor]]:
     """Read an adapter file; return the adapter, and the file's tensors by their original keys."""
     tensors, metadata = read_tensors(path)
-    adapter = import_tensors(tensors, metadata, tables, table, _read_peft_config(path, tensors))
+    adapter = import_parameters(path, tensors, metadata, tables, table)
+    if adapter is None:
+        config = _read_peft_config(path, tensors)
+        adapter = import_tensors(tensors, metadata, tables, table, config)
     return adapter, tensors
 
 
@@ -123,10 +134,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def resolve_path(path: Path) -> Path:
     """Return the path of the adapter file: the path itself, or the adapter file in a folder.
 
-    In a folder, it is diffusers' or peft's file, or the only .safetensors file.
+    In a folder, it is diffusers' or peft's file, or the only .safetensors file. In a checkpoint, it
+    is the adapter as the run exports it; if that is two files, one for each expert, it is the file
+    of the checkpoint that holds both.
     """
     if not path.is_dir():
         return path
+    if is_checkpoint(path):
+        exported = list((path / CHECKPOINT_ADAPTER).glob("*.safetensors"))
+        if len(exported) == 1:
+            return exported[0]
+        return next(path / name for name in CHECKPOINT_FILES if (path / name).is_file())
     for name in (FILE_NAME, PEFT_FILE):
         if (path / name).is_file():
             return path / name
@@ -299,7 +317,7 @@ def describe_adapter(adapter: Adapter) -> dict[str, str]:
         FAMILY_KEY: adapter.table.family,
         "gracetune.algorithm": ",".join(algorithms),
         "gracetune.rank": ",".join(map(str, ranks)) or "full",
-        "gracetune.alpha": ",".join(f"{alpha:g}" for alpha in alphas) or "none",
+        ALPHA_KEY: ",".join(f"{alpha:g}" for alpha in alphas) or "none",
     }
 
 
