@@ -425,7 +425,8 @@ def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
     """Return the lines that say how the run ended and list its output files.
 
     `fallbacks` counts how often a slower method was used than requested. If the result is an
-    adapter (safetensors files directly in its folder), the lines suggest a next command.
+    adapter (safetensors files directly in its folder), the lines suggest a next command. A run that
+    has no result yet has its adapter in the last checkpoint.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"
@@ -437,6 +438,8 @@ def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
         shown = Path(path).name if name == "result" else OUTPUT_NAMES.get(name, name)
         lines.append(labelled("", f"{shown:<{LABEL_WIDTH}}{path}"))
     result = event.outputs.get("result")
+    if result is None and "checkpoint" in event.outputs:
+        result = str(Path(event.outputs["checkpoint"], "adapter"))
     files = [] if result is None else sorted(Path(result).glob("*.safetensors"))
     if files:
         command = f"gracetune adapter inspect {files[0]}"

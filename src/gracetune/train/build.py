@@ -51,7 +51,7 @@ from gracetune.train.experts import (
     drawn_token_counts,
     expected_token_counts,
 )
-from gracetune.train.export import check_exportable, export_result
+from gracetune.train.export import check_exportable, export_adapter, export_result
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
@@ -156,6 +156,10 @@ class Session:
     def export(self) -> Path:
         """Write the trained model or adapter; return its folder."""
         return export_result(self.state, self.adapted_modules, self.base_weights, self.emit)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapter as `export` does, to another folder."""
+        export_adapter(self.state, self.adapted_modules, self.base_weights, folder)
 
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""

@@ -2,6 +2,7 @@
 
     checkpoints/step-000123/
         weights.safetensors  optimizer.safetensors  ema.safetensors  generators-0.safetensors ...
+        adapter/             the adapter as the run exports it at its end, for other tools
         manifest.json        progress, the run's identity, digests of all files, and a checksum
 
 Crash safety: the files are written to a staging folder, synced to disk, and renamed to their place
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER
+from gracetune.adapters.files.io import save_tensors
 from gracetune.atomic_files import atomic_folder, remove_stale_staging
 from gracetune.errors import CheckpointError
 from gracetune.train.step import TrainProgress
@@ -59,6 +62,8 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name without suffix: `weights`, `optimizer`, `ema`, and the RNG states of
     each rank, `generators-0`, ..."""
+    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Entries of a file's safetensors header, by file name without suffix."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """Files that the tensors were read from, with their digests; empty for a new snapshot."""
 
@@ -90,17 +95,23 @@ class SavedCheckpoint:
     """Seconds that writing took."""
 
 
-def save_snapshot(folder: Path, snapshot: Snapshot, keep: int) -> SavedCheckpoint:
-    """Write a checkpoint, then delete older ones so that `keep` are left."""
+def save_snapshot(
+    folder: Path, snapshot: Snapshot, keep: int, export: Callable[[Path], None] | None = None
+) -> SavedCheckpoint:
+    """Write a checkpoint, then delete older ones so that `keep` are left.
+
+    `export` writes files for other tools to a folder inside the checkpoint.
+    """
     started_at = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
-    nbytes = sum(t.nbytes for kind in snapshot.tensors.values() for t in kind.values())
+    sizes = {kind: sum(t.nbytes for t in ts.values()) for kind, ts in snapshot.tensors.items()}
+    nbytes = sum(sizes.values()) + (sizes["weights"] if export is not None else 0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_staging(folder)
         _check_space(folder, nbytes)
         with atomic_folder(path) as staging:
-            _write(staging, snapshot)
+            _write(staging, snapshot, export)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be written: {error}. {_newest_checkpoint(folder)} Free "
@@ -135,7 +146,7 @@ def load_snapshot(path: Path) -> Snapshot:
             raise ValueError(f"{MANIFEST} is of step {progress.step}")
         digests = {path / name: digest for name, digest in manifest["files"].items()}
         tensors = {file.stem: _read_file(file, digest) for file, digest in digests.items()}
-        return Snapshot(progress, manifest["identity"], tensors, digests)
+        return Snapshot(progress, manifest["identity"], tensors, files=digests)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
@@ -206,17 +217,26 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _write(staging: Path, snapshot: Snapshot) -> None:
+def _write(staging: Path, snapshot: Snapshot, export: Callable[[Path], None] | None) -> None:
     files = {}
     for kind, tensors in snapshot.tensors.items():
         file = staging / f"{kind}.safetensors"
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, file)
+        on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_tensors(on_cpu, file, snapshot.headers.get(kind))
         files[file.name] = _digest(file)
+    exported = {}
+    if export is not None:
+        export(staging / CHECKPOINT_ADAPTER)
+        exported = {
+            str(file.relative_to(staging)): _digest(file)
+            for file in sorted((staging / CHECKPOINT_ADAPTER).iterdir())
+        }
     manifest: dict[str, object] = {
         "format": FORMAT,
         "progress": asdict(snapshot.progress),
         "identity": dict(snapshot.identity),
         "files": files,
+        "exported": exported,
     }
     manifest["checksum"] = manifest_checksum(manifest)
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gracetune.adapters.files.io import AdapterMetadata
+    from gracetune.adapters.files.keys import Stage
+    from gracetune.adapters.files.layers import Adapter
     from gracetune.adapters.inject import ModuleSettings
     from gracetune.config.schema import RunFile
     from gracetune.events.dispatcher import Emit
@@ -59,17 +63,19 @@ def check_exportable(
 def export_result(
     state: TrainState, modules: AdaptedModules, base_weights: str, emit: Emit
 ) -> Path:
-    """Write the model or the adapter, with averaged weights if there are any; return its folder."""
+    """Write the model or the adapter, with averaged weights if there are any; return its folder.
+
+    Checks that diffusers and ComfyUI can load each adapter file, and logs the result.
+    """
     path = result_folder(state.run)
     try:
-        with (
-            state.averaged_weights(),
-            atomic_folder(path) as staging,
-        ):
-            if state.run.adapter is None:
-                state.family.export(staging)
+        with atomic_folder(path) as staging:
+            if state.run.adapter is not None:
+                files = export_adapter(state, modules, base_weights, staging)
+                _check_files(state.family.name, modules, files, emit)
             else:
-                _export_adapter(state, modules, base_weights, staging, emit)
+                with state.averaged_weights():
+                    state.family.export(staging)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint has the same "
@@ -78,44 +84,77 @@ def export_result(
     return path
 
 
-def _export_adapter(
-    state: TrainState, modules: AdaptedModules, base_weights: str, folder: Path, emit: Emit
-) -> None:
-    """Write one adapter file per trained transformer (Wan 2.2 has two).
+def export_adapter(
+    state: TrainState, modules: AdaptedModules, base_weights: str, folder: Path
+) -> dict[Stage | None, Path]:
+    """Write the adapter, with averaged weights if there are any, in the format most tools load.
 
-    Checks that diffusers and ComfyUI can load each file, and logs the result.
+    Returns the file of each trained transformer (Wan 2.2 has two).
     """
     # imported here, because peft takes seconds to import
-    from gracetune.adapters.files.check_loading import check_file
-    from gracetune.adapters.files.io import (
-        FILE_NAME,
-        AdapterMetadata,
-        default_format,
-        write_adapter,
-    )
-    from gracetune.adapters.files.keys import get_table
+    from gracetune.adapters.files.io import FILE_NAME, default_format, write_adapter
     from gracetune.adapters.files.layers import with_stage
-    from gracetune.adapters.inject import adapter_from_model
+
+    files = {}
+    with state.averaged_weights():
+        adapter = _trained_adapter(state, modules)
+        for stage in adapter.stages:
+            metadata = replace(_metadata(state, base_weights), stage=stage)
+            part = with_stage(adapter.select_stage(stage), None)
+            path = folder / (FILE_NAME if stage is None else STAGE_FILES[stage])
+            files[stage] = write_adapter(path, part, default_format(adapter), metadata)
+    return files
+
+
+def checkpoint_headers(
+    state: TrainState, modules: AdaptedModules, base_weights: str
+) -> dict[str, dict[str, str]]:
+    """Return the headers of a checkpoint's `weights` and `ema`, by which they can be converted.
+
+    They are empty for a run without an adapter.
+    """
+    if state.run.adapter is None:
+        return {}
+    from gracetune.adapters.files.checkpoint_weights import NOT_AVERAGED_KEY, checkpoint_header
+
+    header = _metadata(state, base_weights).header()
+    header |= checkpoint_header(_trained_adapter(state, modules))
+    weights = header | {NOT_AVERAGED_KEY: "true"} if state.has_averages else header
+    return {"weights": weights, "ema": header}
+
+
+def _check_files(
+    family: str, modules: AdaptedModules, files: Mapping[Stage | None, Path], emit: Emit
+) -> None:
+    from gracetune.adapters.files.check_loading import check_file
+    from gracetune.adapters.files.keys import get_table
 
     tables = key_tables()
-    table = get_table(state.family.name, tables)
-    adapter = adapter_from_model(transformers_of(state.family.transformer), modules, table)
-    form = default_format(adapter)
-    for stage in adapter.stages:
-        metadata = AdapterMetadata(
-            base_model=f"{_model_name(state)} {base_weights}",
-            stage=stage,
-            boundary=state.family.boundary,
-            trigger=state.run.datasets[0].instance_prompt or "",
-            run_digest=run_digest(state),
-        )
-        part = with_stage(adapter.select_stage(stage), None)
-        name = FILE_NAME if stage is None else STAGE_FILES[stage]
-        path = write_adapter(folder / name, part, form, metadata)
+    table = get_table(family, tables)
+    for stage, path in files.items():
         expected = modules[stage or ""]
         check = check_file(path, tables, table=table, stage=stage, modules=expected)
-        text = f"{name} is written as {form.name}. " + " ".join(check.lines())
+        text = f"{path.name} is written as {check.format}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
+
+
+def _trained_adapter(state: TrainState, modules: AdaptedModules) -> Adapter:
+    from gracetune.adapters.files.keys import get_table
+    from gracetune.adapters.inject import adapter_from_model
+
+    table = get_table(state.family.name, key_tables())
+    return adapter_from_model(transformers_of(state.family.transformer), modules, table)
+
+
+def _metadata(state: TrainState, base_weights: str) -> AdapterMetadata:
+    from gracetune.adapters.files.io import AdapterMetadata
+
+    return AdapterMetadata(
+        base_model=f"{_model_name(state)} {base_weights}",
+        boundary=state.family.boundary,
+        trigger=state.run.datasets[0].instance_prompt or "",
+        run_digest=run_digest(state),
+    )
 
 
 def _model_name(state: TrainState) -> str:

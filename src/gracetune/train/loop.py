@@ -21,6 +21,7 @@ from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSp
 from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
+from gracetune.train.export import checkpoint_headers
 from gracetune.train.state import (
     detached_weights,
     flatten_optimizer_state,
@@ -240,7 +241,11 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
     accelerator = session.state.accelerator
     if accelerator.is_main_process:
         saved = checkpoint.save_snapshot(
-            session.checkpoints, snapshot, session.state.run.train.keep_checkpoints
+            session.checkpoints,
+            snapshot,
+            session.state.run.train.keep_checkpoints,
+            # A whole model would double the size of the checkpoint.
+            None if session.state.run.adapter is None else session.export_adapter,
         )
         session.emit(
             CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
@@ -261,7 +266,8 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
         tensors["ema"] = state.ema.averages
     for rank, states in enumerate(gather_object([rng_state()])):
         tensors[f"generators-{rank}"] = states
-    return Snapshot(progress, session.identity, tensors)
+    headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
+    return Snapshot(progress, session.identity, tensors, headers)
 
 
 def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:

@@ -16,7 +16,13 @@ from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
 from gracetune.models.family import bind_expert
-from gracetune.optim.schedule import averaged_weights, effective_lr, lr_scale, set_lr
+from gracetune.optim.schedule import (
+    AveragingOptimizer,
+    averaged_weights,
+    effective_lr,
+    lr_scale,
+    set_lr,
+)
 from gracetune.train import objective
 from gracetune.train.experts import SINGLE_TRANSFORMER
 from gracetune.train.timesteps import sample_timesteps
@@ -55,6 +61,11 @@ class TrainState:
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
+
+    @property
+    def has_averages(self) -> bool:
+        """True if the result of the run has averaged weights, of the EMA or the optimizer."""
+        return self.ema is not None or isinstance(self.optimizer, AveragingOptimizer)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context manager that swaps in averaged weights, of the EMA or the optimizer.

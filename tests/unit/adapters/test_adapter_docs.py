@@ -20,6 +20,6 @@ def test_commands_in_docs_parse():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     lines = re.findall(r"^gracetune adapter (.+)$", TEXT, re.M)
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         parser.parse_args(shlex.split(line.replace("[", "").replace("]", "")))

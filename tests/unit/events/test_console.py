@@ -219,6 +219,12 @@ def test_the_end_suggests_to_inspect_an_adapter(tmp_path: Path) -> None:
     file.touch()
     lines = Plain().emit(RunEnded(100, "done", 75.0, {"result": str(file.parent)}))
     assert lines[-1] == f"           next       gracetune adapter inspect {file}"
+    saved = tmp_path / "step-000100" / "adapter" / "high_noise.safetensors"
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    outputs = {"checkpoint": str(saved.parents[1])}
+    lines = Plain().emit(RunEnded(100, "interrupted", 75.0, outputs, "state saved"))
+    assert lines[-1] == f"           next       gracetune adapter inspect {saved}"
 
 
 @pytest.mark.parametrize("seconds", [9.0, 90.0])

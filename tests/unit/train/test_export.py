@@ -1,18 +1,22 @@
 """Exported adapters: every kind has a file format; what has none is rejected before training."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_examples import TABLES, table_of_modules
+from adapter_examples import TABLES, same, table_of_modules
+from blake3 import blake3
 from torch import nn
 
-from gracetune.adapters.files.io import read_adapter
+from gracetune.adapters.files.io import default_format, read_adapter, write_adapter
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, InterruptedRunError
 from gracetune.events.types import Notice, RunStarted, StepDone
+from gracetune.train.checkpoint import manifest_checksum
 from gracetune.train.export import check_exportable
 from gracetune.train.run import run_training
 
@@ -33,10 +37,23 @@ def exported(ended):
     return read_adapter(file, TABLES)
 
 
+def trained_adapter(checkpoint, tmp_path, name="ema.safetensors"):
+    """Convert a file of a checkpoint to diffusers' format, or keep it; return the adapter."""
+    adapter = read_adapter(checkpoint / name, TABLES)
+    return read_adapter(
+        write_adapter(tmp_path / name, adapter, default_format(adapter)), TABLES, adapter.table
+    )
+
+
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_adapter_kind_can_be_exported(kind, tiny_run, recorder):
-    run = tiny_run(adapter={"kind": kind, "rank": 2}, train={"max_train_steps": 1})
+def test_every_adapter_kind_can_be_exported(kind, tiny_run, recorder, tmp_path):
+    overrides = {"context_embedder": {"alpha": 3}}
+    run = tiny_run(
+        adapter={"kind": kind, "rank": 2, "alpha": 8, "overrides": overrides},
+        train={"max_train_steps": 1},
+    )
     ended = run_training(run, sinks=[recorder])
+    assert same(trained_adapter(Path(ended.outputs["checkpoint"]), tmp_path), exported(ended))
     adapter = exported(ended)
     assert adapter.format == FORMATS[kind]
     assert "context_embedder" in {place.module for place in adapter.layers}
@@ -45,17 +62,95 @@ def test_every_adapter_kind_can_be_exported(kind, tiny_run, recorder):
     assert f"{len(adapter.layers)} modules" in text
 
 
+AVERAGED = {
+    "ema": {"train": {"ema_decay": 0.9}},
+    "schedule_free": {"train": {"ema_decay": 0.0}, "optimizer": {"name": "schedule_free"}},
+    "none": {"train": {"ema_decay": 0.0}},
+}
+
+
+@pytest.mark.parametrize("average", AVERAGED)
+def test_every_checkpoint_has_the_adapter_as_the_run_exports_it(average, tiny_run, tmp_path):
+    sections = AVERAGED[average] | {"adapter": {"rank": 2, "alpha": 8}}
+    outputs = {}
+    for name, steps, every in (("first", 1, 0), ("plain", 3, 0), ("often", 3, 1)):
+        train = {"max_train_steps": steps, "checkpoint_every": every, "keep_checkpoints": 2}
+        run = tiny_run(
+            output_dir=str(tmp_path / name), **sections | {"train": sections["train"] | train}
+        )
+        outputs[name] = run_training(run).outputs
+    results = {name: files_in(Path(paths["result"])) for name, paths in outputs.items()}
+    saved = tmp_path / "often" / "checkpoints"
+    assert results["often"] == results["plain"], "saving must not change the run"
+    assert files_in(saved / "step-000003" / "adapter") == results["often"]
+    assert sorted(path.name for path in saved.iterdir()) == ["step-000002", "step-000003"]
+    earlier = tmp_path / "first" / "checkpoints" / "step-000001"
+    assert files_in(earlier / "adapter") == results["first"] != results["plain"]
+
+    manifest = json.loads((saved / "step-000003" / "manifest.json").read_text())
+    file = saved / "step-000003" / "adapter" / "pytorch_lora_weights.safetensors"
+    digest = blake3(file.read_bytes()).hexdigest()
+    assert manifest["exported"] == {"adapter/pytorch_lora_weights.safetensors": digest}
+    weights = read_adapter(saved / "step-000003" / "weights.safetensors", TABLES)
+    assert {layer.alpha for layer in weights.layers.values()} == {8.0}
+    assert len(weights.notices) == (average != "none"), weights.notices
+
+
+def files_in(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_interrupted_run_leaves_an_adapter(tiny_run, tmp_path):
+    class Stop:
+        def handle(self, event):
+            if isinstance(event, StepDone):
+                (tmp_path / "run/now/stop").touch()
+
+        def close(self):
+            pass
+
+    with pytest.raises(InterruptedRunError):
+        run_training(tiny_run(adapter={"rank": 2}), sinks=[Stop()])
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    adapter = read_adapter(checkpoint, TABLES)
+    assert adapter.format == "diffusers"
+    assert same(trained_adapter(checkpoint, tmp_path), adapter)
+
+
+def test_a_checkpoint_without_an_exported_adapter_is_resumed(tiny_run, tmp_path):
+    run_training(tiny_run(adapter={"rank": 2}, train={"max_train_steps": 1}))
+    old = tmp_path / "run" / "checkpoints" / "step-000001"
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["exported"]
+    manifest["checksum"] = manifest_checksum(manifest)
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    shutil.rmtree(old / "adapter")
+    run_training(tiny_run(adapter={"rank": 2}, train={"max_train_steps": 2}))
+    assert (old.with_name("step-000002") / "adapter").is_dir()
+
+
+def test_a_checkpoint_of_a_whole_model_is_not_doubled(tiny_run, tmp_path):
+    ended = run_training(tiny_run(train={"max_train_steps": 1}))
+    checkpoint = Path(ended.outputs["checkpoint"])
+    assert not (checkpoint / "adapter").exists()
+    assert json.loads((checkpoint / "manifest.json").read_text())["exported"] == {}
+
+
 @pytest.mark.parametrize("kind", ["loha", "lokr", "full"])
 @pytest.mark.parametrize("small", MODELS)
-def test_every_layer_of_a_family_can_be_adapted(small, kind, tiny_run, recorder, miniature):
+def test_every_layer_of_a_family_can_be_adapted(
+    small, kind, tiny_run, recorder, miniature, tmp_path
+):
     run = tiny_run(
         model={"family": MODELS[small], "path": str(miniature(small))},
-        adapter={"kind": kind, "rank": 2, "targets": EVERYTHING},
+        adapter={"kind": kind, "rank": 2, "alpha": 8, "targets": EVERYTHING},
         train={"max_train_steps": 2},
     )
     (data,) = run.datasets
     run = run.model_copy(update={"datasets": (data.model_copy(update={"resolution": 32}),)})
-    adapter = exported(run_training(run, sinks=[recorder]))
+    ended = run_training(run, sinks=[recorder])
+    adapter = exported(ended)
+    assert same(trained_adapter(Path(ended.outputs["checkpoint"]), tmp_path), adapter)
     assert len(recorder.of(StepDone)) == 2
     assert all(
         bool(torch.isfinite(tensor).all())

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_FORMAT
-from gracetune.adapters.files.io import ALPHA_KEY, find_stage, read_adapter_and_tensors, resolve_path
+from gracetune.adapters.files.io import (
+    ALPHA_KEY,
+    find_stage,
+    read_adapter_and_tensors,
+    resolve_path,
+)
 from gracetune.adapters.files.keys import (
     BLOCK,
     KeyIndex,
