@@ -6,7 +6,7 @@ request. It needs git and pydantic and imports nothing of gracetune; `gracetune 
 line.
 
 Reading order: extract.py, plan.py (merge.py, moved_code.py, three_way.py and upstream_history.py do
-its work), apply.py, validation_commands.py, report.py.
+its work, with taken_changes.py and import_check.py), apply.py, validation_commands.py, report.py.
 """
 
 

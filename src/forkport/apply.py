@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forkport import ForkportError, worktree
-from forkport.merge import merge_patch, open_merge_context, patch_changes
+from forkport.merge import (
+    PatchResult,
+    check_result,
+    merge_patch,
+    open_merge_context,
+    patch_changes,
+    side_labels,
+)
 from forkport.patches import read_manifest
 from forkport.plan import patch_verdict
 from forkport.port_state import (
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from forkport.git import Git
-    from forkport.merge import FileResult
+    from forkport.merge import FileResult, MergeContext
     from forkport.patches import Manifest, Patch
 
 
@@ -100,11 +107,11 @@ def continue_apply(git: Git) -> ApplyOutcome:
             f"every patch is already on {state.port_branch}; `gracetune port validate` is next."
         )
     manifest = read_manifest(patches_folder(git))
-    if state.stopped is not None:
-        state = _commit_resolution(git, manifest, state, state.stopped)
-    else:
+    if state.stopped is None:
         _check_untouched(git, state)
-    return _apply_remaining(git, manifest, state)
+        return _apply_remaining(git, manifest, state)
+    outcome = _commit_resolution(git, manifest, state, state.stopped)
+    return outcome if outcome.conflicts else _apply_remaining(git, manifest, outcome.state)
 
 
 def _check_untouched(git: Git, state: PortState) -> None:
@@ -148,19 +155,21 @@ def current_branch(git: Git) -> str | None:
 
 
 def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOutcome:
-    context = open_merge_context(git, manifest, state.tip)
+    if len(state.done) < len(manifest.patches):
+        context = open_merge_context(git, manifest, patches_folder(git), state.tip)
     for patch in manifest.patches[len(state.done) :]:
         changes = patch_changes(git, manifest, patches_folder(git), patch)
-        files = merge_patch(context, git.list_tree(state.at), patch, changes)
-        notes = tuple(f"{file.path}: {note}" for file in files for note in file.notes)
-        if any(file.is_conflict for file in files):
-            return _stop_at_conflict(git, state, patch, files, notes)
+        result = merge_patch(context, git.list_tree(state.at), patch, changes)
+        tree = git.write_changed_tree(state.at, result.entries)
+        if patch is manifest.patches[-1] and not result.is_conflict:
+            result = check_result(context, git.list_tree(tree), result)
+        if result.is_conflict:
+            return _stop_at_conflict(git, state, patch, result)
         commit = None
-        if files:
-            tree = git.write_changed_tree(state.at, {file.path: file.entry for file in files})
-            commit = git.commit_tree(tree, [state.at], commit_message(patch, state, notes))
+        if result.files:
+            commit = git.commit_tree(tree, [state.at], commit_message(patch, state, result.notes))
         applied = AppliedPatch(
-            patch=patch.name, verdict=patch_verdict(files), commit=commit, notes=notes
+            patch=patch.name, verdict=patch_verdict(result), commit=commit, notes=result.notes
         )
         state = _updated(git, state, at=commit or state.at, done=(*state.done, applied))
     worktree.move_and_checkout(git, state.port_branch, state.at)
@@ -168,28 +177,28 @@ def _apply_remaining(git: Git, manifest: Manifest, state: PortState) -> ApplyOut
 
 
 def _stop_at_conflict(
-    git: Git, state: PortState, patch: Patch, files: Sequence[FileResult], notes: tuple[str, ...]
+    git: Git, state: PortState, patch: Patch, result: PatchResult
 ) -> ApplyOutcome:
     """Write the conflicts to the working tree, then record that the patch is pending.
 
     In the other order, a crash in between would make untouched files look like a resolution.
     """
-    worktree.check_no_untracked_conflict(git, state.at, files)
+    worktree.check_no_untracked_conflict(git, state.at, result.files)
     worktree.move_and_checkout(git, state.port_branch, state.at)
-    worktree.write_conflicts(git, files)
-    conflicts = tuple(file for file in files if file.is_conflict)
+    worktree.write_conflicts(git, result.files)
+    conflicts = tuple(file for file in result.files if file.is_conflict)
     pending = PendingPatch(
         patch=patch.name,
         marked=tuple(file.path for file in conflicts if file.conflicts),
-        unmarked=tuple(file.path for file in conflicts if not file.conflicts),
-        notes=notes,
+        unmarked=tuple(file.path for file in conflicts if file.reason),
+        notes=result.notes,
     )
     return ApplyOutcome(_updated(git, state, stopped=pending), conflicts)
 
 
 def _commit_resolution(
     git: Git, manifest: Manifest, state: PortState, pending: PendingPatch
-) -> PortState:
+) -> ApplyOutcome:
     """Commit the files as the user resolved them, or accept the commits that the user made."""
     if current_branch(git) != state.port_branch:
         raise ForkportError(
@@ -206,32 +215,51 @@ def _commit_resolution(
                 f"{state.port_branch} is at {head[:10]}, not at {state.at[:10]}, and has "
                 "uncommitted changes or other ancestors. Commit the changes, or roll back."
             )
-        commit: str | None = head
+        tree = head
     else:
-        _check_resolved(git, manifest, state, patch, pending)
+        _check_resolved(git, state, patch, pending)
         git.run("add", "--update", ":/")
         tree = git.text("write-tree")
-        commit = None
-        if tree != git.text("rev-parse", "HEAD^{tree}"):
-            by_hand = (*pending.marked, *pending.unmarked)
-            commit = git.commit_tree(
-                tree, [head], commit_message(patch, state, pending.notes, by_hand)
-            )
-            git.run("update-ref", f"refs/heads/{state.port_branch}", commit, head)
+    if patch is manifest.patches[-1]:
+        context = open_merge_context(git, manifest, patches_folder(git), state.tip)
+        if (stopped := _check_resolution(git, context, state, pending, tree)) is not None:
+            return stopped
+    by_hand = tuple(dict.fromkeys((*pending.marked, *pending.unmarked)))
+    commit = head if head != state.at else None
+    if commit is None and tree != git.text("rev-parse", "HEAD^{tree}"):
+        message = commit_message(patch, state, pending.notes, by_hand)
+        commit = git.commit_tree(tree, [head], message)
+        git.run("update-ref", f"refs/heads/{state.port_branch}", commit, head)
     applied = AppliedPatch(
         patch=patch.name,
         verdict="conflicts",
         commit=commit,
-        by_hand=(*pending.marked, *pending.unmarked),
+        by_hand=by_hand,
         notes=pending.notes,
     )
-    return _updated(git, state, at=commit or state.at, stopped=None, done=(*state.done, applied))
+    done = (*state.done, applied)
+    return ApplyOutcome(_updated(git, state, at=commit or state.at, stopped=None, done=done))
 
 
-def _check_resolved(
-    git: Git, manifest: Manifest, state: PortState, patch: Patch, pending: PendingPatch
-) -> None:
-    labels = open_merge_context(git, manifest, state.tip).labels(patch)
+def _check_resolution(
+    git: Git, context: MergeContext, state: PortState, pending: PendingPatch, tree: str
+) -> ApplyOutcome | None:
+    """Check the last patch once more, as the user resolved it; return the conflicts that are new.
+
+    A file that was shown as a conflict before is the user's decision.
+    """
+    result = check_result(context, git.list_tree(tree), PatchResult(()))
+    new = tuple(file for file in result.files if file.path not in pending.unmarked)
+    if not new:
+        return None
+    worktree.write_conflicts(git, new)
+    paths = (*pending.unmarked, *(file.path for file in new))
+    stopped = pending.model_copy(update={"unmarked": paths})
+    return ApplyOutcome(_updated(git, state, stopped=stopped), new)
+
+
+def _check_resolved(git: Git, state: PortState, patch: Patch, pending: PendingPatch) -> None:
+    labels = side_labels(state.tip, patch)
     unresolved = []
     for path in pending.marked:
         file = git.folder / path

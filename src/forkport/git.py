@@ -50,6 +50,15 @@ class FileChange:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitChanges:
+    """A commit and the files that it changed."""
+
+    commit: str
+    subject: str
+    changes: tuple[FileChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hunk:
     """A changed range of lines in the old and the new text: half-open, counted from 0."""
 
@@ -144,6 +153,20 @@ class Git:
         rename_options = ("-M", "-l0") if renames else ("--no-renames",)
         raw = self.run("diff-tree", "-r", "-z", "--no-abbrev", *rename_options, old, new)
         return parse_raw_diff(_split_records(raw))
+
+    def list_commits(self, base: str, tip: str, *options: str) -> list[CommitChanges]:
+        """Return the commits from `base` to `tip` with their changes, oldest first."""
+        raw = self.run(
+            *("log", *options, "--reverse", "--raw", "-z", "-M", "--no-abbrev"),
+            *("--no-show-signature", "--format=%x01%H%x02%s%x03", f"{base}..{tip}"),
+        ).decode(errors="surrogateescape")
+        commits = []
+        for block in raw.split("\x01")[1:]:
+            head, _, rest = block.partition("\x03")
+            commit, _, subject = head.partition("\x02")
+            records = [record for record in rest.lstrip("\0\n").split("\0") if record]
+            commits.append(CommitChanges(commit, subject, tuple(parse_raw_diff(records))))
+        return commits
 
     def diff_blobs(self, old: str, new: str) -> list[Hunk]:
         """Return the changed line ranges between two blobs."""

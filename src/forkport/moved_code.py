@@ -76,6 +76,33 @@ def find_moves(
     return finder.find(reader.definitions(home, base))
 
 
+def find_deleted_moves(
+    reader: SourceReader,
+    upstream: UpstreamChanges,
+    tree: dict[str, TreeEntry],
+    home: str,
+    sides: tuple[TreeEntry | None, TreeEntry | None, TreeEntry | None],
+    kept: set[str],
+) -> list[tuple[str, str]]:
+    """Find functions that the fork deletes from `home` and upstream moved to another file.
+
+    `sides` is as for `find_moves`, with None for a file that the fork deletes. `kept` are names
+    that the fork defines anywhere. Returns names and the files in which upstream has them.
+    """
+    base = sides[0]
+    assert base is not None
+    names = [
+        {} if entry is None else flatten(reader.definitions(home, entry)) for entry in sides[1:]
+    ]
+    finder = _MoveFinder(reader, upstream, tree, home, reader.read(base), names[1], names[0])
+    return [
+        (definition.name, found[0])
+        for definition in reader.definitions(home, base)
+        if not any(definition.name in each for each in names) and definition.last_name not in kept
+        if (found := finder.find_elsewhere(definition)) is not None
+    ]
+
+
 @dataclass(frozen=True)
 class _MoveFinder:
     reader: SourceReader
@@ -99,7 +126,7 @@ class _MoveFinder:
             if fork is None:
                 continue
             if name not in self.ours:
-                found = self._find_elsewhere(definition)
+                found = self.find_elsewhere(definition)
                 moves += [Move(name, definition, fork, *found)] if found else []
             elif name in moved_within_file:
                 moves.append(Move(name, definition, fork, self.home, self.ours[name]))
@@ -107,7 +134,7 @@ class _MoveFinder:
                 moves += self.find(definition.children)
         return moves
 
-    def _find_elsewhere(self, definition: Definition) -> tuple[str, Definition] | None:
+    def find_elsewhere(self, definition: Definition) -> tuple[str, Definition] | None:
         """Find the file to which upstream moved a function or class, and its definition there.
 
         It is the most similar new definition of the same name. None if there is none, or if two

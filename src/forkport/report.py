@@ -35,6 +35,8 @@ def plan_lines(plans: Sequence[PatchPlan]) -> Iterator[str]:
                 yield f"  {file.path}: conflict: {file.reason}"
             for conflict in file.conflicts:
                 yield f"  {file.path}:{conflict.line}: conflict: both sides changed these lines"
+        for path in plan.already_upstream:
+            yield f"  {path}: already upstream"
         if plan.commits:
             yield f"  {len(plan.commits)} upstream commits touched the same code:"
         for commit in plan.commits:
@@ -61,6 +63,7 @@ def plan_json(plans: Sequence[PatchPlan]) -> list[dict[str, object]]:
                 }
                 for file in plan.files
             ],
+            "already_upstream": list(plan.already_upstream),
             "commits": [
                 {"commit": each.commit, "subject": each.subject, "touched": list(each.labels)}
                 for each in plan.commits

@@ -20,9 +20,9 @@ from forkport.git import GITLINK, SYMLINK
 from forkport.three_way import MergedText, SideLabels, merge_lines, split_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from forkport.git import FileChange, Git, TreeEntry
+    from forkport.git import FileChange, Git, Hunk, TreeEntry
 
 
 _BINARY_PROBE_NBYTES = 8000
@@ -36,13 +36,26 @@ class SourceReader:
 
     git: Git
     _contents: dict[str, bytes] = field(default_factory=dict)
+    _blobs: dict[bytes, str] = field(default_factory=dict)
+    _hunks: dict[tuple[bytes, bytes], list[Hunk]] = field(default_factory=dict)
     _definitions: dict[tuple[str, str], tuple[Definition, ...]] = field(default_factory=dict)
 
     def read(self, entry: TreeEntry) -> bytes:
         """Return the content of a file."""
         if entry.blob not in self._contents:
-            self._contents[entry.blob] = self.git.read_blob(entry.blob)
+            content = self.git.read_blob(entry.blob)
+            self._contents[entry.blob] = content
+            self._blobs[content] = entry.blob
         return self._contents[entry.blob]
+
+    def hunks(self, old: bytes, new: bytes) -> list[Hunk]:
+        """Return the changed line ranges between two texts."""
+        if (old, new) not in self._hunks:
+            for content in (old, new):
+                if content not in self._blobs:
+                    self._blobs[content] = self.git.write_blob(content)
+            self._hunks[old, new] = self.git.diff_blobs(self._blobs[old], self._blobs[new])
+        return self._hunks[old, new]
 
     def definitions(self, path: str, entry: TreeEntry) -> tuple[Definition, ...]:
         """Return the functions and classes of a Python file, and nothing for any other file."""
@@ -63,11 +76,7 @@ class SourceReader:
         self, base: bytes, ours: bytes, theirs: bytes, labels: SideLabels
     ) -> MergedText:
         """Merge two versions of a text, using git's diffs of each against the version `base`."""
-        base_blob, *blobs = [self.git.write_blob(content) for content in (base, ours, theirs)]
-        sides = [
-            (split_lines(content), self.git.diff_blobs(base_blob, blob))
-            for content, blob in zip((ours, theirs), blobs, strict=True)
-        ]
+        sides = [(split_lines(text), self.hunks(base, text)) for text in (ours, theirs)]
         return merge_lines(split_lines(base), sides[0], sides[1], labels)
 
 
@@ -93,35 +102,56 @@ class UpstreamChanges:
         """Return the path in `base` of a file with this path in `tip`."""
         return next((old for old, new in self.renames.items() if new == path), path)
 
-    def path_for_new_file(self, path: str) -> str:
-        """Return the path for a file that the fork adds: in the folder its neighbours moved to."""
+    def path_for_new_file(self, path: str) -> tuple[str, str]:
+        """Return the path for a file that the fork adds: in the folder its neighbours moved to.
+
+        The second value is the reason of a conflict, if they moved to different folders.
+        """
         for folder in PurePosixPath(path).parents:
             prefix = "" if str(folder) == "." else f"{folder}/"
             if any(name.startswith(prefix) for name in self.tip):
-                return path
+                break
             new_prefixes = Counter(
                 new.removesuffix(old[len(prefix) :])
                 for old, new in self.renames.items()
-                if old.startswith(prefix) and new.endswith(f"/{old[len(prefix) :]}")
-            )
+                if old.startswith(prefix) and f"/{new}".endswith(f"/{old[len(prefix) :]}")
+            ).most_common(2)
+            if len(new_prefixes) == 2 and new_prefixes[0][1] == new_prefixes[1][1]:
+                names = " and ".join(name or "the root" for name, _ in new_prefixes)
+                return path, f"upstream moved the files of {folder} to {names}: choose one"
             if new_prefixes:
-                return new_prefixes.most_common(1)[0][0] + path[len(prefix) :]
-        return path
+                return new_prefixes[0][0] + path[len(prefix) :], ""
+        return path, ""
 
 
-def compare_trees(git: Git, base: str, tip: str) -> UpstreamChanges:
-    """Compare the common ancestor of fork and upstream with an upstream commit, `tip`."""
+def compare_trees(
+    git: Git, base: str, tip: str, final_path: Callable[[str], str] = str
+) -> UpstreamChanges:
+    """Compare the common ancestor of fork and upstream with an upstream commit, `tip`.
+
+    `final_path` follows a path through upstream's commits. It finds files that upstream renamed and
+    then rewrote.
+    """
     changes = git.diff_trees(base, tip)
-    return UpstreamChanges(
-        base=git.list_tree(base),
-        tip=git.list_tree(tip),
-        renames={
-            change.old_path: change.new_path
-            for change in changes
-            if change.status == "R" and change.old_path and change.new_path
-        },
+    base_tree, tip_tree = git.list_tree(base), git.list_tree(tip)
+    renames = {
+        change.old_path: change.new_path
+        for change in changes
+        if change.status == "R" and change.old_path and change.new_path
+    }
+    upstream = UpstreamChanges(
+        base=base_tree,
+        tip=tip_tree,
+        renames=renames,
         changed_paths=tuple(change.new_path for change in changes if change.new_path),
     )
+    for path in sorted(set(base_tree) - set(tip_tree) - set(renames)):
+        followed, moved = final_path(path), upstream.path_for_new_file(path)[0]
+        if followed in tip_tree and followed not in base_tree:
+            renames[path] = followed
+        elif tip_tree.get(moved) == base_tree[path] and moved not in base_tree:
+            renames[path] = moved  # git does not match empty files, such as __init__.py
+    return upstream
 
 
 def change_paths(change: FileChange) -> tuple[str, ...]:

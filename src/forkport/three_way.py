@@ -7,7 +7,8 @@ for review.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 Lines = list[bytes]
 _BASE_MARKER = b"||||||| before both\n"
 _MIDDLE_MARKER = b"=======\n"
+_QUOTED = re.compile(rb"""("[^"\n]*"|'[^'\n]*')""")
+_WORD = re.compile(rb"\w{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Conflict:
     base: bytes
     ours: bytes
     theirs: bytes
+    base_start: int = field(default=-1, compare=False)
+    """The first of the lines in the base, counted from 0; -1 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class MergedText:
     conflicts: tuple[Conflict, ...] = ()
     adjacent_changes: tuple[str, ...] = ()
     """The line above each place where a change of one side directly follows one of the other."""
+    whitespace_changes: tuple[str, ...] = ()
+    """The first line of each change that both sides made with different whitespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ def merge_lines(
     out: Lines = []
     conflicts: list[Conflict] = []
     adjacent: list[str] = []
+    whitespace: list[str] = []
     position = 0  # base lines before this are merged
     previous: _Edit | None = None
     for group in _group_overlapping(edits):
@@ -100,10 +108,49 @@ def merge_lines(
             out += left if group[0].is_ours else right
         elif left == right:
             out += left
+        elif same_but_whitespace(left, right):
+            out += left
+            whitespace.append(b"".join(left).decode(errors="replace").strip().partition("\n")[0])
+        elif (both := _longer_insertion(base[start:end], left, right)) is not None:
+            out += both
         else:
-            conflicts.append(_write_conflict(out, base[start:end], left, right, labels))
+            conflicts.append(_write_conflict(out, (base, start, end), left, right, labels))
         position, previous = end, group[-1]
-    return MergedText(join_lines(out + base[position:]), tuple(conflicts), tuple(adjacent))
+    content = join_lines(out + base[position:])
+    return MergedText(content, tuple(conflicts), tuple(adjacent), tuple(whitespace))
+
+
+def same_but_whitespace(left: Sequence[bytes], right: Sequence[bytes]) -> bool:
+    """Return True if two texts are equal but for blank lines and spaces outside of quotes.
+
+    Their indentation must be equal, with tabs of any usual width, because it means something.
+    """
+    one, other = ([line for line in side if line.strip()] for side in (left, right))
+    if not one or [*map(_without_spaces, one)] != [*map(_without_spaces, other)]:
+        return False
+    return any(
+        [_depth(line, width) for line in one] == [_depth(line, width) for line in other]
+        for width in (2, 4, 8)
+    )
+
+
+def _depth(line: bytes, tab_width: int) -> int:
+    text = line.expandtabs(tab_width)
+    return len(text) - len(text.lstrip())
+
+
+def _without_spaces(line: bytes) -> bytes:
+    parts = _QUOTED.split(line)
+    return b"".join(part if i % 2 else b"".join(part.split()) for i, part in enumerate(parts))
+
+
+def _longer_insertion(base: Lines, left: Lines, right: Lines) -> Lines | None:
+    """Return the longer of two insertions if it begins or ends with all of the other one."""
+    short, long = sorted((left, right), key=len)
+    if base or not any(_WORD.search(line) for line in short):
+        return None
+    is_part = long[: len(short)] == short or long[len(long) - len(short) :] == short
+    return long if is_part else None
 
 
 def find_conflicts(content: bytes, labels: SideLabels) -> tuple[Conflict, ...]:
@@ -176,16 +223,18 @@ def _apply_edits(base: Lines, edits: Sequence[_Edit], start: int, end: int) -> L
 
 
 def _write_conflict(
-    out: Lines, base: Lines, left: Lines, right: Lines, labels: SideLabels
+    out: Lines, where: tuple[Lines, int, int], left: Lines, right: Lines, labels: SideLabels
 ) -> Conflict:
     """Append a conflict with markers; lines that are equal on both sides stay outside of them."""
+    base, start, end = where
+    base = base[start:end]
     head = _common_prefix(left, right)
     out += left[:head]
     left, right = left[head:], right[head:]
     tail = _common_prefix(left[::-1], right[::-1])
     after = left[len(left) - tail :]
     left, right = left[: len(left) - tail], right[: len(right) - tail]
-    conflict = Conflict(len(out) + 1, b"".join(base), b"".join(left), b"".join(right))
+    conflict = Conflict(len(out) + 1, b"".join(base), b"".join(left), b"".join(right), start)
     out += [
         *(f"<<<<<<< {labels.ours}\n".encode(), *_terminate(left)),
         *(_BASE_MARKER, *_terminate(base)),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forkport.git import FileChange, Hunk, parse_raw_diff
 from forkport.moved_code import MIN_SIMILARITY
 from forkport.source_index import (
     change_paths,
@@ -26,7 +25,7 @@ from forkport.source_index import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from forkport.git import Git
+    from forkport.git import CommitChanges, FileChange, Hunk
     from forkport.source_index import Definition, SourceReader
 
 
@@ -54,13 +53,6 @@ class TouchingCommit:
     commit: str
     subject: str
     labels: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _UpstreamCommit:
-    commit: str
-    subject: str
-    changes: tuple[FileChange, ...]
 
 
 def touched_regions(
@@ -116,12 +108,15 @@ def _range_label(start: int, end: int) -> str:
 
 
 def commits_touching(
-    reader: SourceReader, base: str, tip: str, regions: Sequence[TouchedRegion]
+    reader: SourceReader, history: Sequence[CommitChanges], regions: Sequence[TouchedRegion]
 ) -> dict[str, list[TouchingCommit]]:
-    """Return, for each patch, the upstream commits that changed the same code, oldest first."""
+    """Return, for each patch, the upstream commits that changed the same code, oldest first.
+
+    `history` has the commits of upstream along first parents, oldest first.
+    """
     commits: dict[str, list[TouchingCommit]] = {region.patch: [] for region in regions}
     followed = list(regions)
-    for commit in _upstream_commits(reader.git, base, tip):
+    for commit in history:
         by_path = {change.old_path: change for change in commit.changes if change.old_path}
         labels_by_patch: dict[str, list[str]] = {}
         for region in [region for region in followed if region.path in by_path]:
@@ -140,24 +135,12 @@ def commits_touching(
     return commits
 
 
-def _upstream_commits(git: Git, base: str, tip: str) -> Iterator[_UpstreamCommit]:
-    raw = git.run(
-        *("log", "--first-parent", "-m", "--reverse", "--raw", "-z", "-M", "--no-abbrev"),
-        *("--no-show-signature", "--format=%x01%H%x02%s%x03", f"{base}..{tip}"),
-    ).decode(errors="surrogateescape")
-    for block in raw.split("\x01")[1:]:
-        head, _, rest = block.partition("\x03")
-        commit, _, subject = head.partition("\x02")
-        records = [record for record in rest.lstrip("\0\n").split("\0") if record]
-        yield _UpstreamCommit(commit, subject, tuple(parse_raw_diff(records)))
-
-
 def _text_hunks(reader: SourceReader, change: FileChange) -> list[Hunk]:
     if change.old is None or change.new is None:
         return []
     if not (reader.is_text(change.old) and reader.is_text(change.new)):
         return []
-    return reader.git.diff_blobs(change.old.blob, change.new.blob)
+    return reader.hunks(reader.read(change.old), reader.read(change.new))
 
 
 def _follow_name(

@@ -183,7 +183,12 @@ def _report_outcome(outcome: ApplyOutcome) -> int:
     if state.kept:
         print(f"Uncommitted work: {state.kept}")
     if state.stopped is None:
-        print(f"All {len(state.done)} patches are on {state.port_branch}.")
+        skipped = [each.patch for each in state.done if each.verdict == "already upstream"]
+        if skipped:
+            count = f"{len(state.done) - len(skipped)} of {len(state.done)} patches"
+            print(f"{count} are on {state.port_branch}. Already upstream: {', '.join(skipped)}.")
+        else:
+            print(f"All {len(state.done)} patches are on {state.port_branch}.")
         return 0
     print(f"{state.stopped.patch}: stopped at a conflict.", file=sys.stderr)
     for file in outcome.conflicts:

@@ -74,6 +74,18 @@ def test_a_port_runs_from_extract_to_rollback(port, repo, capsys):
     assert (repo.folder / "one.py").read_text() == ONE.replace("b = 2", "b = 20")
 
 
+def test_patches_that_upstream_already_has_are_named(port, repo, capsys):
+    repo.commits("upstream", [("take it", {"extra/new.py": "n = 1\n"})], parent="upstream~1")
+    assert port("extract", "--upstream", "upstream") == 0
+    assert port("plan") == 0
+    out = capsys.readouterr().out
+    assert "02-new: already upstream" in out
+    assert "  extra/new.py: already upstream" in out
+    assert port("apply") == 0
+    out = capsys.readouterr().out
+    assert out.endswith("1 of 2 patches are on gh200-reintegration. Already upstream: 02-new.\n")
+
+
 def test_uncommitted_changes_are_not_extracted(port, repo, capsys):
     (repo.folder / "one.py").write_text("an idea\n")
     assert port("extract", "--upstream", "upstream") == 0

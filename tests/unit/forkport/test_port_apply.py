@@ -66,7 +66,7 @@ def test_a_patch_that_upstream_already_has_makes_no_commit(grow, patches, module
     extract(repo.git, "fork", "upstream", patches)
     state = start_apply(repo.git, patches, None, "port", "1", refuse).state
     assert {d.patch: (d.verdict, d.commit is None) for d in state.done} == {
-        "01-one": ("upstream has it", True),
+        "01-one": ("already upstream", True),
         "02-x": ("applies", False),
     }
 

@@ -84,7 +84,7 @@ def test_two_insertions_at_one_place_conflict(planned, module):
 def test_the_same_change_on_both_sides_needs_no_patch(planned, module):
     new = module.replace("b = 2", "b = 20")
     one = planned({"pkg/one.py": new}, {"pkg/one.py": new})
-    assert (one.verdict, one.files) == ("upstream has it", ())
+    assert (one.verdict, one.files) == ("already upstream", ())
 
 
 def test_lines_equal_on_both_sides_stay_outside_the_markers(planned, repo, module):
@@ -252,16 +252,6 @@ def test_upstreams_change_follows_the_forks_rename(planned, repo, module):
     text = content(repo, files["pkg/uno.py"]).decode()
     assert "a = 10" in text
     assert "z = 30" in text
-
-
-def test_upstreams_name_wins_if_both_sides_rename(planned, module):
-    one = planned(
-        {"pkg/one.py": None, "pkg/uno.py": module.replace("a = 1", "a = 10")},
-        {"pkg/one.py": None, "pkg/eins.py": module},
-    )
-    [file] = one.files
-    assert file.path == "pkg/eins.py"
-    assert "upstream's name stays" in file.notes[1]
 
 
 def test_a_rename_onto_an_existing_file_conflicts(planned, module):

@@ -36,10 +36,29 @@ def test_swapping_sides_mirrors_conflicts_and_markers_parse_back(base, ours, the
     assert [(c.ours, c.theirs) for c in one.conflicts] == [
         (c.theirs, c.ours) for c in other.conflicts
     ]
-    if not one.conflicts:
+    if not one.conflicts and not one.whitespace_changes:
         assert one.content == other.content
     assert find_conflicts(one.content, LABELS) == one.conflicts
     assert bool(find_markers(one.content, LABELS)) == bool(one.conflicts)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_same"),
+    [
+        (b"x=2 \n", b"x = 2\n", True),
+        (b"\tx = 2\n", b"    x = 2\n", True),
+        (b"x = 2\r\n", b"x = 2\n", True),
+        (b"x = 2\n\n", b"x = 2\n", True),
+        (b"    x = 2\n", b"        x = 2\n", False),
+        (b"x = 'a b'\n", b"x = 'ab'\n", False),
+    ],
+)
+def test_the_same_change_with_other_whitespace_is_made_once(ours, theirs, is_same):
+    merged = merge([b"x = 1\n"], split_lines(ours), split_lines(theirs))
+    assert bool(merged.conflicts) != is_same
+    if is_same:
+        assert merged.content == ours
+        assert merged.whitespace_changes
 
 
 @given(TEXTS, TEXTS, TEXTS)
