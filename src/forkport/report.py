@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from forkport.patches import VALIDATION_GROUPS
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from forkport.port_state import AppliedPatch, CommandRun, PortState
 
 CHECKLIST = "GH200_REBASE_CHECKLIST.md"
+_NO_REGRESSION = r"no regression beyond [0-9.]+ %( in [^;]*)?"
+"""The last line of `gracetune baseline compare` that is a proof, for all metrics or those named."""
 _MAX_SIDE_LINES = 40
 """Number of lines shown of each side of a conflict; the user finds the rest in the file."""
 _GROUP_TITLES = {
@@ -133,12 +136,16 @@ def _checklist_lines(
         yield ""
     yield from ("## 4. Performance", "")
     yield _item(
-        baseline is not None and baseline.startswith("no regression"),
+        baseline is not None and _proves_no_regression(baseline),
         "baseline compared: " + (baseline or "not yet (`gracetune baseline compare`)"),
     )
     yield from ("", "## 5. Decision", "")
     yield _item(False, "a second person has read the conflicts resolved by hand")
     yield _item(False, "result accepted; or undone with `gracetune port rollback`")
+
+
+def _proves_no_regression(line: str) -> bool:
+    return re.fullmatch(_NO_REGRESSION, line) is not None and ", but " not in line
 
 
 def _patch_lines(patch: Patch, applied: AppliedPatch | None, is_pending: bool) -> Iterator[str]:

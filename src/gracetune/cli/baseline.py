@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -20,12 +21,15 @@ from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.performance_baseline import (
     BASELINE_FILE,
+    METRICS,
     REPORT_FILE,
     Baseline,
     compare,
     comparison_lines,
     environment_differences,
     measure_run,
+    measured_differently,
+    overall_verdict,
     read_baseline,
     report_lines,
 )
@@ -46,6 +50,8 @@ _SMI = (
     "--loop=1",
 )
 _MAX_WARMUP = 10
+EXIT_CODES = {"none": 0, "regression": 1, "undecided": 3}
+"""Exit codes of `compare` by verdict. 2 is a usage error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     capture.add_argument("--replace", action="store_true", help="replace an existing baseline")
     comparison = actions.add_parser(
-        "compare", help="compare two baselines; exit code 1 if the second is worse"
+        "compare",
+        help="compare two baselines; exit code 1 if the second is worse, 3 if that is undecided",
     )
     comparison.set_defaults(run_action=_compare)
     comparison.add_argument(
@@ -93,7 +100,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     comparison.add_argument("--json", action="store_true", help="print JSON instead of text")
     comparison.add_argument(
-        "--allow-different", action="store_true", help="compare although the run files differ"
+        "--metric",
+        action="append",
+        choices=[metric.name for metric in METRICS],
+        metavar="NAME",
+        dest="metrics",
+        help="compare only this metric, such as samples_per_s; can be repeated (default: all)",
+    )
+    comparison.add_argument(
+        "--allow-different",
+        action="store_true",
+        help="compare although the run files, measured steps or kinds of machine differ",
     )
 
 
@@ -184,6 +201,8 @@ def _machine(measured: RunMeasurement) -> dict[str, str]:
         "device": measured.device,
         "precision": measured.precision,
     }
+    if measured.plan:
+        facts["plan"] = measured.plan
     if shutil.which(_SMI[0]):
         listed = subprocess.run(
             [_SMI[0], "--list-gpus"], capture_output=True, text=True, check=False
@@ -212,35 +231,46 @@ def _compare(args: argparse.Namespace) -> int:
             f"--tolerance is {args.tolerance}, but must be a percentage from 0 to below 100."
         )
     before, after = read_baseline(args.before), read_baseline(args.after)
-    changed = [key for key in before.scenario if before.scenario[key] != after.scenario.get(key)]
+    changed = measured_differently(before, after)
     if changed and not args.allow_different:
         raise ConfigError(
-            f"the run files of the two baselines differ in {', '.join(changed)}. Capture the same "
-            "run file again, or add --allow-different."
+            f"the two baselines differ in {', '.join(changed)}. Capture the same run file again in "
+            "the same way, or add --allow-different."
         )
     tolerance = args.tolerance / 100
-    deltas = compare(before, after, tolerance)
-    lines = [*environment_differences(before, after), *comparison_lines(deltas, tolerance)]
+    metrics = [each for each in METRICS if args.metrics is None or each.name in args.metrics]
+    deltas = compare(before, after, tolerance, metrics)
+    verdict = overall_verdict(deltas)
+    differences = [*environment_differences(before, after)]
+    scope = "" if args.metrics is None else ", ".join(metric.label for metric in metrics)
+    lines = [*differences, *comparison_lines(deltas, tolerance, changed, scope)]
     if args.output is not None:
         write_text(args.output, "\n".join(lines) + "\n")
     if args.json:
         records = [
             {
                 "metric": delta.metric.name,
-                "before": delta.before,
-                "after": delta.after,
-                "change": delta.change,
-                "noise": delta.noise,
+                "before": _json_number(delta.before),
+                "after": _json_number(delta.after),
+                "change": _json_number(delta.change),
+                "noise": _json_number(delta.noise),
                 "verdict": delta.verdict,
+                "why": delta.why,
             }
             for delta in deltas
         ]
-        print(
-            json.dumps(
-                {"differences": [*environment_differences(before, after)], "deltas": records},
-                indent=2,
-            )
-        )
+        report = {
+            "verdict": verdict,
+            "not_comparable": changed,
+            "differences": differences,
+            "deltas": records,
+        }
+        print(json.dumps(report, indent=2))
     else:
         print(*lines, sep="\n")
-    return 1 if any(delta.fails for delta in deltas) else 0
+    return EXIT_CODES[verdict]
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """Return a number that JSON can hold; infinity and NaN become text."""
+    return value if value is None or math.isfinite(value) else str(value)

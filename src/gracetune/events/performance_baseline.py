@@ -1,28 +1,29 @@
 """Measure the speed and memory of a run, and compare two sets of repeated measurements.
 
-The change of a metric is the difference of the means over repeated runs, relative to the first
-mean. Its noise is the 95 % confidence interval of that difference by Welch's t-test, which allows
-the two sides to vary by different amounts:
+The change of a metric is the ratio of the means over repeated runs, minus 1. Its 95 % confidence
+interval is Fieller's: every ratio r that Welch's t-test, which allows the two sides to vary by
+different amounts, does not reject:
 
-    half width = t(0.975, df) * sqrt(s1^2 / n1 + s2^2 / n2)
+    |mean2 - r mean1| <= t(0.975, df) * sqrt(s2^2 / n2 + r^2 s1^2 / n1)
 
-A change counts if it is larger than both the tolerance and the noise. If it is larger than the
-tolerance only, the verdict is `noise`, and more repeats are needed. With a single run on one side
-the noise is unknown and the tolerance alone decides.
+The interval decides. If all of it is a worsening beyond the tolerance, the verdict is a regression;
+if none of it is, there is no regression; otherwise the runs cannot tell, and the verdict is
+`undecided`. It is also `undecided` with a single run on one side, because the noise is unknown.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gracetune.errors import DataError
 from gracetune.events.log import read_events
-from gracetune.events.types import KINDS, BatchesFed, MemoryUsed, RunStarted, StepDone
+from gracetune.events.types import KINDS, BatchesFed, MemoryUsed, Notice, RunStarted, StepDone
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 BASELINE_FILE = "baseline.json"
 REPORT_FILE = "baseline_report.txt"
 Better = Literal["higher", "lower", "neither"]
-Verdict = Literal["same", "better", "worse", "changed", "noise"]
+Verdict = Literal["same", "better", "worse", "changed", "undecided"]
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -43,6 +44,12 @@ T_975 = (
 """The 0.975 quantiles of Student's t for 1, 2, ... 30 degrees of freedom."""
 _T_MANY = 2.042
 """The quantile that is used for more than 30 degrees of freedom; slightly too large."""
+_HARDWARE = ("architecture", "cpus", "device", "gpus", "precision")
+"""Facts about the machine that must be equal for a comparison."""
+MIN_REPEATS = 3
+"""The number of runs from which a usable estimate of the noise can be expected."""
+MAX_REPEATS = 1000
+"""Larger numbers of runs are not suggested."""
 LOSS_TAIL_DIVISOR = 4
 """The loss of a run is the mean over the last 1/4 of its steps; single steps vary too much."""
 
@@ -50,7 +57,8 @@ LOSS_TAIL_DIVISOR = 4
 class Measures(BaseModel):
     """The metrics of one run without its warm-up steps. Field names are keys of `baseline.json`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A run that diverged has a loss of NaN, which must survive the file.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     samples_per_s: float
     step_p50_s: float
@@ -73,12 +81,14 @@ class RunMeasurement(BaseModel):
     """Number of measured steps, without warm-up."""
     device: str
     precision: str
+    plan: str
+    """The plan that the run printed; empty if it ran without one."""
 
 
 class Baseline(BaseModel):
     """The contents of `baseline.json`: the measurements of repeated runs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     version: Literal[1] = 1
     captured: str
@@ -90,7 +100,7 @@ class Baseline(BaseModel):
     warmup_steps: int
     window_steps: int
     """Number of steps that each step time is a mean of: the run's `logging.every`."""
-    repeats: tuple[Measures, ...]
+    repeats: tuple[Measures, ...] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,8 @@ class Delta:
     noise: float | None
     """Half the width of the confidence interval, in the unit of `change`; None if unknown."""
     verdict: Verdict
+    why: str = ""
+    """The reason of an undecided comparison, with the figures."""
 
     @property
     def fails(self) -> bool:
@@ -152,6 +164,7 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
     device_peak = host_peak = 0
     waited: list[float] = []  # one total for each process, which counts from its own start
     started: dict[str, object] = {}
+    plan = ""
     for record in read_events(log):
         kind = record["event"]
         if kind == KINDS[StepDone]:
@@ -163,6 +176,8 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
             host_peak = max(host_peak, int(_number(record, "host")))
         elif kind == KINDS[BatchesFed]:
             waited[-1:] = [_number(record, "waited_s")]
+        elif kind == KINDS[Notice] and str(record["text"]).startswith("plan: "):
+            plan = plan or str(record["text"]).removeprefix("plan: ")
         elif kind == KINDS[RunStarted]:
             started = record
             waited += [0.0] if waited else []
@@ -173,6 +188,8 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
             "left to measure. Train for more steps, or lower --warmup."
         )
     seconds_each = sorted(seconds for _, seconds, _ in counted)
+    if not sum(seconds_each) > 0:
+        raise DataError(f"the steps in {log} took {sum(seconds_each)} seconds. Train it again.")
     losses = [loss for _, _, loss in counted][-max(1, len(counted) // LOSS_TAIL_DIVISOR) :]
     in_steps = sum(seconds for _, seconds, _ in steps.values())
     return RunMeasurement(
@@ -189,6 +206,7 @@ def measure_run(log: Path, warmup_steps: int) -> RunMeasurement:
         steps=len(counted),
         device=str(started.get("device", "unknown")),
         precision=str(started.get("precision", "unknown")),
+        plan=plan,
     )
 
 
@@ -226,88 +244,209 @@ def read_baseline(path: Path) -> Baseline:
         ) from None
 
 
-def compare(before: Baseline, after: Baseline, tolerance: float) -> list[Delta]:
-    """Compare every metric that both baselines have; `tolerance` is a share, not a percentage."""
+def compare(
+    before: Baseline, after: Baseline, tolerance: float, metrics: Sequence[Metric] = METRICS
+) -> list[Delta]:
+    """Compare every metric that a baseline has; `tolerance` is a share, not a percentage."""
     deltas = []
-    for metric in METRICS:
+    for metric in metrics:
         old, new = metric.values(before), metric.values(after)
-        if old and new:
+        if old or new:
             deltas.append(_delta(metric, old, new, tolerance))
     return deltas
 
 
 def _delta(metric: Metric, old: Sequence[float], new: Sequence[float], tolerance: float) -> Delta:
-    mean_old, mean_new = statistics.fmean(old), statistics.fmean(new)
+    mean_old, mean_new = (statistics.fmean(side) if side else math.nan for side in (old, new))
+    if not old or not new:
+        why = f"only the {'first' if old else 'second'} baseline has it"
+        return Delta(metric, mean_old, mean_new, math.nan, None, "undecided", why)
+    if not math.isfinite(mean_old):
+        why = f"the first baseline has the value {mean_old}; capture it again"
+        return Delta(metric, mean_old, mean_new, math.nan, None, "undecided", why)
+    if not math.isfinite(mean_new):
+        verdict: Verdict = "changed" if metric.better == "neither" else "worse"
+        return Delta(metric, mean_old, mean_new, math.nan, None, verdict)
     unit = 1.0 if metric.in_points else abs(mean_old)
     difference = mean_new - mean_old
-    interval = confidence_half_width(old, new)
     if unit == 0:  # relative to 0, every change is infinite
         change = 0.0 if difference == 0 else math.copysign(math.inf, difference)
-        noise = None if interval is None else (math.inf if abs(difference) < interval else 0.0)
     else:
-        change, noise = difference / unit, None if interval is None else interval / unit
-    verdict = _judge(metric.better, change, noise, tolerance)
-    return Delta(metric, mean_old, mean_new, change, noise, verdict)
+        change = difference / unit
+    if min(len(old), len(new)) < 2:
+        why = f"one run on a side, so the noise is unknown; capture {MIN_REPEATS} runs or more"
+        return Delta(metric, mean_old, mean_new, change, None, "undecided", why)
+    if metric.in_points or unit == 0:
+        low, high = _difference_interval(old, new, unit)
+    else:
+        low, high = ratio_interval(old, new)
+    verdict = _judge(metric.better, low, high, tolerance)
+    noise = 0.0 if low == high else (high - low) / 2
+    delta = Delta(metric, mean_old, mean_new, change, noise, verdict)
+    if verdict != "undecided":
+        return delta
+    scale = 1.0 if metric.in_points or unit == 0 else mean_new / mean_old
+    needed = _repeats_needed(
+        [scale * each for each in old], new, abs(abs(change) - tolerance) * unit
+    )
+    repeats = "no practical number of repeats would decide it"
+    if needed is not None:
+        more = max(1, needed - min(len(old), len(new)))
+        repeats = f"about {more} more repeats on each side would decide it"
+    shows = "no regression would show"
+    if math.isfinite(noise):
+        shows = f"only a regression of {_amount(delta, tolerance + noise)} or more would show"
+    return replace(delta, why=f"{shows}; {repeats}")
 
 
-def _judge(better: Better, change: float, noise: float | None, tolerance: float) -> Verdict:
-    if abs(change) <= tolerance:
-        return "same"
-    if noise is not None and abs(change) <= noise:
-        return "noise"
-    if better == "neither":
-        return "changed"
-    return "better" if (change > 0) == (better == "higher") else "worse"
+def _difference_interval(
+    old: Sequence[float], new: Sequence[float], unit: float
+) -> tuple[float, float]:
+    """Return the interval of the change in multiples of `unit`; infinite if the unit is 0."""
+    difference = statistics.fmean(new) - statistics.fmean(old)
+    width = confidence_half_width(old, new)
+    ends = (difference - width, difference + width)
+    if unit:
+        return ends[0] / unit, ends[1] / unit
+    low, high = (0.0 if end == 0 else math.copysign(math.inf, end) for end in ends)
+    return low, high
 
 
-def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float | None:
-    """Return half the width of Welch's 95 % confidence interval for a difference of means.
+def ratio_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
+    """Return Fieller's 95 % confidence interval of `mean(new) / mean(old) - 1`.
 
-    Returns None if either side has a single run.
+    It is infinite if the mean of `old` may be 0.
     """
-    if len(old) < 2 or len(new) < 2:
-        return None
-    parts = [statistics.variance(side) / len(side) for side in (old, new)]
+    mean_old, mean_new = statistics.fmean(old), statistics.fmean(new)
+    change = (mean_new - mean_old) / abs(mean_old)
+    parts, t = _welch(old, new)
+    if sum(parts) == 0:
+        return change, change
+    a = mean_old**2 - t**2 * parts[0]
+    half = mean_old * mean_new
+    root = half**2 - a * (mean_new**2 - t**2 * parts[1])
+    if a <= 0 or root < 0:
+        return -math.inf, math.inf
+    return (half - math.sqrt(root)) / a - 1, (half + math.sqrt(root)) / a - 1
+
+
+def _judge(better: Better, low: float, high: float, tolerance: float) -> Verdict:
+    """Judge a metric by the confidence interval of its change."""
+    if better == "neither":
+        if low > tolerance or high < -tolerance:
+            return "changed"
+        return "same" if low >= -tolerance and high <= tolerance else "undecided"
+    least, most = (low, high) if better == "lower" else (-high, -low)
+    if least > tolerance:
+        return "worse"
+    if most > tolerance:
+        return "undecided"
+    return "better" if most < -tolerance else "same"
+
+
+def _repeats_needed(old: Sequence[float], new: Sequence[float], gap: float) -> int | None:
+    """Return the number of runs per side for which the interval's half width is at most `gap`.
+
+    This assumes that the variances stay as they are. Returns None for more than `MAX_REPEATS`.
+    """
+    parts = [statistics.variance(side) for side in (old, new)]
     total = sum(parts)
-    if total == 0:
-        return 0.0
-    degrees = total**2 / sum(
+    balance = total**2 / sum(part**2 for part in parts)
+    for count in range(2, MAX_REPEATS + 1):
+        if _t_quantile(balance * (count - 1)) * math.sqrt(total / count) <= gap:
+            return count
+    return None
+
+
+def confidence_half_width(old: Sequence[float], new: Sequence[float]) -> float:
+    """Return half the width of Welch's 95 % confidence interval for a difference of means."""
+    parts, t = _welch(old, new)
+    return t * math.sqrt(sum(parts))
+
+
+def _welch(old: Sequence[float], new: Sequence[float]) -> tuple[list[float], float]:
+    """Return the squared standard errors of both means, and the t quantile of Welch's test."""
+    parts = [statistics.variance(side) / len(side) for side in (old, new)]
+    if sum(parts) == 0:
+        return parts, 0.0
+    degrees = sum(parts) ** 2 / sum(
         part**2 / (len(side) - 1) for part, side in zip(parts, (old, new), strict=True)
     )
+    return parts, _t_quantile(degrees)
+
+
+def _t_quantile(degrees: float) -> float:
     # Degrees of freedom are rounded down: a slightly wide interval asks for more runs.
-    t = T_975[int(degrees) - 1] if degrees < len(T_975) + 1 else _T_MANY
-    return t * math.sqrt(total)
+    return T_975[max(int(degrees), 1) - 1] if degrees < len(T_975) + 1 else _T_MANY
 
 
-def comparison_lines(deltas: Sequence[Delta], tolerance: float) -> Iterator[str]:
-    """Yield a line for each compared metric, and the overall verdict as the last line."""
+def comparison_lines(
+    deltas: Sequence[Delta], tolerance: float, differences: Sequence[str] = (), scope: str = ""
+) -> Iterator[str]:
+    """Yield a line for each compared metric, and the overall verdict as the last line.
+
+    The verdict also names the `differences` that make the baselines incomparable, and the `scope`
+    of the comparison if only some metrics were compared.
+    """
     for delta in deltas:
         show = delta.metric.show
-        noise = "noise unknown: one run on a side"
-        if delta.noise is not None:
-            noise = f"noise +-{_amount(delta, delta.noise)}"
+        noise = "noise unknown" if delta.noise is None else f"noise +-{_amount(delta, delta.noise)}"
         yield (
             f"{delta.metric.label:<20}  {show(delta.before)} -> {show(delta.after)}  "
             f"{_signed(delta)} ({noise}): {delta.verdict}"
         )
-        if delta.verdict == "same" and delta.noise and abs(delta.change) + delta.noise > tolerance:
-            yield f"{'':<20}  the noise is larger than the tolerance: use more repeats"
+        if delta.why:
+            yield f"{'':<20}  {delta.why}"
     failed = [delta.metric.label for delta in deltas if delta.fails]
-    unclear = [delta.metric.label for delta in deltas if delta.verdict == "noise"]
+    unclear = [delta for delta in deltas if delta.verdict == "undecided"]
+    limit = f"{tolerance * 100:.3g} %"
+    remark = f", but the baselines differ in {', '.join(differences)}" if differences else ""
     if failed:
-        yield f"regression beyond {tolerance * 100:.3g} %: {', '.join(failed)}"
+        yield f"regression beyond {limit}: {', '.join(failed)}{remark}"
+    elif unclear:
+        reasons = "; ".join(f"{delta.metric.label}: {delta.why}" for delta in unclear)
+        yield f"undecided, a regression beyond {limit} may be hidden: {reasons}{remark}"
+    elif deltas:
+        yield f"no regression beyond {limit}{f' in {scope}' if scope else ''}{remark}"
     else:
-        note = f"; too noisy, use more repeats: {', '.join(unclear)}" if unclear else ""
-        yield f"no regression beyond {tolerance * 100:.3g} %{note}"
+        yield "undecided: no metric was compared"
+
+
+def overall_verdict(deltas: Sequence[Delta]) -> Literal["none", "regression", "undecided"]:
+    """Return the verdict on all metrics: one regression outweighs any undecided metric."""
+    if any(delta.fails for delta in deltas):
+        return "regression"
+    if not deltas or any(delta.verdict == "undecided" for delta in deltas):
+        return "undecided"
+    return "none"
 
 
 def _signed(delta: Delta) -> str:
+    if math.isnan(delta.change):
+        return "not comparable"
     return ("+" if delta.change >= 0 else "-") + _amount(delta, abs(delta.change))
 
 
 def _amount(delta: Delta, value: float) -> str:
     unit = "points" if delta.metric.in_points else "%"
     return f"{value * 100:.2f} {unit}"
+
+
+def measured_differently(before: Baseline, after: Baseline) -> list[str]:
+    """List what makes two baselines incomparable: settings, measured steps, kind of machine."""
+    settings = {*before.scenario, *after.scenario}
+    different = [name for name in settings if before.scenario.get(name) != after.scenario.get(name)]
+    counts = ("steps", "warmup_steps", "window_steps")
+    different += [name for name in counts if getattr(before, name) != getattr(after, name)]
+    for name in _HARDWARE:
+        old, new = (_without_ids(each.machine.get(name, "")) for each in (before, after))
+        different += [f"{name} ({old or 'none'} and {new or 'none'})"] if old != new else []
+    return sorted(different)
+
+
+def _without_ids(gpus: str) -> str:
+    """Remove the serial numbers from the output of `nvidia-smi --list-gpus`."""
+    return re.sub(r" \(UUID: [^)]*\)", "", gpus)
 
 
 def environment_differences(before: Baseline, after: Baseline) -> Iterator[str]:
@@ -339,4 +478,4 @@ def report_lines(baseline: Baseline) -> Iterator[str]:
         else:
             yield f"{metric.label:<20}  not measured"
     if count < 2:
-        yield "one run: its noise is unknown; capture with --repeats 3 or more"
+        yield (f"one run: its noise is unknown; capture with --repeats {MIN_REPEATS} or more")

@@ -135,3 +135,5 @@ def test_the_checklist_before_and_during_a_port(grow, module):
     assert "**stopped at a conflict**" in page
     assert "uncommitted work saved in `gh200-kept-1`" in page
     assert "- [ ] baseline compared: regression" in page
+    for line in ("undecided, a regression", "no regression beyond 5 %; too noisy: throughput"):
+        assert f"- [ ] baseline compared: {line}" in checklist(manifest, state, line)
