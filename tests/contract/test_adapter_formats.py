@@ -147,7 +147,8 @@ ROWS = {
     ),
     "SimpleTuner LyCORIS LoCon": ("lycoris", LYCORIS, DOWN_UP, None),
     "SimpleTuner LyCORIS LoHa": ("lycoris", LYCORIS, HADA, None),
-    "SimpleTuner LyCORIS LoKr": ("lycoris", LYCORIS, LOKR_BOTH, None),
+    "SimpleTuner LyCORIS LoKr": ("lycoris", LYCORIS, LOKR_THIN, None),
+    "musubi LoKr, both decomposed": ("kohya", KOHYA, LOKR_BOTH, None),
     "LyCORIS on a dual wrapper": (
         "lycoris-combined",
         tuple(name.replace("lycoris_", "lycoris_transformer_2_") for name in LYCORIS),
@@ -166,7 +167,7 @@ ROWS = {
     "DiffSynth": ("diffsynth", ORIGINAL, AB_DEFAULT, None),
 }
 """By name: the expected format, the module part of each key, the suffixes, the expert."""
-WITH_ALPHA = {"kohya", "wan-fun", "lycoris", "lycoris-combined", "lightning", "simpletuner-comfyui"}
+WITH_ALPHA = {"kohya", "wan-fun", "lycoris", "lycoris-combined", "simpletuner-comfyui"}
 
 
 def sizes(ending, out, into, rank=RANK):
@@ -201,6 +202,10 @@ def tensors_of(row, alpha=2.0):
     return tensors
 
 
+def file_name(form):
+    return "out" if form == "peft" else "out.safetensors"  # peft's is a folder
+
+
 @pytest.fixture
 def file_of(tmp_path):
     def write(row):
@@ -228,11 +233,11 @@ def test_an_adapter_written_in_any_format_reads_back_the_same(row, form, file_of
     # `transformer.` alone names no expert, so that format is written for the low one.
     stage = "low" if form == "diffusers-both" else adapter.stages[0] or "high"
     given = with_stage(adapter, stage if wanted.stages else None)
-    path = write_adapter(tmp_path / "out.safetensors", given, wanted)
+    path = write_adapter(tmp_path / file_name(form), given, wanted)
     back = read_adapter(path, TABLES)
     assert set(back.layers) == set(given.layers)
-    # A format that folds alpha in has other factors but the same dW; all others keep every bit.
-    if wanted.alpha == "folded":
+    # Where alpha is folded in, the factors are others but dW is the same; else every bit is kept.
+    if wanted.alpha == "folded" or ROWS[row][2] in (HADA, LOKR_THIN, LOKR_BOTH):
         for place, layer in given.layers.items():
             torch.testing.assert_close(delta(back.layers[place]), delta(layer))
     else:
@@ -243,7 +248,7 @@ def test_an_adapter_written_in_any_format_reads_back_the_same(row, form, file_of
 def test_keys_written_in_a_tools_format_are_the_tools_keys(row, file_of, tmp_path):
     form, _, _, _ = ROWS[row]
     original = tensors_of(row)
-    path = write_adapter(tmp_path / "out.safetensors", read_adapter(file_of(row), TABLES), form)
+    path = write_adapter(tmp_path / file_name(form), read_adapter(file_of(row), TABLES), form)
     from gracetune.adapters.files.io import read_tensors
 
     written = set(read_tensors(path)[0])

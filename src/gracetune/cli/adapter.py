@@ -273,8 +273,7 @@ def _convert(args: argparse.Namespace) -> int:
     from gracetune.adapters.files.lowrank import convert_to_lora
 
     key_format = get_format(args.to)
-    out = args.out or _default_output(args.files[0], key_format)
-    _require_new_file(out)
+    out = _new_output(args, args.out or _default_output(args.files[0], key_format))
     adapter = _read_one_or_two(args)
     loss = None
     if args.lora_rank is not None:
@@ -314,7 +313,8 @@ def _default_output(path: Path, key_format: KeyFormat) -> Path:
     folders = [folder for folder in path.resolve().parents[:2] if is_checkpoint(folder)]
     if folders:
         path, stem = folders[0], f"{folders[0].name}-{stem}"
-    return path.with_name(f"{stem}-{key_format.name}.safetensors")
+    ending = "" if key_format.name == "peft" else ".safetensors"  # peft's format is a folder
+    return path.with_name(f"{stem}-{key_format.name}{ending}")
 
 
 def _read_one_or_two(args: argparse.Namespace) -> Adapter:
@@ -367,7 +367,7 @@ def _merge(args: argparse.Namespace) -> int:
         )
     if args.into is not None:
         return _merge_into(args, strengths)
-    _require_new_file(args.out)
+    out = _new_output(args, args.out)
     given = [_read(path, args) for path in args.files]
     _require_one_stage([stage for _, stage in given])
     given = _with_stages_in_keys(given, args.files)
@@ -376,7 +376,7 @@ def _merge(args: argparse.Namespace) -> int:
     weighted = [(adapter, s) for (adapter, _), s in zip(given, strengths, strict=True)]
     adapter, loss = combine_adapters(weighted, args.rank, _generator())
     key_format = get_format(args.to) if args.to else default_format(adapter)
-    written = _write_new_files(args, args.out, adapter, key_format, given[0][1])
+    written = _write_new_files(args, out, adapter, key_format, given[0][1])
     lines = [*_loss_lines(loss), *(f"{key_format.name}: {path}" for path in written)]
     result = {
         "form": key_format.name,
@@ -464,11 +464,11 @@ def _extract(args: argparse.Namespace) -> int:
     if table is None:
         raise AdapterError(f"extract needs --family: one of {', '.join(tables)}.")
     _check_rank("--rank", args.rank)
-    _require_new_file(args.out)
+    out = _new_output(args, args.out)
     extraction = extract(args.base, args.tuned, table, args.rank, _generator(), args.keep_rest)
     adapter, left_out = extraction.adapter, extraction.left_out
     key_format = get_format(args.to) if args.to else default_format(adapter)
-    path = write_adapter(args.out, adapter, key_format, _metadata(args, adapter), _dtype(args))
+    path = write_adapter(out, adapter, key_format, _metadata(args, adapter), _dtype(args))
     lines = [
         f"{key_format.name}: {path} ({len(adapter.layers)} modules)",
         *_loss_lines(extraction.loss),
@@ -555,7 +555,8 @@ def _report_as_json(report: CheckReport, ok: bool) -> dict[str, object]:
 
 def _report_lines(report: CheckReport, ok: bool) -> list[str]:
     key_format, stage = report.format or "mixed formats", report.stage or "unknown"
-    verdict = "loads" if ok else "does NOT load completely"
+    verdict = "does NOT load right" if report.is_wrong else "does NOT load completely"
+    verdict = "loads" if ok else verdict
     return [
         f"{report.path}: {verdict} ({report.family}, {key_format}, stage {stage})",
         *(f"  {line}" for line in report.lines()),
@@ -667,6 +668,19 @@ def _require_one_stage(stages: Sequence[Stage | None]) -> None:
             "expert separately, or merge --into the folder of a pipeline.",
             kind="mixed-stages",
         )
+
+
+def _new_output(args: argparse.Namespace, out: Path) -> Path:
+    """Return the file that `out` stands for in the format of --to; raise if it exists."""
+    from gracetune.adapters.files.io import PEFT_CONFIG, PEFT_FILE, output_file
+    from gracetune.adapters.files.keys import get_format
+
+    if args.to:
+        out = output_file(out, get_format(args.to))
+    _require_new_file(out)
+    if out.name == PEFT_FILE:
+        _require_new_file(out.with_name(PEFT_CONFIG))
+    return out
 
 
 def _require_new_file(out: Path) -> None:

@@ -363,6 +363,7 @@ def test_a_format_that_names_experts_needs_one(path):
 
 @pytest.mark.parametrize("form", ["diffusers", "peft"])
 def test_what_a_format_cannot_hold_is_refused_with_an_alternative(form, path):
+    path = path.with_name("adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"cannot hold a full matrix.*--lora-rank"):
         write_adapter(path, make_wan("full"), form)
     tucker = Layer(
@@ -392,7 +393,7 @@ def test_magnitudes_per_column_cannot_be_written_for_peft(path):
     layer = make_lora(6, 4, torch.Generator().manual_seed(0))
     tensors = {**layer.tensors, "dora": torch.ones(1, 4)}
     adapter = Adapter(WAN, {LayerPath(None, "blocks.0.attn1.to_q"): Layer("lora", tensors)})
-    with pytest.raises(AdapterError, match="always one per row"):
+    with pytest.raises(AdapterError, match="one per row"):
         write_adapter(path, adapter, "diffusers")
     assert same(read_adapter(write_adapter(path, adapter, "kohya"), TABLES), adapter)
 

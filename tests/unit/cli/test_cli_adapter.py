@@ -60,7 +60,8 @@ def test_inspect_reports_all_facts(capsys, lora):
     assert (found["stages"], found["stage_by"]) == (["high"], "its header")
     assert found["algorithms"] == {"lora": 20}
     assert found["ranks"] == {"4": 20}
-    assert found["alphas"] == {"2": 20}
+    assert found["alphas"] == {"4": 20}
+    assert found["metadata"]["gracetune.alpha"] == "2"  # multiplied into the weights
     assert found["targets"]["attn1.to_q"] == 2
     assert found["metadata"]["gracetune.trigger"] == "ohwx"
     layers = read_adapter(lora, TABLES).layers
@@ -334,8 +335,8 @@ def test_a_format_whose_keys_could_not_be_parsed_again_is_refused(capsys, tmp_pa
         assert "do not show where the name of a module begins" in _error(
             capsys, "convert", path, "--to", form, "-o", tmp_path / "x.safetensors"
         )
-    for form in ("peft", "simpletuner-comfyui"):
-        out = tmp_path / f"{form}.safetensors"
+    for form, name in (("peft", "folder"), ("simpletuner-comfyui", "b.safetensors")):
+        out = tmp_path / name
         run(capsys, "convert", path, "--to", form, "-o", out)
         assert same(read_adapter(out, TABLES), read_adapter(path, TABLES))
 
@@ -452,6 +453,55 @@ def test_check_reports_a_family_without_a_pipeline(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "a.b"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
-    assert "no pipeline is known" in run(capsys, "check", path)
+    assert "no diffusers pipeline loads adapters of this family" in run(
+        capsys, "check", path, code=1
+    )
     run(capsys, "check", path, "--for", "diffusers", code=1)
     assert run_json(capsys, "inspect", path)["family"] == "tiny"
+
+
+def test_peft_files_are_written_to_a_folder(capsys, lora, tmp_path):
+    from peft import PeftConfig
+
+    written = run_json(capsys, "convert", lora, "--to", "peft")["files"]
+    folder = lora.with_name(f"{lora.stem}-peft")
+    assert written == [str(folder / "adapter_model.safetensors")]
+    assert PeftConfig.from_pretrained(folder).r == 4
+    assert run_json(capsys, "inspect", folder)["alphas"] == {"4": 20}
+    assert "already exists" in _error(capsys, "convert", lora, "--to", "peft")
+    (folder / "adapter_model.safetensors").unlink()
+    assert "adapter_config.json already exists" in _error(capsys, "convert", lora, "--to", "peft")
+    merged = tmp_path / "merged" / "adapter_model.safetensors"
+    run(capsys, "merge", lora, lora, "--to", "peft", "-o", merged)
+    assert PeftConfig.from_pretrained(merged.parent).r == 8
+    assert "PeftModel.from_pretrained loads a folder" in _error(
+        capsys, "convert", lora, "--to", "peft", "-o", tmp_path / "x.safetensors"
+    )
+
+
+def test_both_experts_become_two_peft_folders(capsys, tmp_path):
+    both = write_adapter(
+        tmp_path / "both.safetensors", make_wan(stages=("high", "low")), "ai-toolkit-combined"
+    )
+    for out in (tmp_path / "peft", tmp_path / "named" / "adapter_model.safetensors"):
+        files = run_json(capsys, "convert", both, "--to", "peft", "-o", out)["files"]
+        folder = out.parent if out.suffix else out
+        assert [Path(file).parent.name for file in files] == [
+            f"{folder.name}_high_noise",
+            f"{folder.name}_low_noise",
+        ]
+        assert all(Path(file).with_name("adapter_config.json").is_file() for file in files)
+
+
+def test_a_dora_is_refused_for_comfyui_and_wrong_there(capsys, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    place = LayerPath(None, "transformer_blocks.0.attn.to_q")
+    adapter = Adapter(TABLES["qwen_image"], {place: make_lora(8, 8, generator, dora=True)})
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    assert "does NOT load right" in run(capsys, "check", path, "--for", "comfyui", code=1)
+    assert "does NOT load right" in run(capsys, "check", path, code=1)
+    assert "loads" in run(capsys, "check", path, "--for", "diffusers")
+    for form in ("comfyui", "kohya", "onetrainer", "simpletuner-comfyui"):
+        message = _error(capsys, "convert", path, "--to", form)
+        assert "DoRA" in message
+        assert "--into" in message

@@ -68,6 +68,14 @@ MAX_REGEX_STEPS = 1e9
 _OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 PEFT_STYLES = ("peft", "peft-live")
+LYCORIS_FORMATS = ("lycoris", "lycoris-combined")
+"""Key formats that LyCORIS itself reads. Others have its prefix and other names of modules."""
+WHAT_ROLE_HOLDS = {
+    "diff": "a full matrix",
+    "diff_b": "a change of the bias",
+    "mid": "a core tensor (Tucker)",
+}
+MERGE_INSTEAD = "`gracetune adapter merge` with --into MODEL is exact for every tool."
 FOLDED_ROLE = {"lora": "up", "loha": "hada_w1_a", "lokr": "lokr_w1"}
 """Tensor of a layer that alpha / rank is multiplied into, by algorithm, for files that do not store
 alpha."""
@@ -378,9 +386,14 @@ class UnsupportedModule(NamedTuple):
 
     module: str
     reason: str
-    is_nameless: bool = False
-    """True if the tool's key format has no name for the module. Then converting the module's layer
-    to LoRA does not help."""
+    fix: str = "`gracetune adapter convert` with --lora-rank approximates it by a LoRA."
+    """Advice for the user; empty if only another format helps, for example because this one has no
+    name for the module."""
+
+    @property
+    def is_nameless(self) -> bool:
+        """True if no other adapter on this module could be written in the format either."""
+        return not self.fix
 
 
 def export_tensors(
@@ -390,10 +403,11 @@ def export_tensors(
 
     Without `dtype`, each tensor keeps its dtype.
     """
-    adapter = _match_naming(_match_stages(adapter, key_format), key_format)
-    unsupported = _first_unsupported(adapter, key_format)
+    adapter = _match_stages(adapter, key_format)
+    unsupported = find_unsupported(adapter, key_format)
     if unsupported is not None:
         raise _unsupported_error(adapter, key_format, unsupported)
+    adapter = layers_to_write(adapter, key_format)
     index = KeyIndex(adapter.table)
     tensors: dict[str, Tensor] = {}
     for path, layer in adapter.layers.items():
@@ -404,36 +418,77 @@ def export_tensors(
     return tensors
 
 
+def layers_to_write(adapter: Adapter, key_format: KeyFormat) -> Adapter:
+    """Return the adapter with the modules and factors that a file in this key format has.
+
+    The weight changes are the same. Projections are fused or separate as in the format, alpha /
+    rank is in the weights where the format has no alpha, and a LoKr has the factors that its
+    readers build.
+    """
+    adapter = _match_naming(_match_stages(adapter, key_format), key_format)
+    layers = {}
+    for path, layer in adapter.layers.items():
+        is_folded = key_format.alpha == "folded" or layer.algorithm in ("loha", "lokr")
+        folded = fold_scale(layer) if is_folded else layer
+        layers[path] = _lokr_to_rebuild(folded) if _is_rebuilt(layer, key_format) else folded
+    return replace(adapter, layers=layers)
+
+
 def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
     """Return the first module that cannot be written in a tool's key format, or None."""
-    return _first_unsupported(_match_naming(adapter, key_format), key_format)
-
-
-def _first_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
-    """Return the first module whose name or tensors a tool's key format does not support, or None.
-
-    Projections such as qkv must already be fused or separate as in the key format.
-    """
+    for path, layer in adapter.layers.items():
+        # Before projections are fused: a DoRA would be refused there, too, with other advice.
+        if layer.is_dora and not _holds_magnitudes(layer, key_format):
+            return UnsupportedModule(path.module, *_dora_reason(key_format))
+    adapter = _match_naming(adapter, key_format)
     index = KeyIndex(adapter.table)
     for path, layer in adapter.layers.items():
         if index.from_diffusers(path.module, key_format.naming, key_format.separator) is None:
             reason = "the format has no name for this module"
-            return UnsupportedModule(path.module, reason, is_nameless=True)
+            return UnsupportedModule(path.module, reason, fix="")
         style = _suffix_style(key_format, layer)
         for role in layer.tensors:
-            if role not in SUFFIXES[style]:
-                what = {"diff": "a full matrix", "mid": "a core tensor (Tucker)"}.get(role, role)
+            # peft's name for a change of the bias is the bias of LoRA's second factor.
+            is_lost_bias = role == "diff_b" and style in PEFT_STYLES and not _has_lora_bias(layer)
+            if role not in SUFFIXES[style] or is_lost_bias:
+                what = WHAT_ROLE_HOLDS.get(role, role)
                 return UnsupportedModule(path.module, f"the format cannot hold {what}")
         role = next(iter(layer.tensors))
         if adapter.table.accepts_any_name and not parse_key(
             build_key(key_format, index, path, role, style), index
         ):
             reason = "the format's keys do not show where the name of a module begins"
-            return UnsupportedModule(path.module, reason, is_nameless=True)
-        if layer.is_dora and style in PEFT_STYLES and not is_dora_per_row(layer):
-            reason = "in this format magnitudes (DoRA) are always one per row, not per column"
+            return UnsupportedModule(path.module, reason, fix="")
+        is_for_lycoris = layer.algorithm == "lokr" and key_format.name in LYCORIS_FORMATS
+        if is_for_lycoris and not _lycoris_rebuilds(layer):
+            reason = "LyCORIS would not find the sizes of its factors"
             return UnsupportedModule(path.module, reason)
     return None
+
+
+def _holds_magnitudes(layer: Layer, key_format: KeyFormat) -> bool:
+    """Return True if the tools that read a key format compute a layer's DoRA as it was trained.
+
+    peft and LyCORIS divide the rows of W + dW by their norms. ComfyUI divides the columns of W + dW
+    by their norms, but the rows of W + dW by the norms of the rows of W.
+    """
+    if key_format.style in PEFT_STYLES:
+        return layer.algorithm == "lora" and is_dora_per_row(layer)
+    return is_dora_per_row(layer) == (key_format.name in LYCORIS_FORMATS)
+
+
+def _dora_reason(key_format: KeyFormat) -> tuple[str, str]:
+    """Return the reason why a key format cannot hold a DoRA, and advice for the user."""
+    reason = "ComfyUI divides magnitudes (DoRA) by the norms of W, not of W + dW"
+    if key_format.style in PEFT_STYLES:
+        reason = "peft has magnitudes (DoRA) only for LoRA, one per row"
+    elif key_format.name in LYCORIS_FORMATS:
+        reason = "LyCORIS reads magnitudes (DoRA) as one per row, and this has one per column"
+    return reason, MERGE_INSTEAD
+
+
+def _has_lora_bias(layer: Layer) -> bool:
+    return layer.algorithm == "lora" and not layer.is_dora
 
 
 def fold_scale(layer: Layer) -> Layer:
@@ -501,28 +556,27 @@ def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -
 
     They include alpha if the format stores it.
     """
-    if key_format.alpha == "folded":
-        layer = fold_scale(layer)
-    if layer.algorithm == "lokr" and style in PEFT_STYLES:
-        layer = _lokr_for_peft(layer)
     tensors = dict(layer.tensors)
     if layer.is_dora and style in PEFT_STYLES:
         tensors["dora"] = tensors["dora"].flatten()
-    rank = rank_of(layer)
     if key_format.alpha == "always" and layer.algorithm != "full":
-        alpha = layer.alpha if layer.alpha is not None else float(rank or 1)
+        alpha = layer.alpha if layer.alpha is not None else float(rank_of(layer) or 1)
         tensors["alpha"] = torch.tensor(alpha)
-    elif key_format.alpha == "if-needed" and rank is not None and scale_of(layer) != 1.0:
-        tensors["alpha"] = torch.tensor(layer.alpha)
     return tensors
 
 
-def _lokr_for_peft(layer: Layer) -> Layer:
-    """Return a LoKr layer in which the factors that peft would not load are multiplied out.
+def _is_rebuilt(layer: Layer, key_format: KeyFormat) -> bool:
+    """Return True for a LoKr whose readers, peft or LyCORIS, derive the sizes of its factors."""
+    is_read_so = key_format.style in PEFT_STYLES or key_format.name in LYCORIS_FORMATS
+    return layer.algorithm == "lokr" and is_read_so
 
-    peft creates w2 as a whole matrix if the rank is at least half of w2's larger dimension, and
-    then ignores factors of w2. It decomposes w1 in all modules or in none, so w1 is always written
-    whole.
+
+def _lokr_to_rebuild(layer: Layer) -> Layer:
+    """Return a LoKr in which the factors that peft and LyCORIS cannot load are multiplied out.
+
+    Both create w2 as a whole matrix if the rank is at least half of w2's larger dimension, and
+    then have no place for factors of w2. peft decomposes w1 in all modules or in none, and LyCORIS
+    only if the rank is small for it, so w1 is always written whole.
     """
     t = dict(layer.tensors)
     if "lokr_w1_a" in t:
@@ -532,6 +586,26 @@ def _lokr_for_peft(layer: Layer) -> Layer:
     if is_matrix and 2 * t["lokr_w2_b"].shape[0] >= max(rows, columns):
         t["lokr_w2"] = t.pop("lokr_w2_a").float() @ t.pop("lokr_w2_b").float()
     return replace(layer, tensors=t)
+
+
+def _lycoris_rebuilds(layer: Layer) -> bool:
+    """Return True if LyCORIS, which reads only a LoKr's tensors, builds factors of the same sizes.
+
+    It guesses the setting `factor` from the sizes and then splits the weight's dimensions by it.
+    """
+    from peft.tuners.lokr.layer import factorization
+
+    def split(size: int, factor: int) -> tuple[int, ...]:
+        return tuple(sorted(factorization(size, factor)))  # peft's function, but always sorted
+
+    rows, columns = lokr_sizes(layer)
+    sizes = (rows[0] * rows[1], columns[0] * columns[1])
+    largest = (max(rows[0], columns[0]), max(rows[1], columns[1]))
+    common = [size for size in largest if size in rows and size in columns]
+    factor = common[0] if common else min(largest)
+    if (rows[0], columns[0]) == (split(sizes[0], -1)[0], split(sizes[1], -1)[0]):
+        factor = -1
+    return (split(sizes[0], factor), split(sizes[1], factor)) == (rows, columns)
 
 
 def _cast_for_file(key: str, role: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -554,8 +628,8 @@ def _unsupported_error(
     adapter: Adapter, key_format: KeyFormat, unsupported: UnsupportedModule
 ) -> AdapterError:
     fixes = [f"Write the format {other}." for other in _fitting_formats(adapter)[:1]]
-    if not unsupported.is_nameless:
-        fixes.append("`gracetune adapter convert` with --lora-rank approximates it by a LoRA.")
+    if unsupported.fix:
+        fixes.append(unsupported.fix)
     elif not fixes:
         fixes.append("No format has a name for it: leave the module out.")
     return AdapterError(

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 SuffixStyle = Literal["peft", "peft-live", "kohya", "comfyui"]
 """Naming style for the ends of an adapter file's keys: LoRA's factor A ends in `.lora_A.weight` in
 `peft` and in `.lora_down.weight` in `kohya`."""
-AlphaRule = Literal["folded", "if-needed", "always"]
-"""Rule for writing a layer's alpha to a file: `folded` multiplies alpha / rank into the weights,
-`if-needed` writes an alpha tensor unless alpha equals the rank, `always` writes one every time."""
+AlphaRule = Literal["folded", "always"]
+"""Rule for writing a LoRA's alpha to a file: `folded` multiplies alpha / rank into the weights,
+`always` writes an alpha tensor. For LoHa and LoKr, alpha / rank is always multiplied in, and an
+alpha tensor equals the rank, because LyCORIS applies any other alpha twice when it merges."""
 
 LYCORIS_ROLES = (
     "hada_w1_a",
@@ -121,7 +122,7 @@ FORMATS: tuple[KeyFormat, ...] = (
         "diffusion_model.",
         "original",
         "comfyui",
-        alpha="if-needed",
+        alpha="folded",
     ),
     KeyFormat(
         "lightning",
@@ -129,6 +130,7 @@ FORMATS: tuple[KeyFormat, ...] = (
         "diffusion_model.",
         "original",
         "kohya",
+        alpha="folded",
     ),
     KeyFormat(
         "diffusers",
@@ -140,7 +142,7 @@ FORMATS: tuple[KeyFormat, ...] = (
     ),
     KeyFormat(
         "peft",
-        "PeftModel.save_pretrained",
+        "PeftModel.save_pretrained and from_pretrained; a folder",
         "base_model.model.",
         "diffusers",
         "peft",
@@ -203,7 +205,7 @@ FORMATS: tuple[KeyFormat, ...] = (
         "diffusion_model.",
         "original",
         "comfyui",
-        alpha="if-needed",
+        alpha="folded",
         stages=AI_TOOLKIT_STAGES,
         caution="only ai-toolkit loads both experts from one file",
     ),

@@ -210,6 +210,8 @@ def _lokr_row_axes(module: str, layer: Layer, spans: Sequence[Span]) -> tuple[di
 
 
 def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer:
+    if all(layer.algorithm == "full" for layer in parts.values()):
+        parts = _with_zero_parts(fused, parts)
     present = list(parts.values())
     if any(layer.is_dora or "diff_b" in layer.tensors for layer in present):
         if len(parts) < len(fused.parts):
@@ -226,6 +228,25 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
     ):
         raise _not_exact_error(module, "its parts have no factor in common")
     return _block_diagonal(fused, parts)
+
+
+def _with_zero_parts(fused: FusedProjection, parts: Mapping[str, Layer]) -> Mapping[str, Layer]:
+    """Return the full matrices of all parts, with the same tensors; what is missing is zeros."""
+    shares = dict(fused.parts)
+    unit = next(out_features(layer) // shares[part] for part, layer in parts.items())
+    examples = {role: t for layer in parts.values() for role, t in layer.tensors.items()}
+    return {
+        part: Layer(
+            "full",
+            {
+                role: parts[part].tensors[role]
+                if part in parts and role in parts[part].tensors
+                else example.new_zeros(unit * share, *example.shape[1:])
+                for role, example in examples.items()
+            },
+        )
+        for part, share in fused.parts
+    }
 
 
 def _concatenate_rows(module: str, parts: Sequence[Layer]) -> Layer | None:

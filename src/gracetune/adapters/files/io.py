@@ -6,6 +6,7 @@ The header of a written file describes the adapter and the run that trained it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,10 +24,10 @@ from gracetune.adapters.files.convert import (
     PEFT_SETTINGS_KEY,
     export_tensors,
     import_tensors,
+    layers_to_write,
 )
-from gracetune.adapters.files.fused_projections import split_fused
 from gracetune.adapters.files.keys import get_format
-from gracetune.adapters.files.layers import Adapter, rank_of, with_stage
+from gracetune.adapters.files.layers import Adapter, lokr_sizes, rank_of, with_stage
 from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.keys import KeyTable, Stage
+    from gracetune.adapters.files.layers import Layer
 
 ALPHA_KEY = "gracetune.alpha"
 """Header entry with the alpha that the adapter was trained with."""
@@ -227,13 +229,16 @@ def write_adapter(
     metadata: AdapterMetadata | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write an adapter to one file and return its path.
+    """Write an adapter to one file and return its path; see `output_file`.
 
     The header has the entries of the file that the adapter was read from, a description of its
     layers, and the entries of `metadata`. Without `dtype`, each tensor keeps its dtype.
     """
     key_format = get_format(key_format) if isinstance(key_format, str) else key_format
+    path = output_file(path, key_format)
     tensors = export_tensors(adapter, key_format, dtype)
+    is_peft = key_format.name == "peft"
+    config = _peft_config(layers_to_write(adapter, key_format)) if is_peft else None
     header = {
         **adapter.metadata,
         **describe_adapter(adapter),
@@ -246,10 +251,25 @@ def write_adapter(
         header.pop("gracetune.stage", None)  # joined from files of one expert each
     with atomic_file(path) as staging:
         save_tensors(tensors, staging, header)
-    if key_format.name == "peft" and path.name == PEFT_FILE:
-        config = _peft_config(split_fused(adapter))  # with the modules that were written
+    if config is not None:
         write_text(path.with_name(PEFT_CONFIG), json.dumps(config, indent=2) + "\n")
     return path
+
+
+def output_file(path: Path, key_format: KeyFormat) -> Path:
+    """Return the file to write for the path that a user gives.
+
+    It is the path itself, except for peft, which loads a folder of two files with fixed names: the
+    path is that folder, or the file of the weights in it.
+    """
+    if key_format.name != "peft" or path.name == PEFT_FILE:
+        return path
+    if path.suffix == ".safetensors":
+        raise AdapterError(
+            f"{path} is not a name that peft finds: PeftModel.from_pretrained loads a folder with "
+            f"{PEFT_FILE} and {PEFT_CONFIG}. Give a folder, or {path.with_name(PEFT_FILE)}."
+        )
+    return path / PEFT_FILE
 
 
 def write_stages(
@@ -265,7 +285,7 @@ def write_stages(
     both. Without `dtype`, each tensor keeps its dtype.
     """
     key_format = get_format(key_format) if isinstance(key_format, str) else key_format
-    written = []
+    written: list[Path] = []
     for stage, file in stage_files(path, adapter, key_format).items():
         if stage is None:
             return [write_adapter(file, adapter, key_format, metadata, dtype)]
@@ -282,9 +302,11 @@ def stage_files(path: Path, adapter: Adapter, key_format: KeyFormat) -> dict[Sta
     transformers, or the adapter changes only one.
     """
     if key_format.stages or len(adapter.stages) == 1:
-        return {None: path}
+        return {None: output_file(path, key_format)}
+    if key_format.name == "peft" and path.name == PEFT_FILE:
+        path = path.parent
     return {
-        stage: path.with_name(f"{path.stem}_{part}{path.suffix}")
+        stage: output_file(path.with_name(f"{path.stem}_{part}{path.suffix}"), key_format)
         for part, stage in STAGE_BY_FILE_NAME.items()
     }
 
@@ -324,20 +346,70 @@ def describe_adapter(adapter: Adapter) -> dict[str, str]:
 def _peft_config(adapter: Adapter) -> dict[str, object]:
     """Return the adapter_config.json that `PeftModel.from_pretrained` needs.
 
-    Alpha equals the rank, because the weights are already multiplied by the scale.
+    `adapter` has the layers that are written: alpha equals the rank, because the weights are
+    already multiplied by the scale.
     """
-    kinds = {"lora": "LORA", "loha": "LOHA", "lokr": "LOKR"}
     algorithms = {layer.algorithm for layer in adapter.layers.values()}
-    ranks = {path.module: rank_of(layer) or 1 for path, layer in adapter.layers.items()}
+    if len({layer.is_dora for layer in adapter.layers.values()}) + len(algorithms) > 2:
+        raise AdapterError(
+            "peft has one algorithm for a whole adapter, and some modules of this one have others "
+            f"({describe_adapter(adapter)['gracetune.algorithm']}). Write another format, or "
+            "approximate it by a LoRA: `gracetune adapter convert` with --lora-rank.",
+            kind="not-exact",
+        )
+    (algorithm,) = algorithms
+    layers = {path.module: layer for path, layer in adapter.layers.items()}
+    ranks = {module: _peft_rank(layer) for module, layer in layers.items()}
     common = max(set(ranks.values()), key=list(ranks.values()).count)
-    exceptions = {f"^{module}": rank for module, rank in ranks.items() if rank != common}
-    alpha = "lora_alpha" if algorithms == {"lora"} else "alpha"
-    return {
-        "peft_type": kinds[algorithms.pop()] if len(algorithms) == 1 else None,
+    exceptions = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != common}
+    config: dict[str, object] = {
+        "peft_type": algorithm.upper(),
+        "base_model_name_or_path": None,
+        "inference_mode": True,
         "r": common,
-        alpha: common,
         "rank_pattern": exceptions,
         "alpha_pattern": exceptions,
-        "use_dora": any(layer.is_dora for layer in adapter.layers.values()),
-        "target_modules": sorted(ranks),
+        # peft would also match the names in a list to the ends of longer names.
+        "target_modules": "|".join(map(re.escape, sorted(ranks))),
     }
+    if algorithm == "lora":
+        is_biased = any("diff_b" in layer.tensors for layer in layers.values())
+        is_dora = any(layer.is_dora for layer in layers.values())
+        return config | {"lora_alpha": common, "use_dora": is_dora, "lora_bias": is_biased}
+    has_core = any({"hada_t1", "lokr_t2"} & layer.tensors.keys() for layer in layers.values())
+    config |= {"alpha": common, "use_effective_conv2d": has_core}
+    return config if algorithm == "loha" else config | {"decompose_factor": _peft_factor(layers)}
+
+
+def _peft_rank(layer: Layer) -> int:
+    """Return the rank for which peft creates the tensors of a layer.
+
+    For a LoKr of whole matrices, it is the larger dimension of the second one.
+    """
+    whole = layer.tensors.get("lokr_w2")
+    rank = rank_of(layer) if whole is None else max(whole.shape[:2])
+    assert rank is not None, "peft's format holds no full matrices"
+    return rank
+
+
+def _peft_factor(layers: Mapping[str, Layer]) -> int:
+    """Return the setting `decompose_factor` for which peft creates LoKr factors of these sizes."""
+    from peft.tuners.lokr.layer import factorization
+
+    sizes = {module: lokr_sizes(layer) for module, layer in layers.items()}
+    for factor in (-1, *sorted({rows[0] for rows, _ in sizes.values()})):
+        if all(
+            factorization(first * second, factor) == (first, second)
+            for dimensions in sizes.values()
+            for first, second in dimensions
+        ):
+            return factor
+    module, (rows, columns) = next(iter(sizes.items()))
+    raise AdapterError(
+        f"{module} is the Kronecker product of {rows[0]}x{columns[0]} and {rows[1]}x{columns[1]}, "
+        "but peft has one `decompose_factor` for all modules, and none gives the sizes of these. "
+        "Write another format, or approximate it by a LoRA: `gracetune adapter convert` with "
+        "--lora-rank.",
+        kind="not-exact",
+        key=module,
+    )
