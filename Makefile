@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit check format lint types bench clean
+.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -98,6 +98,15 @@ $(AITK_ENV)/.installed: $(HOST)/.installed
 
 test-ai-toolkit: $(AITK_ENV)/.installed | $(AITK)  ## gracetune inside a real ai-toolkit, on a small Wan 2.2
 	PYTHONPATH=src CUDA_VISIBLE_DEVICES= ACCELERATE_USE_CPU=1 NO_ALBUMENTATIONS_UPDATE=1 $(AITK_BIN)/python -m pytest -o filterwarnings=default tests/hosts/test_ai_toolkit_host.py
+
+# Only ComfyUI's loader of adapters is imported; it needs no other packages than the tests.
+COMFYUI := .hosts/comfyui
+
+$(COMFYUI):
+	git clone --quiet --depth 1 https://github.com/comfyanonymous/ComfyUI $@
+
+test-comfyui: venv | $(COMFYUI)  ## `adapter check` against ComfyUI's own functions
+	COMFYUI=$(COMFYUI) $(BIN)/python -m pytest -m hosts tests/hosts/test_comfyui.py
 
 format: venv
 	$(BIN)/ruff format .

@@ -145,10 +145,9 @@ def test_a_dora_loads_with_its_magnitudes(pipeline, tmp_path):
     torch.testing.assert_close(predict(pipeline.transformer), expected, rtol=1e-4, atol=1e-5)
     assert check_file(path, TABLES).results[0].loads
 
-    refused = check_file(write_adapter(tmp_path / "b.safetensors", adapter, "comfyui"), TABLES)
-    assert "refuses the file" in refused.results[0].reason
-    assert refused.results[1].loads
-    assert "norms of the unchanged weight" in refused.results[1].reason
+    with pytest.raises(AdapterError, match=r"norms of W.*diffusers.*--into") as caught:
+        write_adapter(tmp_path / "b.safetensors", adapter, "comfyui")
+    assert caught.value.kind == "not-exact"
 
 
 def test_dropped_magnitudes_are_detected(tmp_path):
@@ -345,8 +344,8 @@ def test_a_file_of_a_family_without_a_pipeline_is_read_but_not_loaded(tmp_path):
     adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "context_embedder"): layer})
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     report = check_file(path, TABLES)
-    assert report.ok
-    assert report.raise_if_failed() is report
-    assert "but not loaded" in report.lines()[0]
-    with pytest.raises(AdapterError, match="does not load completely"):
-        check_file(path, TABLES, required_tools=("comfyui",)).raise_if_failed()
+    assert not report.ok
+    assert "convert it --to peft" in report.lines()[0]
+    for required in ((), ("comfyui",)):
+        with pytest.raises(AdapterError, match="does not load completely"):
+            check_file(path, TABLES, required_tools=required).raise_if_failed()

@@ -491,7 +491,7 @@ def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
         "ffn_dim": ffn,
         "text_dim": shapes.size(1, 4096, "condition_embedder.text_embedder.linear_1"),
         "freq_dim": shapes.size(1, 256, "condition_embedder.time_embedder.linear_1"),
-        "in_channels": shapes.size(1, 16, "patch_embedding"),
+        "in_channels": shapes.fan_in(16 * patch, "patch_embedding") // patch,
         "out_channels": shapes.size(0, 16 * patch, "proj_out") // patch,
         "added_kv_proj_dim": added or None,
         "image_dim": image or added or None,

@@ -6,12 +6,16 @@ afterwards, and compares the output of each with the weight change dW in the fil
 weights take no memory: every parameter is a single zero, expanded to its shape.
 
 ComfyUI is not a dependency, so its loader is simulated. The loader maps key prefixes to weights of
-the model and tries known suffixes after each prefix (as of January 2026).
+the model and tries known suffixes after each prefix (as of January 2026). The tensors that it takes
+are read as an adapter of their own, which must be the same as the whole file, and must not need a
+formula that ComfyUI computes differently. tests/hosts/test_comfyui.py compares the result with
+ComfyUI's own functions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,10 +24,21 @@ import torch
 from torch import nn
 
 from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, CHECKPOINT_FORMAT
-from gracetune.adapters.files.fused_projections import split_fused
+from gracetune.adapters.files.convert import import_tensors
+from gracetune.adapters.files.fused_projections import parts_of, split_fused
 from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
-from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key
-from gracetune.adapters.files.layers import Adapter, Layer, delta, delta_shape, rank_of, with_stage
+from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key, template_of
+from gracetune.adapters.files.layers import (
+    Adapter,
+    Layer,
+    delta,
+    delta_bias,
+    delta_shape,
+    is_dora_per_row,
+    rank_of,
+    scale_of,
+    with_stage,
+)
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -32,17 +47,28 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.adapters.files.keys import KeyTable, PipelineSpec, Stage
+    from gracetune.adapters.files.keys import KeyTable, LayerPath, PipelineSpec, Stage
 
 
 ADAPTER_NAME = "checked"
-TOLERANCE = 2e-2
+TOLERANCE, ROUNDED_TOLERANCE = 1e-5, 2e-2
 """Largest relative difference at which the output of a module in diffusers counts as equal to the
-output computed from the file. diffusers multiplies alpha into weights of the file's dtype, which
-rounds."""
-LOADER_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError)
+output computed from the file: for float32, and for smaller dtypes. diffusers multiplies alpha into
+weights of the file's dtype, which rounds."""
+LOADER_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    AssertionError,
+)
 """Exceptions that diffusers' loaders raise for files they do not understand."""
-NOT_TRIED = "no pipeline is known for its family, so the file was read and counted, but not loaded"
+NOT_TRIED = (
+    "no diffusers pipeline loads adapters of this family, and ComfyUI does not know diffusers' "
+    "names of its modules. To load it with peft, convert it --to peft"
+)
 NO_LOADER = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
     "--lora-rank.",
@@ -102,15 +128,19 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """True if tools load the file as `required_tools` demands, and none loads it wrongly."""
-        if not self.results:
-            return not self.required_tools
-        if any(result.is_wrong for result in self.results):
-            return False
+        """True if tools load the file as `required_tools` demands, with the right output."""
         if self.required_tools:
-            return all(r.loads for r in self.results if r.name in self.required_tools)
+            names = {result.name for result in self.results if result.loads}
+            return names.issuperset(self.required_tools)
+        if self.is_wrong:
+            return False
         all_or_nothing = all(r.loads or r.matched == 0 for r in self.results)
         return all_or_nothing and any(r.loads for r in self.results)
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if a tool loads the file, but the model would compute something else."""
+        return any(result.is_wrong for result in self.results)
 
     def lines(self) -> list[str]:
         """Return the result of each tool as a line of text."""
@@ -173,9 +203,11 @@ def check_file(
         )
     results: tuple[ToolResult, ...] = ()
     if adapter.table.pipeline is not None:
+        pipeline = placeholder_pipeline(adapter.table.pipeline, layers, config)
+        shapes = {name: weight.shape for name, weight in pipeline.transformer.named_parameters()}
         results = (
-            _load_in_diffusers(path, tensors, adapter, layers, stage, config),
-            _load_in_comfyui(tensors, adapter, layers),
+            _load_in_diffusers(path, tensors, adapter, layers, stage, pipeline),
+            _load_in_comfyui(tensors, adapter, layers, shapes),
         )
     return CheckReport(
         path=path,
@@ -215,7 +247,7 @@ def _load_in_diffusers(
     adapter: Adapter,
     layers: Mapping[str, Layer],
     stage: Stage | None,
-    config: Mapping[str, object] | None,
+    pipeline: Any,
 ) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
@@ -224,8 +256,6 @@ def _load_in_diffusers(
     if "lora" not in algorithms and not by_transformer:
         reason = NO_LOADER[min(algorithms)]
         return ToolResult("diffusers", 0, expected, reason, next(iter(layers)))
-    assert adapter.table.pipeline is not None
-    pipeline = placeholder_pipeline(adapter.table.pipeline, layers, config)
     model: Any = pipeline.transformer_2 if stage == "low" else pipeline.transformer
     try:
         with _quiet_diffusers():
@@ -277,11 +307,10 @@ def _compare_loaded(
         return ToolResult("diffusers", matched, expected, reason, lost[0])
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
-        if layer.is_dora:
-            if ADAPTER_NAME not in loaded[name].lora_magnitude_vector:
-                reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-                return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-        elif not _computes_same(loaded[name], layer, generator):
+        if layer.is_dora and ADAPTER_NAME not in loaded[name].lora_magnitude_vector:
+            reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
     reason = "with transformer.load_lora_adapter; pipelines refuse LoKr" if by_transformer else ""
@@ -290,24 +319,35 @@ def _compare_loaded(
 
 def _computes_same(module: Any, layer: Layer, generator: torch.Generator) -> bool:
     """Return True if a loaded module and the file's layer give the same output for random input."""
+    is_exact = all(tensor.dtype == torch.float32 for tensor in layer.tensors.values())
+    tolerance = TOLERANCE if is_exact else ROUNDED_TOLERANCE
     if layer.algorithm == "lokr":
         loaded = module.get_delta_weight(ADAPTER_NAME).float()
-        return _is_close(loaded, delta(layer, loaded.shape))
+        return _is_close(loaded, delta(layer, loaded.shape), tolerance)
     down = module.lora_A[ADAPTER_NAME].weight.float()
-    up = module.lora_B[ADAPTER_NAME].weight.float()
+    up = module.lora_B[ADAPTER_NAME]
     if down.shape != layer.tensors["down"].shape:
         return False
+    scaling = module.scaling[ADAPTER_NAME]
     probe = torch.randn(down[0].numel(), generator=generator)
-    loaded = module.scaling[ADAPTER_NAME] * (up.flatten(1) @ (down.flatten(1) @ probe))
+    loaded = scaling * (up.weight.float().flatten(1) @ (down.flatten(1) @ probe))
     expected = layer.tensors["up"].float().flatten(1) @ (
         layer.tensors["down"].float().flatten(1) @ probe
     )
-    scale = 1.0 if layer.alpha is None else layer.alpha / down.shape[0]
-    return _is_close(loaded, expected * scale)
+    pairs = [(loaded, expected * scale_of(layer))]
+    bias = delta_bias(layer)
+    if bias is not None or up.bias is not None:
+        zeros = torch.zeros(len(expected))
+        loaded_bias = zeros if up.bias is None else up.bias.float() * scaling
+        pairs.append((loaded_bias, zeros if bias is None else bias))
+    if layer.is_dora:
+        magnitude = module.lora_magnitude_vector[ADAPTER_NAME].weight.float()
+        pairs.append((magnitude.flatten(), layer.tensors["dora"].float().flatten()))
+    return all(_is_close(a, b, tolerance) for a, b in pairs)
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    return float((a - b).norm()) <= TOLERANCE * float(b.norm()) + 1e-12
+def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and float((a - b).norm()) <= tolerance * float(b.norm()) + 1e-12
 
 
 @contextlib.contextmanager
@@ -352,6 +392,13 @@ class LayerShapes:
         If it has none of them, the result is `default`.
         """
         return next((self._shapes[name][axis] for name in names if name in self._shapes), default)
+
+    def fan_in(self, default: int, name: str) -> int:
+        """Return the input size of a convolution times the kernel's, or `default` without it.
+
+        Some files have the kernel's axes flattened into the input.
+        """
+        return math.prod(self._shapes[name][1:]) if name in self._shapes else default
 
     def num_blocks(self, kind: str) -> int:
         """Return how many blocks of a kind, such as `transformer_blocks`, the model needs."""
@@ -431,6 +478,8 @@ LOKR_SUFFIXES = (
     ".lokr_t2",
 )
 SINGLE_SUFFIXES = (".diff", ".diff_b", ".w_norm", ".b_norm", ".set_weight")
+CORE_ROLES = ("mid", "hada_t1", "lokr_t2", "lokr_w2")
+"""Tensors for which ComfyUI has a formula only if they are matrices or 2-D convolutions."""
 WAN_FUN_KEY = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
 """Key by which ComfyUI recognises adapter files of VideoX-Fun, which have the prefix `lora_unet__`
 with two underscores."""
@@ -450,24 +499,118 @@ class ComfyUILoad:
 
 
 def _load_in_comfyui(
-    tensors: Mapping[str, Tensor], adapter: Adapter, layers: Mapping[str, Layer]
+    tensors: Mapping[str, Tensor],
+    adapter: Adapter,
+    layers: Mapping[str, Layer],
+    shapes: Mapping[str, torch.Size],
 ) -> ToolResult:
-    """Simulate loading a file with ComfyUI. A fused qkv projection counts as three modules."""
+    """Simulate loading a file with ComfyUI. A fused qkv projection counts as three modules.
+
+    `shapes` has the shape of each weight and bias of the model, by diffusers' names.
+    """
     known = comfyui_key_map(adapter.table, count_blocks(layers))
     load = simulate_comfyui(list(tensors), known)
     expected = len(layers)
     if load.missing_key is not None:
         reason = f"it fails because the key {load.missing_key!r} is missing"
         return ToolResult("comfyui", 0, expected, reason, load.missing_key)
-    if load.ignored:
-        kept = {place.module for place in adapter.layers} & load.modules
-        reason = f"it ignores {len(load.ignored)} keys, first {load.ignored[0]!r}"
-        hint = "" if kept else "; convert it --to comfyui"
-        return ToolResult("comfyui", len(kept), expected, reason + hint, load.ignored[0])
-    reason = ""
-    if any(layer.is_dora for layer in layers.values()):
-        reason = "it divides magnitudes (DoRA) by the norms of the unchanged weight, unlike peft"
-    return ToolResult("comfyui", expected, expected, reason)
+    ignored = (*load.ignored, *_dropped_biases(tensors, known, adapter.table))
+    ignores = f"it ignores {len(ignored)} keys, first {ignored[0]!r}" if ignored else ""
+    if not load.modules:
+        reason = f"{ignores}; convert it --to comfyui"
+        return ToolResult("comfyui", 0, expected, reason, ignored[0])
+    seen = _layers_of_keys(
+        {k: tensor for k, tensor in tensors.items() if k not in ignored}, adapter
+    )
+    wrong = {
+        path.module: reason
+        for path, layer in adapter.layers.items()
+        if (reason := _difference_in_comfyui(layer, seen.get(path)))
+    }
+    parts = {
+        path: {part.module for part in parts_of(path, adapter.table)} & layers.keys()
+        or {path.module}
+        for path in adapter.layers
+    }
+    for path, names in parts.items():
+        if any(not _fits(layers[name], name, shapes) for name in names):
+            wrong.setdefault(path.module, "its size is not that of the model")
+    if not wrong:
+        return ToolResult("comfyui", expected, expected)
+    matched = expected - sum(len(parts[p]) for p in adapter.layers if p.module in wrong)
+    first = next(iter(wrong))
+    reason = ignores or f"{first} is computed wrongly: {wrong[first]}"
+    return ToolResult("comfyui", matched, expected, reason, first, is_wrong=True)
+
+
+def _dropped_biases(
+    keys: Iterable[str], known: Mapping[str, str], table: KeyTable
+) -> tuple[str, ...]:
+    """Return the keys of bias changes that ComfyUI takes from a file without using them.
+
+    It finds the bias of a module by the name of the module's weight, but has no such name for a
+    part of a fused projection, nor for a module whose rows it reorders.
+    """
+    sliced = {part for fused in table.fused for part, _ in fused.parts} | table.swapped_halves
+    dropped = []
+    for key in keys:
+        prefix, _, suffix = key.rpartition(".")
+        module = known.get(prefix, "")
+        if suffix in ("diff_b", "b_norm") and template_of(module)[0] in sliced:
+            has_diffusers_name = prefix.endswith((module, module.replace(".", "_")))
+            dropped += [key] if has_diffusers_name else []
+    return tuple(dropped)
+
+
+def _layers_of_keys(tensors: Mapping[str, Tensor], adapter: Adapter) -> Mapping[LayerPath, Layer]:
+    """Return the layers of the keys that a tool takes from a file, or {} if they are incomplete.
+
+    Neither the file's header nor an adapter_config.json counts, because ComfyUI reads neither.
+    """
+    try:
+        seen = import_tensors(tensors, {}, {}, adapter.table, {})
+    except AdapterError:
+        return {}
+    return with_stage(seen, None).layers
+
+
+def _difference_in_comfyui(layer: Layer, seen: Layer | None) -> str:
+    """Return what ComfyUI computes differently from the file's layer; empty if nothing.
+
+    `seen` is the layer that the keys give which ComfyUI reads.
+    """
+    if seen is None:
+        return "it is lost"
+    if scale_of(seen) != scale_of(layer):
+        return f"its scale is {scale_of(layer):g}, but not by a key that ComfyUI reads"
+    if seen.tensors.keys() != layer.tensors.keys() or not all(
+        torch.equal(seen.tensors[role], tensor) for role, tensor in layer.tensors.items()
+    ):
+        return "ComfyUI does not read all of its tensors"
+    if layer.is_dora and is_dora_per_row(layer):
+        return (
+            "magnitudes (DoRA) are divided by the norms of W, not of W + dW. Merge the file into "
+            "the model with `gracetune adapter merge --into`"
+        )
+    if any(
+        role in layer.tensors and layer.tensors[role].dim() not in (2, 4) for role in CORE_ROLES
+    ):
+        return "convolutions in a decomposed form are only supported in two dimensions"
+    return ""
+
+
+def _fits(layer: Layer, module: str, shapes: Mapping[str, torch.Size]) -> bool:
+    """Return True if a layer changes a weight of the model, and its bias, in their sizes.
+
+    A full matrix must also have the weight's shape; products are reshaped to it.
+    """
+    weight = shapes.get(f"{module}.weight", shapes.get(module))
+    diff, bias = layer.tensors.get("diff"), layer.tensors.get("diff_b")
+    if weight is None or (bias is not None and shapes.get(f"{module}.bias") != bias.shape):
+        return False
+    if layer.algorithm == "full":
+        return diff is None or diff.shape == weight
+    return weight.numel() == math.prod(delta_shape(layer))
 
 
 def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str, str]:
@@ -476,6 +619,8 @@ def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str,
     found = {}
     for prefix, separator, naming in table.comfyui_prefixes:
         for module, name in index.templates(naming).items():
+            if separator == "_" and module in table.bare_parameters:
+                continue  # only the dotted name of a parameter that is not a `.weight` is known
             numbers = range(num_blocks.get(module.partition(".{}")[0], 0)) if "{}" in name else [0]
             for number in numbers:
                 key = f"{prefix}{name.format(number).replace('.', separator)}"
@@ -511,6 +656,8 @@ def _match_suffixes(prefix: str, keys: Mapping[str, str]) -> tuple[set[str], str
     If the missing key is not None, ComfyUI fails, because it needs the key beside another one.
     """
     taken = {prefix + suffix for suffix in (*SINGLE_SUFFIXES, *LOKR_SUFFIXES)} & keys.keys()
+    if prefix + ".w_norm" not in keys:
+        taken.discard(prefix + ".b_norm")
     for up, down, mid in LORA_SUFFIXES:
         if prefix + up in keys:
             if prefix + down not in keys:

@@ -1,0 +1,317 @@
+"""Adapter files give the right output in diffusers, LyCORIS and peft, or are refused by name.
+
+Real, tiny transformers load each file; their outputs are compared with the adapter's formulas.
+tests/hosts/test_comfyui.py does the same with ComfyUI's functions. Here `check` is compared with
+what that test found.
+"""
+
+import json
+
+import pytest
+import torch
+from adapter_examples import make_lokr, make_lora, map_tensors
+from adapter_tools import (
+    MAX_ERROR,
+    TABLES,
+    WIDTH,
+    Effect,
+    build_transformer,
+    load_in_diffusers,
+    load_in_diffusers_transformer,
+    load_in_lycoris,
+    load_in_peft,
+    make_adapter,
+    table_of,
+    unusual_adapters,
+)
+from safetensors.torch import load_file, save_file
+
+from gracetune.adapters.files.check_loading import check_file
+from gracetune.adapters.files.io import default_format, read_adapter, write_adapter
+from gracetune.adapters.files.keys import LayerPath
+from gracetune.adapters.files.layers import Adapter, Layer, scale_of
+from gracetune.errors import AdapterError
+
+KINDS = ("lora", "dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
+FAMILIES = ("wan", "flux", "qwen_image")
+FORMS = ("comfyui", "lightning", "diffusers", "kohya", "lycoris", "onetrainer", "bare")
+IN_COMFYUI = {
+    "wan": {"comfyui", "lightning", "kohya"},
+    "flux": {"comfyui", "lightning", "diffusers", "kohya", "lycoris", "onetrainer"},
+    "qwen_image": {"comfyui", "lightning", "diffusers", "kohya", "lycoris", "bare"},
+}
+"""Formats that ComfyUI reads, by family."""
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    names = (*FAMILIES, "qwen_image_edit", "stable_audio")
+    return {family: build_transformer(family) for family in names}
+
+
+def loads_in_comfyui(family, kind, form):
+    """Return whether ComfyUI computes such a file right, by its own functions."""
+    loses_bias = family == "flux" and form in ("lycoris", "onetrainer") and kind == "full"
+    return form in IN_COMFYUI[family] and kind != "dora" and not loses_bias
+
+
+@pytest.mark.parametrize(
+    ("kind", "alpha", "outside"),
+    [("lora", None, False), ("dora", None, False), *((kind, 3.0, True) for kind in KINDS)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_loads_if_and_only_if_its_output_is_right(
+    family, kind, alpha, outside, transformers, tmp_path
+):
+    model = transformers[family]
+    adapter = make_adapter(family, kind, model, alpha, outside)
+    effect = Effect(family, model, adapter)
+    by_transformer = kind.startswith("lokr")
+    for form in FORMS:
+        try:
+            path = write_adapter(tmp_path / f"{form}.safetensors", adapter, form)
+        except AdapterError as error:
+            reason = str(error)
+            assert any(word in reason for word in ("DoRA", "exactly", "cannot hold", "sizes")), form
+            continue
+        diffusers, comfyui = check_file(path, TABLES, table=table_of(family)).results
+        load = load_in_diffusers
+        if by_transformer and form == "diffusers":
+            load = load_in_diffusers_transformer
+        error = effect.error(lambda path=path, load=load: load(family, model, path))
+        assert diffusers.loads == (error <= MAX_ERROR), (form, error, diffusers)
+        assert comfyui.loads == loads_in_comfyui(family, kind, form), (form, comfyui)
+        if form == "lycoris":
+            for merged in (False, True):
+                error = effect.error(
+                    lambda path=path, merged=merged: load_in_lycoris(family, model, path, merged)
+                )
+                assert error <= MAX_ERROR, (form, merged, error)
+
+
+@pytest.mark.parametrize("alpha", [None, 3.0])
+@pytest.mark.parametrize("form", ["comfyui", "lightning", "diffusers"])
+def test_a_wan_lora_on_modules_outside_of_the_blocks_loads_in_diffusers(
+    form, alpha, transformers, tmp_path
+):
+    """diffusers refuses a file of Wan with an alpha outside of the blocks."""
+    model = transformers["wan"]
+    adapter = make_adapter("wan", "lora", model, alpha, outside=True)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form)
+    effect = Effect("wan", model, adapter)
+    assert effect.error(lambda: load_in_diffusers("wan", model, path)) <= MAX_ERROR
+    assert check_file(path, TABLES, required_tools=("diffusers",)).ok
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
+@pytest.mark.parametrize("family", [*FAMILIES, "stable_audio"])
+def test_a_peft_folder_has_the_right_output_in_peft(family, kind, transformers, tmp_path):
+    model = transformers[family]
+    adapter = make_adapter(family, kind, model, 3.0, outside=family != "stable_audio")
+    effect = Effect(family, model, adapter)
+    path = write_adapter(tmp_path / "folder", adapter, "peft")
+    assert effect.error(lambda: load_in_peft(family, model, path)) <= MAX_ERROR
+    back = read_adapter(tmp_path / "folder", TABLES, table_of(family))
+    assert all(scale_of(layer) == 1.0 for layer in back.layers.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unusual_adapters_load_in_diffusers_only_if_their_output_is_right(
+    family, transformers, tmp_path
+):
+    model = transformers[family]
+    for name, adapter in unusual_adapters(family, model).items():
+        effect = Effect(family, model, adapter)
+        for form in ("comfyui", "diffusers", "peft"):
+            try:
+                folder = tmp_path / name / form
+                path = write_adapter(folder / "adapter_model.safetensors", adapter, form)
+            except AdapterError:
+                continue
+            if form == "peft":
+                assert effect.error(lambda p=path: load_in_peft(family, model, p)) <= MAX_ERROR
+                continue
+            result = check_file(path, TABLES, table=table_of(family)).results[0]
+            error = effect.error(lambda p=path: load_in_diffusers(family, model, p))
+            assert result.loads == (error <= MAX_ERROR), (name, form, error, result)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_of_qwen_image_load_in_the_edit_pipeline(kind, transformers, tmp_path):
+    family = "qwen_image_edit"
+    model = transformers[family]
+    adapter = make_adapter(family, kind, model, 3.0, outside=True)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
+    effect = Effect(family, model, adapter)
+    assert effect.error(lambda: load_in_diffusers(family, model, path)) <= MAX_ERROR
+
+
+def test_no_tool_loads_the_default_file_of_stable_audio(transformers, tmp_path):
+    adapter = make_adapter("stable_audio", "lora", transformers["stable_audio"])
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
+    for required in ((), ("diffusers",), ("comfyui",)):
+        report = check_file(path, TABLES, required_tools=required)
+        assert not report.ok
+        assert "no diffusers pipeline" in report.lines()[0]
+
+
+# ComfyUI
+
+
+def comfyui_result(path):
+    return check_file(path, TABLES).results[1]
+
+
+def queries(family, layer):
+    table = table_of(family)
+    return Adapter(table, {LayerPath(None, "transformer_blocks.0.attn.to_q"): layer})
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image"])
+def test_ignored_magnitudes_are_not_a_loaded_dora(family, transformers, tmp_path):
+    """ComfyUI reads diffusers' names of these families, but not the name of the magnitudes."""
+    adapter = make_adapter(family, "dora", transformers[family])
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    report = check_file(path, TABLES, table=table_of(family))
+    assert report.results[0].loads
+    assert report.results[1].is_wrong
+    assert "lora_magnitude_vector" in report.results[1].reason
+    assert not report.ok
+    table = table_of(family)
+    assert check_file(path, TABLES, table=table, required_tools=("diffusers",)).ok
+    assert not check_file(path, TABLES, table=table, required_tools=("comfyui",)).ok
+
+
+def test_magnitudes_of_rows_are_wrong_in_comfyui_and_those_of_columns_are_right(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    rows = make_lora(WIDTH, WIDTH, generator, dora=True)
+    columns = Layer("lora", {**rows.tensors, "dora": rows.tensors["dora"].reshape(1, -1)})
+    path = write_adapter(tmp_path / "a.safetensors", queries("qwen_image", columns), "kohya")
+    assert comfyui_result(path).loads
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith(".dora_scale"))
+    save_file(tensors | {key: rows.tensors["dora"]}, path, {"gracetune.family": "qwen_image"})
+    result = comfyui_result(path)
+    assert result.is_wrong
+    assert "norms of W" in result.reason
+
+
+def test_biases_of_fused_projections_are_lost_in_comfyui_by_diffusers_names(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    randn = {"diff": torch.randn(WIDTH, WIDTH, generator=generator)}
+    biased = queries("flux", Layer("full", randn | {"diff_b": torch.ones(WIDTH)}))
+    path = write_adapter(tmp_path / "a.safetensors", biased, "lycoris")
+    result = comfyui_result(path)
+    assert result.is_wrong
+    assert "diff_b" in result.reason
+    path = write_adapter(
+        tmp_path / "b.safetensors", queries("flux", Layer("full", randn)), "lycoris"
+    )
+    assert comfyui_result(path).loads
+    path = write_adapter(tmp_path / "c.safetensors", biased, "comfyui")
+    assert comfyui_result(path).loads
+    assert default_format(biased).name == "comfyui"
+
+
+def test_an_alpha_in_the_header_is_not_read_by_comfyui(tmp_path):
+    """diffusers' save_lora_weights writes alpha there, and its loader reads it."""
+    layer = make_lora(WIDTH, WIDTH, torch.Generator().manual_seed(0))
+    path = write_adapter(tmp_path / "a.safetensors", queries("qwen_image", layer), "diffusers")
+    settings = {"transformer.r": 4, "transformer.lora_alpha": 16}
+    settings |= {"transformer.target_modules": ["to_q"]}
+    header = {"gracetune.family": "qwen_image", "lora_adapter_metadata": json.dumps(settings)}
+    save_file(load_file(path), path, header)
+    diffusers, comfyui = check_file(path, TABLES).results
+    assert diffusers.loads
+    assert comfyui.is_wrong
+    assert "scale is 4" in comfyui.reason
+
+
+def test_a_parameter_without_a_module_has_only_a_dotted_name_in_comfyui(tmp_path):
+    layers = {LayerPath(None, "scale_shift_table"): Layer("full", {"diff": torch.ones(1, 2, 8)})}
+    layers[LayerPath(None, "proj_out")] = make_lora(64, 8, torch.Generator().manual_seed(0))
+    adapter = Adapter(TABLES["wan"], layers)
+    for form, loads in (("comfyui", True), ("kohya", False)):
+        path = write_adapter(tmp_path / f"{form}.safetensors", adapter, form)
+        assert comfyui_result(path).loads == loads
+
+
+def test_a_kronecker_product_of_a_3d_convolution_is_wrong_in_comfyui(transformers, tmp_path):
+    adapters = unusual_adapters("wan", transformers["wan"])
+    for name, loads in (
+        ("lokr-whole", False),
+        ("lokr", True),
+        ("full-flat", False),
+        ("full", True),
+    ):
+        adapter = adapters[f"convolution, {name}"]
+        path = write_adapter(tmp_path / f"{name}.safetensors", adapter, "comfyui")
+        assert comfyui_result(path).loads == loads, name
+
+
+# peft
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ({"to_q": "lora", "to_k": "lokr"}, "one algorithm for a whole adapter"),
+        ({"to_q": "lora", "to_k": "dora"}, "one algorithm for a whole adapter"),
+        ({"to_q": "lokr", "to_k": "lokr-3"}, "decompose_factor"),
+    ],
+)
+def test_what_peft_cannot_hold_is_refused(layers, reason, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    makers = {
+        "lora": lambda: make_lora(WIDTH, WIDTH, generator),
+        "dora": lambda: make_lora(WIDTH, WIDTH, generator, dora=True),
+        "lokr": lambda: make_lokr(WIDTH, WIDTH, generator, factor=2),
+        "lokr-3": lambda: make_lokr(WIDTH, WIDTH, generator, factor=3),
+    }
+    adapter = Adapter(
+        TABLES["qwen_image"],
+        {
+            LayerPath(None, f"transformer_blocks.0.attn.{name}"): makers[kind]()
+            for name, kind in layers.items()
+        },
+    )
+    with pytest.raises(AdapterError, match=reason) as caught:
+        write_adapter(tmp_path / "folder", adapter, "peft")
+    assert caught.value.kind == "not-exact"
+    assert not (tmp_path / "folder").exists()
+
+
+def test_peft_adapts_no_module_whose_name_only_ends_alike(transformers, tmp_path):
+    """`proj_out` of Flux is a module of its own, and the end of the name of another one."""
+    model = transformers["flux"]
+    rows, columns = model.proj_out.weight.shape
+    layer = make_lora(rows, columns, torch.Generator().manual_seed(0))
+    adapter = Adapter(TABLES["flux"], {LayerPath(None, "proj_out"): layer})
+    path = write_adapter(tmp_path / "folder", adapter, "peft")
+    loaded = load_in_peft("flux", model, path)
+    adapted = [name for name, _ in loaded.named_modules() if name.endswith("lora_A")]
+    assert adapted == ["proj_out.lora_A"]
+
+
+def test_lycoris_gets_no_lokr_whose_factors_it_would_not_find(tmp_path):
+    layer = make_lokr(WIDTH, 8, torch.Generator().manual_seed(0))
+    adapter = Adapter(TABLES["qwen_image"], {LayerPath(None, "img_in"): layer})
+    with pytest.raises(AdapterError, match="LyCORIS would not find the sizes"):
+        write_adapter(tmp_path / "a.safetensors", adapter, "lycoris")
+
+
+@pytest.mark.parametrize("form", ["kohya", "comfyui", "lycoris", "diffusers"])
+@pytest.mark.parametrize("kind", ["loha", "lokr", "lokr-both"])
+def test_alpha_is_in_the_weights_of_loha_and_lokr(form, kind, transformers, tmp_path):
+    adapter = make_adapter("qwen_image", kind, transformers["qwen_image"], alpha=3.0)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form)
+    back = read_adapter(path, TABLES, table_of("qwen_image"))
+    assert all(scale_of(layer) == 1.0 for layer in back.layers.values())
+
+
+def test_a_low_precision_dora_loads_in_diffusers(transformers, tmp_path):
+    adapter = make_adapter("qwen_image", "dora", transformers["qwen_image"], alpha=3.0)
+    layers = {p: map_tensors(x, lambda t: t.bfloat16()) for p, x in adapter.layers.items()}
+    path = tmp_path / "a.safetensors"
+    write_adapter(path, Adapter(adapter.table, layers), "diffusers", dtype=torch.bfloat16)
+    assert check_file(path, TABLES, table=adapter.table).results[0].loads
