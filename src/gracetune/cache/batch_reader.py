@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracetune.cache.augmentation_epochs import augmentation_epoch, augmentation_mode
-from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items
+from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items, unreadable_now
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
@@ -324,14 +324,6 @@ class BatchReader:
     def _count_reads(self, store: Store, count: int) -> None:
         if not isinstance(store, MemoryTier):  # which counts its own reads
             self._stores.hit_counts.reads += count
-
-
-def unreadable_now(sample: Sample, reason: str) -> RunFailedError:
-    """Return the error for a sample that was readable at the start of the run and now is not."""
-    return RunFailedError(
-        f"dataset {sample.dataset!r}: {sample.key} was readable when the run started and is not "
-        f"now: {reason}. Restore the file, then run the same command again to resume."
-    )
 
 
 def _missing_entries(count: object) -> MissingEntriesError:

@@ -31,6 +31,7 @@ from gracetune.data.augment import (
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch, default_workers, prefetched
 from gracetune.data.sample import UnreadableSampleError
+from gracetune.data.source import read_unchanged
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice, StageProgress
 
@@ -296,24 +297,38 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
 
     A control image is appended to the sample's image as three more channels.
     """
-    sample, transform, read = item.sample, item.transform, item.source.read
+    sample, transform = item.sample, item.transform
     try:
+        data = read_unchanged(item.source, sample.key, sample.digest)
         if sample.kind == "video":
-            return render_video(read(sample.key), transform, item.size)
+            return render_video(data, transform, item.size)
         if sample.kind == "audio":
-            return render_audio(read(sample.key), transform, item.size)
+            return render_audio(data, transform, item.size)
         size = (item.size[0], item.size[1])
         controls = [
-            render_control(read(companion.key), transform, size, decoders)
+            render_control(
+                read_unchanged(item.source, companion.key, companion.digest),
+                transform,
+                size,
+                decoders,
+            )
             for companion in sample.companions
             if companion.role == "control"
         ]
-        pixels = render(read(sample.key), transform, size, decoders)
+        pixels = render(data, transform, size, decoders)
         return torch.cat([pixels, *controls]) if controls else pixels
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
         return str(error)
+
+
+def unreadable_now(sample: Sample, reason: str) -> RunFailedError:
+    """Return the error for a sample that was readable at the start of the run and now is not."""
+    return RunFailedError(
+        f"dataset {sample.dataset!r}: {sample.key} was readable when the run started and is not "
+        f"now: {reason}. Restore the file, then run the same command again to resume."
+    )
 
 
 class _HalvingEncoder(Generic[Item, Result]):
@@ -443,9 +458,16 @@ class PromptEncoder:
         """Decode a prompt's control image, cropped and augmented like its sample."""
         sample, size = prompt.sample, (prompt.size[0], prompt.size[1])
         assert sample.control is not None, f"{sample.key} has no control image"
-        data = self._sources[sample.dataset].read(sample.control.key)
         transform = self._transforms(sample, prompt.epoch)
-        return render_control(data, transform, size, self._transforms.decoders)
+        try:
+            data = read_unchanged(
+                self._sources[sample.dataset], sample.control.key, sample.control.digest
+            )
+            return render_control(data, transform, size, self._transforms.decoders)
+        except (UnreadableSampleError, OSError) as error:
+            raise unreadable_now(
+                sample, f"its control image {sample.control.key}: {error}"
+            ) from error
 
 
 # Tiling. Encoding large images and clips in tiles needs far less memory; the latents differ

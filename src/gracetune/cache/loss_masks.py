@@ -20,6 +20,7 @@ from gracetune.cache.keys import mask_key
 from gracetune.data.augment import render_mask
 from gracetune.data.prefetch import prefetched
 from gracetune.data.sample import UnreadableSampleError
+from gracetune.data.source import read_unchanged
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _render(item: EncodeItem, grid: tuple[int, int], decoders: Decoders) -> Tens
     assert mask is not None, f"{item.sample.key} has no mask"
     size = (item.size[0], item.size[1])
     try:
-        data = item.source.read(mask.key)
+        data = read_unchanged(item.source, mask.key, mask.digest)
         fitted = render_mask(data, item.transform, size, decoders, mask.inverted)
     except UnreadableSampleError as error:
         return f"its mask {mask.key}: {error.reason}"

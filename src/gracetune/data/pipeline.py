@@ -36,7 +36,6 @@ from gracetune.cache.batch_reader import (
     MissingEntriesError,
     PromptNames,
     SampleTransforms,
-    unreadable_now,
 )
 from gracetune.cache.batch_transfer import (
     INITIAL_DEPTH,
@@ -57,6 +56,7 @@ from gracetune.cache.encode import (
     fill_latents,
     fill_text,
     find_unreadable,
+    unreadable_now,
 )
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import fill_masks, mask_keys

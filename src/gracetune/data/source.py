@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from blake3 import blake3
 
+from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -90,6 +91,21 @@ class EstimatingSource(Source, Protocol):
     def estimate(self) -> int:
         """Return the approximate total size of all samples in bytes."""
         ...
+
+
+def read_unchanged(source: Source, key: str, digest: str) -> bytes:
+    """Return the bytes of a file if they still have the BLAKE3 digest from opening the dataset.
+
+    Cache keys contain that digest, so other bytes must not be encoded under it. Raises
+    UnreadableSampleError if the file has changed.
+    """
+    data = source.read(key)
+    if blake3(data).hexdigest() != digest:
+        raise UnreadableSampleError(
+            f"{printable(key)} has changed since the dataset was opened. Leave it unchanged while "
+            "the run uses it, and start the run again"
+        )
+    return data
 
 
 def read_range(place: FileRange) -> bytes:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from blake3 import blake3
 from failing_source import fail_first_read
 from PIL import Image
 
@@ -49,15 +50,23 @@ class ColourSource:
         self.reads.append(key)
         if key == "gone":
             raise FileNotFoundError("no such file")
-        if key.startswith("bad"):
-            return b"no image"
-        buffer = io.BytesIO()
-        Image.new("RGB", (8, 8), (int(key) % 256, 0, 0)).save(buffer, "PNG")
-        return buffer.getvalue()
+        return colour_file(key)
+
+
+def colour_file(key):
+    if key in ("bad", "bad too", "gone"):
+        return b"no image"
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (int(key) % 256, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def colour_sample(key):
+    return Sample("d", key, "", blake3(colour_file(key)).hexdigest(), 8, 8)
 
 
 def items(keys, source, size=(8, 8)):
-    return [EncodeItem(Sample("d", k, "", f"digest {k}", 8, 8), size, source) for k in keys]
+    return [EncodeItem(colour_sample(key), size, source) for key in keys]
 
 
 class FakeVae:
@@ -165,16 +174,14 @@ def test_batches_never_mix_sizes(recorder):
 
 def test_files_with_equal_bytes_are_encoded_once_and_unreadable_together(recorder):
     source, encode = ColourSource(), FakeVae()
-    twice = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("1", "2")]
-    fill_latents(DictStore(), twice, encode, "e", recorder)
+    fill_latents(DictStore(), items(["1", "257"], source), encode, "e", recorder)
     assert encode.sizes == [1]
-    bad = [EncodeItem(Sample("d", k, "", "same", 8, 8), (8, 8), source) for k in ("bad", "bad too")]
-    lost = fill_latents(DictStore(), bad, encode, "e", recorder)
+    lost = fill_latents(DictStore(), items(["bad", "bad too"], source), encode, "e", recorder)
     assert [sample.key for sample, _ in lost] == ["bad", "bad too"]
 
 
 def test_a_sample_with_one_unreadable_variant_is_unreadable(recorder):
-    source, sample = fail_first_read(ColourSource()), Sample("d", "1", "", "digest", 8, 8)
+    source, sample = fail_first_read(ColourSource()), colour_sample("1")
     crops = [SampleTransform(crop=(share, 0.5)) for share in (0.0, 1.0)]
     variants = [EncodeItem(sample, (8, 8), source, crop) for crop in crops]
     lost = fill_latents(DictStore(), variants, FakeVae(), "e", recorder)

@@ -1,20 +1,32 @@
 """The data pipeline of a run: batches, hold-out, buckets, modes, and what it refuses."""
 
+import io
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from media_files import audio_bytes, grey_frames, image_bytes, photo, tone, video_bytes
 from PIL import Image
 
+from gracetune.cache.batch_reader import PromptNames, SampleTransforms
 from gracetune.cache.batch_transfer import build_batch_transfer
-from gracetune.config.schema import RunFile
-from gracetune.data.augment import render, sample_transform
+from gracetune.cache.encode import EncodeItem, PromptEncoder, decode_item
+from gracetune.cache.loss_masks import render_masks
+from gracetune.config.schema import DatasetSection, RunFile
+from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
+from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
 from gracetune.data.pipeline import DataPipeline, split_holdout
+from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
+from gracetune.events.types import StageProgress
 from gracetune.models.tiny import load
 
 
@@ -200,6 +212,124 @@ def test_unreadable_images_are_left_out_unless_all_are(build, tmp_path):
         (tmp_path / "images" / f"{number}.png").write_bytes(torn)
     with pytest.raises(DataError, match=r"datasets\[0\] \('d'\): none of the 4 images"):
         build(datasets=[dataset])
+
+
+# Files that change after the dataset was opened
+
+
+def replace_content(path, data):
+    """Write other bytes of the same length with the old modification time, as `rsync` may."""
+    before = path.stat()
+    path.write_bytes(data.ljust(before.st_size, b"\0"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def white_image(path):
+    """Return a file of the same size and format as the image at `path`, which is another image."""
+    with Image.open(path) as image:
+        buffer = io.BytesIO()
+        Image.new("RGB", image.size, "white").save(buffer, image.format)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_an_image_that_changes_before_it_is_encoded_is_not_cached(
+    build, recorder, tmp_path, monkeypatch, rate
+):
+    dataset = write_images(tmp_path / "images") | {"max_corruption_rate": rate, "crop": "center"}
+    cache = {"persistent_cache": True, "cache_dir": str(tmp_path / "cache")}
+    path = tmp_path / "images" / "2.png"
+    original, other = path.read_bytes(), white_image(path)
+    record = type(recorder).__call__
+
+    def change_after_listing(self, event):
+        if isinstance(event, StageProgress) and event.stage == "reading":
+            replace_content(path, other)
+        record(self, event)
+
+    monkeypatch.setattr(type(recorder), "__call__", change_after_listing)
+    changed = r"2\.png has changed since the dataset was opened"
+    if rate == 0.0:
+        with pytest.raises(DataError, match=changed):
+            build(datasets=[dataset], cache_config=cache)
+    else:
+        assert len(build(datasets=[dataset], cache_config=cache).train_samples) == 3
+        assert any(re.search(changed, text) for text in recorder.texts())
+    monkeypatch.undo()
+    path.write_bytes(original)
+    pipeline = build(datasets=[dataset], cache_config=cache)  # finds no entry of the other bytes
+    (draw,) = [d for d in pipeline.order.batch_at(0) if d.sample.key == "2.png"]
+    section = pipeline._run.datasets[0]
+    transform = sample_transform(section, draw.sample, 0, lanczos=choose_decoders().lanczos)
+    pixels = render(original, transform, draw.size, choose_decoders())
+    assert torch.equal(
+        pipeline.load([draw]).latents[0], load(RunFile().model).encode(pixels[None])[0]
+    )
+    pipeline.close()
+
+
+def open_one(tmp_path, name, data, **settings):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / name).write_bytes(data)
+    values = {"id": "d", "instance_data_dir": str(folder), "caption_strategy": "filename"}
+    section = DatasetSection.model_validate(values | settings)
+    dataset = open_dataset(section, 0, lambda _: None, CorruptionLog(lambda _: None))
+    return folder / name, dataset
+
+
+MEDIA = {
+    "image": ("a.jpg", lambda: image_bytes(photo(32, 32), "JPEG"), (32, 32)),
+    "video": ("a.mp4", lambda: video_bytes(grey_frames(9)), (32, 32, 5)),
+    "audio": ("a.wav", lambda: audio_bytes(tone(0.5, 8000, 440), 8000), (1, 4000)),
+}
+
+
+@pytest.mark.parametrize("kind", MEDIA)
+@pytest.mark.parametrize("staged", [False, True])
+def test_only_the_bytes_that_were_listed_are_decoded(tmp_path, kind, staged):
+    name, make, size = MEDIA[kind]
+    path, dataset = open_one(
+        tmp_path, name, make(), dataset_type=kind, type="in_memory" if staged else "local"
+    )
+    item = EncodeItem(dataset.samples[0], size, dataset.source, SampleTransform(rate=24.0))
+    if kind == "audio":
+        item = replace(item, transform=SampleTransform(rate=8000.0))
+    before = decode_item(item, choose_decoders())
+    assert isinstance(before, torch.Tensor), before
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    replace_content(path, bytes(data))
+    after = decode_item(item, choose_decoders())
+    if staged:
+        assert torch.equal(before, after)  # the copy in memory has not changed
+    else:
+        assert re.match(rf"{name} has changed since the dataset was opened", after)
+
+
+@pytest.mark.parametrize("role", ["control", "mask"])
+def test_only_the_listed_bytes_of_companions_are_decoded(tmp_path, role):
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    path = beside / "a.png"
+    path.write_bytes(image_bytes(photo(32, 32, seed=1)))
+    setting = "conditioning_data_dir" if role == "control" else "mask_data_dir"
+    _, dataset = open_one(tmp_path, "a.png", image_bytes(photo(32, 32)), **{setting: str(beside)})
+    item = EncodeItem(dataset.samples[0], (32, 32), dataset.source)
+    replace_content(path, white_image(path))
+    changed = rf"\({role}\) a\.png has changed since"
+    if role == "mask":
+        (reason,) = render_masks(Prefetch(), [item], lambda _: (4, 4), choose_decoders())
+        assert re.search(changed, reason)
+        return
+    assert re.match(changed, decode_item(item, choose_decoders()))
+    transforms = SampleTransforms({"d": dataset.section}, 0, choose_decoders())
+    names = PromptNames(True, transforms)
+    group = BucketGroup(dataset.samples, 1, 0.0, (32, 32))
+    encoder = SimpleNamespace(takes_control=True, encode_text=lambda *_: [])
+    prompts = PromptEncoder(encoder, [group], {"d": dataset.source}, names)
+    with pytest.raises(RunFailedError, match=rf"'d': a\.png .* its control image .*{changed}"):
+        prompts.encode(prompts.names[:1])
 
 
 # Settings of a dataset
