@@ -1,8 +1,9 @@
 """Decode image files to upright, opaque, 8-bit sRGB pixels, and resize them to a bucket.
 
-Pillow is the reference. If a faster decoder is installed (simplejpeg, imagecodecs), it decodes the
-formats and modes in which it returns the same pixels as Pillow, and Pillow decodes all others. A
-file that cannot be decoded raises `UnreadableImageError` with a reason for the user.
+Pillow is the reference. Faster decoders (simplejpeg, and imagecodecs if it is installed) decode the
+formats and modes in which they return the same pixels as Pillow, and Pillow decodes all others. A
+file that is damaged raises `UnreadableImageError` with a reason for the user, even if Pillow would
+decode it.
 
 A file is called "simple" if it is 8-bit RGB, upright, opaque, not animated and without a colour
 profile. Its header is read by `parse_simple_header`, which is faster than `Image.open`.
@@ -11,16 +12,18 @@ profile. Its header is read by `parse_simple_header`, which is faster than `Imag
 from __future__ import annotations
 
 import io
+import re
 import struct
 import threading
 import warnings
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import simplejpeg
 from PIL import Image, ImageCms, UnidentifiedImageError
 
 from gracetune.data.sample import UnreadableSampleError
@@ -72,12 +75,9 @@ def choose_decoders() -> Decoders:
     """Return the fastest image decoders that are installed."""
     found: dict[str, Decode] = {}
     simple: dict[str, DecodeSimple] = {}
-    names = []
-    for add in (_add_simplejpeg, _add_imagecodecs):
-        try:
-            names.append(add(found, simple))
-        except ImportError:
-            continue  # an extra that is not installed
+    names = [_add_simplejpeg(found, simple)]
+    with suppress(ImportError):  # an extra that may not be installed
+        names.append(_add_imagecodecs(found, simple))
     lanczos: Lanczos = "torch" if _torch_has_lanczos() else "pillow"
     description = f"images are decoded by {', '.join([*names, 'Pillow'])} and resized by {lanczos}"
     tip = "" if len(names) == 2 else "; `pip install gracetune[images]` makes it faster"
@@ -113,8 +113,6 @@ def _none_on_error(decode: Callable[[bytes], Pixels], *refusals: type[Exception]
 
 
 def _add_simplejpeg(found: dict[str, Decode], simple: dict[str, DecodeSimple]) -> str:
-    import simplejpeg
-
     def jpeg(data: bytes, mode: str, min_size: Size) -> Pixels | None:
         if mode not in _JPEG_COLOUR_SPACES:
             return None
@@ -224,13 +222,17 @@ class UnreadableImageError(UnreadableSampleError):
 def probe(data: bytes) -> tuple[int, int]:
     """Return the width and height of an image as displayed, after the EXIF orientation.
 
-    The file is decoded at reduced size, so that truncated files are detected.
+    The whole file is read with the checks of its format, because Pillow decodes many damaged files
+    without an error. Files are checked here only: encoding compares the digest of their bytes.
     """
     with _decode_errors_as_unreadable():
         image, orientation = _open(data)
         width, height = image.size
-        image.draft(None, (max(1, width // 8), max(1, height // 8)))
-        image.load()
+        if image.format == "PNG":
+            _check_png(data)
+        elif image.format not in _JPEG_FORMATS or not _check_jpeg(data, image):
+            image.draft(None, (max(1, width // 8), max(1, height // 8)))
+            image.load()
     return (height, width) if orientation in _SWAPS_EDGES else (width, height)
 
 
@@ -486,6 +488,134 @@ def _composite_over(colour: str, image: Image.Image) -> Image.Image:
     return background
 
 
+# Checks for damage
+
+_PNG_END = b"IEND"
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""Number of channels by the colour type of a PNG file."""
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
+          (0, 1, 1, 2))  # fmt: skip
+"""The passes of an interlaced PNG: first column, first row, column step, row step."""
+_INFLATE_NBYTES = 64 * 1024
+"""Compressed bytes that are decompressed at a time; they become 64 MiB at most."""
+
+_JPEG_FORMATS = ("JPEG", "MPO")
+_JPEG_CHECK_SPACES = {"L": "GRAY", "RGB": "RGB", "CMYK": "CMYK"}
+_JPEG_DAMAGE = re.compile(r"Corrupt JPEG data: (.*)|(Premature end of JPEG file)")
+_JPEG_PADDING = re.compile(r"([1-8]) extraneous bytes before marker 0xd9")
+_JPEG_SCAN_END = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+"""Next marker after the entropy-coded data of a scan; FF00 is a data byte, FFD0 to FFD7 restart."""
+_JPEG_PROGRESSIVE = (0xC2, 0xC6, 0xCA, 0xCE)
+_JPEG_SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_NUM_COEFFICIENTS = 64
+
+
+def _check_png(data: bytes) -> None:
+    """Raise an error unless a PNG file is complete and all of its checksums are right.
+
+    Bytes after the last chunk (IEND) are ignored.
+    """
+    view, at, received, expected = memoryview(data), 8, 0, 0
+    inflate = zlib.decompressobj()
+    while True:
+        if at + 12 > len(data):
+            raise UnreadableImageError("truncated: the PNG file has no IEND chunk")
+        length, name = _PNG_CHUNK(data, at)
+        end = at + 12 + length
+        shown = name.decode("ascii", "backslashreplace")
+        if end > len(data):
+            raise UnreadableImageError(f"truncated: its chunk {shown} ends after the file")
+        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end]):
+            raise UnreadableImageError(f"damaged: the checksum of its chunk {shown} is wrong")
+        if name == b"IHDR":
+            expected = _png_nbytes(data)
+        elif name == b"IDAT":
+            for start in range(at + 8, end - 4, _INFLATE_NBYTES):
+                piece = view[start : min(start + _INFLATE_NBYTES, end - 4)]
+                received += len(inflate.decompress(piece))
+        elif name == _PNG_END:
+            break
+        at = end
+    if received < expected or not inflate.eof:
+        raise UnreadableImageError(
+            f"truncated: its pixels have {received} of {expected} bytes, or lack their checksum"
+        )
+
+
+def _png_nbytes(data: bytes) -> int:
+    """Return the size of a PNG's decompressed rows in bytes, each with its filter byte."""
+    width, height, depth, colour_type, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
+    bits = depth * _PNG_CHANNELS[colour_type]
+    total = 0
+    for left, top, across, down in _ADAM7 if interlaced else ((0, 0, 1, 1),):
+        columns, rows = -(-(width - left) // across), -(-(height - top) // down)
+        if columns > 0 < rows:
+            total += rows * (1 + -(-columns * bits // 8))
+    return total
+
+
+def _check_jpeg(data: bytes, image: Image.Image) -> bool:
+    """Raise an error if a JPEG file is damaged or lacks a part of the image.
+
+    libjpeg only warns about missing data and fills it in; simplejpeg reports the warning, and
+    Pillow does not. Returns False for the rare files that simplejpeg cannot decode.
+    """
+    try:
+        simplejpeg.decode_jpeg(
+            data,
+            _JPEG_CHECK_SPACES.get(image.mode, "RGB"),
+            min_width=max(1, image.width // 8),
+            min_height=max(1, image.height // 8),
+        )
+    except ValueError as error:
+        damage = _JPEG_DAMAGE.match(str(error))
+        if damage is None:
+            return False
+        padding = _JPEG_PADDING.match(damage[1] or "")
+        # Some cameras pad their data with a few zeros.
+        if padding is None or bytes(int(padding[1])) + b"\xff\xd9" not in data:
+            reason = f"damaged: {damage[1]}" if damage[1] else "truncated: it has no end marker"
+            raise UnreadableImageError(reason) from error
+    _check_jpeg_scans(data)
+    return True
+
+
+def _check_jpeg_scans(data: bytes) -> None:
+    """Raise an error unless the scans of a JPEG file contain all bits of all coefficients.
+
+    A progressive file that ends after one of its first scans is valid for libjpeg, but blurred.
+    """
+    missing: dict[int, list[int]] = {}
+    """For each component: the number of low bits that each coefficient lacks; -1 before its scan.
+    """
+    at, is_progressive = 2, False
+    while True:
+        while data[at + 1] == 0xFF:  # fill bytes before a marker
+            at += 1
+        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4])
+        if marker == _JPEG_EOI:
+            break
+        if marker in _JPEG_SOF:
+            is_progressive = marker in _JPEG_PROGRESSIVE
+            components = data[at + 10 : at + 10 + 3 * data[at + 9] : 3]
+            missing = {component: [-1] * _NUM_COEFFICIENTS for component in components}
+        at += 2 + length
+        if marker == _JPEG_SOS:
+            header = data[at - length + 2 : at]
+            first, last, bits = header[-3:]
+            for component in header[1 : 1 + 2 * header[0] : 2]:
+                if is_progressive:
+                    missing[component][first : last + 1] = [bits & 15] * (last - first + 1)
+                else:
+                    missing[component] = [0] * _NUM_COEFFICIENTS
+            found = _JPEG_SCAN_END.search(data, at)
+            if found is None:
+                raise UnreadableImageError("truncated: it has no end marker")
+            at = found.start()
+    if any(any(bits) for bits in missing.values()):
+        raise UnreadableImageError("truncated: some scans of the JPEG file are missing")
+
+
 # Headers of simple files
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -498,6 +628,8 @@ PNG_EXIF = frozenset((b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp"))
 _PNG_SPECIAL = PNG_EXIF | {b"tRNS", b"iCCP", b"acTL"}
 
 _JPEG_START = 0xD8
+_JPEG_EOI = 0xD9
+_JPEG_SOS = 0xDA
 _JPEG_SEGMENT = struct.Struct(">HH").unpack_from
 _JPEG_FRAME = struct.Struct(">BHHBBxxBxxB").unpack_from
 """Reads a JPEG frame header: bit depth, height, width, number of components, and the identifier of

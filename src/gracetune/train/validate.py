@@ -23,6 +23,7 @@ from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.cache.encode import EMPTY_PROMPT
 from gracetune.data.augment import DEFAULT_TRANSFORM, render
 from gracetune.data.buckets import audio_lengths, frame_counts
+from gracetune.data.images import probe
 from gracetune.data.pyav import load_av
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import CheckpointError, ConfigError
@@ -281,7 +282,9 @@ def _check_images(run: RunFile, family: Family) -> None:
 
 def _read_image(path: str, size: tuple[int, int]) -> Tensor:
     try:
-        return render(Path(path).read_bytes(), DEFAULT_TRANSFORM, size)
+        data = Path(path).read_bytes()
+        probe(data)
+        return render(data, DEFAULT_TRANSFORM, size)
     except (OSError, UnreadableSampleError) as error:
         raise ConfigError(
             f"validation.images: {path!r} cannot be read: {error}. Check the path and the file."

@@ -66,7 +66,7 @@ FOLDERS: dict[str, tuple[dict[str, object], dict[str, bytes], dict[str, tuple[by
         {
             "truncated.jpg": (
                 image_bytes(photo(64, 48), "JPEG")[:-200],
-                "image file is truncated (",
+                "truncated: it has no end marker",
             ),
             "zero bytes.webp": (b"", "the file is empty"),
             "text.png": (b"I am a text", "not an image in a known format (PNG,"),
