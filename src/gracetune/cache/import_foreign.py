@@ -126,7 +126,7 @@ def _run_samples(
     can_tile = encoder.set_tiling(enabled=False)
     tiling = choose_tiling(run.cache_config.vae_tiling, encoder.name, can_tile)
     for index, section in enumerate(run.datasets):
-        dataset = open_dataset(section, index, emit, corruption)
+        dataset = open_dataset(section, index, emit, corruption, output_dir=Path(run.output_dir))
         plan = buckets.assign(dataset.samples, section, section.bucket_step or encoder.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:

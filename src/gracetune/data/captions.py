@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import posixpath
 import re
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from gracetune.data.prefetch import default_workers, ordered_map
+from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.source import printable
 from gracetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Set
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.source import Source
 
-    Rows = Iterator[tuple[str, str, str]]
+    Caption = str | UnreadableSampleError
+    """A caption, or the reason why it cannot be read."""
+    Rows = Iterator[tuple[str, str, Caption]]
     """Rows of a caption table: location in the table for error messages, file name, caption."""
 
 METADATA = "metadata.jsonl"
 PARQUET = "metadata.parquet"
 MAX_LISTED = 5
 """Number of samples without a caption that an error message lists."""
+MAX_SHOWN = 200
+"""Number of characters of an invalid row that an error message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captions:
+    """The captions of a dataset."""
+
+    texts: dict[str, str]
+    """Caption of each sample by its key, without those that cannot be read."""
+    unreadable: dict[str, str]
+    """Reason why the caption of a sample cannot be read, by the sample's key."""
+    files: frozenset[str]
+    """Keys of the files that the captions were read from."""
+    absent: tuple[str, ...]
+    """Rows of caption tables whose file is not a sample of the dataset, each with its location."""
 
 
 def read_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
-) -> dict[str, str]:
-    """Read the captions as `caption_strategy` says; return {key: caption}.
+) -> Captions:
+    """Read the captions as `caption_strategy` says.
 
     The key of a sample is its relative path in `source`. Raises an error if a sample has no
     caption. An empty caption is allowed.
@@ -37,19 +59,24 @@ def read_captions(
     strategy = section.caption_strategy
     if strategy == "auto":
         strategy = "jsonl" if _tables(source, METADATA) else "textfile"
+    found: dict[str, Caption] = {}
+    files: Sequence[str] = ()
+    absent: list[str] = []
     match strategy:
         case "textfile":
             num_workers = section.in_memory.num_workers or default_workers()
-            captions = _from_text_files(source, image_keys, num_workers, setting)
-        case "jsonl":
-            captions = _from_tables(source, METADATA, _read_jsonl, setting)
-        case "parquet":
-            captions = _from_tables(source, PARQUET, _read_parquet, setting)
+            beside = _text_files(source, image_keys)
+            read = ordered_map(lambda name: _text(source, name), beside.values(), num_workers)
+            found, files = dict(zip(beside, read, strict=True)), list(beside.values())
+        case "jsonl" | "parquet":
+            name, rows_of = _TABLES[strategy]
+            files = _tables(source, name)
+            found, absent = _from_tables(source, files, rows_of, set(image_keys), setting)
         case "filename":
-            captions = _from_names(image_keys)
+            found.update(_from_names(image_keys))
         case "instanceprompt":
-            captions = dict.fromkeys(image_keys, _prompt(section, setting))
-    missing = [key for key in image_keys if key not in captions]
+            found.update(dict.fromkeys(image_keys, _prompt(section, setting)))
+    missing = [key for key in image_keys if key not in found]
     if missing:
         named = ", ".join(map(printable, missing[:MAX_LISTED])) + (
             ", ..." if len(missing) > MAX_LISTED else ""
@@ -58,7 +85,13 @@ def read_captions(
             f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of "
             f"{len(image_keys)} samples have no caption: {named}. {_REMEDY[strategy]}."
         )
-    return {key: captions[key] for key in image_keys}
+    captions = {key: found[key] for key in image_keys}
+    return Captions(
+        {key: text for key, text in captions.items() if isinstance(text, str)},
+        {key: text.reason for key, text in captions.items() if not isinstance(text, str)},
+        frozenset(files),
+        tuple(absent),
+    )
 
 
 _OR = ", or set caption_strategy: instanceprompt and one instance_prompt for all"
@@ -70,18 +103,15 @@ _REMEDY = {
 }
 
 
-def _from_text_files(
-    source: Source, image_keys: Sequence[str], num_workers: int, setting: str
-) -> dict[str, str]:
+def _text_files(source: Source, image_keys: Sequence[str]) -> dict[str, str]:
+    """Return the caption file next to each sample, if it has one, by the sample's key."""
     names = source.keys()
     texts = {name[: -len(".txt")]: name for name in names if name.lower().endswith(".txt")}
-    beside = {
+    return {
         key: texts[stem]
         for key in image_keys
         if (stem := str(PurePosixPath(key).with_suffix(""))) in texts
     }
-    read = ordered_map(lambda name: _text(source, name, setting), beside.values(), num_workers)
-    return {key: text.strip() for key, text in zip(beside, read, strict=True)}
 
 
 def _tables(source: Source, name: str) -> list[str]:
@@ -91,18 +121,28 @@ def _tables(source: Source, name: str) -> list[str]:
 
 
 def _from_tables(
-    source: Source, name: str, rows_of: Callable[[bytes, str], Rows], setting: str
-) -> dict[str, str]:
-    """Read the captions from all tables called `name`.
+    source: Source,
+    tables: Sequence[str],
+    rows_of: Callable[[bytes, str], Rows],
+    samples: Set[str],
+    setting: str,
+) -> tuple[dict[str, Caption], list[str]]:
+    """Read the captions from caption tables; also return the rows whose file is not a sample.
 
     If several tables caption the same sample, the one in the innermost folder wins.
     """
-    captions: dict[str, str] = {}
-    for table in _tables(source, name):
+    captions: dict[str, Caption] = {}
+    absent: list[str] = []
+    for table in tables:
         where = f"{setting}: {printable(table)}"
-        rows = rows_of(_bytes(source, table, setting), where)
-        captions |= _by_key(rows, PurePosixPath(table).parent)
-    return captions
+        try:
+            data = source.read(table)
+        except OSError as error:
+            raise DataError(f"{where} cannot be read ({error}). Fix or remove it.") from error
+        found = _by_key(rows_of(data, where), PurePosixPath(table).parent)
+        absent += [f"{printable(table)}: {printable(key)}" for key in found if key not in samples]
+        captions |= found
+    return captions, absent
 
 
 def _from_names(image_keys: Sequence[str]) -> dict[str, str]:
@@ -120,47 +160,49 @@ def _prompt(section: DatasetSection, setting: str) -> str:
     return section.instance_prompt
 
 
-def _text(source: Source, key: str, setting: str) -> str:
-    return _decode(_bytes(source, key, setting), f"{setting}: {printable(key)}")
-
-
-def _bytes(source: Source, key: str, setting: str) -> bytes:
+def _text(source: Source, key: str) -> Caption:
     try:
-        return source.read(key)
-    except OSError as error:
-        raise DataError(
-            f"{setting}: {printable(key)} cannot be read ({error}). Fix or remove it."
-        ) from error
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
+        return source.read(key).decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where} is not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8."
-        ) from error
+        return UnreadableSampleError(f"its caption {key} is {_not_utf8(error)}")
+    except OSError as error:
+        return UnreadableSampleError(
+            f"its caption {key} cannot be read ({error.strerror or error})"
+        )
 
 
-def _by_key(rows: Rows, folder: PurePosixPath) -> dict[str, str]:
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte {error.start}: {error.reason}). Save it as UTF-8"
+
+
+def _by_key(rows: Rows, folder: PurePosixPath) -> dict[str, Caption]:
     """Return the captions of a table's rows by sample key.
 
-    File names in a table are relative to the table's `folder`.
+    File names in a table are relative to the table's `folder`, and must lie in the dataset.
     """
-    captions: dict[str, str] = {}
+    captions: dict[str, Caption] = {}
     for where, name, caption in rows:
-        key = str(folder / name)
+        key = posixpath.normpath(folder / name)
+        if key.startswith(("/", "../")) or key == "..":
+            raise DataError(
+                f"{where}: file_name {name!r} leads out of the dataset. Use a path relative to the "
+                "folder of the table."
+            )
         if key in captions:
             raise DataError(f"{where}: file_name {name!r} occurs twice. Keep one line per file.")
-        captions[key] = caption.strip()
+        captions[key] = caption.strip() if isinstance(caption, str) else caption
     return captions
 
 
 def _read_jsonl(data: bytes, where: str) -> Rows:
-    for number, line in enumerate(_decode(data, where).split("\n"), 1):
-        if line.strip():
-            place = f"{where}, line {number}"
-            yield place, *_read_row(line, place)
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+        place = f"{where}, line {number}"
+        try:
+            text = line.decode().strip()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} is {_not_utf8(error)}.") from error
+        if text:
+            yield place, *_read_row(text, place)
 
 
 def _read_parquet(data: bytes, where: str) -> Rows:
@@ -168,16 +210,36 @@ def _read_parquet(data: bytes, where: str) -> Rows:
     from gracetune.data.table_source import read_caption_table
 
     for number, (name, caption) in enumerate(read_caption_table(data, where)):
-        yield f"{where}, row {number}", name, caption
+        yield f"{where}, row {number}", name, _checked(caption, f"row {number}")
 
 
-def _read_row(line: str, where: str) -> tuple[str, str]:
+_TABLES: dict[str, tuple[str, Callable[[bytes, str], Rows]]] = {
+    "jsonl": (METADATA, _read_jsonl),
+    "parquet": (PARQUET, _read_parquet),
+}
+
+
+def _read_row(line: str, where: str) -> tuple[str, Caption]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        # Integers of other fields may be too long for Python.
+        row = json.loads(line, parse_int=float)
+    except ValueError as error:
         raise DataError(f"{where} is not JSON ({error}). Write one object per line.") from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply. Write one flat object per line.") from error
     values = [row.get(name) for name in ("file_name", "text")] if isinstance(row, dict) else []
     match values:
         case [str(name), str(caption)]:
-            return name, caption
-    raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}, but is {line.strip()}')
+            return name, _checked(caption, where.rpartition(", ")[2])
+    shown = printable(line[:MAX_SHOWN]) + ("..." if len(line) > MAX_SHOWN else "")
+    raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}, but is {shown}')
+
+
+def _checked(caption: str, where: str) -> Caption:
+    """Return a caption, or the reason why it is not valid Unicode text."""
+    try:
+        caption.encode()
+    except UnicodeEncodeError as error:
+        character = printable(caption[error.start])
+        return UnreadableSampleError(f"its caption ({where}) has the lone surrogate {character}")
+    return caption

@@ -23,7 +23,7 @@ from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
 from gracetune.data.prefetch import prefetched, worker_threads
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
-from gracetune.data.source import data_dir, printable, walk
+from gracetune.data.source import FolderSource, data_dir, printable, walk
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError
 from gracetune.events.dispatcher import ProgressReporter
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from gracetune.config.schema import DatasetSection
+    from gracetune.data.captions import Captions
     from gracetune.data.conditioning import Role
     from gracetune.data.source import Source
     from gracetune.events.dispatcher import Emit
@@ -103,19 +104,27 @@ def open_dataset(
     emit: Emit,
     corruption: CorruptionLog,
     shared_folder: Path | None = None,
+    output_dir: Path | None = None,
 ) -> OpenDataset:
     """List the samples and captions of a dataset, and check that every sample can be decoded.
 
     Files are first read into host memory if the dataset's type says so. Processes on one machine
-    that pass the same folder as `shared_folder` share one copy in memory.
+    that pass the same folder as `shared_folder` share one copy in memory. Files in the run's folder
+    `output_dir` are no samples, such as images of its validation.
     """
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
     opener = cast("SourceOpener", entry_points.load("source", section.type, SOURCES))
     source = opener(section, setting, emit)
-    keys = _sample_keys(source, section, setting)
+    names = _names_outside(source, output_dir, setting, emit)
+    keys = _sample_keys(source, names, section, setting)
     captions = read_captions(source, keys, section, setting)
-    _report_empty(section, captions, emit)
+    _report_captions(section, captions, emit)
+    _report_ignored(section, names, keys, captions, emit)
+    for key, reason in captions.unreadable.items():
+        corruption.record(section.id, key, reason)
+    num_samples, keys = len(keys), list(captions.texts)
+    corruption.check(section.id, num_samples, section.max_corruption_rate)
     beside = find_companions(
         section,
         setting,
@@ -142,7 +151,7 @@ def open_dataset(
                 Sample(
                     section.id,
                     key,
-                    captions[key],
+                    captions.texts[key],
                     probe.digest,
                     probe.width,
                     probe.height,
@@ -156,10 +165,10 @@ def open_dataset(
             corruption.record(section.id, key, probe)
         progress.advance()
 
-    corruption.check(section.id, len(keys), section.max_corruption_rate)
+    corruption.check(section.id, num_samples, section.max_corruption_rate)
     if not samples:
         raise DataError(
-            f"{setting} ({section.id!r}): none of the {len(keys)} "
+            f"{setting} ({section.id!r}): none of the {num_samples} "
             f"{NOUNS[section.dataset_type]} in {source.describe()} can be read. "
             "Fix the files, or set another folder."
         )
@@ -176,8 +185,40 @@ def _open_companions(section: DatasetSection, folder: str, setting: str, emit: E
     return opener(section.model_copy(update={"instance_data_dir": folder}), setting, emit)
 
 
-def _sample_keys(source: Source, section: DatasetSection, setting: str) -> Sequence[str]:
-    names, known = source.keys(), EXTENSIONS[section.dataset_type]
+def _names_outside(
+    source: Source, output_dir: Path | None, setting: str, emit: Emit
+) -> Sequence[str]:
+    """Return the names of all files of a source, except those in the output folder of the run.
+
+    The output folder may lie in the dataset's folder, or be linked from there. A dataset that
+    itself lies in the output folder is used completely.
+    """
+    names = source.keys()
+    if output_dir is None or not isinstance(source, FolderSource):
+        return names
+    root, output = os.path.realpath(source.root), os.path.realpath(output_dir)
+    if root == output:
+        raise DataError(
+            f"{setting}.instance_data_dir is {str(source.root)!r}, which is also output_dir: files "
+            "that the run writes would become samples. Set another output_dir."
+        )
+    if root.startswith(f"{output}/"):
+        return names
+    is_inside = {
+        folder: f"{os.path.realpath(source.root / folder)}/".startswith(f"{output}/")
+        for folder in {os.path.dirname(name) for name in names}
+    }
+    outside = [name for name in names if not is_inside[os.path.dirname(name)]]
+    if len(outside) < len(names):
+        text = f"{setting}: skipped {len(names) - len(outside)} files in output_dir ({output_dir})"
+        emit(Notice(f"{text}; they are not part of the dataset", level="warning"))
+    return outside
+
+
+def _sample_keys(
+    source: Source, names: Sequence[str], section: DatasetSection, setting: str
+) -> Sequence[str]:
+    known = EXTENSIONS[section.dataset_type]
     keys = [name for name in names if PurePosixPath(name).suffix.lower() in known]
     if not keys:
         raise DataError(
@@ -236,16 +277,50 @@ def _companion(
     return Companion(role, key, blake3(data).hexdigest(), inverts and role == "mask")
 
 
-def _report_empty(section: DatasetSection, captions: dict[str, str], emit: Emit) -> None:
-    empty = [key for key, caption in captions.items() if not caption]
+def _report_captions(section: DatasetSection, captions: Captions, emit: Emit) -> None:
+    """Warn of empty captions, and of rows in caption tables without a sample."""
+    empty = [key for key, caption in captions.texts.items() if not caption]
     if empty:
         emit(
             Notice(
-                f"dataset {section.id!r}: {len(empty)} of {len(captions)} captions are empty (the "
-                f"first is {empty[0]}); these samples are trained without a caption",
+                f"dataset {section.id!r}: {len(empty)} of {len(captions.texts)} captions are empty "
+                f"(the first is {empty[0]}); these samples are trained without a caption",
                 level="warning",
             )
         )
+    if captions.absent:
+        emit(
+            Notice(
+                f"dataset {section.id!r}: {len(captions.absent)} rows of caption tables name files "
+                f"that are not in the dataset, such as {captions.absent[0]}",
+                level="warning",
+            )
+        )
+
+
+def _report_ignored(
+    section: DatasetSection,
+    names: Sequence[str],
+    samples: Sequence[str],
+    captions: Captions,
+    emit: Emit,
+) -> None:
+    """Warn of files that are neither samples nor captions, with their number by suffix."""
+    used = {*samples, *captions.files}
+    ignored: dict[str, list[str]] = {}
+    for key in names:
+        ending = _suffix(key)
+        is_caption = ending == ".txt" and section.caption_strategy != "textfile"
+        if key not in used and not is_caption and ending not in NON_SAMPLE_SUFFIXES:
+            ignored.setdefault(ending, []).append(key)
+    if ignored:
+        by_number = sorted(ignored.items(), key=lambda item: (-len(item[1]), item[0]))
+        counts = ", ".join(
+            f"{len(names)} {ending} (such as {printable(names[0])})" for ending, names in by_number
+        )
+        total, noun = sum(map(len, ignored.values())), NOUNS[section.dataset_type]
+        text = f"dataset {section.id!r}: ignored {total} files that are not {noun} or captions"
+        emit(Notice(f"{text}: {counts}", level="warning"))
 
 
 # Finding out what `instance_data_dir` refers to

@@ -397,7 +397,9 @@ class DatasetPreparer:
         check_variants(section, index)
         step = section.bucket_step or self._family.pixel_step
         check_fit(section, index, step, self._family)
-        dataset = open_dataset(section, index, self.emit, self._corruption, self.folder / "staged")
+        dataset = open_dataset(
+            section, index, self.emit, self._corruption, self.folder / "staged", self.folder
+        )
         left_out = sum(entry.dataset == section.id for entry in self._corruption.entries)
         num_samples = len(dataset.samples) + left_out
         plan = buckets.assign(dataset.samples, section, step)
@@ -628,7 +630,7 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     prompt_names = PromptNames(family.takes_control, transforms)
     keys: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):
-        dataset = open_dataset(section, index, emit, corruption)
+        dataset = open_dataset(section, index, emit, corruption, output_dir=folder)
         plan = buckets.assign(dataset.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:

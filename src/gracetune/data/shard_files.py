@@ -26,6 +26,7 @@ from gracetune.data.source import (
     file_stamp,
     is_hidden,
     read_range,
+    unlistable,
     walk,
 )
 from gracetune.errors import DataError
@@ -137,10 +138,7 @@ def _local(address: str, ending: str, setting: str) -> list[Path]:
             return [Path(root)]
         return [Path(name) for name in sorted(glob(root, recursive=True))]
     except OSError as error:
-        raise DataError(
-            f"{setting}.instance_data_dir is {address!r}: it cannot be listed ({error.strerror}). "
-            "Make every folder in it readable."
-        ) from error
+        raise unlistable(f"{setting}.instance_data_dir", address, error) from error
 
 
 # Tar archives

@@ -8,13 +8,16 @@ storage and staged data all have a source, so that the code that uses them does 
 from __future__ import annotations
 
 import os
+import stat
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from blake3 import blake3
 
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.errors import DataError
+from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -111,7 +114,7 @@ def read_unchanged(source: Source, key: str, digest: str) -> bytes:
 def read_range(place: FileRange) -> bytes:
     """Return all bytes of a file range, with several reads if it is larger than 2 GiB."""
     path, offset, nbytes = place
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_for_reading(path)
     try:
         file_nbytes = os.fstat(descriptor).st_size
         check_not_truncated(place, file_nbytes)
@@ -125,6 +128,18 @@ def read_range(place: FileRange) -> bytes:
     finally:
         os.close(descriptor)
     return b"".join(parts) if len(parts) > 1 else parts[0]
+
+
+def open_for_reading(path: str) -> int:
+    """Return a file descriptor of a regular file; raise OSError for a named pipe or a device.
+
+    Opening a named pipe would wait for a writer.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return descriptor
 
 
 def check_not_truncated(place: FileRange, file_nbytes: int) -> None:
@@ -177,8 +192,6 @@ def is_hidden(key: str) -> bool:
 
 # Folders
 
-Identity = tuple[int, int]
-
 
 class FolderSource:
     """A source with all files below a folder, except hidden ones.
@@ -188,30 +201,30 @@ class FolderSource:
 
     def __init__(self, path: str | Path, setting: str = "datasets") -> None:
         """List the files; `setting` is the dataset's name in messages, such as `datasets[0]`."""
-        self._root = Path(os.path.expanduser(path))
+        self.root = Path(os.path.expanduser(path))
+        """The folder."""
         name = f"{setting}.instance_data_dir"
         try:
-            if not self._root.exists():
+            if not self.root.exists():
                 raise DataError(
                     f"{name} is {str(path)!r}: the folder does not exist. Relative paths start "
                     f"at the working directory, {Path.cwd()}."
                 )
-            if not self._root.is_dir():
+            if not self.root.is_dir():
                 raise DataError(
                     f"{name} is {str(path)!r}: it is a file. Set the folder that contains it."
                 )
-            self._keys = tuple(sorted(walk(self._root)))
+            self.skipped: dict[str, list[str]] = {}
+            """Paths of entries that are not listed, by the reason."""
+            self._keys = tuple(sorted(walk(self.root, self.skipped)))
         except OSError as error:
-            raise DataError(
-                f"{name} is {str(path)!r}: it cannot be listed ({error.strerror}). Make every "
-                "folder in it readable."
-            ) from error
+            raise unlistable(name, path, error) from error
         if not self._keys:
             raise DataError(f"{name} is {str(path)!r}: the folder is empty. Put samples into it.")
         for key in self._keys:
             check_name(name, key)
         self._known = frozenset(self._keys)
-        self._prefix = f"{self._root}/"
+        self._prefix = f"{self.root}/"
 
     def keys(self) -> Sequence[str]:
         return self._keys
@@ -229,7 +242,7 @@ class FolderSource:
         return os.stat(self._path(key)).st_size
 
     def describe(self) -> str:
-        return f"the folder {self._root}"
+        return f"the folder {self.root}"
 
     def _path(self, key: str) -> str:
         """Return the path of a key; raise FileNotFoundError unless it was listed.
@@ -241,9 +254,13 @@ class FolderSource:
         return self._prefix + key
 
 
-def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSource:  # noqa: ARG001
+def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSource:
     """Open the source of a dataset whose samples are files in a folder."""
-    return FolderSource(data_dir(section, setting), setting)
+    source = FolderSource(data_dir(section, setting), setting)
+    for reason, names in source.skipped.items():
+        text = f"{source.describe()}: skipped {len(names)} {reason}, such as {printable(names[0])}"
+        emit(Notice(text, level="warning"))
+    return source
 
 
 def data_dir(section: DatasetSection, setting: str) -> str:
@@ -261,21 +278,68 @@ def data_dir(section: DatasetSection, setting: str) -> str:
     return section.instance_data_dir
 
 
-def walk(folder: Path, prefix: str = "", above: tuple[Identity, ...] = ()) -> Iterator[str]:
+def walk(folder: Path, skipped: dict[str, list[str]] | None = None) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, except hidden ones.
 
-    Symbolic links are followed, except to a folder that contains them. A broken link is yielded as
-    well, so that it is reported as an unreadable sample. `prefix` and `above` are for recursion.
+    Symbolic links are followed, and each real folder is listed once: under its own path if that is
+    below `folder`, else under the first link to it. Links to a folder that contains `folder` are
+    not followed. A broken link is yielded as well, so that it is reported as an unreadable sample.
+    The paths of other entries are added to `skipped`, by the reason.
     """
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
+    skipped = {} if skipped is None else skipped
+    root = os.path.realpath(folder)
+    seen: set[tuple[int, int]] = set()
+    folders, links = [(str(folder), "")], deque[tuple[str, str]]()
+    while folders or links:
+        path, prefix = folders.pop() if folders else links.popleft()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen or _contains(
+            os.path.realpath(path), root, prefix
+        ):
+            skipped.setdefault("links to folders that are listed already", []).append(prefix[:-1])
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(path) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+        for entry in listed:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
-                yield from walk(Path(entry.path), f"{prefix}{entry.name}/", (*above, identity))
-            elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):
-                yield prefix + entry.name
+            name = prefix + entry.name
+            match _entry_kind(entry):
+                case "folder":
+                    folders.append((entry.path, f"{name}/"))
+                case "link to a folder":
+                    links.append((entry.path, f"{name}/"))
+                case "file":
+                    yield name
+                case _:
+                    skipped.setdefault("named pipes, sockets or devices", []).append(name)
+
+
+def _contains(path: str, root: str, prefix: str) -> bool:
+    """Return whether the folder `path`, reached as `prefix`, contains the listed folder `root`."""
+    return bool(prefix) and f"{root}/".startswith(f"{path.rstrip('/')}/")
+
+
+def _entry_kind(entry: os.DirEntry[str]) -> Literal["folder", "link to a folder", "file", "other"]:
+    try:
+        if not entry.is_symlink():
+            if entry.is_dir(follow_symlinks=False):
+                return "folder"
+            return "file" if entry.is_file(follow_symlinks=False) else "other"
+        mode = os.stat(entry.path).st_mode
+    except OSError:  # a broken link, or one that leads to itself
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "link to a folder"
+    return "file" if stat.S_ISREG(mode) else "other"
+
+
+def unlistable(setting: str, path: object, error: OSError) -> DataError:
+    """Return the error for a folder that cannot be listed, which names the inner folder."""
+    inner = error.filename if isinstance(error.filename, str) else ""
+    what = "it" if inner in ("", str(path)) else f"its folder {printable(inner)}"
+    return DataError(
+        f"{setting} is {str(path)!r}: {what} cannot be listed ({error.strerror or error}). Make "
+        "every folder in it readable."
+    )

@@ -27,7 +27,13 @@ from blake3 import blake3
 
 from gracetune.data.bulk_copy import FAILED, MissingBulkCopier, find_bulk_copier
 from gracetune.data.prefetch import chunks, default_workers, ordered_map
-from gracetune.data.source import EstimatingSource, FileSource, StampedSource, check_not_truncated
+from gracetune.data.source import (
+    EstimatingSource,
+    FileSource,
+    StampedSource,
+    check_not_truncated,
+    open_for_reading,
+)
 from gracetune.data.staging_compression import (
     CODECS,
     CompressionPlan,
@@ -569,7 +575,7 @@ class _Filler:
         if size < SMALL_NBYTES or place is None:
             return False
         path, offset, nbytes = place
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_for_reading(path)
         try:
             if nbytes is not None:
                 check_not_truncated(place, os.fstat(descriptor).st_size)

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gracetune.config.schema import DatasetSection
-from gracetune.data.captions import read_captions
+from gracetune.data.captions import Captions, read_captions
 from gracetune.data.source import FolderSource
 from gracetune.errors import ConfigError, DataError
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 
 def _read(root: Path, files: dict[str, bytes], **section: object) -> dict[str, str]:
+    captions = _read_all(root, files, **section)
+    assert not captions.unreadable
+    return captions.texts
+
+
+def _read_all(root: Path, files: dict[str, bytes], **section: object) -> Captions:
     for name, data in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
@@ -47,15 +53,19 @@ def test_an_empty_text_file_is_an_empty_caption(tmp_path: Path) -> None:
     assert _read(tmp_path, {"a.png": b"", "a.txt": b" \n"}) == {"a.png": ""}
 
 
-def test_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"datasets\[0\]: b\.txt is not UTF-8 \(byte 3.*Save it"):
-        _read(tmp_path, {"b.png": b"", "b.txt": b"caf\xe9"})
+def test_a_caption_that_is_not_utf8_makes_its_sample_unreadable(tmp_path: Path) -> None:
+    files = {"a.png": b"", "a.txt": b"a cat", "b.png": b"", "b.txt": b"caf\xe9"}
+    captions = _read_all(tmp_path, files)
+    assert captions.texts == {"a.png": "a cat"}
+    (reason,) = [captions.unreadable["b.png"]]
+    assert reason.startswith("its caption b.txt is not UTF-8 (byte 3: ")
 
 
-def test_an_unreadable_caption_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_caption_that_cannot_be_read_makes_its_sample_unreadable(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"datasets\[0\]: a\.txt cannot be read"):
-        _read(tmp_path, {"a.png": b""})
+    captions = _read_all(tmp_path, {"a.png": b""})
+    reason = "its caption a.txt cannot be read (No such file or directory)"
+    assert captions.unreadable == {"a.png": reason}
 
 
 def test_missing_captions_are_counted_and_listed_with_fixes(tmp_path: Path) -> None:
@@ -72,7 +82,9 @@ def test_missing_captions_are_counted_and_listed_with_fixes(tmp_path: Path) -> N
 def test_metadata_jsonl_has_captions_by_file_name(tmp_path: Path) -> None:
     table = _table(("a.png", " first "), ("deep/b.png", "second"), ("gone.png", "x")) + b"\n"
     files = {"a.png": b"", "deep/b.png": b"", "metadata.jsonl": table, "a.txt": b"not this"}
-    assert _read(tmp_path, files) == {"a.png": "first", "deep/b.png": "second"}
+    captions = _read_all(tmp_path, files)
+    assert captions.texts == {"a.png": "first", "deep/b.png": "second"}
+    assert captions.absent == ("metadata.jsonl: gone.png",)
 
 
 def test_the_metadata_file_of_the_innermost_folder_wins(tmp_path: Path) -> None:
@@ -97,12 +109,56 @@ def test_caption_strategy_jsonl_needs_a_metadata_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{not json", "[]", '"text"', '{"file_name": "a.png"}', '{"file_name": "a.png", "text": 3}'],
+    [
+        "{not json",
+        "[]",
+        '"text"',
+        '{"file_name": "a.png"}',
+        '{"file_name": "a.png", "text": 3}',
+        '{"file_name": "a.png", "text": ' + "9" * 5000 + "}",
+        '{"file_name": "b.png", "text": "x", "more": ' + "[" * 100_000,
+        '{"file_name": "b.png", "text": "x", "more": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+        '{"file_name": "/etc/b.png", "text": "x"}',
+        '{"file_name": "../b.png", "text": "x"}',
+        '{"file_name": "c/../../b.png", "text": "x"}',
+        '{"file_name": "..", "text": "x"}',
+    ],
 )
 def test_an_invalid_row_is_an_error_that_names_file_and_line(tmp_path: Path, line: str) -> None:
     table = _table(("a.png", "x")) + line.encode()
-    with pytest.raises(DataError, match=r"datasets\[0\]: metadata\.jsonl, line 2"):
+    with pytest.raises(DataError, match=r"datasets\[0\]: metadata\.jsonl, line 2") as caught:
         _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
+    assert len(str(caught.value)) < 600
+
+
+def test_a_row_that_is_not_utf8_is_named_by_its_line(tmp_path: Path) -> None:
+    table = _table(("a.png", "x")) + b'{"file_name": "b.png", "text": "caf\xe9"}'
+    with pytest.raises(DataError, match=r"metadata\.jsonl, line 2 is not UTF-8 \(byte 35"):
+        _read(tmp_path, {"a.png": b"", "metadata.jsonl": table})
+
+
+def test_long_integers_and_nesting_in_other_fields_are_ignored(tmp_path: Path) -> None:
+    more = f'"id": {"9" * 5000}, "more": {"[" * 50}{"]" * 50}'
+    table = f'{{"file_name": "a.png", "text": "a cat", {more}}}\n'.encode()
+    assert _read(tmp_path, {"a.png": b"", "metadata.jsonl": table}) == {"a.png": "a cat"}
+
+
+def test_a_lone_surrogate_makes_its_sample_unreadable(tmp_path: Path) -> None:
+    table = _table(("a.png", "a cat")) + b'{"file_name": "b.png", "text": "a \\ud83d cat"}\n'
+    captions = _read_all(tmp_path, {"a.png": b"", "b.png": b"", "metadata.jsonl": table})
+    assert captions.texts == {"a.png": "a cat"}
+    assert captions.unreadable == {"b.png": "its caption (line 2) has the lone surrogate \\ud83d"}
+
+
+def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
+    table = b'{"file_name": "a.png", "text": "\\ud83d\\udc31"}\n'
+    assert _read(tmp_path, {"a.png": b"", "metadata.jsonl": table}) == {"a.png": "\U0001f431"}
+
+
+def test_paths_in_a_table_may_leave_its_folder_but_not_the_dataset(tmp_path: Path) -> None:
+    table = _table(("../images/a.png", "a cat"))
+    files = {"images/a.png": b"", "tables/metadata.jsonl": table}
+    assert _read(tmp_path, files) == {"images/a.png": "a cat"}
 
 
 def test_two_rows_for_one_file_are_an_error(tmp_path: Path) -> None:
@@ -174,7 +230,7 @@ def test_an_invalid_parquet_file_is_refused_with_the_reason(
 
 def test_newlines_in_file_names_are_escaped_in_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        _read(tmp_path, {"two\nlines.png": b"", "two\nlines.txt": b"\xff"})
-    assert "two\\nlines.txt is not UTF-8" in str(caught.value)
+        _read(tmp_path, {"two\nlines.png": b"", "metadata.jsonl": b"[]"})
+    assert "metadata.jsonl, line 1" in str(caught.value)
     with pytest.raises(DataError, match=r"no caption: b\\nb\.png"):
         _read(tmp_path / "deeper", {"b\nb.png": b""})

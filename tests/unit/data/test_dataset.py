@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -37,8 +38,10 @@ class DatasetOpener:
             values["instance_data_dir"] = str(root)
         self.section = DatasetSection.model_validate(values)
 
-    def open(self, index: int = 0) -> OpenDataset:
-        return open_dataset(self.section, index, self.events.append, self.log)
+    def open(self, index: int = 0, output_dir: Path | None = None) -> OpenDataset:
+        return open_dataset(
+            self.section, index, self.events.append, self.log, output_dir=output_dir
+        )
 
     def warnings(self) -> list[str]:
         notices = [event for event in self.events if isinstance(event, Notice)]
@@ -125,6 +128,64 @@ def test_empty_captions_are_counted_in_a_warning(images: Path) -> None:
     assert opener.open().samples[0].caption == ""
     (text,) = opener.warnings()
     assert "1 of 2 captions are empty (the first is a.png)" in text
+
+
+@pytest.mark.parametrize("kind", ["local", "in_memory"])
+def test_a_caption_that_is_not_utf8_counts_as_an_unreadable_sample(images: Path, kind: str) -> None:
+    (images / "a.txt").write_bytes(b"caf\xe9")
+    opener = DatasetOpener(images, type=kind, max_corruption_rate=0.5)
+    assert [sample.key for sample in opener.open().samples] == ["deep/b.PNG"]
+    (entry,) = opener.log.entries
+    assert (entry.key, entry.reason[:29]) == ("a.png", "its caption a.txt is not UTF-")
+    with pytest.raises(DataError, match=r"1 of 2 samples cannot be read.*a\.png \(its caption"):
+        DatasetOpener(images, type=kind).open()
+    for path in images.rglob("*.txt"):
+        path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="none of the 2 images"):
+        DatasetOpener(images, type=kind, max_corruption_rate=1.0).open()
+
+
+def test_ignored_files_are_counted_by_suffix_once(images: Path) -> None:
+    for name in ("x.heic", "y.HEIC", "clip.mp4", "README.md", "notes.txt", ".DS_Store"):
+        (images / name).write_bytes(b"x")
+    opener = DatasetOpener(images)
+    opener.open()
+    (text,) = opener.warnings()
+    assert text == (
+        "dataset 'cats': ignored 3 files that are not images or captions: 2 .heic (such as "
+        "x.heic), 1 .mp4 (such as clip.mp4)"
+    )
+
+
+def test_rows_for_absent_files_are_counted_once(images: Path) -> None:
+    names = ("a.png", "deep/b.PNG", "gone.png", "gone too.png")
+    rows = (json.dumps({"file_name": name, "text": "x"}) for name in names)
+    (images / "metadata.jsonl").write_text("\n".join(rows))
+    opener = DatasetOpener(images)
+    opener.open()
+    (text,) = opener.warnings()
+    assert "2 rows of caption tables name files that are not in the dataset, such as" in text
+    assert text.endswith("metadata.jsonl: gone.png")
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_files_in_the_output_folder_are_no_samples(
+    images: Path, tmp_path: Path, link: bool
+) -> None:
+    output = tmp_path / "run" if link else images / "runs" / "run"
+    (output / "validation").mkdir(parents=True)
+    (output / "validation/000.png").write_bytes(_png(9, 9))
+    (output / "adapter.safetensors").write_bytes(b"x")
+    if link:
+        (images / "latest").symlink_to(output)
+    opener = DatasetOpener(images)
+    assert [s.key for s in opener.open(output_dir=output).samples] == ["a.png", "deep/b.PNG"]
+    (text,) = opener.warnings()
+    assert text.startswith(f"datasets[0]: skipped 2 files in output_dir ({output})")
+    with pytest.raises(DataError, match=r"which is also output_dir.*Set another output_dir"):
+        DatasetOpener(images).open(output_dir=images)
+    within = DatasetOpener(images / "deep").open(output_dir=images)  # the dataset is in the output
+    assert [sample.key for sample in within.samples] == ["b.PNG"]
 
 
 def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:

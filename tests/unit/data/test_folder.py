@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gracetune.config.schema import DatasetSection
+from gracetune.data.shard_files import open_tar
 from gracetune.data.source import FolderSource, open_folder
 from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from gracetune.events.types import Notice
 
 
 def _write(root: Path, *names: str) -> None:
@@ -39,6 +43,77 @@ def test_a_link_to_a_parent_folder_does_not_loop(tmp_path: Path) -> None:
     assert list(FolderSource(tmp_path).keys()) == ["a/x.png"]
 
 
+@pytest.mark.parametrize("target", ["loop.png", "other.png"])
+def test_a_link_to_itself_is_listed_but_cannot_be_read(tmp_path: Path, target: str) -> None:
+    _write(tmp_path, "x.png")
+    (tmp_path / "loop.png").symlink_to(tmp_path / target)
+    (tmp_path / "other.png").symlink_to(tmp_path / "loop.png")
+    source = FolderSource(tmp_path)
+    assert list(source.keys()) == ["loop.png", "other.png", "x.png"]
+    with pytest.raises(OSError, match="symbolic links"):
+        source.read("loop.png")
+
+
+def test_each_real_folder_is_listed_once(tmp_path: Path) -> None:
+    names = [f"folder {number}" for number in range(7)]
+    _write(tmp_path, *(f"{name}/x.png" for name in names))
+    for name in names:
+        for other in names:
+            (tmp_path / name / f"to {other}").symlink_to(tmp_path / other)
+    source = FolderSource(tmp_path)
+    assert list(source.keys()) == [f"{name}/x.png" for name in names]
+    assert {reason: len(paths) for reason, paths in source.skipped.items()} == {
+        "links to folders that are listed already": 49
+    }
+
+
+def test_a_folder_outside_is_listed_under_the_first_link_to_it(tmp_path: Path) -> None:
+    _write(tmp_path, "real/a.png", "outside/deep/x.png")
+    (tmp_path / "real/2").symlink_to(tmp_path / "outside")
+    (tmp_path / "real/1").symlink_to(tmp_path / "outside/deep")
+    (tmp_path / "real/3").symlink_to(tmp_path / "outside/deep")
+    source = FolderSource(tmp_path / "real")
+    assert list(source.keys()) == ["1/x.png", "a.png"]
+
+
+@pytest.mark.parametrize("target", ["..", "../..", "/"])
+def test_a_link_to_a_folder_around_the_dataset_is_not_followed(tmp_path: Path, target: str) -> None:
+    _write(tmp_path, "real/x.png", "private/y.png")
+    (tmp_path / "real/up").symlink_to(target)
+    source = FolderSource(tmp_path / "real")
+    assert list(source.keys()) == ["x.png"]
+    assert source.skipped == {"links to folders that are listed already": ["up"]}
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, "a/x.png", "a/locked/y.png")
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:  # root may read every folder
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    locked = tmp_path / "a/locked"
+    with pytest.raises(DataError, match=rf"its folder {locked} cannot be listed \(Permission"):
+        FolderSource(tmp_path)
+    section = DatasetSection(instance_data_dir=str(tmp_path), type="tar")
+    with pytest.raises(DataError, match=rf"its folder {locked} cannot be listed \(Permission"):
+        open_tar(section, "datasets[0]", lambda event: None)
+
+
+def test_a_file_that_becomes_a_named_pipe_does_not_block(tmp_path: Path) -> None:
+    _write(tmp_path, "x.png")
+    source = FolderSource(tmp_path)
+    (tmp_path / "x.png").unlink()
+    os.mkfifo(tmp_path / "x.png")
+    with pytest.raises(OSError, match="not a regular file"):
+        source.read("x.png")
+
+
 def test_a_dangling_link_is_listed_but_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     source = FolderSource(tmp_path)
@@ -47,10 +122,18 @@ def test_a_dangling_link_is_listed_but_cannot_be_read(tmp_path: Path) -> None:
         source.read("gone.png")
 
 
-def test_named_pipes_are_not_listed(tmp_path: Path) -> None:
+def test_pipes_sockets_and_devices_are_not_listed_but_counted(tmp_path: Path) -> None:
     _write(tmp_path, "x.png")
     os.mkfifo(tmp_path / "pipe.png")
-    assert list(FolderSource(tmp_path).keys()) == ["x.png"]
+    (tmp_path / "null.png").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind(str(tmp_path / "s.png"))
+    notices: list[Notice] = []
+    section = DatasetSection(instance_data_dir=str(tmp_path))
+    source = open_folder(section, "datasets[0]", notices.append)
+    assert list(source.keys()) == ["x.png"]
+    (notice,) = notices
+    assert notice.text.endswith("skipped 3 named pipes, sockets or devices, such as null.png")
 
 
 def test_a_tilde_is_expanded_to_the_home_folder(
