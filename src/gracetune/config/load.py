@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -33,7 +32,15 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
-from gracetune.config.parse_text import dotted, format_value, may_be_credential, parse_text, walk
+from gracetune.config.parse_text import (
+    MAX_DEPTH,
+    dotted,
+    find_fault,
+    format_value,
+    may_be_credential,
+    parse_text,
+    walk,
+)
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
@@ -112,7 +119,7 @@ def parse_override(text: str) -> tuple[KeyPath, object]:
     steps = key.strip().replace("-", "_").split(".")
     if not equals or not all(steps):
         raise ConfigError(f"{text!r} is not an override; write a.b=c, such as train.batch_size=4.")
-    return tuple(int(step) if step.isdecimal() else step for step in steps), parse_value(value)
+    return _path(".".join(steps)), parse_value(value)
 
 
 def parse_value(text: str) -> object:
@@ -129,8 +136,10 @@ def _override(draft: Draft, text: str) -> None:
     path, value = parse_override(text)
     if may_be_credential(path):
         text = dotted(path)
-    if any(isinstance(each, float) and not math.isfinite(each) for _, each in walk(value)):
-        raise ConfigError(f"override {text}: the value must be a finite number.")
+    for where, each in walk(value):
+        if find_fault(each) is not None or len(where) > MAX_DEPTH:
+            fault = find_fault(each) or f"nested more than {MAX_DEPTH} levels deep"
+            raise ConfigError(f"override {text[:60]!a}: the value is {fault}.")
     apply_override(draft, path, value, f"override {text}")
 
 
@@ -187,7 +196,9 @@ def _validate(draft: Draft, name: str) -> RunFile:
 
 
 def _path(key: str) -> KeyPath:
-    return tuple(int(step) if step.isdecimal() else step for step in key.split("."))
+    return tuple(
+        int(step) if step.isdecimal() and len(step) < 10 else step for step in key.split(".")
+    )
 
 
 def _with_tuples(value: object) -> object:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 
 MAX_DEPTH = 64
+MAX_INTEGER_BITS = 64
 _SPACE = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
 FORMATS = ("json", "yaml", "toml")
 MAX_YAML_NODES = 100_000
@@ -63,14 +64,37 @@ def parse_text(text: str, text_format: str, name: str) -> ParsedText:
         raise ConfigError(f"{name} is nested too deeply to be a run file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: the top level is {describe_type(tree)}; it must be an object.")
+    _check_values(tree, lines, name)
+    return ParsedText(tree, lines)
+
+
+def _check_values(tree: dict[str, object], lines: Mapping[KeyPath, int], name: str) -> None:
+    """Raise an error for a number, text or key that no setting can have, and for deep nesting."""
     for path, value in walk(tree):
         where = locate_line(name, lines, path)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{where}: {dotted(path)} is {value}; it must be a finite number.")
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} levels deep.")
+        fault = find_fault(value)
+        if fault is not None:
+            raise ConfigError(f"{where}: {dotted(path)} is {fault}.")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             holder = dotted(path) or "the top level"
             raise ConfigError(f"{where}: {holder} has a key that is not text; put it in quotes.")
-    return ParsedText(tree, lines)
+        for key in value if isinstance(value, dict) else ():
+            if find_fault(key) is not None:
+                raise ConfigError(f"{where}: the key {key!a} is {find_fault(key)}.")
+
+
+def find_fault(value: object) -> str | None:
+    """Return why no setting can have a number or text, with the rule; None if it is valid."""
+    match value:
+        case float() if not math.isfinite(value):
+            return f"{value}; it must be a finite number"
+        case int() if value.bit_length() > MAX_INTEGER_BITS:
+            return f"an integer of {value.bit_length()} bits; at most {MAX_INTEGER_BITS} are valid"
+        case str() if any("\ud800" <= character <= "\udfff" for character in value):
+            return "text with a lone surrogate, which is not a Unicode character; remove it"
+    return None
 
 
 def walk(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:

@@ -54,6 +54,9 @@ def test_json_without_outer_braces_is_an_object():
         ('{"a": -Infinity}', "-Infinity is not a valid number"),
         ('{"b": {"a": 1e999}}', "run:1: b.a is inf; it must be a finite number"),
         ('{"a": ' + "9" * 5000 + "}", "4300 digits"),
+        ('{"a": ' + "9" * 30 + "}", "run:1: a is an integer of 100 bits; at most 64 are valid"),
+        ('{"a": ["x\\ud800"]}', "run:1: a.0 is text with a lone surrogate"),
+        ('{"x\\ud800": 1}', "the key 'x\\ud800' is text with a lone surrogate"),
         ("[" * 10_000, "nested more than 64 levels"),
         ("[1]", "the top level is a list; it must be an object"),
         ("3", "the top level is a number"),
@@ -100,6 +103,8 @@ def test_yaml_records_lines_and_supports_merge_keys():
         ("a: &x [*x]", "nested more than 64 levels"),
         (BILLION, "more than 100000 values"),
         ("a: " + "[" * 3000, "nested too deeply"),
+        ("a: 0x" + "f" * 9000, "run:1: a is an integer of 36000 bits"),
+        ('a: "\\ud800"', "run:1: a is text with a lone surrogate"),
         ("a: 1\nb: \x01", "run:2: special characters are not allowed"),
         ("a: .nan", "run:1: a is nan; it must be a finite number"),
         ("a: !!float x", "could not convert"),
@@ -132,6 +137,9 @@ def test_toml_records_the_lines_of_headers_and_keys():
         ("a = nan", "run:1: a is nan"),
         ("a = " + "[" * 5000, "nested too deeply"),
         ("a = " + "9" * 5000, "4300 digits"),
+        ("a = 0x" + "f" * 9000, "run:1: a is an integer of 36000 bits"),
+        ("b = 1\na" + ".a" * 5000 + " = 1", "nested more than 64 levels deep"),
+        ("[" + "a." * 5000 + "a]\nb = 1", "nested more than 64 levels deep"),
     ],
 )
 def test_toml_errors_name_the_position(text, message):
