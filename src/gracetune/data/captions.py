@@ -30,6 +30,8 @@ METADATA = "metadata.jsonl"
 PARQUET = "metadata.parquet"
 MAX_LISTED = 5
 """Number of samples without a caption that an error message lists."""
+MAX_CAPTION_NBYTES = 64 * 1024
+"""Size of a caption in bytes above which its sample is unreadable; text encoders use a few kB."""
 MAX_SHOWN = 200
 """Number of characters of an invalid row that an error message shows."""
 
@@ -162,13 +164,22 @@ def _prompt(section: DatasetSection, setting: str) -> str:
 
 def _text(source: Source, key: str) -> Caption:
     try:
-        return source.read(key).decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        return UnreadableSampleError(f"its caption {key} is {_not_utf8(error)}")
+        return _decoded(source.read(key), key)
     except OSError as error:
         return UnreadableSampleError(
             f"its caption {key} cannot be read ({error.strerror or error})"
         )
+
+
+def _decoded(data: bytes, where: str) -> Caption:
+    if len(data) > MAX_CAPTION_NBYTES:
+        return UnreadableSampleError(
+            f"its caption {where} is longer than {MAX_CAPTION_NBYTES} bytes"
+        )
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        return UnreadableSampleError(f"its caption {where} is {_not_utf8(error)}")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -210,7 +221,7 @@ def _read_parquet(data: bytes, where: str) -> Rows:
     from gracetune.data.table_source import read_caption_table
 
     for number, (name, caption) in enumerate(read_caption_table(data, where)):
-        yield f"{where}, row {number}", name, _checked(caption, f"row {number}")
+        yield f"{where}, row {number}", name, _decoded(caption, f"in row {number}")
 
 
 _TABLES: dict[str, tuple[str, Callable[[bytes, str], Rows]]] = {
@@ -230,16 +241,15 @@ def _read_row(line: str, where: str) -> tuple[str, Caption]:
     values = [row.get(name) for name in ("file_name", "text")] if isinstance(row, dict) else []
     match values:
         case [str(name), str(caption)]:
-            return name, _checked(caption, where.rpartition(", ")[2])
+            return name, _encodable(caption, where.rpartition(", ")[2])
     shown = printable(line[:MAX_SHOWN]) + ("..." if len(line) > MAX_SHOWN else "")
     raise DataError(f'{where} must be {{"file_name": "...", "text": "..."}}, but is {shown}')
 
 
-def _checked(caption: str, where: str) -> Caption:
+def _encodable(caption: str, where: str) -> Caption:
     """Return a caption, or the reason why it is not valid Unicode text."""
     try:
-        caption.encode()
+        return _decoded(caption.encode(), f"in {where}")
     except UnicodeEncodeError as error:
         character = printable(caption[error.start])
-        return UnreadableSampleError(f"its caption ({where}) has the lone surrogate {character}")
-    return caption
+        return UnreadableSampleError(f"its caption in {where} has the lone surrogate {character}")

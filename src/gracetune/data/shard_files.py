@@ -150,6 +150,18 @@ _CONCURRENT_LISTINGS = 8
 """Number of archives whose members are listed concurrently, to hide network latency."""
 
 
+_TAR_ERRORS = (
+    tarfile.TarError,
+    OSError,
+    ValueError,
+    OverflowError,
+    LookupError,
+    EOFError,
+    MemoryError,
+)
+"""Exceptions that tarfile raises for damaged archives."""
+
+
 class _Members(NamedTuple):
     """The members of one tar archive."""
 
@@ -259,8 +271,14 @@ def _members(shard: Shard, setting: str) -> Iterator[tarfile.TarInfo]:
         ):
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]
+                if not 0 <= member.size < 2**63:
+                    raise tarfile.ReadError(f"a member of {member.size} bytes")
                 yield member
-    except (tarfile.TarError, OSError) as error:
+            # tarfile ends its list at a damaged header, as if the archive ended there.
+            file.seek(archive.offset)
+            if any(file.read(tarfile.BLOCKSIZE)):
+                raise tarfile.ReadError(f"the header at byte {archive.offset} is damaged")
+    except _TAR_ERRORS as error:
         raise DataError(
             f"{setting}: {shard.name} cannot be read as a tar archive ({error}). Copy it again; a "
             "compressed archive must be decompressed to a plain .tar first."

@@ -11,12 +11,14 @@ import json
 import os
 import threading
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from gracetune.data import audio, images, video
+from gracetune.data.captions import MAX_CAPTION_NBYTES
 from gracetune.data.shard_files import find_shards, stems
-from gracetune.data.source import data_dir, file_stamp
+from gracetune.data.source import FileRange, data_dir, file_stamp, read_range
 from gracetune.errors import DataError
+from gracetune.units import GIB, format_bytes
 
 try:
     import pyarrow as pa
@@ -29,12 +31,14 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gracetune.config.schema import DatasetSection
     from gracetune.data.shard_files import Shard
     from gracetune.events.dispatcher import Emit
 
+
+Column = TypeVar("Column", pa.ChunkedArray, pa.Array)
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "picture", "video", "mp4", "audio")
 CAPTION_NAMES = ("text", "caption", "captions", "prompt", "txt", "description")
@@ -61,6 +65,23 @@ _KNOWN_SUFFIXES = images.EXTENSIONS | video.EXTENSIONS | audio.EXTENSIONS
 `.jpg?width=512` of a URL or the `.2` of `scan v1.2`."""
 
 
+MAX_GROUP_NBYTES = 8 * GIB
+MIN_GROUP_NBYTES = GIB // 4
+"""Largest and smallest limit of a row group's size after decompression. Between them,
+`in_memory.memory_limit_gb` is the limit. A small file can decompress to a large row group."""
+READ_ERRORS = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    NotImplementedError,
+)
+"""Exceptions that pyarrow raises for damaged files."""
+
+
 class TableRowGroup(Protocol):
     """A group of rows of a table that can only be read together."""
 
@@ -72,8 +93,16 @@ class TableRowGroup(Protocol):
         """Approximate size of the rows in bytes."""
         ...
 
+    @property
+    def decoded_nbytes(self) -> int:
+        """Memory in bytes that reading all columns needs; 0 if they are memory-mapped."""
+        ...
+
     def column(self, name: str) -> pa.ChunkedArray:
-        """Read one column of the rows; `a.b` is the field `b` of the struct column `a`."""
+        """Read one column of the rows; `a.b` is the field `b` of the struct column `a`.
+
+        The column may be dictionary-encoded. Text may be invalid UTF-8.
+        """
         ...
 
 
@@ -96,6 +125,9 @@ class _RowLocation(NamedTuple):
     part: int
     group: int
     row: int
+    """Number of the row in its group."""
+    number: int
+    """Number of the row in its file."""
     is_text: bool
 
 
@@ -112,49 +144,61 @@ class TableSource:
         setting: str,
         image: str | None = None,
         caption: str | None = None,
+        max_group_nbytes: int = MAX_GROUP_NBYTES,
     ) -> None:
         """List the rows of all files of a table.
 
         `image` and `caption` are the names of the columns with samples and captions; None finds
-        them by their type and by common names. `origin` describes the table in messages.
+        them by their type and by common names. `origin` describes the table in messages. No row
+        group may have more than `max_group_nbytes` bytes after decompression.
         """
         self._parts = parts
         self._origin = origin
         schema = parts[0].schema
         self._image = sample_column(schema, image, f"{setting}.columns.image", origin)
         self._caption = caption_column(schema, caption, f"{setting}.columns.caption", origin)
-        _check_distinct(parts, origin, f"{setting}.instance_data_dir")
+        kind = schema.field(self._image).type
+        is_struct = pa.types.is_struct(kind)
+        self._data = f"{self._image}.bytes" if is_struct else self._image
+        self._path = (
+            f"{self._image}.path" if is_struct and kind.get_field_index("path") >= 0 else None
+        )
+        name = f"{setting}.instance_data_dir"
+        _check_distinct(parts, origin, name)
         self._places: dict[str, _RowLocation] = {}
         for number, part in enumerate(parts):
-            self._list(number, part)
+            self._check_part(part, schema, name, max_group_nbytes)
+            try:
+                self._list(number, part)
+            except READ_ERRORS as error:
+                raise DataError(
+                    f"{name}: {origin}: {part.name} is damaged ({_reason(error)}). Copy it again "
+                    "or remove it."
+                ) from error
         if not self._places:
             raise DataError(
                 f"{setting}.instance_data_dir: {origin} has no rows. Set another table."
             )
         self._keys = tuple(sorted(self._places))
-        self._last = _LastColumn()
+        self._last = _LastColumns()
 
     def keys(self) -> Sequence[str]:
         return self._keys
 
     def read(self, key: str) -> bytes:
         place = self._place(key)
-        value = self._value(place)
         if place.is_text:
-            return str(value or "").encode()
-        data, path = _data_and_path(value)
+            assert self._caption is not None, "a caption without a caption column"
+            return (self._value(place, self._caption) or b"")[: MAX_CAPTION_NBYTES + 1]
+        data = self._value(place, self._data)
         if data is not None:
-            return bytes(data)
-        if path is not None:
-            return self._resolve_path(place, path).read_bytes()
-        raise OSError("the row has neither bytes nor a path")
+            return data
+        return read_range(FileRange(str(self._resolve_path(place)), 0, None))
 
     def nbytes(self, key: str) -> int:
         place = self._place(key)
-        value = self._value(place)
-        data, path = (None, None) if place.is_text else _data_and_path(value)
-        if path is not None and data is None:
-            return self._resolve_path(place, path).stat().st_size
+        if not place.is_text and self._value(place, self._data) is None:
+            return self._resolve_path(place).stat().st_size
         return len(self.read(key))
 
     def stamp(self, keys: Sequence[str]) -> str:  # noqa: ARG002  one text for all of the table
@@ -166,13 +210,37 @@ class TableSource:
     def describe(self) -> str:
         return self._origin
 
-    def _resolve_path(self, place: _RowLocation, path: str) -> Path:
-        folder = self._parts[place.part].folder
+    def _resolve_path(self, place: _RowLocation) -> Path:
+        """Return the file that a row without bytes names; it must lie in the table's folder."""
+        path = None if self._path is None else self._value(place, self._path)
+        if path is None:
+            raise OSError("the row has neither bytes nor a path")
+        name, folder = os.fsdecode(path), self._parts[place.part].folder
         if folder is None:
             raise OSError(
-                f"the row has only the path {path!r}, which cannot be resolved for a remote table"
+                f"the row has only the path {name!r}, which cannot be resolved for a remote table"
             )
-        return folder / path
+        where = f"{self._origin}: row {place.number} of {self._parts[place.part].name}"
+        return inner_path(folder, name, f"{where} names the file")
+
+    def _check_part(self, part: TableFile, schema: pa.Schema, name: str, most: int) -> None:
+        """Raise an error if a file lacks a column, or if reading a column needs too much memory."""
+        for column in filter(None, (self._image, self._caption)):
+            index = part.schema.get_field_index(column)
+            if index < 0 or part.schema.field(index).type != schema.field(column).type:
+                raise DataError(
+                    f"{name}: {part.name} has no column {column!r} of the type "
+                    f"{schema.field(column).type}, unlike {self._parts[0].name}. Write all files "
+                    "with the same columns."
+                )
+        for number, group in enumerate(part.groups):
+            if group.decoded_nbytes > most:
+                raise DataError(
+                    f"{name}: row group {number} of {part.name} has "
+                    f"{format_bytes(group.decoded_nbytes)} after decompression, but at most "
+                    f"{format_bytes(most)} are allowed. Write it with smaller row groups, or raise "
+                    "in_memory.memory_limit_gb."
+                )
 
     def _list(self, number: int, part: TableFile) -> None:
         prefix = f"{part.name}/" if len(self._parts) > 1 else ""
@@ -180,16 +248,16 @@ class TableSource:
         row = 0
         usual: str | None = None
         for place, group in enumerate(part.groups):
-            endings = _suffixes_by_path(group, part.schema, self._image)
+            paths = None if self._path is None else _same_length(group, self._path)
             for within in range(group.num_rows):
-                ending = endings[within] if endings is not None else ""
+                ending = "" if paths is None else _suffix_of_path(raw_value(paths[within]))
                 if not ending:
-                    usual = usual or _suffix_by_content(group.column(self._image))
+                    usual = usual or _suffix_by_content(group.column(self._data))
                     ending = usual
                 stem = f"{prefix}row-{row:0{width}d}"
-                self._places[stem + ending] = _RowLocation(number, place, within, is_text=False)
+                self._places[stem + ending] = _RowLocation(number, place, within, row, False)
                 if self._caption is not None:
-                    self._places[stem + ".txt"] = _RowLocation(number, place, within, is_text=True)
+                    self._places[stem + ".txt"] = _RowLocation(number, place, within, row, True)
                 row += 1
 
     def _place(self, key: str) -> _RowLocation:
@@ -197,31 +265,69 @@ class TableSource:
             raise FileNotFoundError(f"{self.describe()} has no {key!r}")
         return self._places[key]
 
-    def _value(self, place: _RowLocation) -> object:
-        """Return the sample or the caption of a row.
+    def _value(self, place: _RowLocation, name: str) -> bytes | None:
+        """Return the value of one column of a row as bytes; None if it is null.
 
-        Each thread keeps the column that it read last, and uses it again for other rows.
+        Each thread keeps the columns of the row group that it read last, and uses them again for
+        other rows.
         """
-        name = self._caption if place.is_text else self._image
-        assert name is not None, "a caption without a caption column"
-        wanted = (place.part, place.group, name)
-        if self._last.what != wanted:
-            group = self._parts[place.part].groups[place.group]
-            try:
-                self._last.column = group.column(name)
-            except (pa.ArrowException, OSError) as error:
-                why = " ".join(str(error).split())  # arrow writes several lines
-                raise OSError(f"its row group cannot be read: {why}") from error
-            self._last.what = wanted
-        return self._last.column[place.row].as_py()
+        if self._last.group != place[:2]:
+            self._last.group, self._last.columns = place[:2], {}
+        try:
+            if name not in self._last.columns:
+                group = self._parts[place.part].groups[place.group]
+                self._last.columns[name] = _same_length(group, name)
+            return raw_value(self._last.columns[name][place.row])
+        except READ_ERRORS as error:
+            raise OSError(f"its row group cannot be read: {_reason(error)}") from error
 
 
-class _LastColumn(threading.local):
-    """The column that a thread read last. Reading rows in order then reads each column once."""
+class _LastColumns(threading.local):
+    """The columns that a thread read last. Reading rows in order then reads each column once."""
 
-    what: tuple[int, int, str] | None = None
-    """Number of the file, number of the row group, and name of the column."""
-    column: pa.ChunkedArray = None
+    def __init__(self) -> None:
+        self.group: tuple[int, ...] | None = None
+        """Number of the file and number of the row group."""
+        self.columns: dict[str, pa.ChunkedArray] = {}
+        """The columns of this row group that the thread has read, by name."""
+
+
+def _same_length(group: TableRowGroup, name: str) -> pa.ChunkedArray:
+    column = group.column(name)
+    if len(column) != group.num_rows:
+        raise OSError(f"{name} has {len(column)} of {group.num_rows} rows")
+    return column
+
+
+def raw_value(scalar: pa.Scalar, most: int | None = None) -> bytes | None:
+    """Return a binary or text value as bytes, which may be invalid UTF-8; None if it is null.
+
+    Bytes after the first `most` are left out.
+    """
+    if isinstance(scalar, pa.DictionaryScalar):
+        scalar = scalar.value
+    buffer = scalar.as_buffer() if scalar.is_valid else None
+    return None if buffer is None else buffer[:most].to_pybytes()
+
+
+def inner_path(folder: Path, name: str, what: str) -> Path:
+    """Return the path of a file in a folder; raise an error if it leads out of the folder.
+
+    `what` says in the error message who names the file.
+    """
+    if "\0" in name:
+        raise OSError(f"{name!a} is not a path")
+    path = Path(os.path.realpath(folder / name))
+    if os.path.isabs(name) or not path.is_relative_to(os.path.realpath(folder)):
+        raise DataError(
+            f"{what} {name!a}, which leads out of the folder {folder}. Use a relative path to a "
+            "file in that folder, or store the bytes in the table."
+        )
+    return path
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__  # arrow writes several lines
 
 
 def _check_distinct(parts: Sequence[TableFile], origin: str, setting: str) -> None:
@@ -280,33 +386,21 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def _holds_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _data_and_path(value: object) -> tuple[bytes | None, str | None]:
-    if isinstance(value, dict):
-        return value["bytes"], value.get("path")
-    return (value, None) if isinstance(value, bytes) else (None, None)
-
-
-def _suffixes_by_path(group: TableRowGroup, schema: pa.Schema, name: str) -> list[str] | None:
-    """Return the suffix of each sample's file name, such as `.jpg`; "" for an unsupported suffix.
-
-    The file names are in the field `path` of the struct column `name`. Returns None if the column
-    has no such field.
-    """
-    kind = schema.field(name).type
-    if not pa.types.is_struct(kind) or kind.get_field_index("path") < 0:
-        return None
-    paths = group.column(f"{name}.path").to_pylist()
-    endings = (PurePosixPath(path or "").suffix.lower() for path in paths)
-    return [ending if ending in _KNOWN_SUFFIXES else "" for ending in endings]
+def _suffix_of_path(path: bytes | None) -> str:
+    """Return the suffix of a file name, such as `.jpg`; "" if it is not supported."""
+    suffix = PurePosixPath(os.fsdecode(path or b"")).suffix.lower()
+    return suffix if suffix in _KNOWN_SUFFIXES else ""
 
 
 def _suffix_by_content(column: pa.ChunkedArray) -> str:
     """Return the suffix of the first sample in a column, judged by its magic bytes, or `.bin`."""
     for value in column:
-        data, _ = _data_and_path(value.as_py())
+        data = raw_value(value)
         if data:
             for offset, mark, ending in _MAGIC_BYTES:
                 if data[offset : offset + len(mark)] == mark:
@@ -315,7 +409,7 @@ def _suffix_by_content(column: pa.ChunkedArray) -> str:
     return ".bin"
 
 
-def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
+def flatten(column: Column, inner: str) -> Column:
     """Return the field `inner` of a struct column."""
     return pc.struct_field(column, inner)
 
@@ -325,6 +419,8 @@ def flatten(column: pa.ChunkedArray, inner: str) -> pa.ChunkedArray:
 _AHEAD_NBYTES = 64 * 1024
 """Buffer size in bytes for reading a remote parquet file: larger than most footers, smaller than a
 column."""
+_MAX_DICTIONARY_NBYTES = 2 * GIB
+"""Row groups of this size in bytes are read without a dictionary, which could not hold them."""
 
 
 class RowGroup:
@@ -337,13 +433,19 @@ class RowGroup:
         about = footer.row_group(number)
         self.num_rows: int = about.num_rows
         self.nbytes: int = about.total_byte_size
+        self.decoded_nbytes = self.nbytes
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Read one column from the file; `a.b` is the field `b` of the struct column `a`."""
+        """Read one column from the file; `a.b` is the field `b` of the struct column `a`.
+
+        It is read with a dictionary: a value that repeats in many rows would otherwise need far
+        more memory than the file says.
+        """
         outer, _, inner = name.partition(".")
+        repeats = [name] if self.nbytes < _MAX_DICTIONARY_NBYTES else []
         with (
             self._shard.open(_AHEAD_NBYTES) as opened,
-            pq.ParquetFile(opened, metadata=self._footer) as file,
+            pq.ParquetFile(opened, metadata=self._footer, read_dictionary=repeats) as file,
         ):
             column = file.read_row_group(self._number, [name], use_threads=False).column(outer)
         return flatten(column, inner) if inner else column
@@ -359,37 +461,70 @@ def open_parquet(section: DatasetSection, setting: str, emit: Emit) -> TableSour
     name = f"{setting}.instance_data_dir"
     parts = [_part(shard, stem, name) for shard, stem in zip(shards, stems(shards), strict=True)]
     origin = f"the parquet files of {address}"
-    return TableSource(parts, origin, setting, section.columns.image, section.columns.caption)
+    return TableSource(
+        parts,
+        origin,
+        setting,
+        section.columns.image,
+        section.columns.caption,
+        _max_group_nbytes(section),
+    )
 
 
-def read_caption_table(data: bytes, where: str) -> Sequence[tuple[str, str]]:
-    """Return the pairs (file name, caption) of a parquet table, given the bytes of its file.
+def _max_group_nbytes(section: DatasetSection) -> int:
+    limit = section.in_memory.memory_limit_gb
+    if limit is None:
+        return MAX_GROUP_NBYTES
+    return max(MIN_GROUP_NBYTES, min(MAX_GROUP_NBYTES, int(limit * GIB)))
 
-    `where` is the file's name in error messages.
+
+def read_caption_table(data: bytes, where: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the pairs (file name, caption) of a parquet table, given the bytes of its file.
+
+    Captions may be invalid UTF-8, and are cut off after `MAX_CAPTION_NBYTES` + 1 bytes. `where` is
+    the file's name in error messages.
     """
     try:
-        table = pq.read_table(pa.BufferReader(data))
-    except pa.ArrowException as error:
-        raise DataError(f"{where} is not a parquet file ({error}). Write it again.") from error
-    names = [name for name in ("file_name", "filename", "key") if name in table.column_names]
-    texts = [name for name in ("text", "caption", "prompt") if name in table.column_names]
-    if not names or not texts:
+        with pq.ParquetFile(pa.BufferReader(data)) as file:
+            schema, footer = file.schema_arrow, file.metadata
+        names = [
+            next((name for name in known if name in schema.names), None)
+            for known in (("file_name", "filename", "key"), ("text", "caption", "prompt"))
+        ]
+        if None in names or not all(_holds_text(schema.field(name).type) for name in names):
+            raise DataError(
+                f"{where} must have the text columns file_name and text (or caption); it has "
+                f"{', '.join(f'{field.name} ({field.type})' for field in schema)}."
+            )
+        groups = map(footer.row_group, range(footer.num_row_groups))
+        nbytes = sum(group.total_byte_size for group in groups)
+        if nbytes > MIN_GROUP_NBYTES:
+            raise DataError(
+                f"{where} has {format_bytes(nbytes)} after decompression; the limit is "
+                f"{format_bytes(MIN_GROUP_NBYTES)}. Split it, or remove other columns."
+            )
+        with pq.ParquetFile(pa.BufferReader(data), read_dictionary=names) as file:
+            table = file.read(names, use_threads=False)
+        for number, row in enumerate(zip(*table.columns, strict=True)):
+            name, caption = (raw_value(value, MAX_CAPTION_NBYTES + 1) for value in row)
+            if name is None:
+                raise DataError(f"{where}, row {number}: file_name is null. Remove the row.")
+            yield name.decode(errors="backslashreplace"), caption or b""
+    except READ_ERRORS as error:
         raise DataError(
-            f"{where} must have the columns file_name and text (or caption); it has "
-            f"{', '.join(table.column_names)}."
-        )
-    columns = (table.column(name).to_pylist() for name in (names[0], texts[0]))
-    return [(str(name), text or "") for name, text in zip(*columns, strict=True)]
+            f"{where} is not a parquet file, or is damaged ({_reason(error)}). Write it again."
+        ) from error
 
 
 def _part(shard: Shard, name: str, setting: str) -> TableFile:
     try:
         with shard.open(_AHEAD_NBYTES) as opened, pq.ParquetFile(opened) as file:
             footer, schema = file.metadata, file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
+            str(schema)  # raises an error if the name of a column is not UTF-8
+    except READ_ERRORS as error:
         raise DataError(
-            f"{setting}: {shard.name} cannot be read as parquet ({error}). Copy it again or remove "
-            "it."
+            f"{setting}: {shard.name} cannot be read as parquet ({_reason(error)}). Copy it again "
+            "or remove it."
         ) from error
     groups = [RowGroup(shard, footer, number) for number in range(footer.num_row_groups)]
     return TableFile(name, shard.folder, schema, groups, shard.stamp())
@@ -408,12 +543,24 @@ class RecordBatchGroup:
         self._batch = batch
         self.num_rows = batch.num_rows
         self.nbytes = batch.nbytes
+        self.decoded_nbytes = 0
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """Return one column; `a.b` is the field `b` of the struct column `a`."""
+        """Return one column; `a.b` is the field `b` of the struct column `a`.
+
+        Its offsets are checked, because pyarrow would read any memory that damaged ones refer to.
+        """
         outer, _, inner = name.partition(".")
-        column = pa.chunked_array([self._batch.column(outer)])
-        return flatten(column, inner) if inner else column
+        array = self._batch.column(outer)
+        array.validate()
+        if inner:
+            array = flatten(array, inner)
+        if not pa.types.is_dictionary(array.type):
+            # As binary: a caption that is not UTF-8 must not make the others unreadable.
+            is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+            array = array.view(pa.large_binary() if is_large else pa.binary())
+        array.validate(full=True)
+        return pa.chunked_array([array])
 
 
 def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  # noqa: ARG001
@@ -427,7 +574,9 @@ def open_hf(section: DatasetSection, setting: str, emit: Emit) -> TableSource:  
     name = f"{setting}.instance_data_dir"
     folders = {"": root}
     if (root / SPLITS).is_file():
-        folders = {f"{split}/": root / split for split in _read_list(root / SPLITS, "splits", name)}
+        splits = map(str, _read_list(root / SPLITS, "splits", name))
+        what = f"{name}: {root / SPLITS} names the folder"
+        folders = {f"{split}/": inner_path(root, split, what) for split in splits}
     parts = [
         TableFile(f"{prefix}{path.stem}", folder, *_read(path, name), file_stamp([str(path)]))
         for prefix, folder in folders.items()
@@ -447,16 +596,24 @@ def _arrow_files(folder: Path, setting: str) -> list[Path]:
             f"{setting}: {folder} has no {STATE}, so it was not written by `save_to_disk`, or not "
             "completely. Set the folder that was passed to save_to_disk."
         )
-    entries = _read_list(folder / STATE, "_data_files", setting)
-    return [folder / entry["filename"] for entry in entries]
+    what = f"{setting}: {folder / STATE} names the file"
+    names = _read_list(folder / STATE, "_data_files", setting, "filename")
+    return [inner_path(folder, name, what) for name in names]
 
 
-def _read_list(path: Path, name: str, setting: str) -> list[Any]:
-    """Return the list under the key `name` of a JSON file."""
+def _read_list(path: Path, name: str, setting: str, inner: str | None = None) -> list[str]:
+    """Return the list of texts under the key `name` of a JSON file.
+
+    If `inner` is given, the list has objects, and their texts under this key are returned.
+    """
     try:
-        return list(json.loads(path.read_text(encoding="utf-8"))[name])
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        entries = list(json.loads(path.read_text(encoding="utf-8"))[name])
+        found = entries if inner is None else [entry[inner] for entry in entries]
+        if not all(isinstance(entry, str) for entry in found):
+            raise TypeError(f"{name} is not a list of names")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(f"{setting}: {path} cannot be read ({error}). Save it again.") from error
+    return found
 
 
 def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
@@ -470,7 +627,7 @@ def _read(path: Path, setting: str) -> tuple[pa.Schema, list[RecordBatchGroup]]:
             file = pa.ipc.open_file(mapped)
             batches = [file.get_batch(number) for number in range(file.num_record_batches)]
             return file.schema, [RecordBatchGroup(batch) for batch in batches]
-    except (pa.ArrowException, OSError) as error:
+    except READ_ERRORS as error:
         raise DataError(
-            f"{setting}: {path} cannot be read as an arrow file ({error}). Save it again."
+            f"{setting}: {path} cannot be read as an arrow file ({_reason(error)}). Save it again."
         ) from error

@@ -147,7 +147,7 @@ def test_a_lone_surrogate_makes_its_sample_unreadable(tmp_path: Path) -> None:
     table = _table(("a.png", "a cat")) + b'{"file_name": "b.png", "text": "a \\ud83d cat"}\n'
     captions = _read_all(tmp_path, {"a.png": b"", "b.png": b"", "metadata.jsonl": table})
     assert captions.texts == {"a.png": "a cat"}
-    assert captions.unreadable == {"b.png": "its caption (line 2) has the lone surrogate \\ud83d"}
+    assert captions.unreadable == {"b.png": "its caption in line 2 has the lone surrogate \\ud83d"}
 
 
 def test_a_surrogate_pair_is_one_character(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_captions_are_read_from_metadata_parquet(tmp_path: Path) -> None:
     ("table", "rule"),
     [
         (b"PAR1", r"datasets\[0\]: metadata\.parquet is not a parquet file"),
-        (_parquet(name=["a.png"]), r"must have the columns file_name and text.*it has name"),
+        (_parquet(name=["a.png"]), r"must have the text columns file_name and text.*it has name"),
         (_parquet(file_name=["a.png", "a.png"], text=["x", "y"]), r"row 1: file_name.*twice"),
         (_parquet(file_name=["b.png"], text=["x"]), r"1 of 1 samples.*Add a row"),
     ],

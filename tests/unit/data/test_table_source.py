@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from source_files import JPEG, PNG, image_table, save_to_disk, write_parquet
 
 from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
+from gracetune.data import table_source
 from gracetune.data.staging import StagedSource
 from gracetune.data.table_source import open_hf, open_parquet
 from gracetune.errors import DataError
@@ -154,7 +158,7 @@ def test_sequential_reads_decode_each_row_group_once(tmp_path: Path) -> None:
         group.column = lambda name, true=true: decoded.append(name) or true(name)
     keys = [key for key in source.keys() if key.endswith(".jpg")]  # noqa: SIM118
     assert [source.read(key) for key in keys] == images
-    assert decoded == ["image"] * 4
+    assert decoded == ["image.bytes"] * 4
 
 
 def test_staging_does_not_query_the_size_of_each_row(tmp_path: Path) -> None:
@@ -218,3 +222,141 @@ except DataError as error:
     )
     assert f"pip install 'gracetune[{extra}]'" in done.stdout
     assert package in done.stdout
+
+
+# Damaged and hostile tables
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret.png"
+    path.write_bytes(PNG + b"secret")
+    return path
+
+
+@pytest.mark.parametrize("name", ["{secret}", "../secret.png", "a/../../secret.png", "link.png"])
+@pytest.mark.parametrize("form", ["parquet", "hf"])
+def test_a_row_may_not_name_a_file_outside_of_the_folder(
+    tmp_path: Path, secret: Path, name: str, form: str
+) -> None:
+    table = image_table([PNG, None], ["x", "y"], ["in.png", name.format(secret=secret)])
+    folder = tmp_path / "tables"
+    if form == "parquet":
+        source = _parquet(write_parquet(folder / "t.parquet", table))
+    else:
+        source = _hf(save_to_disk(folder, table))
+    (folder / "a").mkdir()
+    (folder / "link.png").symlink_to(secret)
+    assert source.read("row-000000.png") == PNG
+    for ask in (source.read, source.nbytes):
+        with pytest.raises(
+            DataError, match=r"row 1 of .* names the file .*leads out of the folder"
+        ):
+            ask("row-000001.png")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc"])
+def test_a_saved_dataset_may_not_name_files_outside_of_its_folder(
+    tmp_path: Path, name: str
+) -> None:
+    folder = save_to_disk(tmp_path / "saved", image_table([PNG], ["x"]))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match=r"state\.json names the file .* leads out of the folder"):
+        _hf(folder)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+    with pytest.raises(DataError, match=r"dataset_dict\.json names the folder .* leads out"):
+        _hf(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"_data_files": [3]}', '{"_data_files": [{"filename": 3}]}', "[" * 100_000, "[]"]
+)
+def test_an_invalid_state_file_is_refused(tmp_path: Path, text: str) -> None:
+    folder = save_to_disk(tmp_path / "saved", image_table([PNG], ["x"]))
+    (folder / "state.json").write_text(text)
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        _hf(folder)
+
+
+LARGE = bytes(2**18)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_value_that_repeats_in_many_rows_is_not_expanded(tmp_path: Path, staged: bool) -> None:
+    path = tmp_path / "t.parquet"
+    table = image_table([PNG + LARGE] * 400, ["x"] * 400)
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 50_000
+    del table
+    source = _parquet(path)
+    before = pa.total_allocated_bytes()
+    if staged:
+        limited = InMemorySection(memory_limit_gb=0.05, num_workers=1, compression=None)
+        with pytest.raises(DataError, match=r"memory_limit_gb is 0\.05"):
+            StagedSource.stage(source, source.keys(), limited, lambda event: None)
+    else:
+        assert source.read("row-000399.png") == PNG + LARGE
+    assert pa.total_allocated_bytes() - before < 16 * 2**20
+
+
+def test_a_row_group_that_decompresses_to_more_than_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.parquet"
+    table = image_table([LARGE] * 16, ["x"] * 16)
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    del table
+    section = DatasetSection(
+        instance_data_dir=str(path), in_memory=InMemorySection(memory_limit_gb=0.001)
+    )
+    assert open_parquet(section, "datasets[0]", lambda event: None)  # the limit is 256 MiB at least
+    monkeypatch.setattr(table_source, "MIN_GROUP_NBYTES", 2**20)
+    before = pa.total_allocated_bytes()
+    with pytest.raises(DataError, match=r"row group 0 of t has 4\.0 MiB.*smaller row groups"):
+        open_parquet(section, "datasets[0]", lambda event: None)
+    assert pa.total_allocated_bytes() - before < 2**20
+
+
+def test_one_caption_that_is_not_utf8_does_not_harm_the_others(tmp_path: Path) -> None:
+    captions = pa.array([b"caf\xe9", b"a cat"]).view(pa.string())
+    table = pa.table({"image": [PNG, PNG], "text": captions})
+    for source in (
+        _parquet(write_parquet(tmp_path / "t.parquet", table)),
+        _hf(save_to_disk(tmp_path / "saved", table)),
+    ):
+        assert source.read("row-000000.txt") == b"caf\xe9"
+        assert source.read("row-000001.txt") == b"a cat"
+
+
+@pytest.mark.parametrize("form", ["parquet", "hf"])
+def test_damaged_tables_are_refused_or_have_unreadable_rows(tmp_path: Path, form: str) -> None:
+    table = image_table([JPEG * 9] * 12, [f"caption {n}" for n in range(12)])
+    if form == "parquet":
+        path, open_table = write_parquet(tmp_path / "t.parquet", table), _parquet
+    else:
+        save_to_disk(tmp_path / "saved", table)
+        path, open_table = next((tmp_path / "saved").glob("*.arrow")), _hf
+    intact, random = path.read_bytes(), np.random.default_rng(0)
+    address = path if form == "parquet" else path.parent
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(100):
+        data = bytearray(intact)
+        for at in random.integers(0, len(data), 2):
+            data[at] ^= 1 << int(random.integers(8))
+        path.write_bytes(data[: int(random.integers(len(data)))] if random.random() < 0.2 else data)
+        try:
+            source = open_table(address)
+            for key in source.keys():  # noqa: SIM118
+                with contextlib.suppress(OSError):
+                    source.read(key)
+            outcomes["read"] += 1
+        except DataError:
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 0, outcomes
+
+
+def test_files_of_one_table_must_have_the_same_columns(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "t/0.parquet", pa.table({"image": [PNG], "text": ["x"]}))
+    write_parquet(tmp_path / "t/1.parquet", pa.table({"image": [PNG]}))
+    with pytest.raises(DataError, match=r"1 has no column 'text' of the type string, unlike 0"):
+        _parquet(tmp_path / "t")

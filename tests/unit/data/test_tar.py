@@ -127,3 +127,28 @@ def test_a_pattern_without_matches_and_an_empty_shard_are_refused(tmp_path: Path
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not UTF-8: caf\\xe9\.jpg"):
         _open(write_tar(tmp_path / "x.tar", {"caf\udce9.jpg": b"x"}, tarfile.GNU_FORMAT))
+
+
+def test_a_damaged_header_does_not_end_the_list_silently(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": b"1", "b.jpg": b"2", "c.jpg": b"3"})
+    data = bytearray(path.read_bytes())
+    data[1024 + 148] ^= 1  # the checksum of the second member
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"x\.tar cannot be read.*header at byte 1024 is damaged"):
+        _open(path)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [b"\xff" * 12, b"\x80" + b"\xff" * 11, b"77777777777\0", b"\x80" + bytes(3) + b"\x7f" * 8],
+)
+@pytest.mark.parametrize("kind", [b"0", b"L", b"x", b"g"])
+def test_impossible_sizes_are_refused(tmp_path: Path, size: bytes, kind: bytes) -> None:
+    path = write_tar(tmp_path / "x.tar", {"a.jpg": b"1", "b.jpg": b"2"}, tarfile.GNU_FORMAT)
+    data = bytearray(path.read_bytes())
+    data[124:136], data[156:157] = size, kind
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"x\.tar cannot be read|contains no files"):
+        _open(path)
