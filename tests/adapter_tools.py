@@ -26,7 +26,9 @@ from diffusers import (
 from safetensors.torch import load_file
 
 from gracetune.adapters.files.check_loading import LOADER_ERRORS
+from gracetune.adapters.files.checkpoint_weights import checkpoint_header
 from gracetune.adapters.files.fused_projections import split_fused
+from gracetune.adapters.files.io import save_tensors
 from gracetune.adapters.files.keys import LayerPath, any_name_table, template_of
 from gracetune.adapters.files.layers import (
     Adapter,
@@ -35,6 +37,8 @@ from gracetune.adapters.files.layers import (
     delta_shape,
     merge_weight,
 )
+from gracetune.adapters.inject import adapter_from_model, add_adapter
+from gracetune.config.schema import AdapterSection
 
 MAX_ERROR = 1e-5
 """Largest difference of outputs that counts as equal, relative to the effect of the adapter."""
@@ -176,6 +180,27 @@ def make_adapter(family, kind, model, alpha=None, outside=False):
             layer = MAKERS[kind](rows, columns, generator, alpha=alpha)
         layers[LayerPath(None, name)] = map_tensors(layer, lambda t: t * 0.25)
     return Adapter(table_of(family), layers)
+
+
+def train_adapter(family, kind, model, folder):
+    """Add an adapter to a copy of a model and set its weights, and save them as a checkpoint does.
+
+    Returns the model, its adapter and the checkpoint's file.
+    """
+    model = copy.deepcopy(model)
+    names = adapted_modules(family, model)
+    section = AdapterSection(kind=kind, rank=4, alpha=16, overrides={names[0]: {"alpha": 3}})
+    modules = add_adapter({"": model}, section, names, seed=0)
+    generator = torch.Generator().manual_seed(3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        # Magnitudes stay near the norms of the weights, which they replace.
+        start = parameter.data if "magnitude" in name else 0
+        parameter.data = start + torch.randn(parameter.shape, generator=generator) * 0.25
+    adapter = adapter_from_model({"": model}, modules, table_of(family))
+    file = folder / "weights.safetensors"
+    save_tensors({n: p.detach() for n, p in trained.items()}, file, checkpoint_header(adapter))
+    return model.eval(), adapter, file
 
 
 def with_bias(layer, generator):

@@ -22,6 +22,7 @@ from adapter_tools import (
     load_in_peft,
     make_adapter,
     table_of,
+    train_adapter,
     unusual_adapters,
 )
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.io import default_format, read_adapter, write_adapter
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, scale_of
+from gracetune.cli.main import main
 from gracetune.errors import AdapterError
 
 KINDS = ("lora", "dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
@@ -315,3 +317,35 @@ def test_a_low_precision_dora_loads_in_diffusers(transformers, tmp_path):
     path = tmp_path / "a.safetensors"
     write_adapter(path, Adapter(adapter.table, layers), "diffusers", dtype=torch.bfloat16)
     assert check_file(path, TABLES, table=adapter.table).results[0].loads
+
+
+READERS = {
+    ("lora", "diffusers"): load_in_diffusers,
+    ("dora", "diffusers"): load_in_diffusers,
+    ("locon", "diffusers"): load_in_diffusers,
+    ("lokr", "diffusers"): load_in_diffusers_transformer,
+    **{(kind, "peft"): load_in_peft for kind in ("lora", "dora", "locon", "loha", "lokr")},
+    **{
+        (kind, "lycoris"): lambda *args: load_in_lycoris(*args, merged=True)
+        for kind in ("lora", "locon", "loha", "lokr", "full")
+    },
+}
+"""Tool for an adapter kind of a run and the format to which its checkpoint is converted."""
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "locon", "loha", "lokr", "full"])
+@pytest.mark.parametrize("family", [*FAMILIES, "stable_audio"])
+def test_a_converted_checkpoint_has_the_output_of_training(family, kind, transformers, tmp_path):
+    model = transformers[family]
+    trained, adapter, file = train_adapter(family, kind, model, tmp_path)
+    effect = Effect(family, model, adapter)
+    assert effect.error(lambda: trained) <= MAX_ERROR
+    for (this_kind, form), load in READERS.items():
+        if this_kind != kind or (family == "stable_audio" and form != "peft"):
+            continue
+        path = (
+            tmp_path / form / ("adapter_model.safetensors" if form == "peft" else "a.safetensors")
+        )
+        assert main(["adapter", "convert", str(file), "--to", form, "-o", str(path)]) == 0
+        error = effect.error(lambda path=path, load=load: load(family, model, path))
+        assert error <= MAX_ERROR, (form, error)

@@ -17,12 +17,13 @@ from adapter_tools import (
     load_in_comfyui,
     make_adapter,
     table_of,
+    train_adapter,
     unusual_adapters,
 )
 
 from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.formats import FORMATS
-from gracetune.adapters.files.io import PEFT_FILE, write_adapter
+from gracetune.adapters.files.io import PEFT_FILE, read_adapter, write_adapter
 from gracetune.errors import AdapterError
 
 CLONE = Path(os.environ.get("COMFYUI", Path(__file__).parents[2] / ".hosts" / "comfyui")).resolve()
@@ -90,3 +91,13 @@ def test_unusual_adapters_load_if_and_only_if_comfyui_computes_them_right(family
         right = compare(comfy, family, model, adapter, folder)
         if name in ("lora of queries", "full of queries", "a bare parameter"):
             assert "comfyui" in right, name
+
+
+@pytest.mark.parametrize("kind", ["lora", "locon", "loha", "lokr", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_checkpoint_has_the_output_of_training(family, kind, comfy, tmp_path):
+    model = build_transformer(family)
+    trained, _, file = train_adapter(family, kind, model, tmp_path)
+    adapter = read_adapter(file, TABLES)
+    assert Effect(family, model, adapter).error(lambda: trained) <= MAX_ERROR
+    assert compare(comfy, family, model, adapter, tmp_path)
