@@ -72,7 +72,7 @@ def export_result(
         with atomic_folder(path) as staging:
             if state.run.adapter is not None:
                 files = export_adapter(state, modules, base_weights, staging)
-                _check_files(state.family.name, modules, files, emit)
+                _check_files(state, modules, files, emit)
             else:
                 with state.averaged_weights():
                     state.family.export(staging)
@@ -124,17 +124,17 @@ def checkpoint_headers(
 
 
 def _check_files(
-    family: str, modules: AdaptedModules, files: Mapping[Stage | None, Path], emit: Emit
+    state: TrainState, modules: AdaptedModules, files: Mapping[Stage | None, Path], emit: Emit
 ) -> None:
     from gracetune.adapters.files.check_loading import check_file
-    from gracetune.adapters.files.keys import get_table
+    from gracetune.adapters.files.io import default_format
 
-    tables = key_tables()
-    table = get_table(family, tables)
+    adapter, tables = _trained_adapter(state, modules), key_tables()
+    form, table = default_format(adapter).name, adapter.table
     for stage, path in files.items():
         expected = modules[stage or ""]
         check = check_file(path, tables, table=table, stage=stage, modules=expected)
-        text = f"{path.name} is written as {check.format}. " + " ".join(check.lines())
+        text = f"{path.name} is written as {form}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
 
 
