@@ -24,6 +24,7 @@ from forkport.three_way import (
     merge_lines,
     same_but_whitespace,
     split_lines,
+    without_spaces,
 )
 
 if TYPE_CHECKING:
@@ -56,10 +57,16 @@ class CommitHistory:
     commits: Sequence[CommitChanges]
 
     def versions(self, path: str) -> FileHistory:
-        """Follow the file with this path at the end of the history back through its renames."""
-        paths, entries = [path], []
+        """Follow the file with this path at the end of the history back through its renames.
+
+        A deletion ends this: a file that was deleted and added again is another file.
+        """
+        paths: list[str] = [path]
+        entries: list[TreeEntry] = []
         for commit in reversed(self.commits):
             for change in commit.changes:
+                if change.status == "D" and change.old_path == paths[-1]:
+                    return FileHistory(tuple(paths), tuple(entries))
                 if change.new_path != paths[-1] or change.new is None:
                     continue
                 entries.append(change.new)
@@ -177,11 +184,15 @@ def _has_taken(
     for version in upstream_versions:
         wider = versions.widen(*where, (version, candidate))
         then = versions.at(version, *wider)
-        if same_but_whitespace(then, versions.at(candidate, *wider)):
+        if _is_equal(then, versions.at(candidate, *wider)):
             return True
-        if then == split_lines(versions.base)[slice(*wider)]:
+        if _is_equal(then, split_lines(versions.base)[slice(*wider)]):
             return False  # taken before, perhaps, and reverted here
     return False
+
+
+def _is_equal(one: Lines, other: Lines) -> bool:
+    return one == other or same_but_whitespace(one, other)
 
 
 def _contains(base: Lines, now: Lines, taken: Lines) -> bool:
@@ -198,12 +209,11 @@ def _is_reverted(base: Lines, taken: Lines, now: Lines) -> bool:
     That is, lines that the fork added are gone without a successor, or ones that it removed are
     back.
     """
+    base, taken, now = ([*filter(None, map(without_spaces, text))] for text in (base, taken, now))
     added, removed = set(taken) - set(base), set(base) - set(taken)
     for hunk in _diff_lines(taken, now):
         gone, new = taken[hunk.old_start : hunk.old_end], now[hunk.new_start : hunk.new_end]
-        if removed.intersection(line for line in new if line.strip()):
-            return True
-        if added.intersection(gone) and not any(line.strip() for line in new):
+        if removed.intersection(new) or (added.intersection(gone) and not new):
             return True
     return False
 

@@ -126,7 +126,7 @@ def same_but_whitespace(left: Sequence[bytes], right: Sequence[bytes]) -> bool:
     Their indentation must be equal, with tabs of any usual width, because it means something.
     """
     one, other = ([line for line in side if line.strip()] for side in (left, right))
-    if not one or [*map(_without_spaces, one)] != [*map(_without_spaces, other)]:
+    if not one or [*map(without_spaces, one)] != [*map(without_spaces, other)]:
         return False
     return any(
         [_depth(line, width) for line in one] == [_depth(line, width) for line in other]
@@ -139,7 +139,8 @@ def _depth(line: bytes, tab_width: int) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _without_spaces(line: bytes) -> bytes:
+def without_spaces(line: bytes) -> bytes:
+    """Return a line without its whitespace, except in quotes."""
     parts = _QUOTED.split(line)
     return b"".join(part if i % 2 else b"".join(part.split()) for i, part in enumerate(parts))
 

@@ -106,8 +106,9 @@ def test_what_upstream_took_is_not_merged_again(port, repo, fork, upstream, expe
     assert repo.show("port", "core/deep/a.py" if moved else "lib/a.py") == lines(*expected)
 
 
-def test_reverted_and_then_changed_differently_is_a_conflict(port):
-    other = ("value_10 = 10\n", "value_10 = 77\n")
+@pytest.mark.parametrize("text", ["value_10 = 77\n", "value_10  =  10\n"])
+def test_reverted_and_then_changed_differently_is_a_conflict(port, text):
+    other = ("value_10 = 10\n", text)
     outcome = port(
         {"a.py": lines()},
         [{"a.py": lines(A1)}],
@@ -115,6 +116,14 @@ def test_reverted_and_then_changed_differently_is_a_conflict(port):
     )
     [file] = outcome.conflicts
     assert file.conflicts[0].theirs == b"value_10 = 100\n"
+
+
+def test_reverted_with_other_whitespace_is_a_conflict(port):
+    other = ("value_10 = 10\n", "value_10  =  10\n")
+    outcome = port(
+        {"a.py": lines()}, [{"a.py": lines(A1)}], [{"a.py": lines(A1)}, {"a.py": lines(other)}]
+    )
+    assert [file.path for file in outcome.conflicts] == ["a.py"]
 
 
 def test_a_partly_reverted_change_of_neighbouring_lines_is_a_conflict(port):
@@ -152,6 +161,13 @@ def test_a_new_file_that_upstream_took_and_moved_is_not_added_twice(port, repo):
 def test_a_new_file_that_upstream_took_elsewhere_and_changed_is_a_conflict(port):
     outcome = port({}, [{"tools/new.py": lines(A1)}], [{"bin/new.py": lines(A1, B1)}])
     assert "bin/new.py" in outcome.conflicts[0].reason
+
+
+def test_a_new_file_that_upstream_took_deleted_and_wrote_anew_is_a_conflict(port):
+    other = lines().replace("value", "other")
+    steps = [{"n.py": lines(A1)}, {"n.py": None}, {"n.py": other}]
+    outcome = port({}, [{"n.py": lines(A1)}], steps)
+    assert [file.path for file in outcome.conflicts] == ["n.py"]
 
 
 def test_a_new_file_whose_first_version_upstream_took(port, repo):
