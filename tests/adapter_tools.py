@@ -300,10 +300,10 @@ class Effect:
         It is infinite if the tool refuses the file.
         """
         try:
-            model = load()
+            output = predict(self.family, load())
         except TOOL_ERRORS:
             return math.inf
-        return float((predict(self.family, model) - self.expected).norm()) / self.size
+        return float((output - self.expected).norm()) / self.size
 
 
 # The tools. Each function returns the model with the adapter, or raises the tool's error.

@@ -326,9 +326,11 @@ def test_lightning_files_with_full_matrices_are_read(tmp_path):
     assert set(norm.tensors) == {"diff", "diff_b"}
     assert "diff_b" in adapter.layers[LayerPath(None, "blocks.0.attn1.to_q")].tensors
     assert LayerPath(None, "blocks.0.scale_shift_table") in adapter.layers
-    for form in ("comfyui", "kohya", "lycoris", "lightning"):
+    for form in ("comfyui", "kohya", "lightning"):
         back = read_adapter(write_adapter(tmp_path / "out.safetensors", adapter, form), TABLES)
         assert same(adapter, back)
+    with pytest.raises(AdapterError, match="cannot hold"):  # LyCORIS would ignore the biases
+        write_adapter(tmp_path / "out.safetensors", adapter, "lycoris")
 
 
 MODEL_ROWS = [

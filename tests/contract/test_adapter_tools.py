@@ -6,6 +6,7 @@ what that test found.
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -118,13 +119,11 @@ def test_a_peft_folder_has_the_right_output_in_peft(family, kind, transformers, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_unusual_adapters_load_in_diffusers_only_if_their_output_is_right(
-    family, transformers, tmp_path
-):
+def test_unusual_adapters_load_only_if_their_output_is_right(family, transformers, tmp_path):
     model = transformers[family]
     for name, adapter in unusual_adapters(family, model).items():
         effect = Effect(family, model, adapter)
-        for form in ("comfyui", "diffusers", "peft"):
+        for form in ("comfyui", "diffusers", "peft", "lycoris"):
             try:
                 folder = tmp_path / name / form
                 path = write_adapter(folder / "adapter_model.safetensors", adapter, form)
@@ -132,6 +131,10 @@ def test_unusual_adapters_load_in_diffusers_only_if_their_output_is_right(
                 continue
             if form == "peft":
                 assert effect.error(lambda p=path: load_in_peft(family, model, p)) <= MAX_ERROR
+                continue
+            if form == "lycoris":
+                error = effect.error(lambda p=path: load_in_lycoris(family, model, p, merged=True))
+                assert error <= MAX_ERROR or error == math.inf, name  # or its own error
                 continue
             result = check_file(path, TABLES, table=table_of(family)).results[0]
             error = effect.error(lambda p=path: load_in_diffusers(family, model, p))
@@ -258,7 +261,7 @@ def test_a_kronecker_product_of_a_3d_convolution_is_wrong_in_comfyui(transformer
     ("layers", "reason"),
     [
         ({"to_q": "lora", "to_k": "lokr"}, "one algorithm for a whole adapter"),
-        ({"to_q": "lora", "to_k": "dora"}, "one algorithm for a whole adapter"),
+        ({"to_q": "lora", "to_k": "dora"}, "in all modules or in none"),
         ({"to_q": "lokr", "to_k": "lokr-3"}, "decompose_factor"),
     ],
 )
@@ -309,6 +312,24 @@ def test_alpha_is_in_the_weights_of_loha_and_lokr(form, kind, transformers, tmp_
     path = write_adapter(tmp_path / "a.safetensors", adapter, form)
     back = read_adapter(path, TABLES, table_of("qwen_image"))
     assert all(scale_of(layer) == 1.0 for layer in back.layers.values())
+
+
+def test_a_dora_on_some_modules_is_wrong_in_diffusers(transformers, tmp_path):
+    """peft has one setting for all modules, so the others have magnitudes without values."""
+    model = transformers["qwen_image"]
+    adapter = make_adapter("qwen_image", "dora", model)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    tensors = load_file(path)
+    del tensors[next(key for key in tensors if key.endswith(".lora_magnitude_vector"))]
+    save_file(tensors, path, {"gracetune.family": "qwen_image"})
+    rest = read_adapter(path, TABLES)
+    effect = Effect("qwen_image", model, rest)
+    assert effect.error(lambda: load_in_diffusers("qwen_image", model, path)) > MAX_ERROR
+    result = check_file(path, TABLES).results[0]
+    assert result.is_wrong
+    assert "all or none" in result.reason
+    with pytest.raises(AdapterError, match="in all modules or in none"):
+        write_adapter(tmp_path / "b.safetensors", rest, "diffusers")
 
 
 def test_a_low_precision_dora_loads_in_diffusers(transformers, tmp_path):

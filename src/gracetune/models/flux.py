@@ -411,13 +411,6 @@ KEY_TABLE = KeyTable(
         f"{SINGLE}.proj_out",
     ),
     max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
-    # ComfyUI loses the biases of full matrices on parts of a fused projection.
-    default_formats=(
-        ("lora", "diffusers"),
-        ("lokr", "diffusers"),
-        ("full", "comfyui"),
-        ("other", "lycoris"),
-    ),
     comfyui_prefixes=(
         ("diffusion_model.", ".", "original"),
         ("lora_unet_", "_", "original"),

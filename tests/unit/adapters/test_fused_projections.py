@@ -168,6 +168,26 @@ def test_magnitudes_per_column_or_of_some_parts_are_refused():
         join_fused(adapter_of({QKV[0]: dora, QKV[1]: plain, QKV[2]: plain}))
 
 
+@pytest.mark.parametrize("make", [make_lora, make_full])
+@pytest.mark.parametrize("biased", [QKV, QKV[:1]])
+def test_parts_with_biases_join_and_missing_parts_are_zeros(make, biased):
+    parts = {}
+    for i, name in enumerate(QKV[:2]):
+        tensors = dict(make(HIDDEN, HIDDEN, generator(i)).tensors)
+        tensors.pop("diff_b", None)
+        if name in biased:
+            tensors["diff_b"] = torch.randn(HIDDEN, generator=generator(i))
+        parts[name] = Layer("lora" if make is make_lora else "full", tensors)
+    whole = join_fused(adapter_of(parts)).layers[WHOLE]
+    zeros = torch.zeros(HIDDEN, HIDDEN)
+    expected = [delta(parts[name]) if name in parts else zeros for name in QKV]
+    torch.testing.assert_close(delta(whole), torch.cat(expected))
+    biases = [
+        parts[name].tensors.get("diff_b", zeros[0]) if name in parts else zeros[0] for name in QKV
+    ]
+    torch.testing.assert_close(whole.tensors["diff_b"], torch.cat(biases))
+
+
 def test_a_projection_of_another_shape_is_refused():
     odd = make_lora(35, HIDDEN, generator())
     with pytest.raises(AdapterError, match="another shape"):

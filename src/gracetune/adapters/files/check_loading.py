@@ -307,8 +307,12 @@ def _compare_loaded(
         return ToolResult("diffusers", matched, expected, reason, lost[0])
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
-        if layer.is_dora and ADAPTER_NAME not in loaded[name].lora_magnitude_vector:
+        magnitudes = getattr(loaded[name], "lora_magnitude_vector", ())
+        if layer.is_dora and ADAPTER_NAME not in magnitudes:
             reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        if ADAPTER_NAME in magnitudes and not layer.is_dora:
+            reason = f"{name} has no magnitudes (DoRA), but others have, and it needs all or none"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
         if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
@@ -324,26 +328,36 @@ def _computes_same(module: Any, layer: Layer, generator: torch.Generator) -> boo
     if layer.algorithm == "lokr":
         loaded = module.get_delta_weight(ADAPTER_NAME).float()
         return _is_close(loaded, delta(layer, loaded.shape), tolerance)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return False  # diffusers created a weight that is not in the file
     down = module.lora_A[ADAPTER_NAME].weight.float()
     up = module.lora_B[ADAPTER_NAME]
-    if down.shape != layer.tensors["down"].shape:
-        return False
     scaling = module.scaling[ADAPTER_NAME]
     probe = torch.randn(down[0].numel(), generator=generator)
     loaded = scaling * (up.weight.float().flatten(1) @ (down.flatten(1) @ probe))
-    expected = layer.tensors["up"].float().flatten(1) @ (
-        layer.tensors["down"].float().flatten(1) @ probe
-    )
-    pairs = [(loaded, expected * scale_of(layer))]
+    pairs = [(loaded, _change_of_output(layer, probe))]
     bias = delta_bias(layer)
     if bias is not None or up.bias is not None:
-        zeros = torch.zeros(len(expected))
+        zeros = torch.zeros(len(loaded))
         loaded_bias = zeros if up.bias is None else up.bias.float() * scaling
         pairs.append((loaded_bias, zeros if bias is None else bias))
     if layer.is_dora:
         magnitude = module.lora_magnitude_vector[ADAPTER_NAME].weight.float()
         pairs.append((magnitude.flatten(), layer.tensors["dora"].float().flatten()))
     return all(_is_close(a, b, tolerance) for a, b in pairs)
+
+
+def _change_of_output(layer: Layer, probe: Tensor) -> Tensor:
+    """Return dW times an input; empty if the input has another size than the layer."""
+    shape = delta_shape(layer)
+    if layer.algorithm == "full" and "diff" not in layer.tensors:
+        return torch.zeros(shape[0])
+    if math.prod(shape[1:]) != len(probe):
+        return torch.empty(0)
+    if layer.algorithm != "lora" or "mid" in layer.tensors:
+        return delta(layer).flatten(1) @ probe
+    up, down = (layer.tensors[role].float().flatten(1) for role in ("up", "down"))
+    return scale_of(layer) * (up @ (down @ probe))
 
 
 def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:

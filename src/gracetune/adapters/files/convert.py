@@ -30,6 +30,7 @@ from gracetune.adapters.files.keys import (
     build_key,
     detect_format,
     detect_table,
+    is_bare_parameter,
     parse_key,
     resolve_stages,
     unknown_key_error,
@@ -440,6 +441,10 @@ def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModu
         # Before projections are fused: a DoRA would be refused there, too, with other advice.
         if layer.is_dora and not _holds_magnitudes(layer, key_format):
             return UnsupportedModule(path.module, *_dora_reason(key_format))
+    plain = [path.module for path, layer in adapter.layers.items() if not layer.is_dora]
+    if key_format.style in PEFT_STYLES and 0 < len(plain) < len(adapter.layers):
+        reason = "peft needs magnitudes (DoRA) in all modules or in none, and only some have them"
+        return UnsupportedModule(plain[0], reason, MERGE_INSTEAD)
     adapter = _match_naming(adapter, key_format)
     index = KeyIndex(adapter.table)
     for path, layer in adapter.layers.items():
@@ -447,12 +452,9 @@ def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModu
             reason = "the format has no name for this module"
             return UnsupportedModule(path.module, reason, fix="")
         style = _suffix_style(key_format, layer)
-        for role in layer.tensors:
-            # peft's name for a change of the bias is the bias of LoRA's second factor.
-            is_lost_bias = role == "diff_b" and style in PEFT_STYLES and not _has_lora_bias(layer)
-            if role not in SUFFIXES[style] or is_lost_bias:
-                what = WHAT_ROLE_HOLDS.get(role, role)
-                return UnsupportedModule(path.module, f"the format cannot hold {what}")
+        lost = _lost_part(path.module, layer, key_format, adapter.table)
+        if lost:
+            return UnsupportedModule(path.module, f"the format cannot hold {lost}")
         role = next(iter(layer.tensors))
         if adapter.table.accepts_any_name and not parse_key(
             build_key(key_format, index, path, role, style), index
@@ -487,8 +489,23 @@ def _dora_reason(key_format: KeyFormat) -> tuple[str, str]:
     return reason, MERGE_INSTEAD
 
 
-def _has_lora_bias(layer: Layer) -> bool:
-    return layer.algorithm == "lora" and not layer.is_dora
+def _lost_part(module: str, layer: Layer, key_format: KeyFormat, table: KeyTable) -> str:
+    """Return the part of a layer that a key format cannot hold or its readers ignore, or ""."""
+    style = _suffix_style(key_format, layer)
+    is_lycoris = key_format.name in LYCORIS_FORMATS
+    for role, tensor in layer.tensors.items():
+        if role not in SUFFIXES[style]:
+            return WHAT_ROLE_HOLDS.get(role, role)
+        # peft's name for it is the bias of LoRA's second factor; LyCORIS has it for full matrices.
+        has_bias = "diff" in layer.tensors if is_lycoris else True
+        if style in PEFT_STYLES:
+            has_bias = layer.algorithm == "lora" and not layer.is_dora
+        if role == "diff_b" and not has_bias:
+            return WHAT_ROLE_HOLDS[role]
+        is_matrix = tensor.dim() > 1 and not is_bare_parameter(module, table)
+        if role == "diff" and is_lycoris and not is_matrix:
+            return "a change of a parameter that is no matrix"
+    return ""
 
 
 def fold_scale(layer: Layer) -> Layer:

@@ -213,10 +213,9 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
     if all(layer.algorithm == "full" for layer in parts.values()):
         parts = _with_zero_parts(fused, parts)
     present = list(parts.values())
-    if any(layer.is_dora or "diff_b" in layer.tensors for layer in present):
+    if any(layer.is_dora for layer in present):
         if len(parts) < len(fused.parts):
-            reason = "its parts have magnitudes (DoRA) or biases and one part is missing"
-            raise _not_exact_error(module, reason)
+            raise _not_exact_error(module, "it has magnitudes (DoRA) and one part is missing")
         if not all(layer.is_dora == present[0].is_dora for layer in present):
             raise _not_exact_error(module, "only some of its parts have magnitudes (DoRA)")
     if len(parts) == len(fused.parts):
@@ -224,7 +223,7 @@ def _join(module: str, fused: FusedProjection, parts: Mapping[str, Layer]) -> La
         if concatenated is not None:
             return concatenated
     if {layer.algorithm for layer in present} != {"lora"} or any(
-        "mid" in layer.tensors or layer.is_dora or "diff_b" in layer.tensors for layer in present
+        "mid" in layer.tensors or layer.is_dora for layer in present
     ):
         raise _not_exact_error(module, "its parts have no factor in common")
     return _block_diagonal(fused, parts)
@@ -310,6 +309,7 @@ def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer
     dtype = first.tensors["up"].dtype if len(scales) == 1 else torch.float32
     spans = _spans(unit * sum(share_of.values()), list(share_of.values()))
     up = torch.zeros(spans[-1][1], total, dtype=dtype)
+    bias = torch.zeros(spans[-1][1])
     down = torch.zeros(total, *first.tensors["down"].shape[1:], dtype=first.tensors["down"].dtype)
     for i, ((part, _), (start, end)) in enumerate(zip(fused.parts, spans, strict=True)):
         if part in parts:
@@ -317,10 +317,15 @@ def _block_diagonal(fused: FusedProjection, parts: Mapping[str, Layer]) -> Layer
             factor = 1.0 if len(scales) == 1 else scale_of(layer)
             up[start:end, columns] = (layer.tensors["up"].flatten(1).to(dtype)) * factor
             down[columns] = layer.tensors["down"]
+            if "diff_b" in layer.tensors:
+                bias[start:end] = layer.tensors["diff_b"]
     common = scales.pop() if len(scales) == 1 else 1.0
     kernel = [1] * (first.tensors["up"].dim() - 2)
     alpha = None if common == 1.0 and first.alpha is None else common * total
-    return Layer("lora", {"down": down, "up": up.reshape(*up.shape, *kernel)}, alpha)
+    tensors = {"down": down, "up": up.reshape(*up.shape, *kernel)}
+    if any("diff_b" in layer.tensors for layer in parts.values()):
+        tensors["diff_b"] = bias
+    return Layer("lora", tensors, alpha)
 
 
 # Rows and errors

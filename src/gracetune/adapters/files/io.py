@@ -350,7 +350,7 @@ def _peft_config(adapter: Adapter) -> dict[str, object]:
     already multiplied by the scale.
     """
     algorithms = {layer.algorithm for layer in adapter.layers.values()}
-    if len({layer.is_dora for layer in adapter.layers.values()}) + len(algorithms) > 2:
+    if len(algorithms) > 1:
         raise AdapterError(
             "peft has one algorithm for a whole adapter, and some modules of this one have others "
             f"({describe_adapter(adapter)['gracetune.algorithm']}). Write another format, or "

@@ -112,7 +112,8 @@ class KeyTable:
     default_formats: tuple[tuple[str, str], ...] = (
         ("lora", "diffusers"),
         ("lokr", "diffusers"),
-        ("other", "lycoris"),
+        ("loha", "lycoris"),
+        ("other", "comfyui"),
     )
     """Key format, a tool's naming of the tensors in a file, that most tools load, by the adapter's
     algorithm."""
