@@ -2,7 +2,8 @@
 
 An entry's row is committed only after its bytes have been flushed to a shard, so every row belongs
 to a complete entry. SQLite's write-ahead log lets any number of processes read while one commits.
-Rows are read from the file by key, so memory use does not depend on the number of entries.
+Rows are read from the file by key, so memory use does not depend on the number of entries. SQLite
+does not detect a flipped bit in a value, so each row has a digest of its values.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import os
 import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from xxhash import xxh3_64_digest
 
 from gracetune.errors import CacheError
 
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 2
-"""Version of the index tables and the shard files; caches with another version are refused."""
+"""Version of the index tables and the shard files; caches with another version are refused.
+
+It is in the index and in the marker file. If only one of them differs, the index is damaged.
+"""
 BUSY_TIMEOUT_S = 60.0
 """Seconds that a process waits while another process commits to the index."""
 MAPPED_NBYTES = 1024**3
@@ -49,18 +55,26 @@ _ENVIRONMENT_ERRORS = (
     sqlite3.SQLITE_FULL,
 )
 """SQLite error codes caused by the disk or the folder, not by a damaged index."""
+_SQLITE_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""Errors of the `sqlite3` module. It cannot decode a message that quotes damaged text."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS shards (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
     "room INTEGER NOT NULL, length INTEGER NOT NULL)",
     # AUTOINCREMENT never reuses an id, so what a process remembers about an id stays true.
     "CREATE TABLE IF NOT EXISTS entries (id INTEGER PRIMARY KEY AUTOINCREMENT, "
     "key TEXT NOT NULL UNIQUE, shard INTEGER NOT NULL REFERENCES shards, begin INTEGER NOT NULL, "
-    "nbytes INTEGER NOT NULL, tensors TEXT NOT NULL, checksum BLOB NOT NULL, about TEXT NOT NULL)",
+    "nbytes INTEGER NOT NULL, tensors TEXT NOT NULL, checksum BLOB NOT NULL, about TEXT NOT NULL, "
+    "digest BLOB)",
     "CREATE INDEX IF NOT EXISTS entries_by_shard ON entries (shard, begin)",
 )
+_COLUMNS = {
+    "shards": {"id", "name", "room", "length"},
+    "entries": {"id", "key", "shard", "begin", "nbytes", "tensors", "checksum", "about", "digest"},
+}
+"""Columns of each table. Caches of older versions have no `digest`; `_prepare` adds it."""
 _SELECT_ROW = (
-    "SELECT e.id, e.key, s.name, e.begin, e.nbytes, e.tensors, e.checksum, e.about "
-    "FROM entries e JOIN shards s ON s.id = e.shard "
+    "SELECT e.id, e.key, s.name, e.begin, e.nbytes, e.tensors, e.checksum, e.about, e.digest "
+    "FROM entries e LEFT JOIN shards s ON s.id = e.shard "
 )
 
 Params = ParamSpec("Params")
@@ -128,7 +142,7 @@ def _translate_errors(
             return method(self, *args, **kwargs)
         except sqlite3.ProgrammingError:
             raise  # a bug, not a damaged file: the index was closed
-        except sqlite3.DatabaseError as error:
+        except _SQLITE_ERRORS as error:
             raise _cache_error(self._path, error) from error
 
     return call
@@ -137,7 +151,8 @@ def _translate_errors(
 class CacheIndex:
     """A connection to the SQLite index of a cache; used by one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Open an index; `create` makes its tables if there are none yet."""
         self._path = path
         self._layouts: dict[str, tuple[TensorSlice, ...]] = {}
         try:
@@ -147,8 +162,8 @@ class CacheIndex:
         except sqlite3.DatabaseError as error:
             raise _cache_error(path, error) from error
         try:
-            self._prepare()
-        except sqlite3.DatabaseError as error:
+            self._prepare(create)
+        except _SQLITE_ERRORS as error:
             self.close()
             raise _cache_error(path, error) from error
 
@@ -181,9 +196,12 @@ class CacheIndex:
         for chunk in _chunks(keys):
             query = (
                 "SELECT e.key, s.name, e.begin + e.nbytes FROM entries e "
-                f"JOIN shards s ON s.id = e.shard WHERE e.key IN ({_placeholders(chunk)})"
+                f"LEFT JOIN shards s ON s.id = e.shard WHERE e.key IN ({_placeholders(chunk)})"
             )
-            found.update((key, (name, end)) for key, name, end in self._db.execute(query, chunk))
+            for key, name, end in self._db.execute(query, chunk):
+                if not isinstance(name, str) or not isinstance(end, int):
+                    raise sqlite3.DatabaseError(f"the row of {key} has no valid location")
+                found[key] = name, end
         return found
 
     @_translate_errors
@@ -213,14 +231,15 @@ class CacheIndex:
     @_translate_errors
     def shards(self) -> list[ShardRow]:
         """Return the rows of all shards."""
-        return [ShardRow(*row) for row in self._db.execute("SELECT name, room, length FROM shards")]
+        query = "SELECT name, room, length FROM shards"
+        return [_shard_row(row) for row in self._db.execute(query)]
 
     @_translate_errors
     def shard(self, name: str) -> ShardRow | None:
         """Return the row of a shard; None if the index has no shard with this name."""
         query = "SELECT name, room, length FROM shards WHERE name = ?"
         found = self._db.execute(query, (name,)).fetchone()
-        return None if found is None else ShardRow(*found)
+        return None if found is None else _shard_row(found)
 
     @_translate_errors
     def totals(self) -> list[tuple[str, str, int, int]]:
@@ -235,12 +254,24 @@ class CacheIndex:
     def problems(self) -> list[str]:
         """Return the problems that SQLite's integrity check finds in the index file."""
         try:
-            found = [str(text) for (text,) in self._db.execute("PRAGMA quick_check(20)")]
-        except sqlite3.DatabaseError as error:
+            found = [str(text) for (text,) in self._db.execute("PRAGMA integrity_check(20)")]
+            orphans = self._db.execute("PRAGMA foreign_key_check").fetchall()
+            found += [f"row {row_id} of {table} has no shard" for table, row_id, *_ in orphans]
+        except _SQLITE_ERRORS as error:
             if not isinstance(_cache_error(self._path, error), DamagedIndexError):
                 raise
             return [str(error)]
         return [text for text in found if text != "ok"]
+
+    def require_intact(self) -> None:
+        """Raise an error if SQLite's integrity check finds problems.
+
+        Required before a shard is deleted because the index has no entry of it: a damaged index may
+        not find the entries.
+        """
+        problems = self.problems()
+        if problems:
+            raise _cache_error(self._path, sqlite3.DatabaseError(problems[0]))
 
     @_translate_errors
     def add_shard(self, shard: ShardRow) -> None:
@@ -257,15 +288,18 @@ class CacheIndex:
         The entries' bytes must have been flushed to the shard before. An existing row with the same
         key is kept. With `moved`, the rows exist already and get their new location.
         """
-        statement = "UPDATE entries SET shard = :shard, begin = :begin WHERE id = :number"
+        statement = (
+            "UPDATE entries SET shard = :shard, begin = :begin, digest = :digest WHERE id = :number"
+        )
         if not moved:
             statement = (
                 "INSERT OR IGNORE INTO entries (key, shard, begin, nbytes, tensors, checksum, "
-                "about) VALUES (:key, :shard, :begin, :nbytes, :tensors, :checksum, :about)"
+                "about, digest) VALUES (:key, :shard, :begin, :nbytes, :tensors, :checksum, "
+                ":about, :digest)"
             )
         with self._transaction():
             ((shard_id,),) = self._db.execute("SELECT id FROM shards WHERE name = ?", (shard,))
-            self._db.executemany(statement, [_values(row, shard_id) for row in rows])
+            self._db.executemany(statement, [_values(row, shard, shard_id) for row in rows])
             self._db.execute("UPDATE shards SET length = ? WHERE id = ?", (length, shard_id))
 
     @_translate_errors
@@ -288,6 +322,20 @@ class CacheIndex:
         self._db.execute("DELETE FROM entries WHERE id = ?", (row.row_id,))
 
     @_translate_errors
+    def delete_lost_shards(self, names: Sequence[str]) -> None:
+        """Delete the rows of shards whose files are gone, and of all entries without a shard."""
+        with self._transaction():
+            self._db.executemany("DELETE FROM shards WHERE name = ?", [(name,) for name in names])
+            self._db.execute("DELETE FROM entries WHERE shard NOT IN (SELECT id FROM shards)")
+
+    def readable_rows(self) -> Iterator[EntryRow]:
+        """Yield the rows that can still be read from a damaged index and match their digest."""
+        with suppress(*_SQLITE_ERRORS):
+            for values in self._db.execute(f"{_SELECT_ROW} WHERE e.digest IS NOT NULL"):
+                with suppress(*_SQLITE_ERRORS):
+                    yield self._row(values)
+
+    @_translate_errors
     def delete_empty_shard(self, name: str) -> bool:
         """Delete the row of a shard; return False if entries refer to the shard."""
         with self._transaction():
@@ -298,8 +346,10 @@ class CacheIndex:
             )
             return done.rowcount == 1
 
-    def _row(self, values: tuple[int, str, str, int, int, str, bytes, str]) -> EntryRow:
-        row_id, key, shard, offset, nbytes, tensors, checksum, about = values
+    def _row(self, values: tuple[int, str, str, int, int, str, bytes, str, bytes]) -> EntryRow:
+        row_id, key, shard, offset, nbytes, tensors, checksum, about, digest = values
+        if shard is None or (digest is not None and digest != _digest(*values[1:8])):
+            raise sqlite3.DatabaseError(f"the row of {key} differs from its digest")
         try:
             layout, components = self._parse_layout(tensors), json.loads(about)
         except (ValueError, TypeError) as error:
@@ -321,21 +371,24 @@ class CacheIndex:
             )
         return layout
 
-    def _prepare(self) -> None:
+    def _prepare(self, create: bool) -> None:
         self._enable_wal()
         for setting in ("synchronous=NORMAL", "cache_size=-16384", f"mmap_size={MAPPED_NBYTES}"):
             self._db.execute(f"PRAGMA {setting}")
         ((version,),) = self._db.execute("PRAGMA user_version")
-        if version not in (0, FORMAT):
-            raise CacheError(
-                f"{self._path} has format {version}, but this version of gracetune reads format "
-                f"{FORMAT}. Use the version that wrote it, or another cache_config.cache_dir."
-            )
-        if version == 0:
+        if version == 0 and create:
             with self._transaction():
                 for table in _TABLES:
                     self._db.execute(table)
                 self._db.execute(f"PRAGMA user_version={FORMAT}")
+        elif version != FORMAT:
+            raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
+        for table, expected in _COLUMNS.items():
+            columns = {row[1] for row in self._db.execute(f"PRAGMA table_info({table})")}
+            if columns == expected - {"digest"} != expected:
+                self._db.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB")
+            elif columns != expected:
+                raise sqlite3.DatabaseError(f"it has no valid table {table}")
 
     def _enable_wal(self) -> None:
         """Switch SQLite to write-ahead logging; retry while another process holds the lock.
@@ -386,7 +439,7 @@ def unwritable_error(folder: Path, why: object) -> CacheError:
     )
 
 
-def _cache_error(path: Path, error: sqlite3.DatabaseError) -> CacheError:
+def _cache_error(path: Path, error: Exception) -> CacheError:
     """Return the `CacheError` for an SQLite error: folder unwritable, locked, or damaged index."""
     # Errors that Python raises for invalid text in a row have no SQLite code.
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & _PRIMARY_CODE_MASK
@@ -408,17 +461,35 @@ def _is_read_only(folder: Path) -> bool:
     return not all(os.access(path, os.W_OK) for path in (existing, *existing.glob("*.sqlite*")))
 
 
-def _values(row: EntryRow, shard: int) -> dict[str, object]:
+def _values(row: EntryRow, shard: str, shard_id: int) -> dict[str, object]:
+    tensors = json.dumps(row.tensors, separators=(",", ":"))
+    about = json.dumps(dict(row.about), ensure_ascii=False)
+    digest = _digest(row.key, shard, row.offset, row.nbytes, tensors, row.checksum, about)
     return {
         "number": row.row_id,
         "key": str(row.key),
-        "shard": shard,
+        "shard": shard_id,
         "begin": row.offset,
         "nbytes": row.nbytes,
-        "tensors": json.dumps(row.tensors, separators=(",", ":")),
+        "tensors": tensors,
         "checksum": row.checksum,
-        "about": json.dumps(dict(row.about), ensure_ascii=False),
+        "about": about,
+        "digest": digest,
     }
+
+
+def _digest(*values: str | int | bytes) -> bytes:
+    """Return the digest of a row's values."""
+    parts = (value if isinstance(value, bytes) else f"{value}".encode() for value in values)
+    return xxh3_64_digest(b"\0".join(parts))
+
+
+def _shard_row(values: tuple[str, int, int]) -> ShardRow:
+    name, data_offset, length = values
+    is_valid = isinstance(data_offset, int) and isinstance(length, int)
+    if not is_valid or not isinstance(name, str) or not 0 < data_offset <= length:
+        raise sqlite3.DatabaseError(f"the row of shard {name} is not valid")
+    return ShardRow(name, data_offset, length)
 
 
 def _placeholders(chunk: Sequence[str]) -> str:

@@ -16,27 +16,33 @@ from gracetune.cache.index import DamagedIndexError
 from gracetune.cache.shard_format import (
     OPEN_SUFFIX,
     SEALED_SUFFIX,
-    entry_checksum,
+    is_header_intact,
+    is_intact,
     lock_shard,
+    locked_for_reading,
     map_file,
     open_shard,
+    read_records,
+    shard_length,
+    unlisted_entries,
 )
-from gracetune.cache.shard_store import ShardStore, is_cache
+from gracetune.cache.shard_store import ShardStore, is_cache, shard_paths
 from gracetune.errors import CacheError
 from gracetune.events.types import StageProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
-    from gracetune.cache.index import EntryRow
+    from gracetune.cache.index import EntryRow, ShardRow
+    from gracetune.cache.shard_format import Bytes
     from gracetune.cache.store import Entry
     from gracetune.events.types import Event
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedEntry:
-    """A cache entry whose bytes are missing or do not match their checksum, and why."""
+    """A cache entry whose bytes or record in the shard are damaged or missing, and why."""
 
     row: EntryRow
     why: str
@@ -48,19 +54,54 @@ class VerifyReport:
 
     num_entries: int
     nbytes: int
-    damaged: tuple[DamagedEntry, ...]
-    bad_headers: tuple[str, ...]
-    """Names of complete shards whose safetensors header is invalid.
+    damaged: tuple[DamagedEntry, ...] = ()
+    """Entries whose bytes are missing or do not match their checksum."""
+    bad_records: tuple[DamagedEntry, ...] = ()
+    """Intact entries whose record (the copy of their row, in the shard) is damaged.
+
+    Without its record, an entry is lost when the index is rebuilt.
+    """
+    bad_headers: tuple[str, ...] = ()
+    """Names of complete shards whose safetensors header is damaged.
 
     Only other tools read the header; gracetune finds entries through the index.
     """
-    index_problems: tuple[str, ...]
-    """Problems that SQLite finds in the index; if any, the other fields may be incomplete."""
+    unlisted_shards: tuple[str, ...] = ()
+    """Names of complete shards that are not in the index and have no intact entry."""
+    index_problems: tuple[str, ...] = ()
+    """Problems in the index; if any, the other fields may be incomplete."""
+
+    @property
+    def damage(self) -> dict[str, str]:
+        """Everything that is damaged, and why."""
+        found = {f"entry {one.row.key}": one.why for one in (*self.damaged, *self.bad_records)}
+        found |= {f"shard {name}": "its header is damaged" for name in self.bad_headers}
+        found |= {f"shard {name}": "no entry in it is intact" for name in self.unlisted_shards}
+        return found | {f"index {place}": text for place, text in enumerate(self.index_problems)}
 
     @property
     def is_clean(self) -> bool:
         """True if nothing in the cache is damaged."""
-        return not (self.damaged or self.bad_headers or self.index_problems)
+        return not self.damage
+
+
+def verify_folder(
+    folder: Path, emit: Callable[[Event], None], *, fix: bool
+) -> tuple[VerifyReport, VerifyReport]:
+    """Verify the cache in a folder; with `fix`, repair it and verify it again.
+
+    Returns the report before and the one after the repair.
+    """
+    try:
+        with ShardStore(folder, emit, recover=False) as store:
+            before = verify(store, emit)
+            return before, repair(store, before, emit) if fix else before
+    except DamagedIndexError as error:
+        before = VerifyReport(0, 0, index_problems=(str(error),))
+    if not fix:
+        return before, before
+    with ShardStore(folder, emit) as store:  # rebuilds the index
+        return before, repair(store, verify(store, emit), emit)
 
 
 def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
@@ -79,22 +120,29 @@ def verify(store: ShardStore, emit: Callable[[Event], None]) -> VerifyReport:
         found.num_entries,
         found.nbytes,
         tuple(found.damaged),
+        tuple(found.records),
         tuple(found.headers),
-        tuple(problems),
+        tuple(found.unlisted),
+        (*problems, *found.problems),
     )
 
 
-def repair(store: ShardStore, report: VerifyReport) -> None:
-    """Delete the damaged entries of a report and rewrite invalid shard headers.
+def repair(store: ShardStore, report: VerifyReport, emit: Callable[[Event], None]) -> VerifyReport:
+    """Repair everything that a report names, and return the report of another `verify`.
 
-    The next run encodes deleted entries again. A damaged index is rebuilt first, and the cache
-    verified again, since the report relies on the index.
+    Damaged entries are deleted, and the next run encodes them again. Entries with a damaged record
+    are copied to another shard, and invalid headers are written again. A damaged index is rebuilt
+    first, and the cache verified again, since the report relies on the index.
     """
+    if report.is_clean:
+        return report
     if report.index_problems:
         store.rebuild_index()
-        report = verify(store, lambda _: None)
+        report = verify(store, emit)
     store.delete([damage.row.key for damage in report.damaged])
-    for name in report.bad_headers:
+    _move(store, [damage.row for damage in report.bad_records])
+    moved_from = (damage.row.shard for damage in report.bad_records)
+    for name in dict.fromkeys((*report.bad_headers, *moved_from)):
         path = store.shards / f"{name}{SEALED_SUFFIX}"
         with store.index() as index:
             shard = lock_shard(path, index)
@@ -104,6 +152,7 @@ def repair(store: ShardStore, report: VerifyReport) -> None:
             elif shard is not None:
                 shard.release()
     compact(store)
+    return verify(store, emit)
 
 
 @dataclass(slots=True)
@@ -113,57 +162,108 @@ class _Findings:
     num_entries: int = 0
     nbytes: int = 0
     damaged: list[DamagedEntry] = field(default_factory=list)
+    records: list[DamagedEntry] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def _check_all(store: ShardStore, found: _Findings, emit: Callable[[Event], None]) -> None:
     with store.index() as index:
-        shards = [shard.name for shard in index.shards()]
-    for done, name in enumerate(shards, 1):
-        with store.index() as index:
-            rows = index.rows_in_shard(name)
-        found.damaged += _check_shard(store, name, rows)
-        if rows and not _header_is_good(store, name):
-            found.headers.append(name)
-        found.num_entries += len(rows)
-        found.nbytes += sum(row.nbytes for row in rows)
+        shards = index.shards()
+    for done, shard in enumerate(shards, 1):
+        _check_shard(store, shard, found)
         emit(StageProgress("verifying", done, len(shards), "shards"))
+    lengths = {shard.name: shard.length for shard in shards}
+    for path in shard_paths(store.shards):
+        if shard_length(store.shards, path.stem) > lengths.get(path.stem, -1):
+            _check_unlisted(store, path, found)
 
 
-def _check_shard(store: ShardStore, name: str, rows: list[EntryRow]) -> list[DamagedEntry]:
-    suspects: list[DamagedEntry] = []
+def _check_shard(store: ShardStore, shard: ShardRow, found: _Findings) -> None:
+    """Compare the rows of a shard with its bytes, its records and its header."""
+    name = shard.name
+    with store.index() as index:
+        rows = index.rows_in_shard(name)
+    found.num_entries += len(rows)
+    found.nbytes += sum(row.nbytes for row in rows)
     descriptor = open_shard(store.shards, name)
     if descriptor is None:
         suspects = [DamagedEntry(row, f"shard {name} is gone") for row in rows]
-    else:
-        try:
-            data = map_file(descriptor)
-        finally:
-            os.close(descriptor)
-        for row in rows:
-            if row.end > len(data):
-                suspects.append(DamagedEntry(row, f"shard {name} ends before it"))
-            elif entry_checksum(data.numpy(), row.offset, row.tensors) != row.checksum:
-                suspects.append(DamagedEntry(row, "its bytes differ from their checksum"))
-    # Another process may have moved or deleted an entry since the rows were read.
+        found.damaged += _still_listed(store, suspects)
+        return
+    try:
+        data = map_file(descriptor).numpy()
+    finally:
+        os.close(descriptor)
+    records = [row for _, row in read_records(data, name)]
+    by_offset = {row.offset: row for row in records}
+    damaged, bad_records, differing = [], [], []
+    for row in rows:
+        record = by_offset.get(row.offset)
+        if record is not None and record._replace(row_id=row.row_id) != row:
+            differing.append(DamagedEntry(row, ""))
+        elif row.end > len(data):
+            damaged.append(DamagedEntry(row, f"shard {name} ends before it"))
+        elif not is_intact(row, data):
+            damaged.append(DamagedEntry(row, "its bytes differ from their checksum"))
+        elif record is None:
+            why = f"its record in shard {name} is damaged, its tensors are intact"
+            bad_records.append(DamagedEntry(row, why))
+    # A row that points to the wrong place is damage of the index, if its entry is intact.
+    if damaged:
+        intact = {row.key for row in records if is_intact(row, data)}
+        differing += [damage for damage in damaged if damage.row.key in intact]
+        damaged = [damage for damage in damaged if damage.row.key not in intact]
+    found.damaged += _still_listed(store, damaged)
+    found.records += _still_listed(store, bad_records)
+    found.problems += [
+        f"the row of {damage.row.key} differs from the entry in shard {name}"
+        for damage in _still_listed(store, differing)
+    ]
+    if rows and not _header_is_good(store, shard, data, rows, records):
+        found.headers.append(name)
+
+
+def _still_listed(store: ShardStore, suspects: Sequence[DamagedEntry]) -> list[DamagedEntry]:
+    """Leave out entries that another process has moved or deleted since their rows were read."""
     with store.index() as index:
         now = index.find_rows([damage.row.key for damage in suspects])
     return [damage for damage in suspects if now.get(damage.row.key) == damage.row]
 
 
-def _header_is_good(store: ShardStore, name: str) -> bool:
-    """Return False if a shard's safetensors header is invalid.
+def _check_unlisted(store: ShardStore, path: Path, found: _Findings) -> None:
+    """Look for intact entries in a shard that the index lacks, unless it is being written."""
+    with locked_for_reading(path) as data, store.index() as index:
+        if data is None:
+            return
+        count = len(unlisted_entries(index, path.stem, data))
+        if count:
+            found.problems.append(f"it lacks {count} entries of shard {path.stem}")
+        elif index.shard(path.stem) is None and path.suffix == SEALED_SUFFIX:
+            found.unlisted.append(path.stem)
+
+
+def _header_is_good(
+    store: ShardStore,
+    shard: ShardRow,
+    data: Bytes,
+    rows: Sequence[EntryRow],
+    records: Sequence[EntryRow],
+) -> bool:
+    """Return False if a shard's safetensors header is damaged.
 
     A shard that is still being written has no header yet, which is not an error.
     """
-    path = store.shards / f"{name}{SEALED_SUFFIX}"
+    path = store.shards / f"{shard.name}{SEALED_SUFFIX}"
     try:
         with safe_open(path, "pt"):
-            return True
+            is_good = is_header_intact(data, shard.data_offset, rows, records)
     except FileNotFoundError:
         return True
     except (SafetensorError, OSError):
-        return not path.exists()  # a writer has reopened it meanwhile
+        is_good = False
+    return is_good or not path.exists()  # a writer may have reopened it meanwhile
 
 
 MIN_LIVE_SHARE = 0.5
@@ -203,15 +303,22 @@ def compact(store: ShardStore) -> int:
     a shard gone looks the entry up in the index again, which has its new location.
     """
     store.seal()
-    return sum(_compact_file(store, path) for path in sorted(store.shards.iterdir()))
+    with store.index() as index:
+        index.require_intact()
+    freed = sum(_compact_file(store, path) for path in shard_paths(store.shards))
+    with store.index() as index:
+        for shard in index.shards():  # a process was killed after it had deleted the file
+            if not shard_length(store.shards, shard.name):
+                index.delete_empty_shard(shard.name)
+    return freed
 
 
 def _compact_file(store: ShardStore, path: Path) -> int:
-    if path.suffix not in (OPEN_SUFFIX, SEALED_SUFFIX) or not path.exists():
+    if not path.exists():
         return 0
     before = disk_nbytes(path)
     with store.index() as index:
-        shard = lock_shard(path, index)
+        shard = lock_shard(path, index, remove_unlisted=True)
         if shard is None:
             return 0 if path.exists() else before
         rows = index.rows_in_shard(shard.row.name)
@@ -224,11 +331,11 @@ def _compact_file(store: ShardStore, path: Path) -> int:
         return 0
     _move(store, rows)
     with store.index() as index:
-        empty = index.delete_empty_shard(shard.row.name)
-    if not empty:  # some entry could not be moved: keep the shard, the next call tries again
-        shard.release()
-        return 0
-    shard.remove()
+        if index.rows_in_shard(shard.row.name):
+            shard.release()  # some entry could not be moved: the next call tries again
+            return 0
+        shard.remove()
+        index.delete_empty_shard(shard.row.name)
     return before - live
 
 

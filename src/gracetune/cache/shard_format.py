@@ -27,11 +27,16 @@ shard_store.py writes the row last. `length` is the length of the shard accordin
 If the process is killed
 
 - before 3: the file has bytes beyond `length`, which nobody reads. The next process that locks the
-  shard truncates the file to `length`, and the entry is encoded again.
+  shard adds the complete entries among them to the index, and truncates the rest.
 - after 3: the entry is complete.
 - while it seals the shard: the file is still named `NAME.open`, and its rows are valid. The next
   writer appends to it or seals it.
-- after it created a shard, but before the shard is in the index: the next writer deletes the file.
+- after it created a shard, but before the shard is in the index: the next writer finds no entry in
+  the file and deletes it.
+
+A shard with entries is deleted only after all of them were moved or deleted, and its file before
+its row in the index. A file that the index does not list is therefore a sign of a damaged or older
+index: its entries are read and added to the index.
 
 A power failure may also undo SQLite's last commits (`synchronous=NORMAL`). The entries are then
 missing, and are encoded again. Checksums keep damaged bytes from being used.
@@ -43,15 +48,16 @@ import fcntl
 import json
 import os
 import secrets
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from xxhash import xxh3_64_digest, xxh3_128
 
 from gracetune.atomic_files import fsync_path
-from gracetune.cache.index import ShardRow, TensorSlice
+from gracetune.cache.index import EntryRow, ShardRow, TensorSlice
 from gracetune.errors import CacheError
 from gracetune.units import MIB
 
@@ -62,7 +68,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from gracetune.cache.index import CacheIndex, EntryRow
+    from gracetune.cache.index import CacheIndex
 
     Bytes = NDArray[np.uint8]
 
@@ -80,11 +86,6 @@ RECORD_MAGIC = b"gtentry1"
 """First bytes of a record, the JSON description in front of each cache entry.
 
 The length and the checksum of the JSON text follow, then the text itself.
-"""
-_OPEN_MAGIC = b"gtshard1"
-"""First bytes of a shard (cache file) that still grows and has no safetensors header yet.
-
-The offset of its first entry follows.
 """
 _FIXED_HEADER_NBYTES = 256
 """Header bytes of a shard that do not belong to an entry: length, metadata and first gap."""
@@ -127,6 +128,8 @@ class ShardFile:
         """Offset of the end of the last entry, where the next entry is appended."""
         self.header_nbytes = 0
         """Upper bound, in bytes, of the header that `seal` writes once the shard is complete."""
+        self.num_recovered = 0
+        """Number of entries that the index lacked and that `lock_shard` added to it."""
         self._descriptor = descriptor
 
     def fits_entry(self, header_nbytes: int) -> bool:
@@ -149,6 +152,7 @@ class ShardFile:
         for tensor, data in zip(packed.tensors, packed.data, strict=True):
             _write_all(self._descriptor, data.data, offset + tensor.offset)
         self.end = offset + packed.nbytes
+        os.ftruncate(self._descriptor, self.end)  # the last tensors may be empty
         self.header_nbytes += header_nbytes
         return offset
 
@@ -158,7 +162,6 @@ class ShardFile:
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
         """Seal the shard: write its header, rename it to .safetensors, and release its lock."""
-        # The last entry may end in empty tensors, or be empty: set the length that the header has.
         os.ftruncate(self._descriptor, self.end)
         header = build_header(rows, self.row.data_offset, self.end)
         _write_all(self._descriptor, memoryview(header), 0)
@@ -192,7 +195,6 @@ def create_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFi
             continue  # another process has removed it as a leftover
         data_offset = align_up(max(DEFAULT_DATA_OFFSET, header_nbytes + _FIXED_HEADER_NBYTES))
         os.ftruncate(descriptor, data_offset)
-        _write_all(descriptor, memoryview(_OPEN_MAGIC + data_offset.to_bytes(8, "little")), 0)
         os.fsync(descriptor)
         fsync_path(folder)
         row = ShardRow(path.stem, data_offset, data_offset)
@@ -227,24 +229,70 @@ def adopt_shard(folder: Path, index: CacheIndex, header_nbytes: int) -> ShardFil
     return None
 
 
-def lock_shard(path: Path, index: CacheIndex) -> ShardFile | None:
-    """Lock a shard for writing, and cut off bytes that a killed process left without committing.
+def lock_shard(path: Path, index: CacheIndex, *, remove_unlisted: bool = False) -> ShardFile | None:
+    """Lock a shard for writing, and add intact entries that the index lacks to the index.
 
-    Returns None if another process has locked or removed the shard. A shard that is not in the
-    index is deleted.
+    Cuts off bytes that a killed process left incomplete. Returns None if another process has locked
+    or removed the shard, or if the index does not list it and no entry in it is intact. Such a file
+    is deleted if it was still growing, otherwise only with `remove_unlisted`.
     """
     descriptor = _lock(path)
     if descriptor is None:
         return None
-    row = index.shard(path.stem)
-    if row is None:  # its creator died before it added the shard to the index
-        path.unlink()
+    row, count = index.shard(path.stem), 0
+    if row is None or row.length != os.fstat(descriptor).st_size:
+        count = add_unlisted_entries(index, path.stem, map_file(descriptor).numpy())
+        row = index.shard(path.stem)
+    if row is None:
+        if path.suffix == OPEN_SUFFIX or remove_unlisted:
+            path.unlink()
         os.close(descriptor)
         return None
     if path.suffix == OPEN_SUFFIX:
-        # Cut off what a killed writer appended without committing it.
-        os.ftruncate(descriptor, max(row.length, row.data_offset))
-    return ShardFile(path, descriptor, row)
+        os.ftruncate(descriptor, row.length)
+    shard = ShardFile(path, descriptor, row)
+    shard.num_recovered = count
+    return shard
+
+
+def add_unlisted_entries(index: CacheIndex, name: str, data: Bytes) -> int:
+    """Add the intact entries of a shard that the index lacks; return their number.
+
+    Also sets the shard's length in the index. Entries before the length that the index has were
+    deleted, and are not added.
+    """
+    shard, found = index.shard(name), unlisted_entries(index, name, data)
+    if shard is None and not found:
+        return 0
+    if shard is None:
+        # All entries are behind their first record, so the header may have the space before it.
+        data_offset = next(offset for offset, _ in read_records(data, name))
+        shard = ShardRow(name, data_offset, data_offset)
+        index.add_shard(shard)
+    ends = [row.end for row in (*index.rows_in_shard(name), *found) if row.end <= len(data)]
+    index.add(found, name, max(shard.data_offset, *ends, 0))
+    return len(found)
+
+
+def unlisted_entries(index: CacheIndex, name: str, data: Bytes) -> list[EntryRow]:
+    """Return the intact entries in a shard's bytes that are behind its length in the index."""
+    shard = index.shard(name)
+    start = 0 if shard is None else shard.length
+    rows = [row for _, row in read_records(data, name) if row.offset >= start]
+    return [row for row in rows if is_intact(row, data)]
+
+
+@contextmanager
+def locked_for_reading(path: Path) -> Iterator[Bytes | None]:
+    """Lock a shard and yield its bytes, mapped; None if it is gone or locked by another process."""
+    descriptor = _lock(path)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        yield map_file(descriptor).numpy()
+    finally:
+        os.close(descriptor)
 
 
 def appendable_shards(folder: Path) -> Iterator[Path]:
@@ -287,18 +335,6 @@ def map_file(descriptor: int) -> Tensor:
     )
 
 
-def read_data_offset(data: Bytes) -> int:
-    """Return the offset at which a shard's entries begin, read from its first bytes."""
-    magic, length = data[:8].tobytes(), int.from_bytes(data[8:16].tobytes(), "little")
-    if magic == _OPEN_MAGIC:
-        return length
-    try:
-        header = json.loads(data[8 : 8 + int.from_bytes(magic, "little")].tobytes())
-        return int(header["__metadata__"]["room"])
-    except (ValueError, KeyError, TypeError):  # killed while the header was written
-        return DEFAULT_DATA_OFFSET
-
-
 def entry_header_nbytes(key: str, tensors: Iterable[TensorSlice]) -> int:
     """Return an upper bound of the bytes that an entry takes in a shard's safetensors header.
 
@@ -317,31 +353,78 @@ def build_header(rows: Sequence[EntryRow], data_offset: int, length: int) -> byt
     entries_nbytes = sum(entry_header_nbytes(row.key, row.tensors) for row in rows)
     size = align_up(_FIXED_HEADER_NBYTES + entries_nbytes) - 8
     assert 8 + size <= data_offset, f"a header of {size} bytes in {data_offset} bytes"
-    metadata = {"format": "gracetune cache, 2", "room": f"{data_offset}"}
-    table: dict[str, object] = {"__metadata__": metadata}
+    table: dict[str, object] = {"__metadata__": _metadata(data_offset)}
     position = 8 + size
-    slices = ((row, tensor, row.offset + tensor.offset) for row in rows for tensor in row.tensors)
-    for row, tensor, offset in slices:
-        _add_gap(table, position, offset, 8 + size)
-        position = offset + tensor.nbytes
-        table[f"{row.key}/{tensor.name}"] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [offset - 8 - size, position - 8 - size],
-        }
-    _add_gap(table, position, length, 8 + size)
+    for row in rows:
+        for tensor, (name, item) in zip(row.tensors, _header_items(row, 8 + size), strict=True):
+            offset = row.offset + tensor.offset
+            table |= _gap_item(position, offset, 8 + size)
+            table[name] = item
+            position = offset + tensor.nbytes
+    table |= _gap_item(position, length, 8 + size)
     text = json.dumps(table, separators=(",", ":")).encode()
     assert len(text) <= size, f"the header has {len(text)} bytes; at most {size} were expected"
     return size.to_bytes(8, "little") + text.ljust(size)
 
 
-def _add_gap(table: dict[str, object], begin: int, end: int, header_end: int) -> None:
-    if end > begin:
-        table[f"gap/{begin}"] = {
+def is_header_intact(
+    data: Bytes, data_offset: int, rows: Iterable[EntryRow], records: Iterable[EntryRow]
+) -> bool:
+    """Return True if a sealed shard's header is what `build_header` wrote.
+
+    It lists the entries `rows`, and may list deleted entries, which are among the `records`.
+    """
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        table = json.loads(data[8 : 8 + size].tobytes())
+    except ValueError:
+        return False
+    if not isinstance(table, dict) or table.pop("__metadata__", None) != _metadata(data_offset):
+        return False
+    for row in rows:
+        if any(table.pop(name, None) != item for name, item in _header_items(row, 8 + size)):
+            return False
+    rest = [pair for pair in table.items() if not _is_gap(*pair, 8 + size)]
+    deleted = [pair for row in records for pair in _header_items(row, 8 + size)] if rest else []
+    return all(pair in deleted for pair in rest)
+
+
+def _metadata(data_offset: int) -> dict[str, str]:
+    return {"format": "gracetune cache, 2", "room": f"{data_offset}"}
+
+
+def _header_items(row: EntryRow, header_end: int) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield name and description of each tensor of an entry, as in a safetensors header."""
+    for tensor in row.tensors:
+        begin = row.offset + tensor.offset - header_end
+        yield (
+            f"{row.key}/{tensor.name}",
+            {
+                "dtype": tensor.dtype,
+                "shape": [*tensor.shape],
+                "data_offsets": [begin, begin + tensor.nbytes],
+            },
+        )
+
+
+def _is_gap(name: str, item: object, header_end: int) -> bool:
+    match item:
+        case {"data_offsets": [int(begin), int(end)]}:
+            return {name: item} == _gap_item(begin + header_end, end + header_end, header_end)
+    return False
+
+
+def _gap_item(begin: int, end: int, header_end: int) -> dict[str, object]:
+    """Return the header item of the bytes between two tensors; empty if there are none."""
+    if end <= begin:
+        return {}
+    return {
+        f"gap/{begin}": {
             "dtype": "U8",
             "shape": [end - begin],
             "data_offsets": [begin - header_end, end - header_end],
         }
+    }
 
 
 def _lock(path: Path) -> int | None:
@@ -388,20 +471,6 @@ class PackedEntry:
     """Number of bytes from the start of the first to the end of the last tensor."""
     checksum: bytes
     record: bytes
-
-
-class EntryDescription(NamedTuple):
-    """Parsed record: the description in front of a cache entry in a shard file.
-
-    It repeats the entry's row in the index, so that a lost index can be rebuilt.
-    """
-
-    key: str
-    offset: int
-    nbytes: int
-    tensors: tuple[TensorSlice, ...]
-    checksum: bytes
-    about: Mapping[str, str]
 
 
 def pack(key: str, entry: Mapping[str, Tensor], about: Mapping[str, str]) -> PackedEntry:
@@ -465,6 +534,12 @@ def entry_checksum(data: Bytes, begin: int, tensors: Iterable[TensorSlice]) -> b
     return checksum(data[start : start + nbytes] for start, nbytes in spans)
 
 
+def is_intact(row: EntryRow, data: Bytes) -> bool:
+    """Return True if an entry is complete in its shard's bytes and matches its checksum."""
+    is_complete = row.end <= len(data)
+    return is_complete and entry_checksum(data, row.offset, row.tensors) == row.checksum
+
+
 def align_up(offset: int, to: int = TENSOR_ALIGNMENT) -> int:
     """Round an offset up to a multiple of `to`."""
     return -(-offset // to) * to
@@ -480,8 +555,27 @@ def padded_nbytes(nbytes: int) -> int:
     return align_up(nbytes, PAGE) if nbytes >= LARGE_ENTRY_NBYTES else nbytes
 
 
-def read_record(data: Bytes, offset: int) -> EntryDescription | None:
-    """Parse the description of a cache entry (record) at `offset`; None if it is not intact."""
+def read_records(data: Bytes, shard: str) -> Iterator[tuple[int, EntryRow]]:
+    """Yield each intact record in a shard's bytes: its offset, and the row of its entry.
+
+    The entry itself may be damaged or incomplete. `shard` is the name of the shard.
+    """
+    # Searched from the start, because a damaged header does not tell where the entries begin.
+    offset = find_record(data, 0)
+    while offset is not None:
+        row = read_record(data, offset, shard)
+        if row is None:
+            offset = find_record(data, offset + TENSOR_ALIGNMENT)
+            continue
+        yield offset, row
+        offset = find_record(data, align_up(row.end) if row.end <= len(data) else row.offset)
+
+
+def read_record(data: Bytes, offset: int, shard: str = "") -> EntryRow | None:
+    """Parse the description of a cache entry (record) at `offset`; None if it is not intact.
+
+    It repeats the entry's row in the index, so that a lost index can be rebuilt.
+    """
     head = data[offset : offset + _RECORD_HEAD_NBYTES].tobytes()
     length = int.from_bytes(head[8:16], "little")
     if head[:8] != RECORD_MAGIC or length > _MAX_RECORD_NBYTES:
@@ -495,7 +589,7 @@ def read_record(data: Bytes, offset: int) -> EntryDescription | None:
     nbytes = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
     begin = align_up(start + length, entry_alignment(nbytes))
     digest = bytes.fromhex(record["checksum"])
-    return EntryDescription(record["key"], begin, nbytes, tensors, digest, record["about"])
+    return EntryRow(0, record["key"], shard, begin, nbytes, tensors, digest, record["about"])
 
 
 def find_record(data: Bytes, offset: int) -> int | None:

@@ -11,7 +11,8 @@ the index, because an entry is written in this order:
 
 shard_format.py shows what a crash leaves at each point. Each process compares an entry with its
 checksum when it first reads it. A damaged entry is reported and removed from the index, and the
-next run encodes it again. A lost or damaged index is rebuilt from the shards.
+next run encodes it again. When a cache is opened, an index that is missing or unreadable is rebuilt
+from the shards, and entries that it lacks are added to it. No shard is deleted before it was read.
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ import fcntl
 import json
 import os
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from gracetune.atomic_files import write_text
-from gracetune.cache.index import FORMAT, CacheIndex, EntryRow, ShardRow, unwritable_error
+from gracetune.cache.index import (
+    FORMAT,
+    CacheIndex,
+    DamagedIndexError,
+    EntryRow,
+    unwritable_error,
+)
 from gracetune.cache.keys import key_components
 from gracetune.cache.shard_format import (
     LARGE_ENTRY_NBYTES,
     OPEN_SUFFIX,
     SEALED_SUFFIX,
-    TENSOR_ALIGNMENT,
     TORCH_DTYPES,
+    add_unlisted_entries,
     adopt_shard,
-    align_up,
     create_shard,
     entry_checksum,
     entry_header_nbytes,
-    find_record,
+    is_intact,
+    lock_shard,
     map_file,
     open_shard,
     pack,
     padded_nbytes,
-    read_data_offset,
-    read_record,
     shard_length,
     unpack,
 )
@@ -67,8 +72,6 @@ MARKER = "gracetune-cache.json"
 INDEX = "index.sqlite"
 _CLOSED = -1
 """Value of `_pid` while a store is closed."""
-_ROWS_PER_COMMIT = 1024
-"""Number of rows per commit while an index is rebuilt."""
 
 Value = TypeVar("Value")
 
@@ -97,13 +100,16 @@ class ShardStore:
         emit: Callable[[Event], None] = _ignore,
         *,
         check: bool = True,
+        recover: bool = True,
         max_maps: int = 1024,
         max_open: int = 64,
         max_cached_entries: int = 65536,
     ) -> None:
         """Open or create the cache in `folder`.
 
-        `check`: compare each entry with its checksum when it is first read. `max_maps` and
+        `check`: compare each entry with its checksum when it is first read. `recover`: rebuild an
+        unreadable index from the shards, and add entries that the index lacks; otherwise, an
+        unreadable index raises `DamagedIndexError`. `max_maps` and
         `max_open` limit the mapped and the open files. `max_cached_entries` limits the index rows
         and the views that are kept in memory (about 1 kB each).
         """
@@ -114,6 +120,7 @@ class ShardStore:
         self._damaged_shards: set[str] = set()
         """Names of shards for which a damaged entry was already reported."""
         self._check = check
+        self._recover = recover
         self._max_maps = max_maps
         self._max_open = max_open
         self._max_cached_entries = max_cached_entries
@@ -121,7 +128,6 @@ class ShardStore:
         try:
             write_marker(folder)
             self.shards.mkdir(exist_ok=True)
-            rebuild_missing_index(*cache_paths(folder), emit)
         except OSError as error:
             raise unwritable_error(folder, error.strerror or error) from error
         self._open()
@@ -174,9 +180,9 @@ class ShardStore:
             [rows[key] for key in buffers], [buffer.numpy() for buffer in buffers.values()]
         )
         entries: dict[str, Entry | None] = {}
-        for (key, buffer), is_intact in zip(buffers.items(), read, strict=True):
-            if is_intact is not None:
-                entries[key] = unpack(buffer, 0, rows[key].tensors) if is_intact else None
+        for (key, buffer), matches in zip(buffers.items(), read, strict=True):
+            if matches is not None:
+                entries[key] = unpack(buffer, 0, rows[key].tensors) if matches else None
         for key in rows.keys() - entries.keys():
             entries[key] = self._entry(rows[key])
         return [entries.get(key) for key in keys]
@@ -244,7 +250,7 @@ class ShardStore:
             if self._writer is not None:
                 self._writer.release()  # sealing would use the damaged index
             self.close()
-            rebuild_index(*cache_paths(self.folder), self._emit)
+            rebuild_index(self.folder, self._emit)
 
     def will_need(self, keys: Sequence[str]) -> None:
         """Start reading entries into the page cache in the background, if that helps.
@@ -308,12 +314,7 @@ class ShardStore:
 
         A forked child calls it again, because it must not use its parent's.
         """
-        self._use_lock = IndexUseLock(self.shards)
-        try:
-            self._index = CacheIndex(self.folder / INDEX)
-        except BaseException:
-            self._use_lock.close()
-            raise
+        self._use_lock, self._index = open_index(self.folder, self._emit, recover=self._recover)
         self._writer = None
         self._maps = MappedShards(self.shards, self._max_maps)
         self._reader = ShardReader(self.shards, self._max_open)
@@ -471,6 +472,14 @@ class ShardWriter:
         """Append existing entries to the current shard and update their location in the index."""
         self._append([*zip(rows, entries, strict=True)], moved=True)
 
+    def copy_if_missing(self, row: EntryRow) -> bool:
+        """Copy an entry by the row of another index, if this index lacks it and it is intact."""
+        data = None if self._index.existing_keys([row.key]) else _map_shard(self._folder, row.shard)
+        if data is None or not is_intact(row, data.numpy()):
+            return False
+        self._append([(row, unpack(data, row.offset, row.tensors))], moved=False)
+        return True
+
     def finish(self) -> None:
         """Complete the current shard, so that it becomes a safetensors file; remove it if empty."""
         if self._file is None:
@@ -479,8 +488,14 @@ class ShardWriter:
         rows = self._index.rows_in_shard(file.row.name)
         if rows:
             file.seal(rows)
-        elif self._index.delete_empty_shard(file.row.name):
-            file.remove()
+            return
+        try:
+            self._index.require_intact()
+        except CacheError:
+            file.release()
+            raise
+        file.remove()
+        self._index.delete_empty_shard(file.row.name)
 
     def close(self) -> None:
         """Complete the current shard, so that it is a safetensors file, and close the index."""
@@ -561,102 +576,184 @@ class IndexUseLock:
     __del__ = close
 
 
-def rebuild_index(path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]) -> None:
+def open_index(
+    folder: Path, emit: Callable[[Event], None], *, recover: bool
+) -> tuple[IndexUseLock, CacheIndex]:
+    """Open the index of a cache, and lock it against being rebuilt by another process.
+
+    `recover`: rebuild an unreadable index from the shards, and add entries that the index lacks.
+    """
+    marker = folder / MARKER
+    _check_format(marker)
+    # Only one process at a time opens the index, so that only one rebuilds it and others wait.
+    with _exclusive(marker):
+        try:
+            return _lock_and_open(folder, emit, recover)
+        except DamagedIndexError:
+            if not recover:
+                raise
+            _rebuild_index(folder, emit)
+            return _lock_and_open(folder, emit, recover)
+
+
+def _lock_and_open(
+    folder: Path, emit: Callable[[Event], None], recover: bool
+) -> tuple[IndexUseLock, CacheIndex]:
+    with ExitStack() as undo:
+        use_lock = IndexUseLock(cache_paths(folder)[1])
+        undo.callback(use_lock.close)
+        index = _open_index(folder)
+        undo.callback(index.close)
+        if recover:
+            _recover_entries(index, folder, emit)
+        undo.pop_all()
+        return use_lock, index
+
+
+def _open_index(folder: Path) -> CacheIndex:
+    path, shards, _ = cache_paths(folder)
+    has_shards = bool(_shard_names(shards))
+    # SQLite takes a missing or empty file for a new database.
+    if has_shards and (not path.exists() or not path.stat().st_size):
+        problem = "is empty" if path.exists() else "is missing"
+        raise DamagedIndexError(
+            f"The cache index {path} {problem}, but the cache has shards. "
+            f"`gracetune cache verify {folder} --repair` rebuilds it from them."
+        )
+    return CacheIndex(path, create=not has_shards)
+
+
+def _check_format(marker: Path) -> None:
+    """Refuse a cache of another format; the marker names the format."""
+    try:
+        found = json.loads(marker.read_text())["gracetune cache"]
+    except (ValueError, KeyError, TypeError):
+        return  # damaged: the index has the format as well
+    if found != FORMAT:
+        raise CacheError(
+            f"{marker.parent} has format {found}, but this version of gracetune reads format "
+            f"{FORMAT}. Use the version that wrote it, or another cache_config.cache_dir."
+        )
+
+
+def _recover_entries(index: CacheIndex, folder: Path, emit: Callable[[Event], None]) -> None:
+    """Add entries to the index that only the shards have: the index is older, or of another cache.
+
+    Shards that another process is writing are skipped.
+    """
+    _, shards, _ = cache_paths(folder)
+    listed = {shard.name: shard.length for shard in index.shards()}
+    suspects = [
+        path
+        for path in shard_paths(shards)
+        if shard_length(shards, path.stem) > listed.get(path.stem, -1)
+    ]
+    if not suspects:
+        return
+    # Rows of shards that are gone would hide the same entries in other shards.
+    index.delete_lost_shards([name for name in listed if not shard_length(shards, name)])
+    count = 0
+    for path in suspects:
+        shard = lock_shard(path, index)
+        if shard is not None:
+            # An entry at the end of a growing shard is what a killed writer did not commit.
+            if path.suffix == SEALED_SUFFIX or path.stem not in listed:
+                count += shard.num_recovered
+            shard.release()
+    if count:
+        text = f"the shards of {folder} had {count} entries that its index lacked; they were added"
+        emit(Notice(text, level="warning", fallback=True))
+
+
+def rebuild_index(folder: Path, emit: Callable[[Event], None]) -> None:
     """Replace a damaged index by one rebuilt from the shards.
 
     Raises an error if another process has the index open, since its new entries would be lost.
     """
+    with _exclusive(folder / MARKER):
+        _rebuild_index(folder, emit)
+
+
+def _rebuild_index(folder: Path, emit: Callable[[Event], None]) -> None:
+    path, shards, _ = cache_paths(folder)
+    new = path.with_name(f"{path.name}.new")
     descriptor = _open_folder(shards)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-        rebuild_missing_index(path, shards, marker, emit)
+        _remove_database(new)
+        count = _index_shards(new, shards) + _copy_unrecorded(path, new, shards)
+        # SQLite must not apply the log of the damaged index to the new one.
+        _remove_database(path)
+        os.replace(new, path)
     except BlockingIOError as error:
         raise CacheError(
-            f"The index of {path.parent} is damaged, but another process has it open. Stop that "
+            f"The index of {folder} is damaged, but another process has it open. Stop that "
             "process, then repair the cache."
         ) from error
     except OSError as error:
-        raise unwritable_error(path.parent, error.strerror or error) from error
+        raise unwritable_error(folder, error.strerror or error) from error
+    finally:
+        os.close(descriptor)
+    text = f"the index of {folder} was rebuilt from its shards: {count} entries"
+    emit(Notice(text, level="warning", fallback=True))
+
+
+def _index_shards(new: Path, shards: Path) -> int:
+    """Create an index of all intact entries in the shards; return their number."""
+    index = CacheIndex(new, create=True)
+    try:
+        return sum(
+            add_unlisted_entries(index, name, data.numpy())
+            for name in _shard_names(shards)
+            if (data := _map_shard(shards, name)) is not None
+        )
+    finally:
+        index.close()
+
+
+def _copy_unrecorded(damaged: Path, new: Path, shards: Path) -> int:
+    """Copy intact entries whose record is damaged, if the damaged index still has their rows.
+
+    Returns their number.
+    """
+    if not damaged.exists():
+        return 0
+    try:
+        index = CacheIndex(damaged)
+    except CacheError:
+        return 0
+    writer = ShardWriter(shards, new)
+    try:
+        return sum(writer.copy_if_missing(row) for row in index.readable_rows())
+    finally:
+        index.close()
+        writer.close()
+
+
+def _map_shard(shards: Path, name: str) -> Tensor | None:
+    descriptor = open_shard(shards, name)
+    if descriptor is None:
+        return None
+    try:
+        return map_file(descriptor)
     finally:
         os.close(descriptor)
 
 
-def rebuild_missing_index(
-    path: Path, shards: Path, marker: Path, emit: Callable[[Event], None]
-) -> int | None:
-    """Rebuild the index if it is missing and there are shards; return its number of entries.
+def _remove_database(path: Path) -> None:
+    for ending in ("-wal", "-shm", "-journal", ""):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
 
-    Returns None if nothing had to be rebuilt. A lock on the marker file lets only one process
-    rebuild; others wait for it.
-    """
-    if path.exists() or not _shard_names(shards):
-        return None
-    with _exclusive(marker):
-        if path.exists():
-            return None
-        # SQLite must not apply the log of the lost index to the new one.
-        for ending in ("-wal", "-shm"):
-            path.with_name(path.name + ending).unlink(missing_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        new.unlink(missing_ok=True)
-        index = CacheIndex(new)
-        try:
-            count = sum(_index_shard(index, shards, name) for name in _shard_names(shards))
-        finally:
-            index.close()
-        os.replace(new, path)
-    text = f"the index of {path.parent} was rebuilt from its shards: {count} entries"
-    emit(Notice(text, level="warning", fallback=True))
-    return count
+
+def shard_paths(shards: Path) -> list[Path]:
+    """Return the paths of all shard files in a folder."""
+    files = shards.iterdir()
+    return sorted(path for path in files if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX))
 
 
 def _shard_names(shards: Path) -> list[str]:
     """Return the names, without suffix, of all shard files in a folder."""
-    names = {path.stem for path in shards.iterdir() if path.suffix in (OPEN_SUFFIX, SEALED_SUFFIX)}
-    return sorted(names)
-
-
-def _index_shard(index: CacheIndex, shards: Path, name: str) -> int:
-    descriptor = open_shard(shards, name)
-    if descriptor is None:
-        return 0
-    try:
-        data = map_file(descriptor).numpy()
-    finally:
-        os.close(descriptor)
-    data_offset = read_data_offset(data)
-    index.add_shard(ShardRow(name, data_offset, data_offset))
-    rows, end = [*_intact_rows(data, name, data_offset)], data_offset
-    for start in range(0, len(rows), _ROWS_PER_COMMIT):
-        chunk = rows[start : start + _ROWS_PER_COMMIT]
-        end = max(end, chunk[-1].end)
-        index.add(chunk, name, end)
-    return len(rows)
-
-
-def _intact_rows(data: Bytes, name: str, data_offset: int) -> Iterator[EntryRow]:
-    """Yield index rows for all intact entries in a shard's bytes; skip damaged ones."""
-    offset = find_record(data, align_up(data_offset))
-    while offset is not None:
-        record = read_record(data, offset)
-        if record is None:
-            offset = find_record(data, offset + TENSOR_ALIGNMENT)
-            continue
-        row = EntryRow(
-            0,
-            record.key,
-            name,
-            record.offset,
-            record.nbytes,
-            record.tensors,
-            record.checksum,
-            record.about,
-        )
-        is_complete = row.end <= len(data)
-        if is_complete and entry_checksum(data, row.offset, row.tensors) == row.checksum:
-            yield row
-        offset = find_record(data, align_up(row.end) if is_complete else row.offset)
+    return sorted({path.stem for path in shard_paths(shards)})
 
 
 def _open_folder(folder: Path) -> int:
@@ -665,9 +762,16 @@ def _open_folder(folder: Path) -> int:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise unwritable_error(path.parent, error.strerror or error) from error
+    try:
+        with suppress(OSError):  # file systems without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+        # A process that was forked meanwhile has the descriptor too, and would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)

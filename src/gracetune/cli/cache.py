@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--repair",
         action="store_true",
-        help="remove damaged entries; with a run file, also encode them again",
+        help="rebuild a damaged index, remove damaged entries; with a run file, encode them again",
     )
     collect = add_action("gc", _collect, "list entries that no named run needs, or delete them")
     collect.add_argument("run_files", metavar="RUN", nargs="+")
@@ -90,34 +90,32 @@ def _build(args: argparse.Namespace, emit: Emit) -> int:
 
 
 def _verify(args: argparse.Namespace, emit: Emit) -> int:
-    from gracetune.cache.maintenance import repair, verify
+    from gracetune.cache.maintenance import verify_folder
 
-    reports = []
-    with ExitStack() as stack:
-        for store in _open_stores(args.where, stack, emit, repair=args.repair):
-            report = verify(store, emit)
-            reports.append((store, report))
-            if args.repair and not report.is_clean:
-                repair(store, report)
-    clean = all(report.is_clean for _, report in reports)
-    if args.repair and not clean and _is_run_file(args.where):
+    reports = [
+        (folder, *verify_folder(folder, emit, fix=args.repair)) for folder in _folders(args.where)
+    ]
+    was_clean = all(before.is_clean for _, before, _ in reports)
+    is_clean = all(after.is_clean for _, _, after in reports)
+    if args.repair and not was_clean and _is_run_file(args.where):
         _fill(_load_persistent_run(args.where), emit)
     lines, answer = [], []
-    for store, report in reports:
-        damage = {f"entry {one.row.key}": one.why for one in report.damaged}
-        damage |= {f"shard {name}": "its header cannot be read" for name in report.bad_headers}
-        damage |= {f"index {place}": text for place, text in enumerate(report.index_problems)}
+    for folder, before, after in reports:
         answer.append(
-            {"folder": str(store.folder), "entries": report.num_entries, "damage": damage}
+            {"folder": str(folder), "entries": after.num_entries, "damage": before.damage}
         )
-        verdict = "no damage" if report.is_clean else f"{len(damage)} damaged"
-        size = f"{report.num_entries} entries, {format_bytes(report.nbytes)}"
-        lines.append(f"{store.folder}: {size}: {verdict}")
-        lines += [f"  {what}: {why}" for what, why in damage.items()]
-    if not clean:
-        lines.append("Repaired." if args.repair else "Use --repair to remove what is damaged.")
+        verdict = "no damage" if before.is_clean else f"{len(before.damage)} damaged"
+        size = f"{after.num_entries} entries, {format_bytes(after.nbytes)}"
+        lines.append(f"{folder}: {size}: {verdict}")
+        lines += [f"  {what}: {why}" for what, why in before.damage.items()]
+        if args.repair:
+            lines += [f"  not repaired: {what}: {why}" for what, why in after.damage.items()]
+    if not was_clean and not args.repair:
+        lines.append("Use --repair to rebuild a damaged index and to remove damaged entries.")
+    elif not was_clean:
+        lines.append("Repaired." if is_clean else "Not all was repaired: stop other users of it.")
     _print(args, answer, lines)
-    return 0 if clean or args.repair else 1
+    return 0 if is_clean else 1
 
 
 def _collect(args: argparse.Namespace, emit: Emit) -> int:
@@ -293,30 +291,22 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _open_stores(
-    where: Path, stack: ExitStack, emit: Emit, *, repair: bool = False
-) -> list[ShardStore]:
-    """Open all caches in a folder, or those of a run file; `repair` rebuilds a damaged index."""
+def _open_stores(where: Path, stack: ExitStack, emit: Emit) -> list[ShardStore]:
+    """Open all caches in a folder, or those of a run file."""
+    from gracetune.cache.shard_store import ShardStore
+
+    return [stack.enter_context(ShardStore(folder, emit)) for folder in _folders(where)]
+
+
+def _folders(where: Path) -> list[Path]:
+    """Return the folders of all caches in a folder, or of those of a run file."""
     from gracetune.cache.maintenance import find_caches
 
     if _is_run_file(where):
         from gracetune.cache.open_stores import cache_root
 
         where = cache_root(load_run_file(where).run)
-    return [stack.enter_context(_open_store(path, emit, repair)) for path in find_caches(where)]
-
-
-def _open_store(folder: Path, emit: Emit, repair: bool) -> ShardStore:
-    from gracetune.cache.index import DamagedIndexError
-    from gracetune.cache.shard_store import ShardStore, cache_paths, rebuild_index
-
-    try:
-        return ShardStore(folder, emit)
-    except DamagedIndexError:
-        if not repair:
-            raise
-        rebuild_index(*cache_paths(folder), emit)
-        return ShardStore(folder, emit)
+    return find_caches(where)
 
 
 def _is_run_file(where: Path) -> bool:

@@ -68,7 +68,7 @@ def test_verify_names_damaged_entries_and_repair_deletes_them(store, recorder):
     report = verify(store, recorder)
     assert [damage.row.key for damage in report.damaged] == ["k3"]
     assert store.has(["k3"]) == [True], "verifying changes nothing"
-    repair(store, report)
+    repair(store, report, recorder)
     assert store.has(["k3"]) == [False]
     assert verify(store, recorder).is_clean
     fill(store, [3])
@@ -87,7 +87,7 @@ def test_verify_finds_lost_shards(store, recorder, how):
     report = verify(store, recorder)
     assert len(report.damaged) == (3 if how == "gone" else 1)
     assert ("gone" if how == "gone" else "ends before") in report.damaged[-1].why
-    repair(store, report)
+    repair(store, report, recorder)
     assert verify(store, recorder).is_clean
     assert values(store, range(2)) == ([None, None] if how == "gone" else [0, 1])
 
@@ -99,7 +99,7 @@ def test_repair_rewrites_a_damaged_header_and_loses_no_entry(store, recorder):
     flip_bit(path, 8)
     report = verify(store, recorder)
     assert (report.damaged, len(report.bad_headers)) == ((), 1)
-    repair(store, report)
+    repair(store, report, recorder)
     assert verify(store, recorder).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 
@@ -121,7 +121,7 @@ def test_repair_rebuilds_a_damaged_index(tmp_path, recorder):
             store.get_many([f"k{n}" for n in range(200)])
         report = verify(store, recorder)
         assert report.index_problems
-        repair(store, report)
+        repair(store, report, recorder)
         assert verify(store, recorder).is_clean
         assert values(store, range(200)) == [*range(200)]
 
@@ -132,11 +132,11 @@ def test_an_index_in_use_is_not_rebuilt(tmp_path, recorder):
         fill(other, range(3))
         broken = replace(verify(store, recorder), index_problems=("malformed",))
         with pytest.raises(CacheError, match="another process has it open"):
-            repair(store, broken)
+            repair(store, broken, recorder)
         fill(other, range(3, 6))
         assert values(store, range(6)) == [*range(6)]
         other.close()
-        repair(store, broken)
+        repair(store, broken, recorder)
         assert values(other, range(6)) == [*range(6)], "a closed store opens the new index"
 
 
@@ -145,8 +145,10 @@ def test_an_unparsable_row_is_damage_of_the_index(store, recorder):
     with sqlite3.connect(store.folder / "index.sqlite") as db:
         db.execute("UPDATE entries SET tensors = '[' WHERE key = 'k1'")
     report = verify(store, recorder)
-    assert [text for text in report.index_problems if "the row of k1 cannot be parsed" in text]
-    repair(store, report)
+    assert [
+        text for text in report.index_problems if "the row of k1 differs from its digest" in text
+    ]
+    repair(store, report, recorder)
     assert verify(store, recorder).is_clean
     assert values(store, range(3)) == [0, 1, 2]
 

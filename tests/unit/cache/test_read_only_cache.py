@@ -19,7 +19,7 @@ def fill(store):
     store.put("k1", {"latents": torch.ones(2, 3)})
 
 
-@pytest.mark.parametrize("state", ["whole", "without an index", "new"])
+@pytest.mark.parametrize("state", ["whole", "without an index", "with an empty index", "new"])
 def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -29,6 +29,8 @@ def test_a_read_only_cache_is_an_error_and_its_index_is_kept(state):
                 fill(store)
         if state == "without an index":
             (root / "cache" / INDEX).unlink()
+        if state == "with an empty index":
+            (root / "cache" / INDEX).write_bytes(b"")
         closed = root if state == "new" else root / "cache"
         closed.chmod(0o555)
         try:

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from gracetune.cache import shard_format
-from gracetune.cache.index import FORMAT, CacheIndex
+from gracetune.cache.index import FORMAT
 from gracetune.cache.keys import text_key
 from gracetune.cache.shard_reader import Bitset
 from gracetune.cache.shard_store import INDEX, MARKER, ShardStore, is_cache
@@ -314,21 +314,20 @@ def test_the_components_of_a_key_are_stored(store):
 def test_a_cache_has_a_marker_and_other_formats_are_refused(tmp_path):
     assert not is_cache(tmp_path)
     ShardStore(tmp_path).close()
-    assert (tmp_path / MARKER).is_file()
-    index = CacheIndex(tmp_path / INDEX)
-    index._db.execute(f"PRAGMA user_version={FORMAT + 1}")
-    index.close()
+    (tmp_path / MARKER).write_text(f'{{"gracetune cache": {FORMAT + 1}}}')
     with pytest.raises(
         CacheError, match=f"has format {FORMAT + 1}, but this version.* reads format {FORMAT}"
     ):
         ShardStore(tmp_path)
 
 
-def test_an_invalid_index_file_is_refused(tmp_path):
+def test_an_invalid_index_file_is_refused_or_rebuilt(tmp_path):
     ShardStore(tmp_path).close()
     (tmp_path / INDEX).write_bytes(b"no database" * 100)
     with pytest.raises(CacheError, match=r"cannot be used.*verify .* --repair` rebuilds it"):
-        ShardStore(tmp_path)
+        ShardStore(tmp_path, recover=False)
+    with ShardStore(tmp_path) as store:
+        assert [*store.keys()] == []
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])

@@ -117,8 +117,8 @@ def test_an_index_that_cannot_be_opened_is_rebuilt(root, capsys):
     index = root / "cache" / "latents" / "index.sqlite"
     index.write_bytes(b"no database" * 500)
     capsys.readouterr()
-    assert main(["cache", "verify", str(root / "cache")]) == 2
-    assert f"`gracetune cache verify {index.parent} --repair`" in capsys.readouterr().err
+    out = lines(capsys, "verify", root / "cache", code=1)
+    assert f"`gracetune cache verify {index.parent} --repair`" in out
     assert main(["cache", "verify", str(root / "cache"), "--repair"]) == 0
     out, err = capsys.readouterr()
     assert f"was rebuilt from its shards: {NUM_IMAGES} entries" in out + err
