@@ -4,9 +4,9 @@ Every run is `examples/demo-lora.json` with another optimizer, from the same wei
 batches and noise. The measure is the loss on held-out samples, at fixed timesteps and with fixed
 noise. The goal: Automagic needs at most 25 % more steps to reach the final loss of the best AdamW.
 
-    python benchmarks/automagic.py [--steps 500] [--write]
+    python benchmarks/automagic.py [--steps 500] [--write] [--rehearse]
 
-Needs the demo's model (`make demo`).
+Needs the demo's model (`make demo`), except in a rehearsal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import results
 import torch
 from curves import draw_curves
+from demo_curve import REHEARSED_SETTINGS, write_demo_model
 
 from gracetune.config.load import load_run_file
 from gracetune.data.batch_order import Loader
@@ -113,16 +114,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--write", action="store_true", help="write results/automagic.{json,png}")
-    args = parser.parse_args()
+    args = results.parse_arguments(parser)
     torch.set_num_threads(1)
     base = ROOT / "runs" / "demo" / "model"
+    if args.rehearse:
+        args.steps, base = 4, write_demo_model(args.out / "demo")
     if not base.is_dir():
         parser.error(f"{base} does not exist. Create it with `make demo`.")
-    model = f"model.path={base}"
+    common = [f"model.path={base}", *(REHEARSED_SETTINGS if args.rehearse else ())]
     curves, final_losses = {}, {}
     for rate in ADAMW_RATES:
         name = f"AdamW, {rate:g}"
-        curves[name], _ = train(args.steps, [model, "optimizer.name=adamw", f"optimizer.lr={rate}"])
+        adamw = ["optimizer.name=adamw", f"optimizer.lr={rate}"]
+        curves[name], _ = train(args.steps, [*common, *adamw])
         final_losses[name] = curves[name][args.steps]
         print(f"{name:<20} {final_losses[name]:.5f} after {args.steps} steps", flush=True)
     best = min(final_losses, key=final_losses.__getitem__)
@@ -130,7 +134,8 @@ def main() -> None:
     rates_half_way = {}
     for steps in (args.steps, max_steps):
         name = f"Automagic, {steps} steps"
-        curves[name], rates = train(steps, [model, "optimizer.name=automagic", "optimizer.lr=null"])
+        automagic = ["optimizer.name=automagic", "optimizer.lr=null"]
+        curves[name], rates = train(steps, [*common, *automagic])
         final_losses[name] = curves[name][steps]
         rates_half_way[name] = rates[steps // 2]
         print(
@@ -149,8 +154,8 @@ def main() -> None:
         "held_out_loss": {name: json.dumps(curve) for name, curve in curves.items()},
     }
     print(f"best: {best}; Automagic reaches it at step {reached}, at most {max_steps} allowed")
-    if args.write:
-        path = results.write("automagic", figures)
+    if args.write or args.rehearse:
+        path = results.write("automagic", figures, args.out, args.commit)
         draw_curves(curves, path.with_suffix(".png"), "loss on held-out samples", "optimizer steps")
 
 

@@ -3,7 +3,7 @@
 The trainer and the loop use the same model, batches and arithmetic, and alternate in one process,
 so that a noisy machine disturbs both alike. The result is the median ratio of neighbouring turns.
 
-    python benchmarks/bare_loop.py [--turns 8] [--steps 40]
+    python benchmarks/bare_loop.py [--turns 8] [--steps 40] [--write] [--rehearse]
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def measure(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float
         bare_model = type(session.state.family.transformer)(
             **{k: v for k, v in session.state.family.transformer.config.items() if k[0] != "_"}
         )
-        progress, results = TrainProgress(), []
+        progress, pairs_of_seconds = TrainProgress(), []
         for turn in range(num_turns + 1):
             train = run.train.model_copy(update={"max_train_steps": (turn + 1) * steps})
             state = replace(session.state, run=run.model_copy(update={"train": train}))
             times.steps.clear()
             progress = train_loop(replace(session, state=state), progress)
             ours = statistics.mean(times.steps)
-            results.append((ours, bare_loop(bare_model, pairs, steps)))
-    return results[1:]  # the first turn is warm-up
+            pairs_of_seconds.append((ours, bare_loop(bare_model, pairs, steps)))
+    return pairs_of_seconds[1:]  # the first turn is warm-up
 
 
 def main() -> None:
@@ -116,7 +116,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--write", action="store_true", help="write results/bare_loop.json")
-    args = parser.parse_args()
+    args = results.parse_arguments(parser)
+    if args.rehearse:
+        args.turns, args.steps = 1, 2
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pairs = measure(args.turns, args.steps, Path(folder))
@@ -128,8 +130,8 @@ def main() -> None:
     }
     for name, value in figures.items():
         print(f"{name:<24} {value:.4g}")
-    if args.write:
-        results.write("bare_loop", figures)
+    if args.write or args.rehearse:
+        results.write("bare_loop", figures, args.out, args.commit)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure how much slower a training step is when its batches come from the cache.
 
     PYTHONPATH=src:benchmarks python benchmarks/batch_transfer.py [--out FOLDER] [--commit ID]
+        [--rehearse]
 
 Three variants take turns:
 
@@ -11,8 +12,7 @@ faulting   entries in managed memory that kernels reach by page faults, without 
            each round all pages are on the host
 
 Before the timing, the batches of `fed` and `faulting` are compared with the stored entries. The
-results go to results/feed.json. The exit code is 1 if the target is missed. `--rehearse` runs small
-shapes on the CPU and measures nothing.
+results go to results/batch_transfer.json. The exit code is 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -90,8 +89,7 @@ class Scale:
 
     def wait(self) -> None:
         """Wait until the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        results.synchronize(self.device)
 
     def keys(self, index: int) -> list[str]:
         """Return the keys of a batch; every epoch has another order."""
@@ -107,38 +105,27 @@ REHEARSAL = Scale(torch.device("cpu"), (4, 8, 8), (16, 64), 2, 16, 8, 2, 1, 0.00
 def main() -> int:
     """Measure, write the results, and compare with the target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=results.FOLDER, help="folder of the result file"
-    )
-    parser.add_argument(
-        "--commit", default="", help="commit to record, if there is no git repository"
-    )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="run small shapes on the CPU and only print"
-    )
-    arguments = parser.parse_args()
-    if arguments.rehearse:
-        print(measure(REHEARSAL))
-        return 0
-    if not torch.cuda.is_available():
+    arguments = results.parse_arguments(parser)
+    if not arguments.rehearse and not torch.cuda.is_available():
         print("batch_transfer: needs a CUDA device")
         return 1
-    scale = Scale(torch.device("cuda", 0))
-    torch.cuda.set_device(scale.device)
+    scale = REHEARSAL if arguments.rehearse else Scale(torch.device("cuda", 0))
     figures = measure(scale)
-    path = results.write("feed", figures, arguments.out, arguments.commit)
+    path = results.write("batch_transfer", figures, arguments.out, arguments.commit)
     print(path.read_text())
     ratio = figures["fed_over_resident"]
     print(
         f"fed over resident: {ratio:.4f}, at most {TARGET}: {'ok' if ratio <= TARGET else 'MISSED'}"
     )
-    return 0 if ratio <= TARGET else 1
+    return 0 if arguments.rehearse or ratio <= TARGET else 1
 
 
 def measure(scale: Scale) -> dict[str, float]:
     """Time all variants in turn, for several rounds; return the figures."""
     assert scale.steps <= scale.epoch, "a faulting round would read an entry twice"
     torch.manual_seed(0)
+    if scale.device.type == "cuda":
+        torch.cuda.set_device(scale.device)
     transfer = build_batch_transfer(Gh200Section(), scale.device, print)
     stored = StoredEntries(scale, transfer)
     step = Step(scale)

@@ -1,6 +1,6 @@
 """Measure gracetune's cache: reading latents, the size of text embeddings, opening the index.
 
-    PYTHONPATH=src:benchmarks python benchmarks/cache.py --write
+    PYTHONPATH=src:benchmarks python benchmarks/cache.py --write | --rehearse
 
 Takes about 12 GB of disk and some minutes. Reading is compared with one file per item, as
 `cache_read.py` explains. Text embeddings are stored without padding, so their size is measured on
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import results
 import torch
-from cache_read import ReadBenchmark, drop_from_page_cache, key
+from cache_read import TURNS, ReadBenchmark, drop_from_page_cache, key
 
 from gracetune.cache.index import CacheIndex, EntryRow, ShardRow, TensorSlice
 from gracetune.cache.keys import text_key
@@ -30,6 +30,7 @@ SHAPES = {"16x64x64": 10_000, "16x128x128": 4_000}
 """Latent shapes of images of 512 and 1024 pixels, and the number of items to read."""
 TOKENS = 512
 WIDTH = 4096
+CAPTIONS = 200
 ENTRIES = 1_000_000
 OPENING = "a photo of"
 WORDS = ("an", "old", "wooden", "table", "with", "oranges", "beside", "a", "window", "in", "light")
@@ -43,35 +44,38 @@ def main() -> None:
         "--items", type=int, default=10_000, help="maximum number of latents to read"
     )
     parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure")
-    args = parser.parse_args()
+    args = results.parse_arguments(parser)
     torch.set_num_threads(1)
+    shapes = {"8x16x16": 32} if args.rehearse else SHAPES
+    turns = 1 if args.rehearse else TURNS
     folder = Path(tempfile.mkdtemp(prefix="cache-bench-", dir=args.folder))
     try:
         read = {}
-        for shape, items in SHAPES.items():
+        for shape, items in shapes.items():
             (folder / shape).mkdir()
             size = tuple(map(int, shape.split("x")))
-            read[shape] = ReadBenchmark(folder / shape, size, min(items, args.items)).measure()
+            bench = ReadBenchmark(folder / shape, size, min(items, args.items), turns)
+            read[shape] = bench.measure()
             shutil.rmtree(folder / shape)
         figures = {
             "read": read,
-            "text": measure_text(folder / "text"),
-            "index": measure_index(folder / "index"),
+            "text": measure_text(folder / "text", 5 if args.rehearse else CAPTIONS),
+            "index": measure_index(folder / "index", 1_000 if args.rehearse else ENTRIES),
         }
     finally:
         shutil.rmtree(folder)
     for name, value in results.flatten(figures):
         print(f"{name:<52} {value}")
-    if args.write:
-        print(results.write("cache", figures))
+    if args.write or args.rehearse:
+        print(results.write("cache", figures, args.out, args.commit))
 
 
-def measure_text(folder: Path) -> dict[str, object]:
+def measure_text(folder: Path, captions: int) -> dict[str, object]:
     """Return the stored bytes of caption embeddings, compared with padding all to 512 tokens.
 
     Captions have 7 to 61 words, with about 1.3 tokens per word.
     """
-    draw, captions = random.Random(0), 200
+    draw = random.Random(0)
     with ShardStore(folder) as store:
         for number in range(captions):
             text = " ".join([OPENING, *draw.choices(WORDS, k=draw.randint(3, 57)), str(number)])
@@ -92,31 +96,32 @@ def measure_text(folder: Path) -> dict[str, object]:
     }
 
 
-def measure_index(folder: Path) -> dict[str, object]:
-    """Return the seconds to open a cache of a million entries, and to finish the first lookup."""
+def measure_index(folder: Path, entries: int) -> dict[str, object]:
+    """Return the seconds to open a cache of many entries, and to finish the first lookup."""
     ShardStore(folder).close()
     index = CacheIndex(folder / INDEX)
-    index.add_shard(ShardRow("shard", 4096, 4096))
+    length = entries << 19
+    index.add_shard(ShardRow("shard", 4096, length))
     places = (TensorSlice("latents", "BF16", (16, 128, 128), 0, 524288),)
     about = {"kind": "latents", "sample": "0" * 64, "geometry": "centre", "encoder": "0" * 40}
-    for start in range(0, ENTRIES, 50_000):
-        numbers = range(start, start + 50_000)
+    for start in range(0, entries, 50_000):
+        numbers = range(start, min(start + 50_000, entries))
         rows = [
             EntryRow(0, key(n), "shard", n << 19, 524288, places, bytes(16), about) for n in numbers
         ]
-        index.add(rows, "shard", 4096)
+        index.add(rows, "shard", length)
     index.close()
     with open(folder / "shards" / f"shard{SEALED_SUFFIX}", "wb") as shard:
-        shard.truncate(ENTRIES << 19)  # sparse; a lookup checks the length of the shard
+        shard.truncate(length)  # sparse; a lookup checks the length of the shard
     drop_from_page_cache(folder / INDEX)
     began = time.perf_counter()
     with ShardStore(folder) as store:
         opened = time.perf_counter() - began
-        found = store.has([key(ENTRIES // 2), "absent"])
+        found = store.has([key(entries // 2), "absent"])
         answered = time.perf_counter() - began
     assert found == [True, False]
     return {
-        "entries": ENTRIES,
+        "entries": entries,
         "nbytes": (folder / INDEX).stat().st_size,
         "open_s": round(opened, 4),
         "open_and_ask_s": round(answered, 4),

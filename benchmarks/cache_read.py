@@ -66,8 +66,11 @@ COLD_TURNS = 7
 class ReadBenchmark:
     """The same latents stored in every variant, with a reader for each variant."""
 
-    def __init__(self, folder: Path, shape: tuple[int, ...], items: int) -> None:
+    def __init__(
+        self, folder: Path, shape: tuple[int, ...], items: int, turns: int = TURNS
+    ) -> None:
         self._folder = folder
+        self._turns = turns
         self._counts = {name: min(items, most) for name, most in OTHERS.items()}
         self._counts |= dict.fromkeys([*OURS, "copy", "raw"], items)
         some = torch.randn(64, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -109,7 +112,8 @@ class ReadBenchmark:
         raw = RawReads(self._folder / "disk", self._nbytes, self._slab)
         ours: dict[str, Read] = {"disk": self._our_readers()["disk"], "raw": raw}
         cold_readers = {**ours, **self._sequential_readers(), **self._threaded_readers(BATCH)}
-        cold = self._time_in_turns(cold_readers, time.perf_counter, COLD_TURNS)
+        cold_turns = min(COLD_TURNS, self._turns)
+        cold = self._time_in_turns(cold_readers, time.perf_counter, cold_turns)
         raw.close()
         measured = {"warm": warm, "in_hand": in_hand, "warm_cores": warm_cores, "cold": cold}
         return {
@@ -132,7 +136,7 @@ class ReadBenchmark:
             for name, read in readers.items():
                 for numbers in batches(shuffled(self._counts[folder_of(name)], 0)):
                     read(numbers)
-        for turn in range(1, 1 + (cold_turns or TURNS)):
+        for turn in range(1, 1 + (cold_turns or self._turns)):
             for name, read in readers.items():
                 order = shuffled(self._counts[folder_of(name)], turn)[: TURN_BATCHES * BATCH]
                 if cold_turns:

@@ -5,7 +5,7 @@ goes first equally often. A figure is the median over the turns; a ratio is the 
 within a turn, because other programs on the machine then disturb both sides alike. The data are
 5,000 synthetic JPEG files. data_decode.py measures decoding.
 
-    python benchmarks/data.py [--pictures 5000] [--turns 20] [--workers 2]
+    python benchmarks/data.py [--pictures 5000] [--turns 20] [--workers 2] [--rehearse]
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--workers", type=int, default=default_workers())
     parser.add_argument("--part", help="internal: the measurement to run in this new process")
-    args = parser.parse_args()
-    if args.part:
+    if "--part" in sys.argv:
+        args = parser.parse_args()
         print(json.dumps(PARTS[args.part](*json.loads(sys.stdin.read()))))
         return
     # Imported here only: in a new process, these modules would count as its own memory.
     import results
     from synthetic_data import make_images
 
+    args = results.parse_arguments(parser)
+    if args.rehearse:
+        args.pictures, args.turns = 24, 2
+    counts = (100,) if args.rehearse else FILE_COUNTS
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pictures"
         make_images(folder, args.pictures)
@@ -62,12 +66,12 @@ def main() -> None:
             "memory": run_in_new_process("memory", str(folder)),
             "sharing": measure_sharing(folder, Path(name) / "meet"),
             "codec": measure_compression(folder),
-            "many files": {f"{n:,}": run_in_new_process("many files", n) for n in FILE_COUNTS},
+            "many files": {f"{n:,}": run_in_new_process("many files", n) for n in counts},
             "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):
         print(f"{name}: {value}")
-    print(results.write("data", figures))
+    print(results.write("data", figures, args.out, args.commit))
 
 
 def measure_staging(folder: Path, turns: int, workers: int) -> dict[str, object]:

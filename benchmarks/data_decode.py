@@ -227,12 +227,12 @@ def measure_loader(samples: Sequence[object]) -> dict[str, object]:
     return {"loader: microseconds a batch of 8": round(1e6 * each, 1)}
 
 
-def measure_formats(turns: int) -> dict[str, object]:
+def measure_formats(turns: int, count: int, size: tuple[int, int]) -> dict[str, object]:
     """Compare decoding from memory in one thread with every library that reads the format.
 
     A turn decodes one file, so that compared measurements lie milliseconds apart.
     """
-    pixels = list(photographs(6, 1024, 768))
+    pixels = list(photographs(count, *size))
 
     def encoded(file_format: str, **options: object) -> list[bytes]:
         files = []
@@ -351,7 +351,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--reads", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
+    formats, videos = (12 * arguments.turns, 6, (1024, 768)), 4 * arguments.turns
+    if arguments.rehearse:
+        arguments.pictures, arguments.turns, arguments.reads = 16, 2, 8
+        formats, videos = (2, 1, (64, 48)), 1
     torch.set_num_threads(1)
     cv2.setNumThreads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -363,13 +367,13 @@ def main() -> None:
                 arguments.reads,
                 arguments.workers,
             ),
-            "decoding alone": measure_formats(12 * arguments.turns),
-            "video": measure_videos(4 * arguments.turns),
+            "decoding alone": measure_formats(*formats),
+            "video": measure_videos(videos),
             "load average at the end": round(os.getloadavg()[0], 1),
         }
     for name, value in results.flatten(figures):
         print(f"{name}: {value}")
-    print("wrote", results.write("data_decode", figures).name)
+    print(results.write("data_decode", figures, arguments.out, arguments.commit))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train the demo's adapter and print its loss on held-out images by step, as JSON.
 
     PYTHONPATH=src python benchmarks/demo_curve.py MODEL [--seed 0] [--compute bf16|fp8] [--steps N]
+        [--rehearse]
 
 The held-out images are the same for every seed: the stars of the training images, drawn with other
 positions and sizes.
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import results
 import torch
 
 from gracetune.config.load import load_run_file
@@ -23,6 +26,7 @@ from gracetune.data.demo_dataset import draw, training_combinations
 from gracetune.data.sample import Batch, Sample
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
 from gracetune.train.step import TrainProgress, train_step
 from gracetune.train.validate import held_out_loss
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.train.build import Session
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "demo-lora.json"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+REHEARSED_SETTINGS = ["optimizer.warmup_steps=0", "datasets.0.shapes.copies=1"]
+"""Settings for rehearsals, whose few steps are shorter than the example's warm-up."""
 EVERY = 25
 PIXELS = 24
 COPIES = range(100, 112)
@@ -42,11 +48,17 @@ COPIES = range(100, 112)
 def main() -> None:
     """Train, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="folder of the demo's model")
+    parser.add_argument("model", nargs="?", help="folder of the demo's model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compute", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--steps", type=int, default=500)
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
+    settings: list[str] = []
+    if arguments.rehearse:
+        arguments.model, arguments.steps = write_demo_model(arguments.out / "demo"), 2
+        settings = REHEARSED_SETTINGS
+    if arguments.model is None:
+        parser.error("MODEL: give the folder of the demo's model (`make demo`), or --rehearse")
     messages: list[str] = []
 
     def emit(event: Event) -> None:
@@ -54,7 +66,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         run = load_run_file(
-            EXAMPLE,
+            EXAMPLES / "demo-lora.json",
             [
                 f"output_dir={folder}",
                 f"datasets.0.instance_data_dir={folder}/data",
@@ -63,6 +75,7 @@ def main() -> None:
                 f"seed={arguments.seed}",
                 f"train.max_train_steps={arguments.steps}",
                 "train.ema_decay=0",
+                *settings,
             ],
             environment={},
         ).run
@@ -72,6 +85,30 @@ def main() -> None:
         built.close()
     about_fp8 = [line for line in messages if "fp8" in line]
     print(json.dumps({"curve": curve, "told": about_fp8}))
+
+
+def write_demo_model(folder: Path) -> Path:
+    """Train the demo's model for one step, for rehearsals; return the folder of the model."""
+    run = load_run_file(
+        EXAMPLES / "demo.json",
+        [
+            f"output_dir={folder}",
+            f"datasets.0.instance_data_dir={folder}/data",
+            "datasets.0.shapes.copies=1",
+            "train.max_train_steps=1",
+            "optimizer.warmup_steps=0",
+            "validation.every=0",
+        ],
+        environment={},
+    ).run
+    folder.mkdir()
+    with closing(
+        build_session(
+            run, start_accelerator(run), lambda _: None, RunControl(folder), SignalHandler()
+        )
+    ) as session:
+        train_loop(session, TrainProgress())
+        return session.export()
 
 
 def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:

@@ -29,7 +29,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,7 @@ from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from model_cases import Case
     from plan_configurations import StepConfig
@@ -136,8 +136,7 @@ class Bench:
         results.write("plan_proof", {"configurations": self.records}, self.out, self.commit)
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        results.synchronize(self.device)
 
     def limit(self, nbytes: int | None) -> None:
         """Limit the device memory of torch to `nbytes`; None removes the limit."""
@@ -169,8 +168,6 @@ class Bench:
 def main() -> int:
     """Measure all parts; each result is written at once, even if a later part fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="commit of the code, if git is not available")
     parser.add_argument("--only", default="flux,qwen,proof_eager,clip,proof_compiled")
     parser.add_argument(
         "--models",
@@ -183,8 +180,10 @@ def main() -> int:
         choices=plan_configurations.CONFIGURATIONS,
         help="configurations of the parts proof_*",
     )
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
+    if arguments.rehearse:
+        arguments.only, arguments.ways = "clip,proof_compiled,planned_eager", "first"
+        arguments.models = "clip"
     bench = open_bench(arguments.rehearse, arguments.out, arguments.commit)
     print(bench.rates, flush=True)
     for part in arguments.only.split(","):
@@ -205,7 +204,7 @@ def main() -> int:
             bench.figures[f"{part}_took_s"] = time.perf_counter() - start
             bench.figures[f"{part}_commit"] = bench.commit
             bench.save()
-    return 0 if report(bench.figures) else 1
+    return 0 if report(bench.figures) or arguments.rehearse else 1
 
 
 def open_bench(rehearse: bool, out: Path, commit: str) -> Bench:
@@ -359,8 +358,7 @@ def run_candidate(
     blocks = case.blocks(model)
     layout = PlanLayout(candidate.blocks, candidate.compiled, candidate.slots)
     copy_engine = open_copy_engine(bench.device, bench.link)
-    backend = "aot_eager_decomp_partition" if bench.rehearse else "inductor"
-    applied = apply_plan(model, {model: blocks}, layout, copy_engine, print_notice, backend)
+    applied = apply_plan(model, {model: blocks}, layout, copy_engine, print_notice)
     free_memory()
     bench.limit(BUDGET_NBYTES)
     try:
@@ -402,11 +400,11 @@ def measure_rounds(
     for _ in range(warm_up):
         step()
     rounds: list[dict[str, Any]] = []
-    enough = FEW_ROUNDS
+    enough = 1 if bench.rehearse else FEW_ROUNDS
     while len(rounds) < enough:
         planner, fixed = bench.plan_model(name, case)
         plan = predict(planner, candidate, fixed, simulated=False)
-        if plan.seconds.wait_host:
+        if plan.seconds.wait_host and not bench.rehearse:
             enough = ROUNDS
         seconds, peak_gib = bench.time(step, (1, count))
         rounds.append(

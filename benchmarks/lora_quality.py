@@ -167,20 +167,18 @@ def main() -> int:
     """Run the selected parts; the results are written after each part."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--demo", type=Path, help="folder of the demo's model")
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
-    parser.add_argument("--commit", default="", help="commit to record, if git is not available")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run (default: all)")
-    parser.add_argument("--rehearse", action="store_true", help="run every part with a small model")
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
     parts = set(arguments.only.split(","))
     if arguments.demo is None:
         parts.discard("demo")
+        print("the part demo is skipped: it needs --demo")
     if not parts or parts - set(PARTS):
         parser.error(f"--only takes some of {', '.join(PARTS)}, and the demo needs --demo")
     if not torch.cuda.is_available() and not arguments.rehearse:
         print("a GPU with fp8 support is needed, or --rehearse")
         return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu" if arguments.rehearse else "cuda")
     size = REHEARSAL if arguments.rehearse else FULL
     figures = results.read(
         "lora_quality", arguments.out
@@ -212,7 +210,7 @@ def main() -> int:
         figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     met = check_rules(figures, tasks)
     done("rules")
-    return 0 if met else 1
+    return 0 if met or arguments.rehearse else 1
 
 
 def pretrain(

@@ -1,6 +1,6 @@
 """Plot `results/lora_quality.json`: held-out losses by step, and gradient cosines by block.
 
-python benchmarks/lora_quality_plots.py [--results FOLDER]
+python benchmarks/lora_quality_plots.py [--results FOLDER] [--out FOLDER] [--rehearse]
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import results
 from curves import draw_curves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FOLDER = Path(__file__).parent / "results"
 PAIRS = {
     "fp8": ("few.held_out", {"bf16": "bf16", "fp8": "fp8"}, "Wan-shaped model, few stars"),
     "fp8_many": ("many.held_out", {"bf16": "bf16", "fp8": "fp8"}, "Wan-shaped model, many stars"),
@@ -33,9 +33,9 @@ COSINES = {
 def main() -> None:
     """Draw every plot whose figures are in the result file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the file")
-    folder = parser.parse_args().results
-    figures = json.loads((folder / "lora_quality.json").read_text())["figures"]
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder of the file")
+    arguments = results.parse_arguments(parser)
+    folder, figures = arguments.out, results.read("lora_quality", arguments.results)
     for name, (prefix, labels, title) in PAIRS.items():
         curves = {}
         for precision, label in labels.items():

@@ -1,9 +1,9 @@
 """Measure managed memory on this GPU: pools, prefetches, first touches and the cost of hints.
 
-    PYTHONPATH=src python benchmarks/memory_core.py [--out FOLDER] [--commit ID]
+    PYTHONPATH=src python benchmarks/memory_core.py [--out FOLDER] [--commit ID] [--rehearse]
 
 Uses less than a quarter of the free device memory. The exit code is 1 if a target is missed; the
-results are written in any case.
+results are written in any case. A rehearsal uses the simulated driver of the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,11 +24,27 @@ from typing import TYPE_CHECKING
 import results
 import torch
 
-from gracetune.memory.hints import Hint, HintOutcome, Hints, Span, page_span, torch_stream
+from gracetune.memory.hints import (
+    Hint,
+    HintOutcome,
+    Hints,
+    Span,
+    legacy_stream,
+    page_span,
+    torch_stream,
+)
 from gracetune.memory.machine_checks import DeviceBytes
 from gracetune.memory.managed_pool import ManagedPool, PoolSettings, TorchMemPools, open_pool
-from gracetune.memory.platform import open_machine
-from gracetune.memory.shim import LIBRARY, AccessPattern, MissingShim, Shim, build_shim, find_shim
+from gracetune.memory.platform import Link, open_machine
+from gracetune.memory.shim import (
+    LIBRARY,
+    AccessPattern,
+    MissingShim,
+    Shim,
+    ShimCounters,
+    build_shim,
+    find_shim,
+)
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -39,14 +55,29 @@ if TYPE_CHECKING:
     from gracetune.memory.driver import Driver
     from gracetune.memory.platform import Platform
 
-WIDTH, LAYERS, BATCH = 4096, 8, 2048
-STEPS, ROUNDS, WARM_UP = 20, 7, 5
-SIZES_MIB = (64, 128, 256, 512)
 TOUCH_BYTES = 512 * MIB
 LATENT_BYTES = 128 * 1024
 LATENTS_PER_BATCH = 16
-REPETITIONS = 40
-PAUSE_S = 1.0
+TESTS = Path(__file__).parents[1] / "tests"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Device, sizes and durations of the benchmark."""
+
+    device: torch.device
+    width: int = 4096
+    layers: int = 8
+    batch: int = 2048
+    steps: int = 20
+    rounds: int = 7
+    sizes_mib: tuple[int, ...] = (64, 128, 256, 512)
+    repetitions: int = 40
+    pause_s: float = 1.0
+
+
+REHEARSAL = Scale(torch.device("cpu"), 16, 2, 4, 1, 1, (1,), 1, 0.0)
+WARM_UP = 5
 
 
 @dataclass(frozen=True)
@@ -62,21 +93,12 @@ class Target:
 def main() -> int:
     """Measure, write the results, and print the targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
-    parser.add_argument("--commit", default="", help="commit to record, if there is no git")
-    arguments = parser.parse_args()
-    machine = open_machine()
-    if machine.driver is None:
-        print(f"no GPU: {machine.platform.reasons['link']}")
+    arguments = results.parse_arguments(parser)
+    bench = open_rehearsal() if arguments.rehearse else open_bench()
+    if bench is None:
         return 2
-    torch.zeros(1, device="cuda")
-    free, total = torch.cuda.mem_get_info(0)
-    print(f"{torch.cuda.get_device_name(0)}: {format_bytes(free)} free of {format_bytes(total)}")
-    # One pool at a time, limited to an eighth; `first_touch` allocates another half a GiB.
-    bench = Bench(machine.driver, machine.platform, load_shim(), cap_bytes=free // 8)
-    if bench.cap_bytes < 4 * GIB:
-        print(f"{format_bytes(free)} of device memory are free; 32 GiB are needed")
-        return 2
+    free, _ = bench.driver.memory_info(0)
+    print(f"{bench.scale.device}: {format_bytes(free)} free")
 
     began = time.perf_counter()
     figures: dict[str, object] = {}
@@ -93,7 +115,37 @@ def main() -> int:
     for target in targets:
         verdict = "met   " if target.met else "MISSED"
         print(f"{verdict} {target.name}: {target.value:.4g}, {target.rule}")
-    return 0 if all(target.met for target in targets) else 1
+    return 0 if arguments.rehearse or all(target.met for target in targets) else 1
+
+
+def open_bench() -> Bench | None:
+    """Open the GPU; None if there is none, or if too little of its memory is free."""
+    machine = open_machine()
+    if machine.driver is None:
+        print(f"no GPU: {machine.platform.reasons['link']}")
+        return None
+    torch.zeros(1, device="cuda")
+    free, _ = torch.cuda.mem_get_info(0)
+    # One pool at a time, limited to an eighth; `first_touch` allocates another half a GiB.
+    if free // 8 < 4 * GIB:
+        print(f"{format_bytes(free)} of device memory are free; 32 GiB are needed")
+        return None
+    return Bench(
+        Scale(torch.device("cuda", 0)),
+        machine.driver,
+        machine.platform,
+        load_shim(),
+        cap_bytes=free // 8,
+    )
+
+
+def open_rehearsal() -> Bench:
+    """Open a simulated device, with the simulated driver of the tests."""
+    sys.path += [str(TESTS), str(TESTS / "unit" / "memory")]
+    from platforms import simulated_machine
+
+    machine = simulated_machine(Link.MANAGED)
+    return RehearsedBench(REHEARSAL, machine.driver, machine.platform, None, 0)
 
 
 def load_shim() -> Shim:
@@ -107,18 +159,34 @@ def load_shim() -> Shim:
 class Bench:
     """Runs the measurements of managed memory on one device."""
 
-    def __init__(self, driver: Driver, platform: Platform, shim: Shim, cap_bytes: int) -> None:
+    stream = staticmethod(torch_stream)
+
+    def __init__(
+        self,
+        scale: Scale,
+        driver: Driver,
+        platform: Platform,
+        shim: Shim | None,
+        cap_bytes: int,
+    ) -> None:
+        self.scale = scale
         self.driver = driver
         self.platform = platform
         self.shim = shim
         self.cap_bytes = cap_bytes
         self.peak_bytes = 0
-        self.hints = Hints(driver, platform, current_stream=torch_stream)
+        self.hints = Hints(driver, platform, current_stream=self.stream)
+
+    def allocate(self, pool: ManagedPool, nbytes: int) -> torch.Tensor:
+        """Return a tensor of managed memory."""
+        with pool.allocating():
+            return torch.ones(nbytes, dtype=torch.uint8, device=self.scale.device)
 
     def in_pool(
         self, settings: PoolSettings, measure: Callable[[ManagedPool], dict[str, float]]
     ) -> dict[str, float]:
         """Run a measurement, which must free its tensors, in a pool; then close the pool."""
+        assert self.shim is not None
         pool = open_pool(self.platform, self.shim, settings, TorchMemPools(), emit=print_notice)
         assert isinstance(pool, ManagedPool), pool.reason
         figures = measure(pool)
@@ -133,14 +201,14 @@ class Bench:
     def pool_step(self) -> dict[str, float]:
         """Compare a bf16 training step in a managed pool with one in ordinary memory."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.GPU_FIRST)
-        return self.in_pool(settings, compare_steps)
+        return self.in_pool(settings, partial(compare_steps, self.scale))
 
     def prefetch(self) -> dict[str, dict[str, float]]:
         """Compare `prefetch_to_device` with a copy from pinned memory, by size."""
         settings = PoolSettings(self.cap_bytes, AccessPattern.BALANCED, no_split=True)
         return {
             f"{size}_mib": self.in_pool(settings, partial(self._fetch_and_copy, size * MIB))
-            for size in SIZES_MIB
+            for size in self.scale.sizes_mib
         }
 
     def first_touch(self) -> dict[str, float]:
@@ -149,7 +217,7 @@ class Bench:
         assert code == 0, code
         self.peak_bytes = max(self.peak_bytes, TOUCH_BYTES)
         figures = self._touch(pointer)
-        torch.cuda.synchronize()
+        results.synchronize(self.scale.device)
         assert self.driver.free(pointer) == 0
         return figures
 
@@ -159,17 +227,19 @@ class Bench:
         return self.in_pool(settings, self._time_hints)
 
     def _fetch_and_copy(self, nbytes: int, pool: ManagedPool) -> dict[str, float]:
-        with pool.allocating():
-            tensor = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
-        pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
-        resident = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        device = self.scale.device
+        tensor = self.allocate(pool, nbytes)
+        pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        resident = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+        def fetch() -> Hint:
+            return require_applied(self.hints.prefetch_to_device(tensor))
+
         fetched, copied = [], []
         for _ in range(10):
             require_applied(self.hints.prefetch_to_device(tensor, "cpu"))
-            fetched.append(
-                time_on_device(lambda: require_applied(self.hints.prefetch_to_device(tensor)))
-            )
-            copied.append(time_on_device(lambda: resident.copy_(pinned, non_blocking=True)))
+            fetched.append(time_on_device(fetch, device))
+            copied.append(time_on_device(lambda: resident.copy_(pinned, non_blocking=True), device))
         return {
             "prefetch_gb_s": nbytes / median(fetched) / 1e9,
             "pinned_copy_gb_s": nbytes / median(copied) / 1e9,
@@ -180,14 +250,15 @@ class Bench:
         tensor = torch.as_tensor(DeviceBytes(pointer, TOUCH_BYTES), device="cuda:0").view(
             torch.int64
         )
-        time_on_device(torch.ones(TOUCH_BYTES // 8, dtype=torch.int64, device="cuda").sum)
+        device = self.scale.device
+        time_on_device(torch.ones(TOUCH_BYTES // 8, dtype=torch.int64, device=device).sum, device)
         faulting, prefetched = [], []
         for _ in range(3):
             ctypes.memset(pointer, 1, TOUCH_BYTES)
-            faulting.append(time_on_device(tensor.sum))
+            faulting.append(time_on_device(tensor.sum, device))
             ctypes.memset(pointer, 1, TOUCH_BYTES)
             require_applied(self.hints.prefetch_to_device(tensor))
-            prefetched.append(time_on_device(tensor.sum))
+            prefetched.append(time_on_device(tensor.sum, device))
         return {
             "faulting_gb_s": TOUCH_BYTES / median(faulting) / 1e9,
             "after_prefetch_gb_s": TOUCH_BYTES / median(prefetched) / 1e9,
@@ -197,11 +268,7 @@ class Bench:
     def _time_hints(self, pool: ManagedPool) -> dict[str, float]:
         """Time memory hints for the latents of a batch, as in a run, and for a single latent."""
         hints = self.hints
-        with pool.allocating():
-            latents = [
-                torch.ones(LATENT_BYTES, dtype=torch.uint8, device="cuda")
-                for _ in range(LATENTS_PER_BATCH)
-            ]
+        latents = [self.allocate(pool, LATENT_BYTES) for _ in range(LATENTS_PER_BATCH)]
 
         def to_host(latent: torch.Tensor) -> Hint:
             return hints.prefetch_to_device(latent, "cpu")
@@ -209,11 +276,12 @@ class Bench:
         def driver_alone(latent: torch.Tensor) -> Hint:
             span = page_span(latent, self.platform.page_bytes)
             assert isinstance(span, Span), span
-            code = self.driver.prefetch(span.pointer, span.nbytes, 0, torch_stream(0))
+            code = self.driver.prefetch(span.pointer, span.nbytes, 0, self.stream(0))
             return Hint(
                 "driver", HintOutcome.APPLIED if code == 0 else HintOutcome.FAILED, code=code
             )
 
+        timed = partial(median_us, self.scale.device)
         fetch, to_cpu, to_gpu = (
             hints.prefetch_to_device,
             hints.prefer_cpu_residency,
@@ -223,47 +291,93 @@ class Bench:
             name: min(us)
             for name, us in measure_in_turns(
                 {
-                    "prefetch_driver_alone_us": partial(median_us, latents, to_host, driver_alone),
-                    "prefetch_to_device_us": partial(median_us, latents, to_host, fetch),
-                    "prefetch_already_there_us": partial(median_us, latents, fetch, fetch),
-                    "prefer_cpu_residency_us": partial(median_us, latents, to_gpu, to_cpu),
-                    "prefer_gpu_residency_us": partial(median_us, latents, to_cpu, to_gpu),
-                    "one_prefetch_alone_us": partial(median_us, latents[:1], to_host, fetch),
-                }
+                    "prefetch_driver_alone_us": partial(timed, latents, to_host, driver_alone),
+                    "prefetch_to_device_us": partial(timed, latents, to_host, fetch),
+                    "prefetch_already_there_us": partial(timed, latents, fetch, fetch),
+                    "prefer_cpu_residency_us": partial(timed, latents, to_gpu, to_cpu),
+                    "prefer_gpu_residency_us": partial(timed, latents, to_cpu, to_gpu),
+                    "one_prefetch_alone_us": partial(timed, latents[:1], to_host, fetch),
+                },
+                self.scale,
             ).items()
         }
 
 
-def compare_steps(pool: ManagedPool) -> dict[str, float]:
+class HostPool:
+    """A stand-in for a managed pool on a CPU: allocates from ordinary memory."""
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def counters(self) -> ShimCounters:
+        """Return counters that are all 0."""
+        return ShimCounters(*(0 for _ in fields(ShimCounters)))
+
+
+class RehearsedBench(Bench):
+    """Runs the measurements with a simulated driver, whose memory cannot be read."""
+
+    stream = staticmethod(legacy_stream)
+
+    def in_pool(
+        self,
+        settings: PoolSettings,  # noqa: ARG002
+        measure: Callable[[ManagedPool], dict[str, float]],
+    ) -> dict[str, float]:
+        """Run a measurement with ordinary memory."""
+        return measure(HostPool())  # type: ignore[arg-type]
+
+    def allocate(self, pool: ManagedPool, nbytes: int) -> torch.Tensor:  # noqa: ARG002
+        """Return a tensor at simulated addresses."""
+        from platforms import tensor_at
+
+        code, pointer = self.driver.allocate_managed(nbytes)
+        assert code == 0, code
+        return tensor_at(pointer, nbytes)
+
+    def first_touch(self) -> dict[str, float]:
+        """Skip the measurement."""
+        print("the part first_touch is skipped: its kernels read managed memory, which needs a GPU")
+        return {"ratio": 0.0}
+
+
+def compare_steps(scale: Scale, pool: ManagedPool) -> dict[str, float]:
     """Time steps in ordinary memory and in the pool alternately, so heat affects both alike."""
-    steps = {"native_s": make_step(nullcontext), "managed_s": make_step(pool.allocating)}
+    steps = {
+        "native_s": make_step(scale, nullcontext),
+        "managed_s": make_step(scale, pool.allocating),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
+    for _ in range(scale.rounds):
         for name, step in steps.items():
-            torch.cuda.synchronize()
+            results.synchronize(scale.device)
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(scale.steps):
                 step()
-            torch.cuda.synchronize()
-            seconds[name].append((time.perf_counter() - start) / STEPS)
+            results.synchronize(scale.device)
+            seconds[name].append((time.perf_counter() - start) / scale.steps)
     medians = {name: median(values) for name, values in seconds.items()}
     ratio = medians["managed_s"] / medians["native_s"]
     return {**medians, "ratio": ratio, "managed_bytes": pool.counters().peak_bytes}
 
 
-def make_step(allocate_in: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+def make_step(
+    scale: Scale, allocate_in: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], None]:
     """Build a training step of an 8-layer, 4096-wide bf16 model, allocated inside `allocate_in()`.
 
     Backward runs in this thread, because other threads do not allocate from an open pool.
     """
     with allocate_in():
+        device, width = scale.device, scale.width
         layers = [
-            torch.nn.Linear(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16)
-            for _ in range(LAYERS)
+            torch.nn.Linear(width, width, device=device, dtype=torch.bfloat16)
+            for _ in range(scale.layers)
         ]
         model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        batch = torch.randn(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+        batch = torch.randn(scale.batch, width, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         with allocate_in(), torch.autograd.set_multithreading_enabled(False):
@@ -276,30 +390,33 @@ def make_step(allocate_in: Callable[[], AbstractContextManager[None]]) -> Callab
     return step
 
 
-def time_on_device(work: Callable[[], object]) -> float:
+def time_on_device(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds from an idle device until the work is complete."""
-    torch.cuda.synchronize()
+    results.synchronize(device)
     start = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    results.synchronize(device)
     return time.perf_counter() - start
 
 
-def measure_in_turns(measures: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+def measure_in_turns(
+    measures: dict[str, Callable[[], float]], scale: Scale
+) -> dict[str, list[float]]:
     """Run all measurements in turn, many times.
 
     A shared CPU can be several times slower for seconds. So the turns are spread over most of a
     minute, and the caller uses the minimum, as timeit does.
     """
     figures: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(REPETITIONS):
-        time.sleep(PAUSE_S)
+    for _ in range(scale.repetitions):
+        time.sleep(scale.pause_s)
         for name, measure in measures.items():
             figures[name].append(measure())
     return figures
 
 
 def median_us(
+    device: torch.device,
     tensors: list[torch.Tensor],
     prepare: Callable[[torch.Tensor], Hint],
     verb: Callable[[torch.Tensor], Hint],
@@ -312,7 +429,7 @@ def median_us(
     for _ in range(20):
         for tensor in tensors:
             require_applied(prepare(tensor))
-        torch.cuda.synchronize()
+        results.synchronize(device)
         start = time.perf_counter()
         hints = [verb(tensor) for tensor in tensors]
         seconds.append((time.perf_counter() - start) / len(tensors))

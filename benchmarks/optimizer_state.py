@@ -25,7 +25,6 @@ import os
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import results
@@ -145,8 +144,7 @@ class Bench:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        results.synchronize(self.device)
 
     def clear(self) -> None:
         """Free memory of the last measurement and reset the peak."""
@@ -259,17 +257,12 @@ def link_rates(bench: Bench, nbytes: int) -> dict[str, float]:
 def main() -> int:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
-    parser.add_argument("--commit", default="", help="commit to record if git is not available")
     parser.add_argument(
         "--masters",
         action="store_true",
         help="also measure bf16 weights with fp32 master weights; takes 30 s more",
     )
-    parser.add_argument(
-        "--rehearse", action="store_true", help="run a small model on the CPU and only print"
-    )
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
     if not arguments.rehearse and (
         not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < REQUIRED_NBYTES
     ):
@@ -278,7 +271,8 @@ def main() -> int:
     if not arguments.rehearse and find_spec("torchao") is None:
         print("This needs torchao. Run: pip install 'gracetune[quantize]'")
         return 2
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao updates on the CPU
+    if not arguments.rehearse:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao updates on the CPU
     device = torch.device("cpu") if arguments.rehearse else torch.device("cuda", 0)
     link = open_machine().platform.link
     bench_arguments = (
@@ -298,8 +292,7 @@ def main() -> int:
     def record(name: str, value: object) -> None:
         figures[name] = value
         print(f"{name}: {value}", flush=True)
-        if not arguments.rehearse:
-            results.write("optimizer_state", figures, arguments.out, arguments.commit)
+        results.write("optimizer_state", figures, arguments.out, arguments.commit)
 
     print(figures, flush=True)
     on_device, in_host = (torch.stack(list(bench.checksums(share))) for share in (0.0, 1.0))
@@ -308,7 +301,9 @@ def main() -> int:
     record("without_update", {"step_s": bench.step_seconds(lambda: None)})
     for name, share in (("device", 0.0), ("ours", 1.0), ("ours_half", 0.5)):
         record(name, bench.measure_ours(share))
-    if not arguments.rehearse:  # torchao needs a GPU
+    if arguments.rehearse:
+        print("the part torchao is skipped: it needs a GPU")
+    else:
         record("torchao", bench.measure_torchao())
     record("summary", summary(figures, bench.numel))
     if arguments.masters:

@@ -1,10 +1,15 @@
-"""Write and read the benchmarks' result files: date, commit, machine and measured figures."""
+"""Parse the benchmarks' common arguments, and write and read their result files.
+
+A result file has the date, the commit, the machine, the script and the measured figures.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
+import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +17,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping
 
 FOLDER = Path(__file__).parent / "results"
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add the arguments that all benchmarks have, and parse the command line.
+
+    `--rehearse` runs the whole script on the CPU in seconds, to test it: with tiny sizes, and
+    without compiling. The figures mean nothing and are written to a temporary folder.
+    """
+    parser.add_argument(
+        "--rehearse", action="store_true", help="test the script: tiny sizes on the CPU"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    parser.add_argument("--commit", default="", help="commit to record if git is not available")
+    arguments = parser.parse_args()
+    if arguments.rehearse:
+        torch.compiler.set_stance("force_eager")
+        arguments.out = arguments.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))
+        print(f"rehearsal: compiled parts run eagerly; results go to {arguments.out}")
+        if arguments.out.resolve() == FOLDER:
+            parser.error(f"--out: a rehearsal does not write to {FOLDER}")
+    arguments.out = arguments.out or FOLDER
+    return arguments
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def write(
@@ -25,6 +59,7 @@ def write(
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or this_commit(),
         "machine": this_machine(),
+        "script": f"benchmarks/{Path(sys.argv[0]).name}",
         "figures": dict(flatten(figures)),
     }
     path = folder / f"{name}.json"

@@ -17,7 +17,7 @@ share of twenty blocks than of forty; `copied_gib` is what was copied per step. 
 include the other model.
 
     PYTHONPATH=src:benchmarks python benchmarks/ring.py [--out FOLDER] [--commit NAME]
-        [--spare GIB]
+        [--spare GIB] [--rehearse]
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ import argparse
 import gc
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import results
 import torch
-from wan14b import DEVICE, free_memory, make_model, make_step, time_each_step
+from wan14b import FULL, REHEARSAL, free_memory, make_model, make_step, time_each_step
 
 from gracetune.memory.platform import open_machine
 from gracetune.offload.buffer_autosize import MIN_STALL_SHARE, RING_WINDOW_PASSES
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
+    from wan14b import Scale
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
@@ -55,6 +55,10 @@ if TYPE_CHECKING:
 LAYERS = 20
 TURNS = {1: 3, 2: 2, 4: 2}
 """Number of turns of each model, by batch size. Long steps vary less and need fewer turns."""
+VARIANTS: list[tuple[bool, ActivationMode]] = [
+    (compiled, activations) for compiled in (False, True) for activations in ("keep", "recompute")
+]
+"""Compiled or not, and the activation mode of all blocks; a rehearsal runs the first and last."""
 STEPS_PER_TURN = 3
 """Steps of a turn, of which the first is not timed."""
 SPARE_GIB = 12
@@ -69,6 +73,7 @@ REQUIRED_NBYTES = 120 * GIB
 class Contender:
     """The resident or the streamed model, with its measurements."""
 
+    scale: Scale
     model: nn.Module
     applied: AppliedPlan
     nbytes: int
@@ -81,43 +86,42 @@ class Contender:
 def main() -> int:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
-    parser.add_argument("--commit", default="", help="commit to record if git is not available")
     parser.add_argument(
         "--spare", type=int, default=SPARE_GIB, help="GiB of device memory for additional slots"
     )
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
+    scale = REHEARSAL if arguments.rehearse else replace(FULL, layers=LAYERS)
     platform = open_machine().platform
-    if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < REQUIRED_NBYTES:
+    if not scale.has_memory(REQUIRED_NBYTES):
         print(f"This needs a GPU with 120 GiB free. Link: {platform.reasons['link']}")
         return 2
     began = time.perf_counter()
-    link_gb_s = measure_link(platform.link)
+    turns_by_batch = {1: 1} if arguments.rehearse else TURNS
+    copy_nbytes = 1 << 16 if arguments.rehearse else LINK_COPY_NBYTES
+    link_gb_s = measure_link(scale, platform.link, copy_nbytes)
     print(f"link {link_gb_s:.1f} GB/s")
     figures: dict[str, object] = {"link_gb_s": link_gb_s, "spare_gib": arguments.spare}
-    models = build_prepared_model(), build_prepared_model()
-    for compiled in (False, True):
-        for activations in ("keep", "recompute"):
-            layouts = [
-                PlanLayout([BlockPlan(weights, activations)] * LAYERS, compiled)
-                for weights in ("resident", "streamed")
-            ]
-            contenders = [
-                prepare(model, layout, platform.link)
-                for model, layout in zip(models, layouts, strict=True)
-            ]
-            measure(
-                figures, variant_name(compiled, activations), *contenders, arguments.spare * GIB
-            )
-            results.write("ring", figures, arguments.out, arguments.commit)
+    models = build_prepared_model(scale), build_prepared_model(scale)
+    for compiled, activations in VARIANTS[:: 3 if arguments.rehearse else 1]:
+        layouts = [
+            PlanLayout([BlockPlan(weights, activations)] * scale.layers, compiled)
+            for weights in ("resident", "streamed")
+        ]
+        contenders = [
+            prepare(scale, model, layout, platform.link)
+            for model, layout in zip(models, layouts, strict=True)
+        ]
+        name, spare_nbytes = variant_name(compiled, activations), arguments.spare * GIB
+        measure(figures, name, *contenders, spare_nbytes, turns_by_batch)
+        results.write("ring", figures, arguments.out, arguments.commit)
     figures["seconds"] = time.perf_counter() - began
     results.write("ring", figures, arguments.out, arguments.commit)
-    return 0 if report(figures) else 1
+    return 0 if report(figures) or arguments.rehearse else 1
 
 
-def build_prepared_model() -> nn.Module:
+def build_prepared_model(scale: Scale) -> nn.Module:
     """Build a model and fuse its operations as a run does."""
-    model = make_model(LAYERS)
+    model = make_model(scale)
     fuse_operations(model)
     return model
 
@@ -127,29 +131,33 @@ def variant_name(compiled: bool, activations: ActivationMode) -> str:
     return f"{'compiled' if compiled else 'eager'}.{activations}"
 
 
-def measure_link(link: Link) -> float:
+def measure_link(scale: Scale, link: Link, nbytes: int) -> float:
     """Return the GB/s of large copies from the kind of memory that weights are streamed from."""
-    engine = open_copy_engine(DEVICE, link)
-    host, slot = engine.allocate_host(LINK_COPY_NBYTES), engine.allocate_device(LINK_COPY_NBYTES)
+    engine = open_copy_engine(scale.device, link)
+    host, slot = engine.allocate_host(nbytes), engine.allocate_device(nbytes)
     host.fill_(1)  # unwritten pages are all the same zero page
-    seconds = [
-        time_on_device(lambda: engine.copy(slot, host, poison=False).wait(prefetched=True))
-        for _ in range(10)
-    ]
+
+    def copy() -> torch.Tensor:
+        engine.copy(slot, host, poison=False).wait(prefetched=True)
+        return slot
+
+    seconds, _ = time_each_step(copy, 10, scale.device)
     engine.close()
-    return LINK_COPY_NBYTES / median(seconds[2:]) / 1e9
+    return nbytes / median(seconds[2:]) / 1e9
 
 
-def prepare(model: nn.Module, layout: PlanLayout, link: Link) -> Contender:
+def prepare(scale: Scale, model: nn.Module, layout: PlanLayout, link: Link) -> Contender:
     """Apply a layout to a model, and measure the memory of the model and its optimizer."""
-    on_device = sum(tensor.nbytes for tensor in model.parameters() if tensor.device == DEVICE)
-    others_nbytes = torch.cuda.memory_allocated(DEVICE) - on_device
-    engine = open_copy_engine(DEVICE, link)
+    device = scale.device
+    on_device = sum(tensor.nbytes for tensor in model.parameters() if tensor.device == device)
+    others_nbytes = torch.cuda.memory_allocated(device) - on_device
+    engine = open_copy_engine(device, link)
     applied = apply_plan(model, {model: list(model.blocks)}, layout, engine, print_notice)
-    step = make_step(model, min(TURNS))
+    step = make_step(model, min(TURNS), scale)
     step()
     gc.collect()
-    return Contender(model, applied, torch.cuda.memory_allocated(DEVICE) - others_nbytes, step, [])
+    nbytes = torch.cuda.memory_allocated(device) - others_nbytes
+    return Contender(scale, model, applied, nbytes, step, [])
 
 
 def measure(
@@ -158,11 +166,12 @@ def measure(
     resident: Contender,
     streamed: Contender,
     spare_nbytes: int,
+    turns_by_batch: dict[int, int],
 ) -> None:
     """Measure one variant with every batch size."""
-    for batch, turns in TURNS.items():
+    for batch, turns in turns_by_batch.items():
         for contender in (resident, streamed):
-            contender.step = make_step(contender.model, batch)
+            contender.step = make_step(contender.model, batch, contender.scale)
         batch_name = f"batch_{batch}"
         found = alternate(figures, resident, streamed, turns)
         record(figures, f"{name}.resident.{batch_name}", as_figures(resident, streamed.nbytes))
@@ -185,7 +194,7 @@ def grow_ring(streamed: Contender, spare_nbytes: int) -> None:
     for _ in range(MAX_WINDOWS):
         for _ in range(RING_WINDOW_PASSES):
             streamed.step()
-        torch.cuda.synchronize()
+        results.synchronize(streamed.scale.device)
         if slots == (slots := streamed.applied.ring.counters().slots):
             return
 
@@ -218,10 +227,10 @@ def alternate(
 
 def take_turn(contender: Contender) -> None:
     """Run and time some steps of one model, queued without synchronization as in a run."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    contender.scale.reset_peak_memory()
     contender.step()
-    contender.seconds += time_each_step(contender.step, STEPS_PER_TURN - 1, DEVICE)[0]
+    device = contender.scale.device
+    contender.seconds += time_each_step(contender.step, STEPS_PER_TURN - 1, device)[0]
     contender.peak_nbytes = max(contender.peak_nbytes, torch.cuda.max_memory_allocated())
 
 
@@ -257,16 +266,6 @@ def report(figures: dict[str, object]) -> bool:
             f"{variant['peak_gib']:.1f} GiB"
         )
     return all_met
-
-
-def time_on_device(work: Callable[[], object]) -> float:
-    """Return the seconds that some work takes on the device."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def print_notice(notice: Notice) -> None:

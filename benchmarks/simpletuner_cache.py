@@ -4,6 +4,8 @@ Measures repeated loads of a file with `LocalDataBackend.torch_load`: as the onl
 and as a second rank that maps the memory of the first. Run it in SimpleTuner's environment:
 
     PYTHONPATH=src .hosts/simpletuner/bin/python benchmarks/simpletuner_cache.py --write
+
+A rehearsal needs no SimpleTuner: a stand-in has the methods of its loader.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ SHAPES = {
     "latent_512_kib": {"latents": (16, 128, 128)},
 }
 """Shapes in bf16: a T5 embedding, and the latents of a large image."""
+REHEARSED_SHAPES = {"latent_4_kib": {"latents": (16, 8, 16)}}
 ROUNDS = 50
 
 
@@ -34,15 +37,16 @@ def main() -> None:
     """Time SimpleTuner's loader and ours, and check that they return the same tensors."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the results to results/")
-    args = parser.parse_args()
-    local = import_module(LOCAL).LocalDataBackend
+    args = results.parse_arguments(parser)
+    local = FileBackend if args.rehearse else import_module(LOCAL).LocalDataBackend
+    sizes = REHEARSED_SHAPES if args.rehearse else SHAPES
     stock = local(accelerator=None, id="stock")
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         alone = plugged({}, Path(folder))
         loading, mapping = (plugged({"LOCAL_WORLD_SIZE": "2"}, Path(folder)) for _ in range(2))
         backends = [backend_class(each, local)(None, "ours") for each in (alone, loading, mapping)]
-        for name, shapes in SHAPES.items():
+        for name, shapes in sizes.items():
             path = str(Path(folder) / f"{name}.pt")
             tensors = {key: torch.randn(shape).bfloat16() for key, shape in shapes.items()}
             stock.write(path, tensors)
@@ -61,8 +65,27 @@ def main() -> None:
         assert mapping.memory.misses == 0, "the second rank has loaded something itself"
     for name, found in results.flatten(figures):
         print(f"{name}: {found}")
-    if args.write:
-        results.write("simpletuner_cache", figures)
+    if args.write or args.rehearse:
+        results.write("simpletuner_cache", figures, args.out, args.commit)
+
+
+class FileBackend:
+    """A stand-in for SimpleTuner's LocalDataBackend that loads and writes tensor files."""
+
+    def __init__(self, accelerator: object, id: str, compress_cache: bool = False) -> None:
+        """Take the arguments of SimpleTuner's class."""
+
+    def write(self, filepath: str, data: object) -> None:
+        """Write tensors to a file."""
+        torch.save(data, filepath)
+
+    def exists(self, filepath: str) -> bool:
+        """Return True if the file exists."""
+        return Path(filepath).exists()
+
+    def torch_load(self, filename: str) -> object:
+        """Load the tensors of a file."""
+        return torch.load(filename, weights_only=True)
 
 
 def plugged(environment: dict[str, str], folder: Path) -> SimpleTunerPlugin:

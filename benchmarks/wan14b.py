@@ -1,18 +1,19 @@
 """Build and time training steps of a LoRA on a transformer with the shape of Wan 2.2 A14B.
 
 Weights are random. One image of 1024x1024 pixels is 4096 tokens. Everything is created on the
-device; benchmarks that stream weights move them to the host.
+device; benchmarks that stream weights move them to the host. `REHEARSAL` is a miniature on the CPU.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import results
 import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
@@ -24,11 +25,52 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-DEVICE = torch.device("cuda", 0)
 LAYERS = 40
 RANK = 32
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Device and sizes of the model and of its inputs."""
+
+    device: torch.device
+    layers: int = LAYERS
+    config: dict[str, int] = field(default_factory=dict)
+    """Settings of the model that differ from Wan 2.2 A14B."""
+    latent_edge: int = 128
+    text: tuple[int, int] = (512, 4096)
+    """Number of text tokens, and their width."""
+
+    def has_memory(self, nbytes: int) -> bool:
+        """Return True if the device has this much memory free; a rehearsal needs none."""
+        if self.device.type == "cpu":
+            return True
+        return torch.cuda.is_available() and torch.cuda.mem_get_info(self.device)[0] >= nbytes
+
+    def limit_memory(self, nbytes: float | None) -> None:
+        """Limit the device memory of torch to `nbytes`; None removes the limit."""
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            share = 1.0 if nbytes is None else nbytes / total
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
+
+    def reset_peak_memory(self) -> None:
+        """Wait for the device, and reset its peak memory."""
+        results.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+FULL = Scale(torch.device("cuda", 0))
+REHEARSAL = Scale(
+    torch.device("cpu"),
+    layers=4,
+    config={"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 64, "text_dim": 32},
+    latent_edge=8,
+    text=(16, 32),
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +85,12 @@ class StepTiming:
     loss: float
 
 
-def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(scale: Scale) -> nn.Module:
     """Return a model with random frozen bf16 weights and a LoRA whose output is not zero."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with DEVICE:
-        model: nn.Module = WanTransformer3DModel(num_layers=layers)
+    with scale.device:
+        model: nn.Module = WanTransformer3DModel(num_layers=scale.layers, **scale.config)
     torch.set_default_dtype(torch.float32)
     model.requires_grad_(False)
     model.add_adapter(
@@ -56,26 +98,31 @@ def make_model(layers: int = LAYERS, lora_dtype: torch.dtype = torch.float32) ->
     )
     for name, parameter in model.named_parameters():
         if "lora" in name:
-            parameter.data = parameter.data.to(DEVICE, lora_dtype).mul_(0.1)
+            parameter.data = parameter.data.to(scale.device, torch.float32).mul_(0.1)
             parameter.requires_grad_(True)
     return model.train()
 
 
-def make_step(model: nn.Module, batch: int, autocast: bool = False) -> Callable[[], torch.Tensor]:
+def make_step(
+    model: nn.Module, batch: int, scale: Scale, autocast: bool = False
+) -> Callable[[], torch.Tensor]:
     """Return a function that runs one training step on fixed inputs and returns the loss."""
-    predict, latents = make_forward(model, batch)
+    predict, latents = make_forward(model, batch, scale)
     return make_training_step(model, predict, latents, autocast)
 
 
-def make_forward(model: nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def make_forward(
+    model: nn.Module, batch: int, scale: Scale
+) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     """Return a function that runs one forward pass on fixed inputs, and a target of its shape."""
-    generator = torch.Generator(DEVICE).manual_seed(batch)
+    device, edge = scale.device, scale.latent_edge
+    generator = torch.Generator(device).manual_seed(batch)
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
-    latents, text = noise(batch, 16, 1, 128, 128), noise(batch, 512, 4096)
-    timestep = torch.randint(0, 1000, (batch,), device=DEVICE, generator=generator)
+    latents, text = noise(batch, 16, 1, edge, edge), noise(batch, *scale.text)
+    timestep = torch.randint(0, 1000, (batch,), device=device, generator=generator)
 
     def predict() -> torch.Tensor:
         return model(
@@ -107,13 +154,12 @@ def make_training_step(
     return step
 
 
-def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
+def time_step(step: Callable[[], torch.Tensor], steps: int, scale: Scale) -> StepTiming:
     """Return the median time and the peak memory of some steps, after a warm-up."""
     for _ in range(WARM_UP_STEPS):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    seconds, loss = time_each_step(step, steps)
+    scale.reset_peak_memory()
+    seconds, loss = time_each_step(step, steps, scale.device)
     return StepTiming(
         seconds=median(seconds),
         peak_gib=torch.cuda.max_memory_allocated() / GIB,
@@ -123,7 +169,7 @@ def time_step(step: Callable[[], torch.Tensor], steps: int) -> StepTiming:
 
 
 def time_each_step(
-    step: Callable[[], torch.Tensor], count: int, device: torch.device = DEVICE
+    step: Callable[[], torch.Tensor], count: int, device: torch.device
 ) -> tuple[list[float], torch.Tensor]:
     """Return the seconds of each step, by CUDA events or a CPU clock, and the last loss."""
     clock: Callable[[], Any] = time.perf_counter if device.type == "cpu" else _record_event
@@ -133,7 +179,7 @@ def time_each_step(
         moments.append(clock())
     if device.type == "cpu":
         return [b - a for a, b in pairwise(moments)], loss
-    torch.cuda.synchronize(device)
+    results.synchronize(device)
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(moments)], loss
 
 

@@ -7,7 +7,7 @@ budget that torch's memory fraction enforces. If the first variant of a budget d
 next one is tried; `layout` in the results names the variant that was measured.
 
     PYTHONPATH=src:benchmarks python benchmarks/wan14b_step.py [--out FOLDER] [--commit NAME]
-        [--only plain,ours,fp8,peers]
+        [--only plain,ours,fp8,peers] [--rehearse]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import results
@@ -25,7 +25,17 @@ import torch
 import wan14b
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from wan14b import DEVICE, LAYERS, free_memory, make_forward, make_model, make_step, time_step
+from wan14b import (
+    FULL,
+    LAYERS,
+    REHEARSAL,
+    free_memory,
+    make_forward,
+    make_model,
+    make_step,
+    time_each_step,
+    time_step,
+)
 
 from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
 from gracetune.memory.platform import open_machine
@@ -39,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from wan14b import StepTiming
+    from wan14b import Scale, StepTiming
 
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link
@@ -52,7 +62,6 @@ MIN_FP8_RATIOS = {"96": 2.6, "12": 1.4}
 REQUIRED_NBYTES = 130 * GIB
 COPIES = "copies"
 """Name of the kind of work that copy engines do while kernels run."""
-TOKENS, WIDTH, HIDDEN, TEXT_TOKENS, HEADS = 4096, 5120, 13824, 512, 40
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,10 @@ class Variant:
     offload_inputs: bool = False
     """True if the inputs of recomputed blocks are offloaded."""
 
-    def layout(self) -> PlanLayout:
+    def layout(self, layers: int) -> PlanLayout:
         """Return the layout, with each mode spread evenly so that copies overlap with kernels."""
-        streamed = spread(self.streamed, range(LAYERS))
-        remaining = list(range(LAYERS))
+        streamed = spread(min(self.streamed, layers), range(layers))
+        remaining = list(range(layers))
         plans: dict[int, BlockPlan] = {}
         for kind, count in (("keep", self.keep), ("lean", self.lean), ("offload", self.offload)):
             for index in spread(count, remaining):
@@ -85,7 +94,7 @@ class Variant:
         }
         blocks = [
             replace(plans[index], weights="streamed" if index in streamed else "resident")
-            for index in range(LAYERS)
+            for index in range(layers)
         ]
         return PlanLayout(blocks, compiled=True, offload=OffloadSettings(prefetch_blocks=2))
 
@@ -117,16 +126,25 @@ IN_FP8 = {
 }
 
 
+REHEARSED = {
+    "96": [Variant("half streamed, one of each mode", 1, streamed=2, keep=1, lean=1, offload=1)],
+    "12": [Variant("streamed, 2 offloaded", 2, offload=2, offload_inputs=True)],
+}
+
+
 def main() -> int:
     """Measure, print and write each part, so that results survive a later failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder for the results")
-    parser.add_argument("--commit", default="", help="commit to record if git is not available")
     parser.add_argument(
         "--only", default="plain,ours,fp8,peers", help="comma-separated parts to measure"
     )
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.mem_get_info(DEVICE)[0] < REQUIRED_NBYTES:
+    arguments = results.parse_arguments(parser)
+    scale, ours, in_fp8 = FULL, OURS, IN_FP8
+    if arguments.rehearse:
+        scale, ours, in_fp8 = REHEARSAL, REHEARSED, {"12": REHEARSED["12"]}
+        arguments.only = "plain,ours,fp8"
+        print("the part peers is skipped: group offloading and RamTorch need a GPU")
+    if not scale.has_memory(REQUIRED_NBYTES):
         print("This needs a GPU with 130 GiB free. gracetune is given only its budget of that.")
         return 2
     link = open_machine().platform.link
@@ -136,25 +154,26 @@ def main() -> int:
         results.write("wan14b_step", figures, arguments.out, arguments.commit)
 
     parts: dict[str, Callable[[], None]] = {
-        "plain": lambda: measure_plain(figures),
-        "ours": lambda: measure_ours(figures, link, OURS, "", save),
-        "fp8": lambda: measure_ours(figures, link, IN_FP8, "fp8_", save),
-        "peers": lambda: measure_peers(figures, save),
+        "plain": lambda: measure_plain(figures, scale),
+        "ours": lambda: measure_ours(figures, scale, link, ours, "", save),
+        "fp8": lambda: measure_ours(figures, scale, link, in_fp8, "fp8_", save),
+        "peers": lambda: measure_peers(figures, scale, save),
     }
     for part in arguments.only.split(","):
         began = time.perf_counter()
         parts[part]()
         figures[f"{part}_took_s"] = time.perf_counter() - began
         save()
-    return 0 if report(figures) else 1
+    return 0 if report(figures) or arguments.rehearse else 1
 
 
-def measure_plain(figures: dict[str, float | str]) -> None:
+def measure_plain(figures: dict[str, float | str], scale: Scale) -> None:
     """Measure the plain loop. Its best batch size is the baseline."""
-    model = make_model()
+    model = make_model(scale)
     model.enable_gradient_checkpointing()
     for batch in (1, 2, 4):
-        record(figures, f"plain_batch_{batch}", batch, time_step(make_step(model, batch, True), 4))
+        timing = time_step(make_step(model, batch, scale, True), 4, scale)
+        record(figures, f"plain_batch_{batch}", batch, timing)
     figures["plain_images_s"] = max(
         float(figures[f"plain_batch_{batch}_images_s"]) for batch in (1, 2, 4)
     )
@@ -164,6 +183,7 @@ def measure_plain(figures: dict[str, float | str]) -> None:
 
 def measure_ours(
     figures: dict[str, float | str],
+    scale: Scale,
     link: Link,
     budgets: dict[str, list[Variant]],
     prefix: str,
@@ -173,7 +193,7 @@ def measure_ours(
     for budget, variants in budgets.items():
         for variant in variants:
             try:
-                measure_variant(figures, link, f"{prefix}{budget}", int(budget), variant)
+                measure_variant(figures, scale, link, f"{prefix}{budget}", int(budget), variant)
                 save()
                 break
             except torch.OutOfMemoryError as error:
@@ -181,31 +201,36 @@ def measure_ours(
                     f"{prefix}{budget} GB: {variant} does not fit: {str(error)[:300]}", flush=True
                 )
             finally:
-                torch.cuda.set_per_process_memory_fraction(1.0)
+                scale.limit_memory(None)
                 free_memory()
 
 
 def measure_variant(
-    figures: dict[str, float | str], link: Link, name: str, budget_gb: int, variant: Variant
+    figures: dict[str, float | str],
+    scale: Scale,
+    link: Link,
+    name: str,
+    budget_gb: int,
+    variant: Variant,
 ) -> None:
     """Apply a layout, limit the memory to the budget, and time steps."""
-    model = make_model()
+    model = make_model(scale)
     if name.startswith("fp8"):
-        convert_to_fp8_calibrated(make_forward(model, 1)[0], list(model.blocks), DEVICE)
+        shown, _ = make_forward(model, 1, scale)
+        convert_to_fp8_calibrated(shown, list(model.blocks), scale.device)
     fuse_operations(model)
     applied = apply_plan(
         model,
         {model: list(model.blocks)},
-        variant.layout(),
-        open_copy_engine(DEVICE, link),
+        variant.layout(scale.layers),
+        open_copy_engine(scale.device, link),
         print_notice,
     )
     free_memory()
-    total = torch.cuda.mem_get_info(DEVICE)[1]
-    torch.cuda.set_per_process_memory_fraction(budget_gb * 1e9 / total)
+    scale.limit_memory(budget_gb * 1e9)
     try:
-        step = make_step(model, variant.batch)
-        record(figures, name, variant.batch, time_step(step, STEPS))
+        step = make_step(model, variant.batch, scale)
+        record(figures, name, variant.batch, time_step(step, STEPS, scale))
         figures[f"{name}_layout"] = f"batch {variant.batch}: {variant.name}"
         if "plain_images_s" in figures:
             figures[f"{name}_ratio"] = float(figures[f"{name}_images_s"]) / float(
@@ -216,24 +241,29 @@ def measure_variant(
         print("   ", applied.ring and applied.ring.counters(), flush=True)
         print("   ", applied.offload and applied.offload.counters(), flush=True)
         if budget_gb == 96:
-            profile_step(figures, name, step, variant.batch)
+            profile_step(figures, name, step, variant.batch, scale)
     finally:
         applied.close()
 
 
 def profile_step(
-    figures: dict[str, float | str], name: str, step: Callable[[], torch.Tensor], batch: int
+    figures: dict[str, float | str],
+    name: str,
+    step: Callable[[], torch.Tensor],
+    batch: int,
+    scale: Scale,
 ) -> None:
     """Record a step's seconds by kind of kernel, and how close it is to its lower bound.
 
     Time that is neither spent in kernels nor waiting for weights counts as idle.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    kind_of_device = "CUDA" if scale.device.type == "cuda" else "CPU"
+    with profile(activities=[getattr(ProfilerActivity, kind_of_device)]) as profiler:
         step()
-        torch.cuda.synchronize()
+        results.synchronize(scale.device)
     spent: Counter[str] = Counter()
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == getattr(torch.autograd.DeviceType, kind_of_device):
             spent[kind_of(event.name)] += event.device_time_total / 1e6
     for kind, seconds in spent.items():
         figures[f"{name}_{kind}_s"] = seconds
@@ -241,7 +271,7 @@ def profile_step(
     busy_s = sum(seconds for kind, seconds in spent.items() if kind != COPIES)
     figures[f"{name}_idle_s"] = max(0.0, step_s - busy_s - waiting_s)
     if not name.startswith("fp8"):
-        limit = limit_s(batch)
+        limit = limit_s(batch, scale)
         figures[f"{name}_limit_s"] = limit
         figures[f"{name}_of_limit"] = limit / step_s
     shown = [
@@ -264,82 +294,81 @@ def kind_of(kernel: str) -> str:
     return "other"
 
 
-def limit_s(batch: int) -> float:
+def limit_s(batch: int, scale: Scale) -> float:
     """Return the seconds that a step's frozen matmuls and attention take, forward and backward.
 
     This is a lower bound for the time of a step.
     """
-    rows, text_rows = batch * TOKENS, batch * TEXT_TOKENS
-    square = matmul_s(rows, WIDTH, WIDTH)
-    matmuls = 6 * 2 * square + 2 * (matmul_s(rows, WIDTH, HIDDEN) + matmul_s(rows, HIDDEN, WIDTH))
-    matmuls += 2 * matmul_s(text_rows, WIDTH, WIDTH)  # text needs no gradient
-    return LAYERS * (matmuls + attention_s(batch, TOKENS) + attention_s(batch, TEXT_TOKENS))
+    config = make_model(replace(scale, layers=1)).config
+    heads, hidden = config.num_attention_heads, config.ffn_dim
+    width, tokens = heads * config.attention_head_dim, (scale.latent_edge // 2) ** 2
+    rows, text_rows, device = batch * tokens, batch * scale.text[0], scale.device
+    square = matmul_s(rows, width, width, device)
+    matmuls = 6 * 2 * square + 2 * matmul_s(rows, width, hidden, device)
+    matmuls += 2 * matmul_s(rows, hidden, width, device)
+    matmuls += 2 * matmul_s(text_rows, width, width, device)  # text needs no gradient
+    shape = (batch, heads, tokens, width // heads)
+    attentions = sum(attention_s(shape, keys, device) for keys in (tokens, scale.text[0]))
+    return scale.layers * (matmuls + attentions)
 
 
-def matmul_s(rows: int, inner: int, outer: int) -> float:
+def matmul_s(rows: int, inner: int, outer: int, device: torch.device) -> float:
     """Return the seconds of one matmul."""
-    left = torch.randn(rows, inner, device=DEVICE, dtype=torch.bfloat16)
-    right = torch.randn(outer, inner, device=DEVICE, dtype=torch.bfloat16)
-    return timed(lambda: left @ right.t())
+    left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+    right = torch.randn(outer, inner, device=device, dtype=torch.bfloat16)
+    return timed(lambda: left @ right.t(), device)
 
 
-def attention_s(batch: int, keys: int) -> float:
-    """Return the seconds of attention, forward and backward."""
+def attention_s(shape: tuple[int, int, int, int], keys: int, device: torch.device) -> float:
+    """Return the seconds of attention, forward and backward; `shape` is that of the queries."""
 
     def heads(tokens: int) -> torch.Tensor:
-        shape = (batch, HEADS, tokens, WIDTH // HEADS)
-        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        batch, count, _, width = shape
+        size = (batch, count, tokens, width)
+        return torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
 
-    query, key, value = heads(TOKENS), heads(keys), heads(keys)
+    query, key, value = heads(shape[2]), heads(keys), heads(keys)
     grad = torch.randn_like(query)
 
-    def forward_and_backward() -> None:
+    def forward_and_backward() -> torch.Tensor:
         functional.scaled_dot_product_attention(query, key, value).backward(grad)
+        return grad
 
-    return timed(forward_and_backward)
+    return timed(forward_and_backward, device)
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], torch.Tensor], device: torch.device) -> float:
     """Return the seconds of one of many repetitions, because a cool GPU is faster at first."""
-    for _ in range(3):
-        work()
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    for _ in range(10):
-        work()
-    middle.record()
-    torch.cuda.synchronize()
-    times = max(10, int(SUSTAINED_S * 1e3 / (start.elapsed_time(middle) / 10)))
-    for _ in range(times):
-        work()
-    middle.record()
-    for _ in range(times):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return middle.elapsed_time(end) / times / 1e3
+    time_each_step(work, 3, device)
+    seconds, _ = time_each_step(work, 10, device)
+    sustained_s = SUSTAINED_S if device.type == "cuda" else 0
+    times = max(10, int(sustained_s / fmean(seconds)))
+    time_each_step(work, times, device)
+    seconds, _ = time_each_step(work, times, device)
+    return fmean(seconds)
 
 
-def measure_peers(figures: dict[str, float | str], save: Callable[[], None]) -> None:
+def measure_peers(figures: dict[str, float | str], scale: Scale, save: Callable[[], None]) -> None:
     """Measure two other tools that keep frozen weights in host memory."""
-    model = make_model()
+    model = make_model(scale)
     model.enable_gradient_checkpointing()
     model.enable_group_offload(
-        onload_device=DEVICE,
+        onload_device=scale.device,
         offload_device=torch.device("cpu"),
         offload_type="block_level",
         num_blocks_per_group=1,
         use_stream=True,
         non_blocking=True,
     )
-    record(figures, "group_offload", 2, time_step(make_step(model, 2, True), 3))
+    timing = time_step(make_step(model, 2, scale, True), 3, scale)
+    record(figures, "group_offload", 2, timing)
     save()
     del model
     free_memory()
-    model = with_ramtorch(make_model())
+    model = with_ramtorch(make_model(scale))
     model.enable_gradient_checkpointing()
     wan14b.WARM_UP_STEPS = 1  # its steps take ten times as long
-    record(figures, "ramtorch", 2, time_step(make_step(model, 2, True), 2))
+    record(figures, "ramtorch", 2, time_step(make_step(model, 2, scale, True), 2, scale))
     for peer in ("group_offload", "ramtorch"):
         if "12_images_s" in figures:
             figures[f"12_to_{peer}"] = float(figures["12_images_s"]) / float(

@@ -81,22 +81,21 @@ def main() -> int:
         clock.end_phase("prepare")
         figures = train(run_file(folder, arguments), arguments, clock)
     results.write("wan_experts", figures, arguments.out, arguments.commit)
-    return 0 if judge(figures) else 1
+    return 0 if judge(figures) or arguments.rehearse else 1
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=results.FOLDER, help="the folder to write to")
-    parser.add_argument("--commit", default="", help="commit of the code, if git is not available")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument(
         "--warm", type=int, default=2, help="turns of each expert that are not counted"
     )
     parser.add_argument("--batch", type=int, default=2, help="images per step")
     parser.add_argument("--compile", choices=("always", "auto", "never"), default="always")
-    parser.add_argument("--rehearse", action="store_true", help="run a miniature on the CPU")
-    arguments = parser.parse_args()
+    arguments = results.parse_arguments(parser)
+    if arguments.rehearse:
+        arguments.steps, arguments.warm = 2 * TURN, 0
     if arguments.steps < 2 * TURN * (arguments.warm + 1):
         parser.error(f"--steps: {2 * TURN * (arguments.warm + 1)} is the minimum with this --warm")
     if not arguments.rehearse and not torch.cuda.is_available():
