@@ -18,7 +18,7 @@ TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "opt
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "units": {"errors"},
-    "atomic_files": set(),
+    "atomic_files": {"errors"},
     "entry_points": GROUND,
     "config": GROUND | {"models", "optim"},
     "events": GROUND,

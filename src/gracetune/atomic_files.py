@@ -10,11 +10,14 @@ as safetensors.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from gracetune.errors import DiskFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,41 +30,59 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     An existing folder is replaced. If the block fails, the staging folder is removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        yield staging
-        permissions = staging.stat().st_mode & 0o777  # of a new folder: all that the umask allows
-        for file in sorted(staging.rglob("*")):
-            _set_permissions(file, permissions)
-            fsync_path(file)
-        fsync_path(staging)
-        _swap_in(staging, path)
-    except BaseException:
+    with full_disk_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staging, ignore_errors=True)
-        raise
-    fsync_path(path.parent)
+        staging.mkdir()
+        try:
+            yield staging
+            permissions = staging.stat().st_mode & 0o777  # of a new folder: what the umask allows
+            for file in sorted(staging.rglob("*")):
+                _set_permissions(file, permissions)
+                fsync_path(file)
+            fsync_path(staging)
+            _swap_in(staging, path)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        fsync_path(path.parent)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path of a staging file that becomes `path` if the `with` block succeeds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
+    with full_disk_named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            staging.touch()
+            permissions = staging.stat().st_mode & 0o777
+            staging.unlink(missing_ok=True)  # a block that writes nothing must fail
+            yield staging
+            _set_permissions(staging, permissions)
+            fsync_path(staging)
+            os.replace(staging, path)
+        except BaseException:
+            staging.unlink(missing_ok=True)
+            raise
+        fsync_path(path.parent)
+
+
+@contextmanager
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raise `DiskFullError` with the path if the disk is full; the system's error names no file."""
     try:
-        staging.touch()
-        permissions = staging.stat().st_mode & 0o777
-        staging.unlink(missing_ok=True)  # a block that writes nothing must fail
-        yield staging
-        _set_permissions(staging, permissions)
-        fsync_path(staging)
-        os.replace(staging, path)
-    except BaseException:
-        staging.unlink(missing_ok=True)
-        raise
-    fsync_path(path.parent)
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        existing = next(folder for folder in path.absolute().parents if folder.exists())
+        raise DiskFullError(
+            f"{path} cannot be written: {error.strerror}; {shutil.disk_usage(existing).free:,} "
+            "bytes are free on its disk. Free some space, then run the same command again to "
+            "continue."
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

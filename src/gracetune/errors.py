@@ -111,6 +111,15 @@ class RunFailedError(GracetuneError):
     exit_code = 1
 
 
+class DiskFullError(GracetuneError, OSError):
+    """A file cannot be written, because the disk or the user's quota is full.
+
+    It is an OSError as well, so that code that handles failed writes can add what to do.
+    """
+
+    exit_code = 1
+
+
 class InterruptedRunError(GracetuneError):
     """The user stopped a run; a checkpoint is saved."""
 

@@ -1,9 +1,12 @@
+import errno
 import os
+import re
 import tempfile
 
 import pytest
 
 from gracetune import atomic_files
+from gracetune.errors import DiskFullError
 
 
 def test_a_folder_appears_complete(tmp_path):
@@ -113,3 +116,28 @@ def test_a_block_that_writes_nothing_fails(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_files.atomic_file(tmp_path / "f"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("write", [atomic_files.atomic_file, atomic_files.atomic_folder])
+def test_a_full_disk_is_an_error_for_the_user_that_names_the_path(tmp_path, write):
+    target = tmp_path / "new" / "result"
+    with pytest.raises(DiskFullError) as caught, write(target), open("/dev/full", "wb") as full:
+        full.write(b"x" * 100_000)
+    text = str(caught.value)
+    assert text.startswith(f"{target} cannot be written: No space left on device; ")
+    assert re.search(r"; [\d,]+ bytes are free on its disk\. Free some space", text)
+    assert isinstance(caught.value, OSError), "callers that handle failed writes catch it"
+    assert not list((tmp_path / "new").iterdir())
+
+
+def fail_with(number, path):
+    with atomic_files.atomic_file(path):
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_quota_is_reported_like_a_full_disk_and_other_errors_are_not(tmp_path):
+    with pytest.raises(DiskFullError, match="quota exceeded"):
+        fail_with(errno.EDQUOT, tmp_path / "f")
+    with pytest.raises(OSError, match="Input/output") as caught:
+        fail_with(errno.EIO, tmp_path / "f")
+    assert not isinstance(caught.value, DiskFullError)

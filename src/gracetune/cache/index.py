@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import time
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 from xxhash import xxh3_64_digest
 
 from gracetune.errors import CacheError
+from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -433,9 +435,11 @@ def unwritable_error(folder: Path, why: object) -> CacheError:
             "encoded (locks, damaged entries). Make it writable, or set cache_config.cache_dir "
             "to a writable copy."
         )
+    free = shutil.disk_usage(_existing(folder)).free
     return CacheError(
-        f"The cache in {folder} cannot be written: {why}. "
-        "Free some space, or set cache_config.cache_dir to another folder."
+        f"The cache in {folder} cannot be written: {why}; {format_bytes(free)} are free on its "
+        "disk. Free some space, or set cache_config.cache_dir to another folder. Then run the same "
+        "command again: entries that are complete are kept."
     )
 
 
@@ -453,9 +457,14 @@ def _cache_error(path: Path, error: Exception) -> CacheError:
     return DamagedIndexError(f"{problem} {fix}")
 
 
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the innermost of its parents that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def _is_read_only(folder: Path) -> bool:
     """Return True if the file system is read-only, or this user may not write to the folder."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = _existing(folder)
     if os.statvfs(existing).f_flag & os.ST_RDONLY:
         return True
     return not all(os.access(path, os.W_OK) for path in (existing, *existing.glob("*.sqlite*")))

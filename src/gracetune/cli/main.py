@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import select
 import sys
@@ -81,6 +82,9 @@ def run_guarded(call: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and _output_is_closed():
             _discard_output()
             return PIPE_CLOSED
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _print_error(f"{error}. Free some disk space, then run the same command again.")
+            return 1
         print(redact_urls(traceback.format_exc()), end="", file=sys.stderr)
         _print_error(
             "this is a bug in gracetune, not a mistake in your input. Please report it with the "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from accelerate.utils import gather_object
 
-from gracetune.atomic_files import write_text
+from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import Gh200Section, RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
@@ -81,6 +81,7 @@ def run_training(
         accelerator = start_accelerator(run)
         is_main = accelerator.is_main_process
         folder = Path(run.output_dir)
+        stack.enter_context(full_disk_named(folder))
         check_output_outside_datasets(run)
         check_writable(folder)
         warnings: list[str] = []

@@ -252,7 +252,7 @@ def test_a_failed_write_changes_nothing_and_names_the_folder(tmp_path, monkeypat
         fill(store, [1])
         real = os.pwrite
         monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
-        with pytest.raises(CacheError, match=r"cannot be written: No space.*cache_dir"):
+        with pytest.raises(CacheError, match=r"cannot be written: No space.* are free.*cache_dir"):
             fill(store, [2])
         monkeypatch.setattr(os, "pwrite", real)
         assert store.has(["k1", "k2"]) == [True, False]

@@ -1,4 +1,5 @@
 import argparse
+import errno
 import os
 import subprocess
 import sys
@@ -123,6 +124,15 @@ def test_an_internal_error_prints_a_traceback(
     assert "Traceback" in shown
     assert "ZeroDivisionError: by zero" in shown
     assert shown.splitlines()[-1].startswith("gracetune: this is a bug in gracetune")
+
+
+def test_a_full_disk_is_not_reported_as_a_bug(
+    verb: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb.run = raising(OSError(errno.ENOSPC, "No space left on device", "/data/x"))
+    assert cli.main(["play"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No space left on device: '/data/x'. Free some disk space, then run" in line
 
 
 def test_allocator_settings_of_the_forks_are_removed_before_a_verb_runs(
