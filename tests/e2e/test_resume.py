@@ -1,7 +1,13 @@
 """A run that is killed, interrupted or stopped continues bit for bit."""
 
 import json
+import os
+import pty
+import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -89,7 +95,7 @@ def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path):
     assert len(logs[0]) == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, number, tmp_path):
     file = run_file(train={"max_train_steps": 100_000})
     folder = tmp_path / "run"
@@ -105,6 +111,141 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, nu
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["status"]) == ("run_ended", "interrupted")
     assert not (folder / "now" / "listening.json").exists()
+
+
+def last_event(folder: Path) -> dict:
+    return json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
+
+
+def test_signals_during_validation_save_the_step_that_was_trained(run_file, start, tmp_path):
+    """Signals come in the middle of a validation that no checkpoint precedes, and twice."""
+    file = run_file(
+        train={"max_train_steps": 100_000, "checkpoint_every": 0},
+        validation={"every": 2, "sample_steps": 2, "prompts": ["a red star"]},
+        logging={"every": 1},
+    )
+    folder = tmp_path / "run"
+    process = start("train", file)
+    wait_for_step(process, folder, 2)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    steps = max(loss_by_step(folder / "events.jsonl"))
+    assert manifest(folder, steps)["progress"]["step"] == steps
+    assert last_event(folder)["status"] == "interrupted"
+
+
+def test_a_closed_terminal_saves_the_run(run_file, tmp_path):
+    """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+    file = run_file(train={"max_train_steps": 100_000}, logging={"every": 1})
+    folder = tmp_path / "run"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "gracetune", "train", str(file)])
+    output = b""
+    while not re.search(rb"loss +\d", output):
+        output += os.read(terminal, 4096)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130, output.decode()
+    steps = max(loss_by_step(folder / "events.jsonl"))
+    assert manifest(folder, steps)["progress"]["step"] == steps
+    assert last_event(folder)["status"] == "interrupted"
+
+
+def test_torchrun_repeating_a_signal_does_not_lose_the_run(run_file, tmp_path):
+    """torchrun passes a signal on to the process groups of its ranks, and repeats SIGTERM."""
+    file = run_file(train={"max_train_steps": 100_000, "batch_size": 2}, logging={"every": 1})
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "2", "-m", "gracetune", "train", str(file)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(process, folder, 2)
+    process.send_signal(signal.SIGTERM)
+    line = ""
+    while "finishing the step" not in line:
+        line = process.stderr.readline()
+        assert line, "torchrun has ended"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    steps = max(loss_by_step(folder / "events.jsonl"))
+    assert manifest(folder, steps)["progress"]["step"] == steps
+    assert last_event(folder)["status"] == "interrupted"
+
+
+def start_ranks(file: Path, count: int = 2) -> list[subprocess.Popen[str]]:
+    """Start ranks without a launcher, which would end the others when one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "gracetune", "train", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
+                **{"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"},
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(count)
+    ]
+
+
+def test_a_lost_rank_is_named_by_the_others(run_file, tmp_path):
+    file = run_file(
+        train={"max_train_steps": 100_000, "batch_size": 2, "checkpoint_every": 2},
+        logging={"every": 1},
+    )
+    folder = tmp_path / "run"
+    ranks = start_ranks(file)
+    try:
+        wait_for_step(ranks[0], folder, 3)
+        ranks[1].kill()
+        out, err = ranks[0].communicate(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 1, (out, err)
+    assert "Traceback" not in err
+    assert "bug in gracetune" not in err
+    assert f"rank 0 of 2 on {socket.gethostname()} has lost contact to another rank" in err
+    newest = max(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert f"resumes from {newest}" in err
+    assert last_event(folder)["status"] == "failed"
+    assert "has lost contact" in last_event(folder)["message"]
+
+
+def test_ranks_that_get_a_signal_at_different_times_stop_at_one_step(run_file, tmp_path):
+    """One rank is asked to stop; the other is asked only when it has already stopped training."""
+    file = run_file(train={"max_train_steps": 100_000, "batch_size": 2}, logging={"every": 1})
+    folder = tmp_path / "run"
+    ranks = start_ranks(file)
+    try:
+        wait_for_step(ranks[0], folder, 2)
+        ranks[1].send_signal(signal.SIGUSR1)
+        while not list((folder / "checkpoints").glob("step-*")):
+            assert ranks[0].poll() is None, ranks[0].stderr.read()
+        for process in ranks:
+            process.send_signal(signal.SIGTERM)
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in ranks] == [130, 130], errors
+    steps = max(loss_by_step(folder / "events.jsonl"))
+    assert manifest(folder, steps)["progress"]["step"] == steps
 
 
 def test_a_run_takes_requests_of_gracetune_now(run_file, start, gracetune, tmp_path):

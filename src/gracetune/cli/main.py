@@ -75,8 +75,8 @@ def run_guarded(call: Callable[[], int]) -> int:
     except GracetuneError as error:
         _print_error(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
-        _print_error("interrupted.")
+    except KeyboardInterrupt as error:
+        _print_error(f"interrupted {error}".rstrip() + ".")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  the traceback is printed below
         if isinstance(error, BrokenPipeError) and _output_is_closed():
@@ -131,7 +131,10 @@ def _explain(words: list[str]) -> NoReturn:
 
 
 def _print_error(text: str) -> None:
-    print(f"gracetune: {text}", file=sys.stderr)
+    try:
+        print(f"gracetune: {text}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal was closed; the exit code still tells
+        _discard_output()
 
 
 def _output_is_closed() -> bool:

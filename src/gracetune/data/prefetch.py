@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
 
 from gracetune.errors import GracetuneError, RunFailedError
+from gracetune.events.run_control import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -195,7 +196,8 @@ class _Child(Generic[Task, Result]):
 
 def _child_main(connection: Connection, work: Callable[[Task], Result]) -> None:
     """Run tasks from the pipe in a worker process, until the parent closes the pipe or exits."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    for number in STOP_SIGNALS:  # launchers send them to the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     while True:
         try:
             task = connection.recv()

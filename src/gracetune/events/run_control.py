@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import time
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 VERBS = ("validate", "save", "stop")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a run to save a checkpoint and stop: from a user or launcher (SIGINT, SIGTERM),
+a terminal that closes (SIGHUP), or a cluster whose time limit is near (SIGUSR1, SIGUSR2)."""
 LOCK_FILE = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of file systems that do not support locks."""

@@ -80,6 +80,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     saved_at, saved_step = time.monotonic(), progress.step
     accumulation = _accumulation(session, progress)
 
+    late: set[str] = set()
     if _validation_is_missing(session, progress.step):
         _validate(session, metrics, progress.step)
     while progress.step < total:
@@ -94,7 +95,8 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             timing.disturbed = True
         timing.after_step(step, accumulation, metrics)
 
-        requests = _take_requests(session, step, saved_at)
+        requests = late | _take_requests(session, step, saved_at)
+        late = set()
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
         if _is_due(step, run.train.checkpoint_every, total) or requests & CHECKPOINT_REASONS.keys():
@@ -106,6 +108,12 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         if (scheduled and not is_stopping) or "validate" in requests:
             _validate(session, metrics, step)
             timing.disturbed = True
+            # Validation takes long. A stop that was requested meanwhile needs no further step.
+            late = _take_requests(session, step, saved_at, always=True)
+            if "stop" in late and not is_stopping and step < total:
+                is_stopping = True
+                if saved_step < step:
+                    _save(session, metrics, progress, _checkpoint_reason(late, step, total))
         if is_stopping:
             raise InterruptedRunError(
                 f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
@@ -169,15 +177,15 @@ def _accumulation(session: Session, progress: TrainProgress, before: int | None 
     return accumulation
 
 
-def _take_requests(session: Session, step: int, saved_at: float) -> set[str]:
+def _take_requests(session: Session, step: int, saved_at: float, always: bool = False) -> set[str]:
     """Return the pending requests: `validate`, `save`, `stop`, or `clock` for a timed checkpoint.
 
     They come from `gracetune now`, from a signal, or from `train.checkpoint_minutes`. Several ranks
     must act on the same requests. Agreeing on them costs a synchronisation, so several ranks look
-    for requests only at the steps that they log.
+    for requests only at the steps that they log, or if `always` is true.
     """
     run, accelerator = session.state.run, session.state.accelerator
-    if accelerator.num_processes > 1 and step % run.logging.every:
+    if accelerator.num_processes > 1 and step % run.logging.every and not always:
         return set()
     requests = session.control.take_requests() if accelerator.is_main_process else set()
     if session.signals.received is not None:

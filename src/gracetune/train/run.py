@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
+import torch.distributed
 from accelerate.utils import gather_object
 
 from gracetune.atomic_files import full_disk_named, write_text
+from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import Gh200Section, RunFile
-from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError
+from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
-from gracetune.events.run_control import VERBS, RunControl, reserve_folder
+from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import (
     CheckpointSaved,
@@ -76,7 +80,7 @@ def run_training(
     if not run.use_gh200_trainer:
         run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations has no effect.")
-    with SignalHandler() as signals, ExitStack() as stack:
+    with SignalHandler() as signals, naming_lost_ranks(run), ExitStack() as stack:
         # First, everything that can be checked without the model and the data.
         accelerator = start_accelerator(run)
         is_main = accelerator.is_main_process
@@ -95,12 +99,14 @@ def run_training(
             check_resumable(run, snapshot, accelerator.mixed_precision, warnings.append)
         # Then open the event sinks, build the session, resume, train and export.
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
+        shown = [TerminalSink(sink, signals) for sink in sinks]
         with (
             RunControl(folder).listening(_supported_requests(run), is_main) as control,
             EventDispatcher(
-                [latest, *(_open_sinks(run, folder, latest.step, sinks) if is_main else ())]
+                [latest, *(_open_sinks(run, folder, latest.step, shown) if is_main else ())]
             ) as events,
             EndReporter(events, latest, started_at) as end,
+            naming_lost_ranks(run),
         ):
             for text in notices:
                 events.emit(Notice(f"config: {text}"))
@@ -315,28 +321,30 @@ class EndReporter:
         self._events.emit(self.event)
 
 
-# Ctrl-C and SIGTERM
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Signals
 
 
 class SignalHandler:
-    """Lets a run save a checkpoint and stop when it receives Ctrl-C or SIGTERM.
+    """Lets a run save a checkpoint and stop when it receives one of STOP_SIGNALS.
 
     Inside `deferred`, the first signal only sets `received`: the loop finishes its step, saves a
-    checkpoint and stops. A second signal ends the process at once. Outside `deferred` there is
-    nothing to save, and a signal raises KeyboardInterrupt.
+    checkpoint and stops. Before `deferred` there is nothing to save, and the first signal raises
+    KeyboardInterrupt. Launchers repeat signals while a run is still saving, so further signals are
+    ignored, except for a second Ctrl-C, which ends the process at once. Signals that were ignored
+    when the process started stay so (`nohup`).
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
         """Name of the signal that asks the loop to stop; None until there is one."""
-        self._is_deferring = False
+        self._is_deferring = self._is_over = False
+        self._num_interrupts = 0
         self._previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -350,21 +358,108 @@ class SignalHandler:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While the `with` block runs, store a signal in `received` instead of raising."""
+        """While the `with` block runs, store a signal in `received` instead of raising.
+
+        After it, the run is saved, and signals do not disturb the rest.
+        """
         self._is_deferring = True
         try:
             yield
         finally:
-            self._is_deferring = False
+            self._is_deferring, self._is_over = False, True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None:
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > 1:
             os._exit(130)
+        is_first = self.received is None
+        self.received = self.received or signal.Signals(number).name
+        if not is_first or self._is_over:
+            return
         if not self._is_deferring:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        sys.stderr.write(
-            f"\n{self.received}: finishing the step and saving a checkpoint. "
-            "Press Ctrl-C again to quit at once without saving.\n"
-        )
-        sys.stderr.flush()
+            raise KeyboardInterrupt(f"by {self.received}")
+        again = "again" if number == signal.SIGINT else "twice"
+        # The terminal may be gone (SIGHUP), or this thread may be writing to it right now.
+        with suppress(OSError, RuntimeError, ValueError):
+            sys.stderr.write(
+                f"\n{self.received}: finishing the step and saving a checkpoint. "
+                f"Press Ctrl-C {again} to quit at once without saving.\n"
+            )
+            sys.stderr.flush()
+
+
+class TerminalSink:
+    """Passes events to a sink that shows them to the user, who may have closed the terminal.
+
+    Once the run is stopping, for example because of that, a failing sink must not keep it from
+    saving its checkpoint.
+    """
+
+    def __init__(self, sink: Sink, signals: SignalHandler) -> None:
+        self._sink = sink
+        self._signals = signals
+
+    def handle(self, event: Event) -> None:
+        """Pass an event on."""
+        with self._tolerating_errors():
+            self._sink.handle(event)
+
+    def close(self) -> None:
+        """Close the sink."""
+        with self._tolerating_errors():
+            self._sink.close()
+
+    @contextmanager
+    def _tolerating_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            if self._signals.received is None:
+                raise
+
+
+# Lost ranks
+
+_LOST_RANK = re.compile(
+    r"\bgloo\b|nccl|connection (closed|reset|refused)|broken pipe|TCPStore|process group",
+    re.IGNORECASE,
+)
+"""Words in errors of torch.distributed, which often are plain RuntimeErrors."""
+_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+")
+
+
+@contextmanager
+def naming_lost_ranks(run: RunFile) -> Iterator[None]:
+    """Turn an error of torch.distributed into one that says what to do.
+
+    It means that another rank was killed or cannot be reached.
+    """
+    try:
+        yield
+    except (RuntimeError, ConnectionError) as error:
+        if not _is_lost_rank(error):
+            raise
+        raise RunFailedError(_lost_rank_message(run, error)) from error
+
+
+def _is_lost_rank(error: Exception) -> bool:
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    has_peers = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    is_other = isinstance(error, torch.OutOfMemoryError)
+    return has_peers and not is_other and _LOST_RANK.search(str(error)) is not None
+
+
+def _lost_rank_message(run: RunFile, error: Exception) -> str:
+    rank, world = process_environment().get("RANK", "?"), process_environment().get("WORLD_SIZE")
+    reason = str(error).strip().splitlines()[0]
+    address = _ADDRESS.search(reason)
+    where = f" at {address[1]}" if address else ""
+    saved = checkpoint.complete_checkpoints(Path(run.output_dir) / CHECKPOINT_FOLDER)
+    resume = f"resumes from {saved[-1].name}" if saved else "starts over: there is no checkpoint"
+    return (
+        f"rank {rank} of {world} on {socket.gethostname()} has lost contact to another rank{where} "
+        f"({reason}). That rank was killed, has failed, or took longer than distributed.timeout_s "
+        f"({run.distributed.timeout_s:g} s); its own output tells more. Starting the same command "
+        f"again {resume}."
+    )

@@ -15,6 +15,7 @@ import pytest
 from gracetune.data import prefetch
 from gracetune.data.prefetch import Prefetch, prefetched, worker_threads
 from gracetune.errors import DataError, RunFailedError
+from gracetune.events.run_control import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,6 +210,18 @@ def test_tasks_are_iterated_only_by_the_consuming_thread() -> None:
 
     list(prefetched(tasks(), double, name, THREADS))
     assert threads == {threading.current_thread().name}
+
+
+def raise_stop_signals(task: int) -> int:
+    """Send this worker every signal that a launcher sends to the whole process group."""
+    for number in STOP_SIGNALS:
+        os.kill(os.getpid(), number)
+    return task
+
+
+def test_worker_processes_leave_stop_signals_to_the_run() -> None:
+    """Without them, the run could not finish the step before it saves."""
+    assert list(prefetched(range(3), raise_stop_signals, name, PROCESSES)) == [0, 1, 2]
 
 
 def test_closing_early_ends_threads_and_processes() -> None:

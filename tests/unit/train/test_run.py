@@ -15,7 +15,7 @@ import torch
 from gracetune.config.schema import RunFile
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
-from gracetune.events.run_control import RunControl, reserve_folder
+from gracetune.events.run_control import STOP_SIGNALS, RunControl, reserve_folder
 from gracetune.events.types import (
     CheckpointSaved,
     Notice,
@@ -30,7 +30,12 @@ from gracetune.plan.controller import PlanController
 from gracetune.train import checkpoint, validate
 from gracetune.train.build import resolve_precision
 from gracetune.train.loop import GC_FREEZE_STEPS
-from gracetune.train.run import SignalHandler, run_training
+from gracetune.train.run import (
+    SignalHandler,
+    TerminalSink,
+    naming_lost_ranks,
+    run_training,
+)
 
 
 def test_full_training_exports_a_model_that_can_be_loaded(tiny_run, recorder, tmp_path):
@@ -493,7 +498,7 @@ def test_use_gh200_trainer_false_disables_the_optimizations(tiny_run, recorder):
     assert any("use_gh200_trainer is false" in text for text in recorder.texts())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_the_first_signal_while_training_is_only_noted(number, capsys):
     before = signal.getsignal(number)
     with SignalHandler() as signals, signals.deferred():
@@ -504,24 +509,146 @@ def test_the_first_signal_while_training_is_only_noted(number, capsys):
     assert "finishing the step" in capsys.readouterr().err
 
 
-def test_the_second_signal_ends_the_process_at_once():
+def test_slurm_and_terminals_may_end_a_run():
+    assert {*STOP_SIGNALS} == {
+        *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    }
+
+
+def handle_signals(*numbers: signal.Signals) -> subprocess.CompletedProcess[str]:
+    """Send signals to a process that is saving a checkpoint."""
     script = (
-        "import os, signal, time\n"
+        "import os, signal\n"
         "from gracetune.train.run import SignalHandler\n"
-        "with SignalHandler() as signals, signals.deferred():\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('still running')\n"
+        "with SignalHandler() as signals:\n"
+        "    with signals.deferred():\n"
+        f"        for number in {[int(each) for each in numbers]}:\n"
+        "            os.kill(os.getpid(), number)\n"
+        "    print('saved after', signals.received)\n"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once():
+    done = handle_signals(signal.SIGINT, signal.SIGINT)
     assert done.returncode == 130
-    assert "still running" not in done.stdout
+    assert "saved" not in done.stdout
+    assert "Press Ctrl-C again to quit at once" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGINT),
+        (signal.SIGUSR1, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM),
+        (signal.SIGUSR2, signal.SIGUSR1),
+    ],
+)
+def test_signals_that_a_launcher_repeats_do_not_abort_the_save(numbers):
+    done = handle_signals(*numbers)
+    assert (done.returncode, done.stdout) == (0, f"saved after {numbers[0].name}\n"), done.stderr
+    assert done.stderr.count("finishing the step") == 1
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_before_the_first_step_raises_keyboard_interrupt(number):
-    with pytest.raises(KeyboardInterrupt), SignalHandler():
+    with pytest.raises(KeyboardInterrupt, match=number.name), SignalHandler():
         os.kill(os.getpid(), number)
         signal.pause()
+
+
+def test_a_repeated_signal_does_not_disturb_the_clean_up():
+    with pytest.raises(KeyboardInterrupt), SignalHandler():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_signal_after_the_run_was_saved_does_nothing():
+    with SignalHandler() as signals:
+        with signals.deferred():
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    """`nohup` ignores SIGHUP; a shell ignores SIGINT for its background jobs."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with SignalHandler() as signals, signals.deferred():
+            os.kill(os.getpid(), number)
+            assert signals.received is None
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+class ClosedTerminal:
+    """A sink whose terminal is gone."""
+
+    def handle(self, event):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    close = handle
+
+
+def test_a_closed_terminal_does_not_keep_a_stopping_run_from_saving():
+    signals = SignalHandler()
+    sink = TerminalSink(ClosedTerminal(), signals)
+    with pytest.raises(OSError, match="Input/output error"):
+        sink.handle(Notice("hello"))
+    signals.received = "SIGHUP"
+    sink.handle(Notice("hello"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer "
+            "[10.0.0.7]:4711"
+        ),
+        RuntimeError("NCCL communicator was aborted on rank 0."),
+        torch.distributed.DistBackendError("NCCL error: remote process exited"),
+        torch.distributed.DistStoreError("wait timeout after 1800000ms, keys: /default_pg/0//1"),
+        torch.distributed.DistNetworkError("Connection reset by peer"),
+        ConnectionResetError(104, "Connection reset by peer"),
+    ],
+)
+def test_a_lost_rank_is_named(tiny_run, monkeypatch, error):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    lost = pytest.raises(RunFailedError, match="lost contact to another rank")
+    with lost as caught, naming_lost_ranks(tiny_run()):
+        raise error
+    message = str(caught.value)
+    assert str(error) in message
+    assert "starts over: there is no checkpoint" in message
+    assert ("at 10.0.0.7" in message) == ("10.0.0.7" in str(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        torch.OutOfMemoryError("nccl: CUDA out of memory"),
+        ValueError("nccl"),
+    ],
+)
+def test_other_errors_are_not_taken_for_a_lost_rank(tiny_run, monkeypatch, error):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(type(error)) as caught, naming_lost_ranks(tiny_run()):
+        raise error
+    assert caught.value is error
