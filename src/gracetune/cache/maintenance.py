@@ -16,6 +16,7 @@ from gracetune.cache.index import DamagedIndexError
 from gracetune.cache.shard_format import (
     OPEN_SUFFIX,
     SEALED_SUFFIX,
+    header_nbytes,
     is_header_intact,
     is_intact,
     lock_shard,
@@ -196,7 +197,27 @@ def _check_shard(store: ShardStore, shard: ShardRow, found: _Findings) -> None:
         data = map_file(descriptor).numpy()
     finally:
         os.close(descriptor)
-    records = [row for _, row in read_records(data, name)]
+    records = dict(read_records(data, name))
+    first = min(records, default=shard.data_offset)
+    if not header_nbytes(rows) <= shard.data_offset <= first:
+        found.problems.append(f"shard {name} does not begin at byte {shard.data_offset}")
+    is_sealed = (store.shards / f"{name}{SEALED_SUFFIX}").exists()
+    if is_sealed and shard.length > max([len(data), *(row.end for row in rows)]):
+        found.problems.append(f"shard {name} is shorter than {shard.length} bytes")
+    _check_rows(store, name, rows, [*records.values()], data, found)
+    if rows and not _header_is_good(store, shard, data, rows, [*records.values()]):
+        found.headers.append(name)
+
+
+def _check_rows(
+    store: ShardStore,
+    name: str,
+    rows: Sequence[EntryRow],
+    records: Sequence[EntryRow],
+    data: Bytes,
+    found: _Findings,
+) -> None:
+    """Compare the rows of a shard with the entries in its bytes, and with their records."""
     by_offset = {row.offset: row for row in records}
     damaged, bad_records, differing = [], [], []
     for row in rows:
@@ -221,8 +242,6 @@ def _check_shard(store: ShardStore, shard: ShardRow, found: _Findings) -> None:
         f"the row of {damage.row.key} differs from the entry in shard {name}"
         for damage in _still_listed(store, differing)
     ]
-    if rows and not _header_is_good(store, shard, data, rows, records):
-        found.headers.append(name)
 
 
 def _still_listed(store: ShardStore, suspects: Sequence[DamagedEntry]) -> list[DamagedEntry]:

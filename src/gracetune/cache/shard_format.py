@@ -57,7 +57,7 @@ import torch
 from xxhash import xxh3_64_digest, xxh3_128
 
 from gracetune.atomic_files import fsync_path
-from gracetune.cache.index import EntryRow, ShardRow, TensorSlice
+from gracetune.cache.index import DamagedIndexError, EntryRow, ShardRow, TensorSlice
 from gracetune.errors import CacheError
 from gracetune.units import MIB
 
@@ -162,6 +162,13 @@ class ShardFile:
 
     def seal(self, rows: Sequence[EntryRow]) -> None:
         """Seal the shard: write its header, rename it to .safetensors, and release its lock."""
+        needed = header_nbytes(rows)
+        if needed > self.row.data_offset:
+            raise DamagedIndexError(
+                f"The index of {self.path.parents[1]} says that shard {self.row.name} reserves "
+                f"{self.row.data_offset} bytes for its header, which needs {needed}. `gracetune "
+                f"cache verify {self.path.parents[1]} --repair` rebuilds the index."
+            )
         os.ftruncate(self._descriptor, self.end)
         header = build_header(rows, self.row.data_offset, self.end)
         _write_all(self._descriptor, memoryview(header), 0)
@@ -239,6 +246,9 @@ def lock_shard(path: Path, index: CacheIndex, *, remove_unlisted: bool = False) 
     descriptor = _lock(path)
     if descriptor is None:
         return None
+    if path.suffix == OPEN_SUFFIX and path.with_suffix(SEALED_SUFFIX).exists():
+        # A copy from a backup: sealing it would replace the other file of the same name.
+        path = path.rename(path.with_stem(secrets.token_hex(8)))
     row, count = index.shard(path.stem), 0
     if row is None or row.length != os.fstat(descriptor).st_size:
         count = add_unlisted_entries(index, path.stem, map_file(descriptor).numpy())
@@ -346,13 +356,17 @@ def entry_header_nbytes(key: str, tensors: Iterable[TensorSlice]) -> int:
     )
 
 
+def header_nbytes(rows: Sequence[EntryRow]) -> int:
+    """Return an upper bound of the size of the header of a shard with these entries, in bytes."""
+    entries_nbytes = sum(entry_header_nbytes(row.key, row.tensors) for row in rows)
+    return align_up(_FIXED_HEADER_NBYTES + entries_nbytes)
+
+
 def build_header(rows: Sequence[EntryRow], data_offset: int, length: int) -> bytes:
     """Build the safetensors header of a shard with these entries."""
     # Offsets count from the end of the header, whose length depends on their digits: so the header
     # is padded to its upper bound.
-    entries_nbytes = sum(entry_header_nbytes(row.key, row.tensors) for row in rows)
-    size = align_up(_FIXED_HEADER_NBYTES + entries_nbytes) - 8
-    assert 8 + size <= data_offset, f"a header of {size} bytes in {data_offset} bytes"
+    size = header_nbytes(rows) - 8
     table: dict[str, object] = {"__metadata__": _metadata(data_offset)}
     position = 8 + size
     for row in rows:

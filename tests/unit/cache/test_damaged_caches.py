@@ -198,6 +198,29 @@ def test_a_damaged_index_is_named_and_rebuilt_from_the_shards(cache, capsys, dam
     check_build(cache.parent / "built", may_refuse=True)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "shards SET length = 5000",
+        "shards SET length = 1 << 40",
+        "shards SET room = 64",
+        "shards SET room = 4160",
+        "shards SET name = 'other' WHERE id = 1",
+        "entries SET shard = 9 WHERE id = 2",
+        "entries SET key = 'other' WHERE id = 2",
+        "entries SET tensors = replace(tensors, 'F32', 'I32')",
+        "entries SET tensors = replace(tensors, 'latents', 'latentz')",
+    ],
+)
+def test_changed_values_in_the_index_are_found(cache, capsys, change):
+    """SQLite does not notice a flipped bit in a value."""
+    with closing(sqlite3.connect(cache / INDEX)) as db, db:
+        db.execute(f"UPDATE {change}")
+    shutil.copytree(cache, cache.parent / "built")
+    check_repair(cache, capsys)
+    check_build(cache.parent / "built", may_refuse=True)
+
+
 def test_a_build_rebuilds_an_index_of_zero_bytes_and_reports_it(cache, recorder):
     (cache / INDEX).write_bytes(b"")
     with ShardStore(cache, recorder) as store:
@@ -371,6 +394,21 @@ def test_a_sealed_file_without_entries_is_kept_until_the_cache_is_cleaned(cache,
     assert path.read_bytes() == bytes(1000)
     assert list(check_repair(cache, capsys)) == ["shard model"]
     assert not path.exists()
+
+
+def test_a_growing_copy_does_not_replace_a_complete_shard(cache, capsys):
+    """A backup was copied over the cache, and the shard was sealed since."""
+    row = rows(cache)[0]
+    path = cache / "shards" / f"{row.shard}.safetensors"
+    older = path.with_suffix(".open")
+    older.write_bytes(path.read_bytes()[: row.end])
+    check_build(cache)
+    with ShardStore(cache) as store:
+        store.put_many({f"new {n}": entry(n) for n in range(9)})
+        compact(store)
+        assert values(store) == {*range(len(KEYS))}
+    assert not older.exists()
+    check_repair(cache, capsys, is_named=False)
 
 
 # Every byte
