@@ -104,7 +104,7 @@ def measured():
     """Return the expected figures of the README by the start of their row."""
     wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
     both, best = figures("wan_experts"), wan["plain_images_s"]
-    families = figures("families_step")
+    families, transfer = figures("families_step"), figures("batch_transfer")
 
     def times(*names):
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
@@ -126,7 +126,7 @@ def measured():
         "Step time inside a managed-memory pool": f"{memory['pool_step.ratio']:.3f}",
         "Bandwidth of `prefetch_to_device`": f"{min(prefetch):.3f}",
         "First access to managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
-        "Step time when batches come from the cache": f"{figures('batch_transfer')['fed_over_resident']:.3f}",
+        "Step time when batches come from the cache": f"{transfer['fed_over_resident']:.3f}",
         "Step time of twenty Wan2.2-14B blocks": f"at most {max(ratios):.3f}, "
         f"in a ring of {min(slots):.0f} to {max(slots):.0f} slots",
     }
