@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -179,6 +180,33 @@ def test_exported_files_load_and_resuming_does_not_change_them(
         assert (trained - plain).abs().max() > 0.01
     sampled = np.asarray(Image.open(torn / "validation" / f"step-{STEPS:06d}" / "000.png"), float)
     assert np.abs(generate_image(pipeline) - sampled).max() <= 1
+
+
+def test_a_resting_expert_keeps_its_average(settings, wan_file, tmp_path):
+    """Averages follow from the saved weights: each expert's own steps only, also after a resume."""
+    train = {"ema_decay": 0.8, "switch_every": 2, "gradient_accumulation_steps": 2}
+    file = wan_file(settings("lora", checkpoint_every=1, keep_checkpoints=99, **train))
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    for folder, steps in ((whole, STEPS), (torn, HALF), (torn, STEPS)):
+        changed = [f"output_dir={folder}", f"train.max_train_steps={steps}", "validation.every=0"]
+        run_training(load_run_file(file, changed).run)
+    assert manifest(torn, STEPS)["files"] == manifest(whole, STEPS)["files"]
+
+    saved = [
+        checkpoint.load_snapshot(whole / "checkpoints" / f"step-{step:06d}").tensors
+        for step in range(1, STEPS + 1)
+    ]
+    experts = [step["expert"] for step in events(whole, "step_done")]
+    assert experts == ["high", "high", "low", "low", "high", "high"]
+    for number, (before, after) in enumerate(pairwise(saved), start=1):
+        expert = experts[number]
+        own = experts[:number].count(expert)
+        decay = min(0.8, (1 + own) / (10 + own))
+        for name, average in after["ema"].items():
+            expected = before["ema"][name]
+            if name.startswith(f"{expert}."):
+                expected = expected.lerp(after["weights"][name], 1 - decay)
+            assert torch.equal(average, expected), (number, name)
 
 
 @pytest.mark.parametrize("kind", ["lora", "lokr"])

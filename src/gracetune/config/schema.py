@@ -308,7 +308,7 @@ class TrainSection(Section):
     may follow, for models with a high-noise and a low-noise transformer."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Decay per optimizer step of an exponential moving average of the trained weights, such as
-    0.999. 0: no average."""
+    0.999. 0: no average. Of two transformers, a step averages only the one that it trains."""
     checkpoint_every: NonNegativeInt = 500
     """Number of optimizer steps between checkpoints. 0: none by steps; the last step always has
     one."""

@@ -100,6 +100,10 @@ class TrainProgress:
             self.low_steps + (expert == "low"),
         )
 
+    def steps_of(self, expert: Expert | None) -> int:
+        """Return the number of steps that trained this transformer; None is a single one."""
+        return {"high": self.high_steps, "low": self.low_steps, None: self.step}[expert]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -155,7 +159,7 @@ def train_step(
     lr = effective_lr(state.optimizer)
     state.optimizer.zero_grad()
     if state.ema is not None:
-        state.ema.update(progress.step)
+        state.ema.update(progress.steps_of(turn.expert), turn.expert)
     return StepResult(loss_sum / samples, grad_norm, lr, samples, accumulation, turn.expert)
 
 
@@ -247,13 +251,21 @@ class Ema:
         self._weights = [parameter.data for parameter in parameters.values()]
         self.averages = {name: p.detach().clone() for name, p in parameters.items()}
 
-    def update(self, step: int) -> None:
+    def update(self, step: int, expert: Expert | None = None) -> None:
         """Update the averages with the weights after optimizer step `step`, counted from 0.
 
+        Of two transformers, only the one that the step trained (`expert`) is averaged, and `step`
+        counts its own steps: the other one rests, and its average must not approach its weights.
         The decay is lower in the first steps, so that the initial weights are soon forgotten.
         """
         decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.averages.values()), self._weights, 1 - decay)
+        prefix = "" if expert is None else f"{expert}."
+        pairs = zip(self.averages.items(), self._weights, strict=True)
+        trained = [
+            (average, weight) for (name, average), weight in pairs if name.startswith(prefix)
+        ]
+        averages, weights = map(list, zip(*trained, strict=True))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -210,6 +210,20 @@ def test_late_steps_use_the_full_ema_decay():
     torch.testing.assert_close(ema.averages["w"], torch.tensor([0.1]))
 
 
+def test_the_ema_averages_only_the_expert_that_was_trained():
+    live = {"high.w": torch.zeros(2), "low.w": torch.zeros(2)}
+    alone = {name: Ema({name: weight}, decay=0.8) for name, weight in live.items()}
+    ema = Ema(live, decay=0.8)
+    progress = TrainProgress()
+    for expert in ["high"] * 5 + ["low"] * 20 + ["high"] * 2:
+        live[f"{expert}.w"] += 1.0
+        ema.update(progress.steps_of(expert), expert)
+        alone[f"{expert}.w"].update(int(live[f"{expert}.w"][0]) - 1)
+        progress = progress.after(1, 1, expert)
+        for name, average in ema.averages.items():
+            assert torch.equal(average, alone[name].averages[name]), (progress, name)
+
+
 def test_the_model_holds_the_ema_only_inside_the_block():
     live = {"w": torch.nn.Parameter(torch.zeros(2))}
     ema = Ema(live, decay=0.5)
