@@ -1,5 +1,6 @@
 """The contract of model families. Add a new family to MODELS; the tests need no change."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -61,9 +62,21 @@ def media(family, shape):
     generator = torch.Generator().manual_seed(0)
     if "audio" in family.kinds:
         return torch.rand(2, *shape, generator=generator) * 2 - 1
-    width, height, *frames = shape
-    channels = 6 if family.takes_control else 3
-    return torch.rand(2, channels, *frames, height, width, generator=generator) * 2 - 1
+    return with_controls(
+        family, torch.rand(2, 3, *shape[:1:-1], *shape[1::-1], generator=generator)
+    )
+
+
+def with_controls(family, images):
+    """Scale images or clips to [-1, 1] and append control images, as `decode_item` does."""
+    if not family.takes_control:
+        return images * 2 - 1
+    height, width = images.shape[-2:]
+    count = 3 * math.prod(family.control_size(width, height))
+    padded = torch.zeros(len(images), -(-count // (width * height)), height, width)
+    controls = torch.rand(len(images), count, generator=torch.Generator().manual_seed(1))
+    padded.flatten(1)[:, :count] = controls
+    return torch.cat([images, padded], dim=1) * 2 - 1
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +92,8 @@ def encode_captions(family, captions):
     """Encode captions; a control image, if needed, is the same for all."""
     if not family.takes_control:
         return family.encode_text(captions)
-    return family.encode_text(captions, [torch.zeros(3, 32, 32)] * len(captions))
+    width, height = family.control_size(32, 32)
+    return family.encode_text(captions, [torch.zeros(3, height, width)] * len(captions))
 
 
 def conditions_for(family, captions, conditions):
@@ -98,9 +112,8 @@ def test_encoding_does_not_depend_on_other_samples_of_the_batch(family, media, e
 
 def test_images_have_the_latent_shape_too(family):
     if "image" in family.kinds:
-        channels = 6 if family.takes_control else 3
         size = (2 * family.pixel_step, family.pixel_step)
-        pixels = torch.rand(1, channels, *reversed(size)) * 2 - 1
+        pixels = with_controls(family, torch.rand(1, 3, *reversed(size)))
         assert family.encode(pixels).shape == (1, *family.latent_shape(*size))
 
 
@@ -186,7 +199,9 @@ def test_the_prediction_type_is_known(family):
 
 def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
     *texts, empty = encode_captions(family, ["one", "two", ""])
-    needs_image = family.starts_from == "image" or family.takes_control
+    image_sizes = [shape[:2]] * 2 if family.starts_from == "image" else []
+    if family.takes_control:
+        image_sizes = [family.control_size(*shape)] * 2
     request = SampleRequest(
         texts=texts,
         empty_text=empty,
@@ -194,7 +209,7 @@ def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
         seed=3,
         steps=1 if family.takes_control else 2,  # edits are always sampled at a megapixel
         guidance=1.0 if family.takes_control else 2.0,
-        images=[torch.zeros(3, shape[1], shape[0])] * 2 if needs_image else (),
+        images=[torch.zeros(3, height, width) for width, height in image_sizes],
     )
     with torch.no_grad():
         samples = family.sample(request)

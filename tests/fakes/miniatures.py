@@ -5,7 +5,7 @@ The folders have all components, tokenizers included, and are read by diffusers 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -149,6 +149,21 @@ def _qwen_image_edit(folder: Path) -> None:
     content = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
     content["processor"] = ["transformers", "Qwen2VLProcessor"]
     index.write_text(json.dumps(content, indent=2))
+
+
+class QwenProcessor:
+    """Stands in for Qwen2VLProcessor, which needs torchvision for videos: images and texts only."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self._image_processor, self._tokenizer = image_processor, tokenizer
+
+    def __call__(self, text: list[str], images: Any, **options: Any) -> Any:
+        from transformers import BatchFeature
+
+        seen = self._image_processor(images=images, return_tensors="pt")
+        tokens = int(seen["image_grid_thw"].prod()) // self._image_processor.merge_size**2
+        texts = [one.replace("<|image_pad|>", "<|image_pad|>" * tokens) for one in text]
+        return BatchFeature({**self._tokenizer(texts, **options), **seen})
 
 
 def _qwen_image(folder: Path) -> None:
@@ -337,6 +352,7 @@ MINIATURES: dict[str, Callable[[Path], None]] = {
     "qwen-image": _qwen_image,
     "qwen-image-edit": _qwen_image_edit,
     "stable-audio": _stable_audio,
+    "wan21-t2v": lambda folder: _wan(folder, task="text", experts=1, is_5b=False),
     "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, is_5b=False),
     "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, is_5b=False),
     "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, is_5b=True),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gracetune.data.batch_order import Draw
     from gracetune.data.images import Decoders
     from gracetune.data.prefetch import Prefetch
-    from gracetune.data.sample import Sample, Shape
+    from gracetune.data.sample import Sample, Shape, Size
     from gracetune.data.source import Source
 
 MAX_REMEMBERED_KEYS = 2**18
@@ -59,12 +59,24 @@ class SampleTransforms:
     """Dataset settings, by dataset id."""
     seed: int
     decoders: Decoders
+    control_size: Callable[[int, int], Size] | None = None
+    """Function (width, height) -> size of the control image of such a sample. None: the model takes
+    no control images."""
 
     def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
         """Return the crop and augmentations of a sample in a training epoch."""
         section = self.sections[sample.dataset]
         number = augmentation_epoch(section, epoch)
         return sample_transform(section, sample, self.seed, number, self.decoders.lanczos)
+
+    def item(
+        self, sample: Sample, size: Shape, source: Source, epoch: int, tiled: bool = False
+    ) -> EncodeItem:
+        """Return everything that is needed to decode a sample for a bucket and an epoch."""
+        control_size = None
+        if self.control_size is not None and sample.control is not None:
+            control_size = self.control_size(size[0], size[1])
+        return EncodeItem(sample, size, source, self(sample, epoch), tiled, control_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +324,7 @@ class BatchReader:
         for dataset, places in by_dataset.items():
             live = self._live_sources[dataset]
             items = [
-                EncodeItem(d.sample, d.size, live.source, self._transforms(d.sample, d.epoch))
+                self._transforms.item(d.sample, d.size, live.source, d.epoch)
                 for d in (draws[place] for place in places)
             ]
             for place, decoded in zip(places, decode(live, items), strict=True):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from gracetune.cache.store import Entry, Store
     from gracetune.data.batch_order import BucketGroup
     from gracetune.data.images import Decoders
-    from gracetune.data.sample import Kind, Sample, Shape
+    from gracetune.data.sample import Kind, Sample, Shape, Size
     from gracetune.data.source import Source
     from gracetune.events.types import Event
 
@@ -81,6 +81,10 @@ class SampleEncoder(Protocol):
     @property
     def takes_control(self) -> bool:
         """True if prompts are encoded together with a control image."""
+        ...
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the control image of a sample of this size."""
         ...
 
     @property
@@ -187,6 +191,8 @@ class EncodeItem:
     """Crop and augmentations of the sample."""
     tiled: bool = False
     """True if the sample is encoded in tiles."""
+    control_size: Size | None = None
+    """Width and height of the sample's control image; None if the model takes none."""
 
 
 def fill_latents(
@@ -295,7 +301,8 @@ def decode_items(
 def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
     """Return the decoded, cropped and augmented sample, or the reason why it is unreadable.
 
-    A control image is appended to the sample's image as three more channels.
+    The values of a control image, which may have another size, follow those of the sample's image
+    as more channels, padded with zeros.
     """
     sample, transform = item.sample, item.transform
     try:
@@ -305,18 +312,14 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
         if sample.kind == "audio":
             return render_audio(data, transform, item.size)
         size = (item.size[0], item.size[1])
-        controls = [
-            render_control(
-                read_unchanged(item.source, companion.key, companion.digest),
-                transform,
-                size,
-                decoders,
-            )
-            for companion in sample.companions
-            if companion.role == "control"
-        ]
         pixels = render(data, transform, size, decoders)
-        return torch.cat([pixels, *controls]) if controls else pixels
+        if sample.control is None or item.control_size is None:
+            return pixels
+        data = read_unchanged(item.source, sample.control.key, sample.control.digest)
+        control = render_control(data, transform, size, item.control_size, decoders)
+        padding = -control.numel() % prod(size)
+        values = torch.cat([pixels.flatten(), control.flatten(), control.new_zeros(padding)])
+        return values.view(-1, *pixels.shape[1:])
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
@@ -458,12 +461,13 @@ class PromptEncoder:
         """Decode a prompt's control image, cropped and augmented like its sample."""
         sample, size = prompt.sample, (prompt.size[0], prompt.size[1])
         assert sample.control is not None, f"{sample.key} has no control image"
-        transform = self._transforms(sample, prompt.epoch)
+        transform, decoders = self._transforms(sample, prompt.epoch), self._transforms.decoders
         try:
             data = read_unchanged(
                 self._sources[sample.dataset], sample.control.key, sample.control.digest
             )
-            return render_control(data, transform, size, self._transforms.decoders)
+            control_size = self._encoder.control_size(*size)
+            return render_control(data, transform, size, control_size, decoders)
         except (UnreadableSampleError, OSError) as error:
             raise unreadable_now(
                 sample, f"its control image {sample.control.key}: {error}"

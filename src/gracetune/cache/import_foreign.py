@@ -93,7 +93,9 @@ def import_foreign(
     files = [p for p in sorted(folder.rglob("*")) if p.suffix in (".safetensors", ".pt")]
     if not files:
         raise CacheError(f"{folder} has no .safetensors or .pt file: nothing to import.")
-    transforms = SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+    sections = {d.id: d for d in run.datasets}
+    control_size = encoder.control_size if encoder.takes_control else None
+    transforms = SampleTransforms(sections, run.seed, choose_decoders(), control_size)
     samples: SamplesByStem = defaultdict(list)
     for stem, sample in _run_samples(run, encoder, transforms, emit):
         samples[stem].append(sample)
@@ -131,7 +133,7 @@ def _run_samples(
         for size, samples in plan.buckets.items():
             for sample in samples:
                 tiled = tiling.applies_to(size, sample.kind)
-                item = EncodeItem(sample, size, dataset.source, transforms(sample, 0), tiled)
+                item = transforms.item(sample, size, dataset.source, 0, tiled)
                 file = Path(section.instance_data_dir or "") / sample.key
                 yield Path(sample.key).stem, _ImportSample(item, file)
 

@@ -32,6 +32,7 @@ from gracetune.data.images import (
     decode_pixels,
     fit,
     fit_pixels,
+    to_tensor,
 )
 from gracetune.data.video import decode_video
 from gracetune.errors import ConfigError
@@ -397,13 +398,20 @@ def render(
 
 
 def render_control(
-    data: bytes, transform: SampleTransform, size: Size, decoders: Decoders = PILLOW
+    data: bytes,
+    transform: SampleTransform,
+    size: Size,
+    control_size: Size,
+    decoders: Decoders = PILLOW,
 ) -> Tensor:
     """Render a control image with the crop, flips and rotation of its sample, as CHW in [-1, 1].
 
-    Its colours are not augmented.
+    It is cropped to the aspect ratio of the sample's `size` and then resized to `control_size`,
+    always with Pillow, as diffusers' pipelines do. Its colours are not augmented.
     """
-    return _fit(_decode_and_augment(data, transform, size, decoders, "control"), transform, size)
+    image = _decode_and_augment(data, transform, control_size, decoders, "control")
+    part = image.crop(crop_box(image.size, size, transform.crop))
+    return to_tensor(part.resize(control_size, Image.Resampling.LANCZOS))
 
 
 def render_mask(

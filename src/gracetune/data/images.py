@@ -323,10 +323,15 @@ def fit(
     image: Image.Image, width: int, height: int, crop: tuple[float, float] = CENTRE_CROP
 ) -> Tensor:
     """Crop and resize an image with Pillow; return float32 in CHW layout and [-1, 1]."""
+    return to_tensor(cover(image, width, height, crop))
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """Convert an 8-bit RGB image to float32 in CHW layout and [-1, 1]."""
     import torch  # imported late, so that opening a dataset does not load torch
 
-    pixels = np.array(cover(image, width, height, crop))
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
+    pixels = torch.from_numpy(np.array(image))
+    return pixels.permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1.0)
 
 
 def cover(

@@ -373,7 +373,7 @@ class DatasetPreparer:
         self.emit = emit
         self._family = family
         self._corruption = CorruptionLog(emit, folder / "corruption.json")
-        self.transforms = _sample_transforms(run)
+        self.transforms = _sample_transforms(run, family)
         emit(Notice(self.transforms.decoders.description))
         self.tiling = _tiling(run, family)
         self.encode = ExclusiveEncoder(family.encode, family.set_tiling, self.tiling)
@@ -439,15 +439,10 @@ class DatasetPreparer:
     def items(self, groups: Sequence[BucketGroup], source: Source, epoch: int) -> list[EncodeItem]:
         """Return each sample with the random crop and augmentations of an epoch, for encoding."""
         return [
-            EncodeItem(
-                sample,
-                group.size,
-                source,
-                self.transforms(sample, epoch),
-                self.tiling.applies_to(group.size, sample.kind),
-            )
+            self.transforms.item(sample, group.size, source, epoch, tiled)
             for group in groups
             for sample in group.samples
+            for tiled in (self.tiling.applies_to(group.size, sample.kind),)
         ]
 
     def encode_missing(
@@ -609,8 +604,10 @@ def latent_grid(family: Family, size: Shape) -> tuple[int, int]:
     return rows, columns
 
 
-def _sample_transforms(run: RunFile) -> SampleTransforms:
-    return SampleTransforms({d.id: d for d in run.datasets}, run.seed, choose_decoders())
+def _sample_transforms(run: RunFile, family: Family) -> SampleTransforms:
+    sections = {d.id: d for d in run.datasets}
+    control_size = family.control_size if family.takes_control else None
+    return SampleTransforms(sections, run.seed, choose_decoders(), control_size)
 
 
 def _tiling(run: RunFile, family: Family) -> Tiling:
@@ -626,7 +623,7 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     """
     folder, identity = Path(run.output_dir), family.identity()
     corruption = CorruptionLog(emit, folder / "corruption.json")
-    transforms, tiling = _sample_transforms(run), _tiling(run, family)
+    transforms, tiling = _sample_transforms(run, family), _tiling(run, family)
     prompt_names = PromptNames(family.takes_control, transforms)
     keys: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -69,6 +70,10 @@ class DiffusersFamily:
     def release_text_encoder(self) -> None:
         """Free the text encoders: they take gigabytes, and training does not need them."""
         self.text_encoders.clear()
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the sample's size: a control image has the same size, unless a family differs."""
+        return width, height
 
     def set_tiling(self, enabled: bool) -> bool:
         """Turn the VAE's own tiling, which saves memory, on or off. Return True: it has tiling."""
@@ -380,6 +385,23 @@ def padding_mask(texts: Sequence[Tensor], length: int) -> Tensor:
     """Return a mask (batch, length) that is True for tokens and False for padding."""
     counts = torch.tensor([len(text) for text in texts], device=texts[0].device)
     return torch.arange(length, device=texts[0].device) < counts[:, None]
+
+
+# Tensors of another size, such as the latents of an image to edit, in channels of cached latents
+
+
+def append_channels(grid_BCHW: Tensor, values: Tensor) -> Tensor:  # noqa: N803
+    """Append the values of each sample as more channels of the grid, padded with zeros."""
+    count, _, height, width = grid_BCHW.shape
+    flat = values.flatten(1)
+    padded = nn.functional.pad(flat, (0, -flat.shape[1] % (height * width)))
+    return torch.cat([grid_BCHW, padded.view(count, -1, height, width)], dim=1)
+
+
+def restore_appended(channels_BCHW: Tensor, shape: tuple[int, ...]) -> Tensor:  # noqa: N803
+    """Return the values in channels from `append_channels`, with their shape without the batch."""
+    values = channels_BCHW.flatten(1)[:, : math.prod(shape)]
+    return values.reshape(-1, *shape)
 
 
 # Packed latents, one row for each patch of 2x2 cells: the input of Flux and Qwen-Image

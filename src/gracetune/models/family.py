@@ -98,6 +98,13 @@ class Family(Protocol):
         """True if every training image comes with a control image, such as the one to edit."""
         ...
 
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the control image of a sample of this size.
+
+        Called only if `takes_control` is true.
+        """
+        ...
+
     @property
     def pixel_step(self) -> int:
         """Number of pixels of which the width and the height of a sample must be multiples."""
@@ -156,8 +163,9 @@ class Family(Protocol):
     def encode(self, media: Tensor) -> Tensor:
         """Encode a batch of images, clips or audio to the latents that are cached.
 
-        Images have the shape BCHW and clips BCFHW, both in [-1, 1]; audio has the shape BCN. A
-        control image, such as the one to edit, is appended to its image as three more channels.
+        Images have the shape BCHW and clips BCFHW, both in [-1, 1]; audio has the shape BCN. The
+        values of a control image, such as the one to edit, follow those of its image as more
+        channels, padded with zeros: it may have another size (`control_size`).
         """
         ...
 
@@ -191,7 +199,8 @@ class Family(Protocol):
     ) -> list[dict[str, Tensor]]:
         """Return the embeddings of each caption, encoded on its own and without padding.
 
-        If the model takes control images, `images` holds that of each caption (CHW in [-1, 1]).
+        If the model takes control images, `images` holds that of each caption: CHW in [-1, 1], of
+        the size that `control_size` returns.
         """
         ...
 
@@ -268,8 +277,8 @@ class SampleRequest:
     guidance: float
     """Scale of classifier-free guidance. 1 turns it off."""
     images: Sequence[Tensor] = ()
-    """First frame, or image to edit, for each prompt: CHW in [-1, 1]. Empty for families that
-    generate from text alone."""
+    """First frame, or image to edit of the size `Family.control_size`, for each prompt: CHW in
+    [-1, 1]. Empty for families that generate from text alone."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
     """The empty caption encoded with each image, for families that encode text with an image."""
     tiled: bool = False
@@ -335,6 +344,8 @@ class SampleShape:
     width: int
     height: int
     frames: int = 1
+    has_control: bool = False
+    """True if the sample comes with a control image, such as the one to edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +355,8 @@ class EncodedShape:
     latent_shape: tuple[int, ...]
     text_shape: tuple[int, int]
     """Number of tokens of the longest caption, with padding, and width of a token's embedding."""
+    control_shape: tuple[int, ...] = ()
+    """Shape of the latents of the control image; empty without one."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
 """The model family `qwen_image`: Qwen-Image, and Qwen-Image-Edit, which edits images.
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
-patches of 2x2 cells as tokens. An edit model also reads the tokens of the image to edit, after
-those of the noisy image. diffusers is imported inside functions because the adapter commands read
-`KEY_TABLE` from here and should not wait seconds for that import.
+patches of 2x2 cells as tokens. An edit model also reads the tokens of the image to edit (the
+reference), after those of the noisy image. The reference has an area of one megapixel whatever the
+size of the noisy image, as in diffusers' pipeline. diffusers is imported inside functions because
+the adapter commands read `KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +23,7 @@ from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
+    append_channels,
     captions_longer_than,
     check_pipeline_class,
     digest_of_folder,
@@ -34,10 +39,17 @@ from gracetune.models.diffusers_family import (
     read_text_encoder,
     read_transformer,
     read_vae,
+    restore_appended,
     tokenize,
     unpack_latents,
 )
-from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
+from gracetune.models.family import (
+    PROBE_JOINT_ATTENTION,
+    EncodedShape,
+    GeneratedSample,
+    PlannerShapes,
+    SampleShape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,15 +60,16 @@ if TYPE_CHECKING:
     from gracetune.models.family import (
         AudioFormat,
         Config,
-        EncodedShape,
         Forward,
         MediaKind,
         PredictionType,
         SampleRequest,
-        SampleShape,
     )
 
 EDIT_PIPELINE = "QwenImageEditPipeline"
+REFERENCE_AREA = 1024 * 1024
+"""Pixels of the image to edit, for the VAE and for the language model. See `reference_size`."""
+REFERENCE_STEP = 32
 MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
@@ -134,35 +147,56 @@ class QwenImage(DiffusersFamily):
         return self.vae_scale * PATCH_SIZE
 
     def identity(self) -> dict[str, str]:
-        """Return strings for cache keys, made of hashes of the encoders' files."""
+        """Return strings for cache keys: hashes of the encoders' files, and sizes of the inputs."""
         names = ["tokenizer", "text_encoder", *(["processor"] if self.takes_control else [])]
         text = "-".join(digest_of_folder(self.folder / name) for name in names)
+        model = f"qwen-image-edit-{REFERENCE_AREA}" if self.takes_control else "qwen-image"
         return {
-            "latents": f"qwen-image-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"qwen-image-{TEXT_LENGTH}-{text}",
+            "latents": f"{model}-mode-{digest_of_folder(self.folder / 'vae')}",
+            "text": f"{model}-{self._text_length}-{text}",
         }
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the image to edit, for a generated image of this size."""
+        return reference_size(width, height)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Return the double-stream blocks in forward order."""
         return list(self.transformer.transformer_blocks)
 
     def encode(self, media: Tensor) -> Tensor:
-        """Encode images to normalised latents; control images are appended as channels."""
-        images = torch.split(media, 3, dim=1)
-        return torch.cat([self._encode_image(image) for image in images], dim=1)
+        """Encode images to normalised latents; those of images to edit follow as channels."""
+        latents = self._encode_image(self.vae, media[:, :3])
+        if not self.takes_control:
+            return latents
+        width, height = self.control_size(media.shape[-1], media.shape[-2])
+        references = restore_appended(media[:, 3:], (3, height, width))
+        # One at a time and not in tiles: the caller decides both for the size to generate.
+        vae = copy.copy(self.vae)
+        vae.disable_tiling()
+        encoded = [self._encode_image(vae, reference[None]) for reference in references]
+        return append_channels(latents, torch.cat(encoded))
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the latents to add noise to, and those of an image to edit as a condition."""
         channels = self.vae.config.z_dim
         if not self.takes_control:
             return encoded, {}
-        return encoded[:, :channels], {"reference": encoded[:, channels:]}
+        shape = self._reference_shape(*encoded.shape[-2:])
+        reference = restore_appended(encoded[:, channels:], shape)
+        return encoded[:, :channels], {"reference": reference}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape of an encoded image: channels (double for an edit), rows, columns."""
+        """Return the shape of an encoded image: channels, rows, columns.
+
+        An edit has more channels, which hold the latents of the image to edit.
+        """
         width, height = shape
-        channels = self.vae.config.z_dim * (2 if self.takes_control else 1)
-        return (channels, height // self.vae_scale, width // self.vae_scale)
+        rows, columns = height // self.vae_scale, width // self.vae_scale
+        channels = self.vae.config.z_dim
+        if self.takes_control:
+            channels += -(-math.prod(self._reference_shape(rows, columns)) // (rows * columns))
+        return (channels, rows, columns)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """Return the number of patches, each one token, without those of the image to edit."""
@@ -170,7 +204,7 @@ class QwenImage(DiffusersFamily):
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """Return the captions with more tokens than the model reads."""
-        return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
+        return captions_longer_than(self.tokenizer, captions, self._text_length)
 
     def encode_text(
         self, captions: Sequence[str], images: Sequence[Tensor] = ()
@@ -203,11 +237,10 @@ class QwenImage(DiffusersFamily):
         count, _, height, width = noisy.shape
         dtype = self.transformer.img_in.weight.dtype
         rows = pack_latents(noisy)
-        shape = (1, height // PATCH_SIZE, width // PATCH_SIZE)
-        length, shapes = rows.shape[1], [shape]
+        length, shapes = rows.shape[1], [_patch_grid(noisy.shape)]
         if "reference" in conditions:
             rows = torch.cat([rows, pack_latents(conditions["reference"])], dim=1)
-            shapes = [shape, shape]
+            shapes.append(_patch_grid(conditions["reference"].shape))
         velocity: Tensor = transformer(
             hidden_states=rows.to(dtype),
             timestep=sigmas.to(dtype),
@@ -232,7 +265,14 @@ class QwenImage(DiffusersFamily):
                 "negative_prompt_embeds": negative,
                 "negative_prompt_embeds_mask": torch.ones(negative.shape[:2], device=device).long(),
             }
-            start = {"image": to_pil(request.images[number])} if request.images else {}
+            start = {}
+            if request.images:
+                # The pipeline would resize the image to edit, by its aspect ratio, which rounding
+                # has changed. It is resized already, so give the ratio of the image to generate.
+                reference = to_pil(request.images[number])
+                assert reference.size == self.control_size(width, height), reference.size
+                start["image"] = Image.new("RGB", (width, height))
+                pipeline.image_processor.resize = partial(_same_image, reference)
             image = pipeline(
                 prompt_embeds=prompt,
                 prompt_embeds_mask=torch.ones(prompt.shape[:2], device=device).long(),
@@ -264,22 +304,60 @@ class QwenImage(DiffusersFamily):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    def _encode_image(self, pixels: Tensor) -> Tensor:
+    @property
+    def _text_length(self) -> int:
+        return EDIT_TEXT_LENGTH if self.takes_control else TEXT_LENGTH
+
+    def _reference_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Return the shape of the latents of an image to edit, by rows and columns of the other."""
+        width, height = self.control_size(columns * self.vae_scale, rows * self.vae_scale)
+        return (self.vae.config.z_dim, height // self.vae_scale, width // self.vae_scale)
+
+    def _encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
         """Encode images to normalised latents, as videos of one frame: the VAE is a video VAE."""
-        video = pixels.to(next(self.vae.parameters())).unsqueeze(2)
+        video = pixels.to(next(vae.parameters())).unsqueeze(2)
         with torch.no_grad():
-            raw: Tensor = self.vae.encode(video).latent_dist.mode()[:, :, 0]
+            raw: Tensor = vae.encode(video).latent_dist.mode()[:, :, 0]
         mean, std = (
             torch.tensor(values, device=raw.device).view(1, -1, 1, 1)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return (raw - mean) / std
+
+
+def reference_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size of the image to edit, for an image to generate of this size.
+
+    As in diffusers' pipeline: the aspect ratio is kept, except for rounding.
+    """
+    ratio = width / height
+    exact = math.sqrt(REFERENCE_AREA * ratio), math.sqrt(REFERENCE_AREA * ratio) / ratio
+    rounded_width, rounded_height = (round(e / REFERENCE_STEP) * REFERENCE_STEP for e in exact)
+    return rounded_width, rounded_height
+
+
+def _same_image(image: Image.Image, *_: object, **__: object) -> Image.Image:
+    """Return the first argument, in place of a resized image."""
+    return image
+
+
+def _patch_grid(latent_shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return the number of frames (one), rows and columns of patches in latents of this shape."""
+    *_, height, width = latent_shape
+    return (1, height // PATCH_SIZE, width // PATCH_SIZE)
 
 
 # Text. The language model reads a template that contains the caption and, for an edit, the image.
 # The embedding is its hidden states without those of the template's first, fixed tokens.
 
-TEXT_LENGTH = 1024
+TEXT_LENGTH = 512
+"""Number of tokens to which a caption's embedding is cut: the pipeline's `max_sequence_length`."""
+MAX_TOKENS = 1024
+"""Number of tokens of a caption that the language model reads: the `tokenizer_max_length` of the
+pipeline, which cuts the embedding afterwards."""
+EDIT_TEXT_LENGTH = 2048
+"""Number of tokens to which the caption of an edit is cut. The pipeline cuts nothing; but the
+transformer has positions for 4096 tokens, of which an image takes up to about 1400."""
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
     "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
@@ -302,8 +380,8 @@ dropped."""
 
 def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
     """Return the embedding of a caption: the language model's hidden states of its tokens."""
-    tokens = tokenize(tokenizer, TEMPLATE.format(caption), TEXT_LENGTH + TEMPLATE_TOKENS)
-    return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:]
+    tokens = tokenize(tokenizer, TEMPLATE.format(caption), MAX_TOKENS + TEMPLATE_TOKENS)
+    return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:][:TEXT_LENGTH]
 
 
 def encode_edit(
@@ -315,12 +393,15 @@ def encode_edit(
 ) -> Tensor:
     """Return the joint embedding of an edit instruction and the image to edit.
 
-    The pixels are in [-1, 1].
+    The pixels are in [-1, 1]. `mm_token_type_ids` give the image's tokens positions in rows and
+    columns, as in the training of Qwen-Image-Edit. With transformers 5, the pipeline of diffusers
+    up to at least 0.42 does not pass them, and its image tokens have positions like text
+    (https://github.com/huggingface/diffusers/issues/14194).
     """
     processed = image_processor(images=[to_pil(image_CHW)], return_tensors="pt")
     image_tokens = int(processed["image_grid_thw"].prod()) // image_processor.merge_size**2
     text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * image_tokens)
-    length = TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + image_tokens
+    length = EDIT_TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + image_tokens
     tokens = dict(tokenize(tokenizer, text, length))
     is_image = tokens["input_ids"] == encoder.config.image_token_id
     inputs = {**tokens, **processed, "mm_token_type_ids": is_image.int()}
@@ -346,23 +427,31 @@ def _hidden_states(encoder: Any, inputs: Any) -> Tensor:
     return states
 
 
-PLANNED_TEXT_LENGTH = 512
-"""Number of tokens of a caption that the memory plan assumes. The limit is 1024, but few captions
-come near it."""
+LANGUAGE_PATCH = 28
+"""Pixels along the edge of a patch of the image to edit that is one token of the language model."""
 
 
 class QwenImageShapes(PlannerShapes):
     """Describes the transformer of Qwen-Image to the memory planner."""
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of a sample's latents and of the embedding of a long caption."""
-        return packed_shape(config, sample, PLANNED_TEXT_LENGTH)
+        """Return the shapes of a sample's latents and of the embedding of a long caption.
+
+        The embedding of an edit also has tokens of the image to edit.
+        """
+        shape = packed_shape(config, sample, TEXT_LENGTH)
+        if not sample.has_control:
+            return shape
+        size = reference_size(sample.width, sample.height)
+        tokens = TEXT_LENGTH + math.prod(round(edge / LANGUAGE_PATCH) for edge in size)
+        reference = packed_shape(config, SampleShape(*size), tokens)
+        return EncodedShape(shape.latent_shape, reference.text_shape, reference.latent_shape)
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Return uninitialised tensors like those that `predict` passes to the transformer."""
-        tokens = num_patches(encoded.latent_shape)
+        tokens = sum(map(num_patches, _image_shapes(encoded)))
         return {
             "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
             "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
@@ -371,8 +460,12 @@ class QwenImageShapes(PlannerShapes):
 
     def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:
         """Return the number of frames, rows and columns of patches in each image."""
-        _, height, width = encoded.latent_shape
-        return {"img_shapes": [[(1, height // PATCH_SIZE, width // PATCH_SIZE)]] * batch_size}
+        return {"img_shapes": [[_patch_grid(s) for s in _image_shapes(encoded)]] * batch_size}
+
+
+def _image_shapes(encoded: EncodedShape) -> list[tuple[int, ...]]:
+    """Return the shapes of the latents of the noisy image and, for an edit, of its reference."""
+    return [shape for shape in (encoded.latent_shape, encoded.control_shape) if shape]
 
 
 PLANNER_SHAPES = QwenImageShapes(

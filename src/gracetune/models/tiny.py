@@ -152,6 +152,10 @@ class Tiny:
     def release_text_encoder(self) -> None:
         """Do nothing: the text encoder has no weights."""
 
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the sample's size; this family takes no control images."""
+        return width, height
+
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
         """Return False: this family has no tiled encoding and needs none."""
         return False

@@ -214,7 +214,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
     width = edge
     if section.resolution_type == "edge":  # the longer edge of the widest bucket
         width = int(edge * section.max_aspect)
-    return SampleShape(width, edge, frames)
+    return SampleShape(width, edge, frames, section.conditioning_data_dir is not None)
 
 
 def constraints_of(run: RunFile) -> Constraints:
@@ -295,7 +295,9 @@ def fixed_memory_of(
 def cached_sample_nbytes(model: MetaModel) -> tuple[int, int]:
     """Return the bytes of one sample's latents, and of its text embeddings with padding."""
     itemsize, encoded = model.dtype.itemsize, model.encoded
-    return itemsize * prod(encoded.latent_shape), itemsize * prod(encoded.text_shape)
+    control = prod(encoded.control_shape) if encoded.control_shape else 0
+    latents = prod(encoded.latent_shape) + control
+    return itemsize * latents, itemsize * prod(encoded.text_shape)
 
 
 def _host_caches_nbytes(cache: CacheSection, latents: int, text: int, samples: int | None) -> int:

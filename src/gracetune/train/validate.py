@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from gracetune.atomic_files import atomic_file, atomic_folder
 from gracetune.cache.encode import EMPTY_PROMPT
-from gracetune.data.augment import DEFAULT_TRANSFORM, render
+from gracetune.data.augment import DEFAULT_TRANSFORM, render, render_control
 from gracetune.data.buckets import audio_lengths, frame_counts
 from gracetune.data.images import probe
 from gracetune.data.pyav import load_av
@@ -190,7 +190,7 @@ def build_validation(
         prompts = tuple(captions)[: section.num_prompts]
         text = f"validation.prompts is empty: validating with the first {len(prompts)} captions, "
         emit(Notice(text + "; ".join(map(repr, prompts))))
-    images = [_read_image(path, (shape[0], shape[1])) for path in section.images or ()]
+    images = [_read_image(path, (shape[0], shape[1]), family) for path in section.images or ()]
     texts, empty_texts = _encode_prompts(family, prompts, images)
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
@@ -280,10 +280,13 @@ def _check_images(run: RunFile, family: Family) -> None:
         )
 
 
-def _read_image(path: str, size: tuple[int, int]) -> Tensor:
+def _read_image(path: str, size: tuple[int, int], family: Family) -> Tensor:
+    """Read a first frame or image to edit, cropped and resized like those that are trained on."""
     try:
         data = Path(path).read_bytes()
         probe(data)
+        if family.takes_control:
+            return render_control(data, DEFAULT_TRANSFORM, size, family.control_size(*size))
         return render(data, DEFAULT_TRANSFORM, size)
     except (OSError, UnreadableSampleError) as error:
         raise ConfigError(

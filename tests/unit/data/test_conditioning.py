@@ -82,7 +82,7 @@ def test_image_control_and_mask_are_augmented_alike(folders: Path) -> None:
         recipe = sample_transform(dataset.section, sample, seed=3)
         control, mask = (dataset.source.read(c.key) for c in sample.companions)
         image = render(dataset.source.read(sample.key), recipe, (32, 32))
-        rendered_control = render_control(control, recipe, (32, 32))
+        rendered_control = render_control(control, recipe, (32, 32), (32, 32))
         rendered_mask = render_mask(mask, recipe, (32, 32))
         assert tuple(rendered_mask.shape) == (1, 32, 32)
         assert 0 <= float(rendered_mask.min()) < float(rendered_mask.max()) <= 1

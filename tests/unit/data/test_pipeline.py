@@ -315,7 +315,7 @@ def test_only_the_listed_bytes_of_companions_are_decoded(tmp_path, role):
     path.write_bytes(image_bytes(photo(32, 32, seed=1)))
     setting = "conditioning_data_dir" if role == "control" else "mask_data_dir"
     _, dataset = open_one(tmp_path, "a.png", image_bytes(photo(32, 32)), **{setting: str(beside)})
-    item = EncodeItem(dataset.samples[0], (32, 32), dataset.source)
+    item = EncodeItem(dataset.samples[0], (32, 32), dataset.source, control_size=(32, 32))
     replace_content(path, white_image(path))
     changed = rf"\({role}\) a\.png has changed since"
     if role == "mask":
@@ -326,7 +326,9 @@ def test_only_the_listed_bytes_of_companions_are_decoded(tmp_path, role):
     transforms = SampleTransforms({"d": dataset.section}, 0, choose_decoders())
     names = PromptNames(True, transforms)
     group = BucketGroup(dataset.samples, 1, 0.0, (32, 32))
-    encoder = SimpleNamespace(takes_control=True, encode_text=lambda *_: [])
+    encoder = SimpleNamespace(
+        takes_control=True, encode_text=lambda *_: [], control_size=lambda *size: size
+    )
     prompts = PromptEncoder(encoder, [group], {"d": dataset.source}, names)
     with pytest.raises(RunFailedError, match=rf"'d': a\.png .* its control image .*{changed}"):
         prompts.encode(prompts.names[:1])

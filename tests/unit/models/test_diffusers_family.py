@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
 from gracetune.models import qwen_image
-from gracetune.models.diffusers_family import pack_latents, unpack_latents, without_progress_bars
+from gracetune.models.diffusers_family import (
+    append_channels,
+    pack_latents,
+    unpack_latents,
+    without_progress_bars,
+)
 from gracetune.models.family import load_family
 
 PROMPT = "a red ring on the box"
@@ -103,13 +108,15 @@ def test_the_text_of_an_edit_depends_on_the_image(miniature):
     assert not torch.equal(one["tokens"], other["tokens"])
 
 
-def test_the_reference_image_of_an_edit_gets_no_noise(miniature):
+def test_the_reference_image_of_an_edit_gets_no_noise(miniature, monkeypatch):
     family = load("qwen_image", miniature("qwen-image-edit"))
-    pixels = torch.rand(1, 6, 32, 32) * 2 - 1
-    x0, conditions = family.split_encoded(family.encode(pixels))
+    monkeypatch.setattr(qwen_image, "REFERENCE_AREA", 64 * 64)
+    pixels, reference = torch.rand(1, 3, 16, 32) * 2 - 1, torch.rand(1, 3, 32, 96) * 2 - 1
+    media = append_channels(pixels, reference)
+    x0, conditions = family.split_encoded(family.encode(media))
     plain = load("qwen_image", miniature("qwen-image"))
-    torch.testing.assert_close(x0, plain.encode(pixels[:, :3]))
-    torch.testing.assert_close(conditions["reference"], plain.encode(pixels[:, 3:]))
+    torch.testing.assert_close(x0, plain.encode(pixels))
+    torch.testing.assert_close(conditions["reference"], plain.encode(reference))
 
 
 @pytest.mark.parametrize(("prompt", "guidance"), [(PROMPT, 1.0), ("", 3.0)])

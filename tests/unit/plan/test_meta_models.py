@@ -13,7 +13,7 @@ from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
 from gracetune.models.family import SampleShape, load_family
 from gracetune.plan.meta_models import build_meta_model
-from gracetune.plan.planner_input import family_trace_target
+from gracetune.plan.planner_input import cached_sample_nbytes, family_trace_target
 from gracetune.plan.trace import trace_model
 
 if TYPE_CHECKING:
@@ -61,6 +61,20 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
         assert block.input_nbytes > 0
         assert 0 < block.compiled.lean.saved_nbytes <= block.compiled.keep.saved_nbytes
         assert block.eager.keep.flops == pytest.approx(block.compiled.keep.flops, rel=1e-3)
+
+
+def test_an_edit_has_tokens_of_the_image_to_edit() -> None:
+    edit = SampleShape(512, 512, has_control=True)
+    shape = build_meta_model(ModelSection(family="qwen_image"), edit, SMALL["qwen_image"])
+    assert shape.encoded.latent_shape == (16, 64, 64)
+    assert shape.encoded.control_shape == (16, 128, 128)  # a megapixel, whatever is generated
+    assert shape.encoded.text_shape[0] == 512 + 37 * 37
+    assert shape.trace_target().inputs(2)["hidden_states"].shape[1] == 32 * 32 + 64 * 64
+    assert shape.shapes.extra_arguments(shape.encoded, 1) == {
+        "img_shapes": [[(1, 32, 32), (1, 64, 64)]]
+    }
+    assert cached_sample_nbytes(shape)[0] == 2 * 16 * (64**2 + 128**2)
+    assert trace_model(shape.trace_target(), 1).order == (0, 0)
 
 
 def test_videos_and_wan_5b_have_their_own_latent_shapes() -> None:
