@@ -299,7 +299,15 @@ def _umt5() -> object:
     ).eval()
 
 
-def _wan(folder: Path, *, task: str, experts: int, is_5b: bool) -> None:
+def _wan(
+    folder: Path,
+    *,
+    task: str,
+    experts: int,
+    is_5b: bool = False,
+    clip_images: int = 0,
+) -> None:
+    """Write a Wan pipeline. `clip_images`: number of embedded images; 1 for I2V of Wan 2.1."""
     from diffusers import (
         AutoencoderKLWan,
         FlowMatchEulerDiscreteScheduler,
@@ -331,6 +339,9 @@ def _wan(folder: Path, *, task: str, experts: int, is_5b: bool) -> None:
             cross_attn_norm=True,
             qk_norm="rms_norm_across_heads",
             rope_max_seq_len=32,
+            image_dim=TEXT_WIDTH if clip_images else None,
+            added_kv_proj_dim=24 if clip_images else None,
+            pos_embed_seq_len=2 * 5 if clip_images == 2 else None,
         )
 
     boundary = {"text": 0.875, "image": 0.9}[task]
@@ -344,7 +355,24 @@ def _wan(folder: Path, *, task: str, experts: int, is_5b: bool) -> None:
         transformer_2=transformer() if experts == 2 else None,
         boundary_ratio=boundary if experts == 2 else None,
         expand_timesteps=is_5b,
+        **_clip_vision() if clip_images else {},
     ).save_pretrained(folder)
+
+
+def _clip_vision() -> dict[str, object]:
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+    )
+    size = {"height": 8, "width": 8}
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=size)
+    return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 
 MINIATURES: dict[str, Callable[[Path], None]] = {
@@ -352,8 +380,10 @@ MINIATURES: dict[str, Callable[[Path], None]] = {
     "qwen-image": _qwen_image,
     "qwen-image-edit": _qwen_image_edit,
     "stable-audio": _stable_audio,
-    "wan21-t2v": lambda folder: _wan(folder, task="text", experts=1, is_5b=False),
-    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2, is_5b=False),
-    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2, is_5b=False),
+    "wan21-t2v": lambda folder: _wan(folder, task="text", experts=1),
+    "wan21-i2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=1),
+    "wan21-flf2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=2),
+    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2),
+    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2),
     "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, is_5b=True),
 }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Config, SampleRequest, SampleShape
+    from gracetune.models.family import Config, PlannerShapes, SampleRequest, SampleShape
 
 MODEL_INDEX = "model_index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -197,8 +197,32 @@ def read_pretrained(folder: Path, name: str, cls: Any, **options: Any) -> Any:
     )
 
 
+def read_model_config(folder: Path, cls_name: str, model: str) -> dict[str, Any]:
+    """Read the config.json of a diffusers model; raise if it is of another class.
+
+    diffusers would load it all the same, without the weights that the class does not know.
+    """
+    file = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+        found = str(config["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{file} is not a model configuration: {error}. Set model.path to a folder that "
+            "diffusers has saved."
+        ) from error
+    if found != cls_name:
+        raise ModelError(
+            f"{folder} holds a {found}, but the {model} is a {cls_name}. Set model.family to the "
+            "family of that folder, or name another folder."
+        )
+    return config
+
+
 def read_vae(folder: Path, cls: Any) -> Any:
     """Load the VAE, frozen and in fp32: less precise latents would lose detail."""
+    if (folder / "vae" / "config.json").is_file():  # else, reading it says what is missing
+        read_model_config(folder / "vae", cls.__name__, "VAE of this family")
     vae = read_pretrained(folder, "vae", cls, torch_dtype=torch.float32)
     return vae.eval().requires_grad_(False)
 
@@ -210,12 +234,33 @@ def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
 
 
 def read_transformer(
-    cls: Any, section: ModelSection, folder: Path, name: str, file: str | None
+    cls: Any,
+    section: ModelSection,
+    folder: Path,
+    name: str,
+    file: str | None,
+    shapes: PlannerShapes | None = None,
 ) -> Any:
-    """Load a transformer from its subfolder, or with the weights of a single file."""
+    """Load a transformer from its subfolder, or with the weights of a single file.
+
+    `shapes` names the inputs that the family does not support; a transformer that takes one of them
+    is an error.
+    """
+    if (folder / name / "config.json").is_file():  # else, reading it says what is missing
+        config = read_model_config(folder / name, cls.__name__, f"transformer of {section.family}")
+        if shapes is not None:
+            shapes.check_config(config, f"{_describe_pipeline(folder)} whose transformer")
     if file is None:
         dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
-        transformer = read_pretrained(folder, name, cls, torch_dtype=dtype)
+        transformer, loaded = read_pretrained(
+            folder, name, cls, torch_dtype=dtype, output_loading_info=True
+        )
+        if loaded["unexpected_keys"]:
+            raise ModelError(
+                f"{folder / name} has {len(loaded['unexpected_keys'])} weights that a "
+                f"{cls.__name__} with this config.json does not have, first "
+                f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
+            )
         return _check_complete(transformer, folder / name)
     path = Path(file)
     if not path.is_file():
@@ -224,9 +269,17 @@ def read_transformer(
         )
     dtype = _weights_dtype(section, lambda: [path])
     try:
+        weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
+        parts = () if shapes is None else shapes.unsupported_weights
+        foreign = next((key for key in weights if any(part in key for part in parts)), None)
+        if shapes is not None and foreign is not None:
+            raise ModelError(
+                f"model.{name}_file is {file!r}, which has weights of an unsupported model: "
+                f"{foreign}. {shapes.supported_models}. Name another file."
+            )
         # The file has only weights; the configuration comes from the folder.
         transformer = cls.from_single_file(
-            {key.removeprefix(COMFYUI_PREFIX): tensor for key, tensor in load_file(path).items()},
+            weights,
             config=str(folder),
             subfolder=name,
             torch_dtype=dtype,
@@ -238,6 +291,25 @@ def read_transformer(
             "file with the weights of that model."
         ) from error
     return _check_complete(transformer, path)
+
+
+def check_channels(
+    folder: Path, transformer: Any, passed: Sequence[int], family: str, supported: str
+) -> None:
+    """Raise if a transformer takes a number of channels that the family does not pass to it.
+
+    `supported` is a sentence that names the models of the family.
+    """
+    found = transformer.config.in_channels
+    if found not in passed:
+        raise ModelError(
+            f"{_describe_pipeline(folder)} whose transformer takes {found} channels, but {family} "
+            f"passes {' or '.join(map(str, passed))}. {supported}. Name another model.path."
+        )
+
+
+def _describe_pipeline(folder: Path) -> str:
+    return f"model.path {str(folder)!r} holds a {read_model_index(folder).get('_class_name')}"
 
 
 def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:

@@ -12,7 +12,7 @@ latents to pure noise: the timestep t of `train/objective.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gracetune import entry_points
+from gracetune.errors import ModelError
 from gracetune.models.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -389,6 +390,25 @@ class PlannerShapes:
     low-noise transformer."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the weights, unless `model.dtype` is float32."""
+    supported_models: str = ""
+    """Names of the models that the family trains, for error messages."""
+    unsupported_inputs: Mapping[str, str] = field(default_factory=dict)
+    """Inputs that the family does not pass to a transformer: the setting of its configuration that
+    makes it take the input -> what the input is."""
+    unsupported_weights: tuple[str, ...] = ()
+    """Parts of weight names, in files of the original release, that mark an unsupported model."""
+
+    def check_config(self, config: Config, model: str) -> None:
+        """Raise if a transformer takes an input that the family does not pass to it.
+
+        Such a transformer would run without it, and give wrong results. `model` starts the error.
+        """
+        for setting, what in self.unsupported_inputs.items():
+            if config.get(setting):
+                raise ModelError(
+                    f"{model} takes {what} ({setting}: {config[setting]}), which is not supported. "
+                    f"{self.supported_models}. Name another model.path."
+                )
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and the text embedding of a training sample."""

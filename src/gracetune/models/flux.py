@@ -18,6 +18,7 @@ from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
     captions_longer_than,
+    check_channels,
     check_pipeline_class,
     digest_of_folder,
     find_model_folder,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         SampleShape,
     )
 
+SUPPORTED_MODELS = "flux trains FLUX.1 dev and schnell, not Fill, Control, Redux or Kontext"
 TEXT_LENGTH = 512
 """Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
@@ -88,6 +90,8 @@ def load(section: ModelSection) -> Flux:
     transformer = read_transformer(
         FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
     )
+    channels = vae.config.latent_channels * PATCH_SIZE**2
+    check_channels(folder, transformer, [channels], "flux", SUPPORTED_MODELS)
     make_attention_grads_contiguous(transformer)
     return Flux(
         folder=folder,

@@ -25,6 +25,7 @@ from gracetune.models.diffusers_family import (
     DiffusersFamily,
     append_channels,
     captions_longer_than,
+    check_channels,
     check_pipeline_class,
     digest_of_folder,
     find_model_folder,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     )
 
 EDIT_PIPELINE = "QwenImageEditPipeline"
+SUPPORTED_MODELS = "qwen_image trains Qwen-Image and Qwen-Image-Edit with one reference"
 REFERENCE_AREA = 1024 * 1024
 """Pixels of the image to edit, for the VAE and for the language model. See `reference_size`."""
 REFERENCE_STEP = 32
@@ -103,11 +105,19 @@ def load(section: ModelSection) -> QwenImage:
     image_processor = read_pretrained(folder, "processor", AutoImageProcessor) if is_edit else None
     vae = read_vae(folder, AutoencoderKLQwenImage)
     text_encoder = read_text_encoder(folder, "text_encoder", Qwen2_5_VLForConditionalGeneration)
+    transformer = read_transformer(
+        QwenImageTransformer2DModel,
+        section,
+        folder,
+        "transformer",
+        section.transformer_file,
+        PLANNER_SHAPES,
+    )
+    channels = vae.config.z_dim * PATCH_SIZE**2
+    check_channels(folder, transformer, [channels], "qwen_image", SUPPORTED_MODELS)
     return QwenImage(
         folder=folder,
-        transformer=read_transformer(
-            QwenImageTransformer2DModel, section, folder, "transformer", section.transformer_file
-        ),
+        transformer=transformer,
         vae=vae,
         text_encoders=[text_encoder],
         tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
@@ -475,6 +485,13 @@ PLANNER_SHAPES = QwenImageShapes(
     blocks=("transformer_blocks",),
     targets=TARGETS,
     probe_config={**PROBE_JOINT_ATTENTION, "num_layers": 12},
+    supported_models=SUPPORTED_MODELS,
+    unsupported_inputs={
+        "guidance_embeds": "a guidance value",
+        "use_additional_t_cond": "a condition for layers",
+        "use_layer3d_rope": "several layers",
+    },
+    unsupported_weights=("addition_t_embedding.",),  # Qwen-Image-Layered
 )
 
 

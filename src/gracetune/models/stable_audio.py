@@ -21,6 +21,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
     captions_longer_than,
+    check_channels,
     check_pipeline_class,
     digest_of_folder,
     find_model_folder,
@@ -71,6 +72,9 @@ def load(section: ModelSection) -> StableAudio:
     transformer = read_transformer(
         StableAudioDiTModel, section, folder, "transformer", section.transformer_file
     )
+    channels = vae.config.decoder_input_channels
+    supported = "stable_audio trains Stable Audio Open"
+    check_channels(folder, transformer, [channels], "stable_audio", supported)
     return StableAudio(
         folder=folder,
         transformer=transformer,

@@ -1,15 +1,17 @@
 """The model family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
 T2V-A14B and I2V-A14B have two transformers (experts), one for high and one for low noise; TI2V-5B
-has one transformer for both tasks. Which model is loaded depends on the folder. Latents have C
-channels, F frames, H rows and W columns; an image is a video of one frame. diffusers is imported
-inside functions because the adapter commands read `KEY_TABLE` from here and should not wait seconds
-for that import.
+has one transformer for both tasks, and so has T2V of Wan 2.1. I2V of Wan 2.1 is refused: it also
+reads an image embedding, which this module does not compute. Which model is loaded depends on the
+folder. Latents have C channels, F frames, H rows and W columns; an image is a video of one frame.
+diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from here and
+should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -20,6 +22,7 @@ from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
     captions_longer_than,
+    check_channels,
     check_pipeline_class,
     clean_caption,
     copy_other_components,
@@ -60,6 +63,16 @@ if TYPE_CHECKING:
     )
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
+IMAGE_EMBEDDING = "an image embedding"
+"""Input of I2V and FLF2V of Wan 2.1, from a CLIP image encoder."""
+OTHER_MODELS_WEIGHTS = (
+    *("img_emb.", "image_embedder.", ".k_img.", ".add_k_proj."),  # Wan 2.1 I2V and FLF2V
+    *("vace_", "control_adapter.", "ref_conv."),  # VACE, Fun-Control and Fun-Camera
+    *("face_adapter.", "motion_encoder.", "pose_patch_embedding."),  # Animate
+    *("audio_injector.", "audio_encoder."),  # S2V
+)
+"""Parts of names of weights that only models which are not supported have."""
 TEXT_LENGTH = 512
 """Number of tokens to which captions are cut or padded. The model attends to the padding, too."""
 NUM_TIMESTEPS = 1000
@@ -85,14 +98,11 @@ def load(section: ModelSection) -> Wan22:
     folder = find_model_folder(section)
     index = read_model_index(folder)
     check_pipeline_class(folder, index, PIPELINES, "wan22")
-    high = read_transformer(
-        WanTransformer3DModel, section, folder, "transformer", section.transformer_file
-    )
+    read = partial(read_transformer, WanTransformer3DModel, section, folder, shapes=PLANNER_SHAPES)
+    high = read("transformer", section.transformer_file)
     low = None
     if index.get("transformer_2", (None, None))[1] is not None:
-        low = read_transformer(
-            WanTransformer3DModel, section, folder, "transformer_2", section.transformer_2_file
-        )
+        low = read("transformer_2", section.transformer_2_file)
     elif section.transformer_2_file is not None:
         raise ModelError(
             f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
@@ -112,6 +122,10 @@ def assemble(
     from transformers import AutoTokenizer, UMT5EncoderModel
 
     vae = read_vae(folder, AutoencoderKLWan)
+    channels = vae.config.z_dim  # then those of the first frame: a mask and its latents
+    passed = (channels, channels + vae.config.scale_factor_temporal + channels)
+    for transformer in (high, *([] if low is None else [low])):
+        check_channels(folder, transformer, passed, "wan22", SUPPORTED_MODELS)
     task = _task(section, high, vae, index)
     pixels_per_token = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
     return Wan22(
@@ -436,6 +450,9 @@ PLANNER_SHAPES = WanShapes(
         "freq_dim": 16,
     },
     experts=2,
+    supported_models=SUPPORTED_MODELS,
+    unsupported_inputs={"image_dim": IMAGE_EMBEDDING, "added_kv_proj_dim": IMAGE_EMBEDDING},
+    unsupported_weights=OTHER_MODELS_WEIGHTS,
 )
 
 

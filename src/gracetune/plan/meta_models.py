@@ -8,7 +8,6 @@ the family's published configuration, and the report says so. Each family descri
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from gracetune.errors import ConfigError, ModelError
+from gracetune.errors import ConfigError
 from gracetune.models.attention_processors import make_attention_grads_contiguous
+from gracetune.models.diffusers_family import read_model_config
 from gracetune.models.family import PLANNABLE, planner_shapes
 from gracetune.plan.trace import TraceTarget
 
@@ -84,13 +84,9 @@ def build_meta_model(
     config, experts, source = shapes.published_config, shapes.experts, shapes.published_name
     file = None if section.path is None else Path(section.path) / "transformer" / "config.json"
     if file is not None and file.is_file():
-        class_name, config = _read_config(file)
-        if class_name != shapes.class_name:
-            raise ModelError(
-                f"model.path {section.path!r} holds a {class_name}, but the transformer of "
-                f"{section.family} is a {shapes.class_name}. Set model.family to the family of "
-                "that folder, or name another folder."
-            )
+        model_name = f"transformer of {section.family}"
+        config = read_model_config(file.parent, shapes.class_name, model_name)
+        shapes.check_config(config, f"model.path {section.path!r} holds a transformer that")
         experts = 2 if (file.parents[1] / "transformer_2").is_dir() else 1
         source = f"as in {file}"
     dtype = torch.float32 if section.dtype == "float32" else shapes.dtype
@@ -117,14 +113,3 @@ def _build(
         parameter.data = parameter.data.to(dtype)
     make_attention_grads_contiguous(model)  # as the family does when it loads weights
     return model.requires_grad_(False)
-
-
-def _read_config(file: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-        return str(config["_class_name"]), config
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{file} is not a model configuration: {error}. Set model.path to a folder that "
-            "diffusers has saved."
-        ) from error
