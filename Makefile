@@ -54,8 +54,10 @@ HOST_MODULES ?=
 $(HOST)/.installed:
 	$(HOST_PYTHON) -m venv $(HOST)
 	$(HOST_BIN)/python -m pip install --quiet torch==2.13.0 torchvision==0.28.0 torchaudio==2.11.0 simpletuner==4.10.1
-	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout
+	$(HOST_BIN)/python -m pip install --quiet blake3 cramjam cuda-bindings pytest pytest-timeout simplejpeg
 	$(HOST_BIN)/python -m pip install --quiet 'torchao>=0.17,<0.18' aiohttp ldap3
+	# Newer ones lack a name that SimpleTuner 4.10.1 imports.
+	$(HOST_BIN)/python -m pip install --quiet transformers==5.8.0 'kernels<0.13'
 	$(HOST_BIN)/python -m pip download --quiet --no-deps --no-binary simpletuner --no-build-isolation --dest $(HOST) simpletuner==4.10.1
 	@touch $@
 
