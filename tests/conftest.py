@@ -76,6 +76,12 @@ def tiny_run(tmp_path, shapes_folder):
 
 
 @pytest.fixture(scope="session")
+def tiny_run_in(shapes_folder):
+    """Return `build_tiny_run` for a folder that is the first argument."""
+    return partial(build_tiny_run, shapes_folder=shapes_folder)
+
+
+@pytest.fixture(scope="session")
 def finished_run(tmp_path_factory, shapes_folder):
     """Return the run file of a finished run of three steps; tests must not change its folder."""
     from gracetune.train.run import run_training

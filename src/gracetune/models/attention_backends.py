@@ -104,6 +104,15 @@ def switch_backend(transformer: nn.Module, backend: AttentionBackendName) -> int
     return len(processors)
 
 
+def current_backend(transformer: nn.Module) -> str:
+    """Return the run-file name of a transformer's attention backend; `sdpa` is torch's default."""
+    names = {backend: name for name, backend in BACKENDS.items()}
+    for processor in dispatched_processors(transformer):
+        if processor._attention_backend is not None:
+            return names[AttentionBackendName(processor._attention_backend).value]
+    return TORCH_DEFAULT[1]
+
+
 def dispatched_processors(transformer: nn.Module) -> list[Any]:
     """Return the attention processors of a model that use diffusers' attention dispatcher."""
     if not isinstance(transformer, ModelMixin):

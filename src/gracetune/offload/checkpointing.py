@@ -130,7 +130,8 @@ class BlockCompiler:
         """Seconds spent compiling so far."""
         self._emit = emit
         self._backend = backend
-        self._gave_up = False
+        self.gave_up = False
+        """True if a compilation failed, so that blocks run eagerly."""
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
         """Reasons for graph breaks that predate this compiler or were already reported."""
@@ -161,7 +162,7 @@ class BlockCompiler:
         )
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._gave_up:
+            if self.gave_up:
                 return eager(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
@@ -172,7 +173,7 @@ class BlockCompiler:
         return run
 
     def _give_up(self, error: Exception) -> None:
-        self._gave_up = True
+        self.gave_up = True
         text = (
             f"compilation failed, so blocks run eagerly from now on, which is slower: "
             f"{type(error).__name__}: {_short_reason(str(error))}. Compilations so far: "

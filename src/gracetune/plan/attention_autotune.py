@@ -5,9 +5,10 @@
 3. The fastest backend is tried on the calls of every other bucket. If it fails there, it is dropped
    and the next fastest is tried.
 
-The choice is written to `attention.json` in the run's folder, so that a resumed run computes the
-same numbers. On another device, with other buckets, or with another version of torch or diffusers,
-the backends are measured again.
+The choice is written to every checkpoint, so that a resumed run computes the same numbers, and to
+`attention.json` in the run's folder, for a run that starts again before its first checkpoint. In
+the second case the backends are measured again on another device, with other buckets, or with
+another version of torch or diffusers.
 """
 
 from __future__ import annotations
@@ -72,11 +73,14 @@ def autotune_attention(
     shapes: str,
     folder: Path,
     emit: Emit,
+    saved: str = "",
 ) -> None:
     """Time all attention backends on this GPU and switch the transformers to the fastest.
 
     `shapes` is a text that changes with the model, precision, batch size or buckets, and so with
     the shapes of attention. If it changes, the choice recorded in `folder` is not used again.
+    `saved` is the backend in the checkpoint that the run resumes from, which is used if it is
+    installed.
     """
     device = accelerator.device
     environment = {
@@ -94,7 +98,9 @@ def autotune_attention(
         log.info("attention backends were timed on %s", measured)
         return choose_backend(timings), describe_choice(timings)
 
-    pick_attention(family, accelerator, batches, folder / CHOICE_FILE, environment, choose, emit)
+    pick_attention(
+        family, accelerator, batches, folder / CHOICE_FILE, environment, choose, emit, saved
+    )
 
 
 def pick_attention(
@@ -105,19 +111,26 @@ def pick_attention(
     environment: dict[str, str],
     choose: Choose,
     emit: Emit,
+    saved: str = "",
 ) -> None:
     """Switch to the attention backend recorded in `file`, or to the one that `choose` picks.
 
-    A recorded backend is used only if it was chosen in the same `environment`: device, versions and
-    shapes. The main process decides, and the other processes use the same backend. Models whose
-    attention does not go through diffusers' dispatcher are left as they are.
+    `saved` is the backend in the checkpoint that the run resumes from; it comes first. A recorded
+    backend is used only if it was chosen in the same `environment`: device, versions and shapes.
+    The main process decides, and the other processes use the same backend. Models whose attention
+    does not go through diffusers' dispatcher are left as they are.
     """
     transformers = list(transformers_of(family.transformer).values())
     if not all(map(dispatched_processors, transformers)):
         return
     name = ""
     if accelerator.is_main_process:
-        name, notice = _recorded_or_chosen(family, accelerator, batches, file, environment, choose)
+        if _is_installed(saved):
+            name, notice = saved, Notice(f"attention: {saved} (as in the checkpoint)")
+        else:
+            name, notice = _recorded_or_chosen(
+                family, accelerator, batches, file, environment, choose
+            )
         emit(notice)
     (name,) = broadcast_object_list([name])
     for transformer in transformers:
@@ -149,13 +162,18 @@ def read_choice(file: Path, environment: dict[str, str]) -> str:
 
     A record made in another `environment` (device, versions, shapes) is ignored.
     """
-    # No file yet, an unreadable file, or a backend that is no longer installed.
-    with suppress(OSError, ValueError, RuntimeError, ImportError):
+    with suppress(OSError, ValueError):  # no file yet, or an unreadable one
         found = json.loads(file.read_text(encoding="utf-8"))
         name = str(found.get("backend"))
-        if found | environment == found and name in BACKENDS and find_backend(name):
+        if found | environment == found and _is_installed(name):
             return name
     return ""
+
+
+def _is_installed(name: str) -> bool:
+    with suppress(RuntimeError, ImportError):
+        return name in BACKENDS and bool(find_backend(name))
+    return False
 
 
 def record_calls(

@@ -9,13 +9,14 @@ Life of a plan during training:
 3. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
    applies a smaller plan. The loop then repeats the step.
 
-Plans change between steps only, and the numbers that training computes do not depend on them.
+Plans change between steps only. Plans differ in rounding at most: compiled blocks round differently
+from eager ones. A checkpoint therefore stores the plan, and a resumed run uses it again.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -126,12 +127,14 @@ class PlanController:
         meter: MemoryMeter,
         largest_numel: int,
         emit: Emit,
+        was_checked: bool = False,
     ) -> None:
         """Apply the plan.
 
         `apply` applies a plan to the transformer; its second argument is the device memory, in
         bytes, that the plan leaves free. `largest_numel` is the number of elements in the latents
-        of one sample of the largest bucket, for which the plan is made.
+        of one sample of the largest bucket, for which the plan is made. With `was_checked`, the
+        plan was checked before the run was resumed, and `check` does not change it.
         """
         self.plan = plan
         self._problem = problem
@@ -139,7 +142,7 @@ class PlanController:
         self._meter = meter
         self._largest_numel = largest_numel
         self._emit = emit
-        self._was_checked = False
+        self._was_checked = was_checked
         self._closed_rings: list[RingCounters] = []
         self._applied = apply(plan, problem.spare_nbytes(plan))
         self.start_measuring()
@@ -249,6 +252,14 @@ class PlanController:
             waited_s=stalled_s,
             hidden_s=max(0.0, nbytes / self._problem.model.rates.link_in - stalled_s),
         )
+
+    def record(self) -> dict[str, object]:
+        """Return the plan's decisions for a checkpoint; `PlannerInputs.saved_plan` takes them."""
+        decisions = asdict(candidate_of(self.plan))
+        compiler = self._applied.compiler
+        if compiler is not None and compiler.gave_up:
+            decisions["compiled"] = False
+        return decisions | {"was_checked": self._was_checked}
 
     def close(self) -> None:
         """Remove the plan's hooks. Streamed weights stay on the host, so the model cannot run."""

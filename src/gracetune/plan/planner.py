@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,11 +35,13 @@ from gracetune.plan.planner_input import (
     plan_settings,
 )
 from gracetune.plan.report import describe, describe_speed
-from gracetune.plan.search import PlanBudget
-from gracetune.units import parse_bytes
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.search import PlanBudget, fits, predict
+from gracetune.plan.simulate import PlanCandidate
+from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 
 HOST_RESERVE_SHARE = 0.05
 """Share of the free host memory that is left to other processes."""
+SAVED_PLAN_TOLERANCE = 0.01
+"""Share of the device memory by which a checkpoint's plan may exceed what is free now."""
 CPU_EDGE, CPU_COPY = 512, 1 << 22
 """Size of the measured matmul (rows and columns) and of the measured copies (bytes) on a CPU. They
 are small, because plans for a CPU are only made for rehearsals."""
@@ -72,6 +76,9 @@ class PlannerInputs:
     """Number of batches that are prefetched to the device besides the one in use."""
     convert_to_fp8: Callable[[], None]
     """Function that converts the frozen layers to fp8; called if `model.frozen_compute` is fp8."""
+    saved_plan: Mapping[str, Any] | None = None
+    """The plan in the checkpoint that the run resumes from, as `PlanController.record` returned it.
+    It is used again if it can be, because another plan may round differently."""
 
 
 def plan_run(
@@ -106,7 +113,7 @@ def plan_run(
     problem = build_problem(
         run, family, model, device_nbytes, inputs.batches_ahead, one_memory=one_memory
     )
-    plan = problem.solve(problem.budget)
+    plan, was_checked = _saved_or_best_plan(problem, inputs.saved_plan, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
@@ -119,7 +126,69 @@ def plan_run(
         stepper.set_host_share(plan.host_state)
         return apply_to_family(plan, family, link, device, emit, spare_nbytes)
 
-    return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit)
+    return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit, was_checked)
+
+
+def _saved_or_best_plan(
+    problem: PlanProblem, saved: Mapping[str, Any] | None, emit: Emit
+) -> tuple[Plan, bool]:
+    """Return the plan of the checkpoint if it can be used here, else the best plan.
+
+    The second value is True if the plan has been compared with its first steps already.
+    """
+    if saved is not None:
+        candidate = _parse_candidate(saved)
+        reason = (
+            "it was saved by another version"
+            if candidate is None
+            else _reason_unusable(problem, candidate)
+        )
+        if candidate is not None and not reason:
+            emit(Notice("plan: the plan of the checkpoint is used again"))
+            plan = predict(problem.model, candidate, problem.fixed, simulated=False)
+            return plan, bool(saved["was_checked"])
+        emit(Notice(f"plan: the plan of the checkpoint cannot be used again: {reason}"))
+    return problem.solve(problem.budget), False
+
+
+def _parse_candidate(saved: Mapping[str, Any]) -> PlanCandidate | None:
+    fields = {key: value for key, value in saved.items() if key != "was_checked"}
+    try:
+        blocks = tuple(BlockPlan(**block) for block in fields.pop("blocks"))
+        return PlanCandidate(blocks=blocks, **fields)
+    except (KeyError, TypeError):
+        return None
+
+
+def _reason_unusable(problem: PlanProblem, candidate: PlanCandidate) -> str:
+    """Return why a plan cannot be used for this run on this machine; empty if it can."""
+    allowed = problem.constraints.for_budget(problem.budget)
+    modes = {block.activations for block in candidate.blocks}
+    is_offloaded = "offload" in modes or any(block.offload_input for block in candidate.blocks)
+    if len(candidate.blocks) != problem.model.num_blocks:
+        return f"it has {len(candidate.blocks)} blocks, the model has {problem.model.num_blocks}"
+    if candidate.compiled not in allowed.compile:
+        return (
+            f"it is {'compiled' if candidate.compiled else 'eager'}, and plan.compile excludes it"
+        )
+    if candidate.streamed and not allowed.stream:
+        return "it streams weights, which is off or impossible here"
+    if is_offloaded and not allowed.offload:
+        return "it offloads activations, which is off or impossible here"
+    if candidate.host_state not in allowed.host_state:
+        return "optimizer.state excludes its placement of the optimizer state"
+    # A little less memory may be free than at the first start. Plans leave some of it unused, and a
+    # step that runs out of memory is repeated with a smaller plan.
+    budget = problem.budget
+    room = replace(budget, device_nbytes=int(budget.device_nbytes * (1 + SAVED_PLAN_TOLERANCE)))
+    if not fits(problem.model, candidate, problem.fixed, room):
+        plan = predict(problem.model, candidate, problem.fixed, simulated=False)
+        return (
+            f"it needs {format_bytes(plan.device.total)} of device and "
+            f"{format_bytes(plan.host.total)} of host memory, but "
+            f"{format_bytes(budget.device_nbytes)} and {format_bytes(budget.host_nbytes)} are free"
+        )
+    return ""
 
 
 def build_problem(

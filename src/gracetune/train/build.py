@@ -26,6 +26,7 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
+from gracetune.adapters.compute.dropout import DropoutSeeds
 from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import Ranks
@@ -46,6 +47,11 @@ from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.plan.attention_autotune import autotune_attention
 from gracetune.train.batch_size_ramp import build_ramp, ramp_notes
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
+from gracetune.train.execution_record import (
+    POSITIONAL,
+    execution_changes,
+    execution_record,
+)
 from gracetune.train.experts import (
     build_expert_schedule,
     drawn_token_counts,
@@ -121,6 +127,15 @@ class Session:
     """Chooses which weights and activations are kept in host memory, not device memory. None: the
     whole transformer is on the device."""
 
+    def execution_record(self) -> dict[str, object]:
+        """Return the device, the versions and the plan that steps are computed with now."""
+        return execution_record(
+            self.state.family,
+            self.state.accelerator.device,
+            self.plan_controller,
+            positional=self.state.dropout is not None,
+        )
+
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
         """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
 
@@ -139,6 +154,10 @@ class Session:
                 "optimizer step now averages over another number of samples, unless a ramp sets it"
             )
             self.emit(Notice(text, level="warning"))
+        changes = execution_changes(snapshot.execution, self.execution_record())
+        if changes:
+            text = "the result may differ in rounding from that of an uninterrupted run: "
+            self.emit(Notice(f"{text}{'; '.join(changes)}", level="warning", fallback=True))
         restore_weights(state.parameters, tensors["weights"])
         restore_optimizer(
             state.optimizer, state.parameters, tensors["optimizer"], state.stepper.load_state_dict
@@ -174,8 +193,13 @@ def build_session(
     emit: Emit,
     control: RunControl,
     signals: SignalHandler,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
+
+    `resumed` is the execution record of the checkpoint to resume from, whose plan and attention
+    backend are used again; it is empty for a checkpoint of an earlier version, and None for a new
+    run.
 
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
@@ -197,6 +221,9 @@ def build_session(
     sample_shape = plan_sample_shape(run, family)
     _quantize(run, family, emit)
     adapted_modules = _make_trainable(run, family, schedule, emit)
+    dropout = None
+    if resumed is None or resumed.get("dropout") == POSITIONAL:
+        dropout = DropoutSeeds(family.transformer)
     unplanned = reason_unplanned(run, device, accelerator.num_processes)
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
@@ -239,6 +266,7 @@ def build_session(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
             batches_ahead=batches_ahead(run),
             convert_to_fp8=partial(convert_frozen_layers, run, family, pipeline, device, emit),
+            saved_plan=(resumed or {}).get("plan"),
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
     state = TrainState(
@@ -254,6 +282,7 @@ def build_session(
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
+        dropout=dropout,
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller)
@@ -266,6 +295,7 @@ def build_session(
             attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
             folder,
             emit,
+            (resumed or {}).get("attention", ""),
         )
     return Session(
         state=state,

@@ -64,6 +64,8 @@ class Snapshot:
     each rank, `generators-0`, ..."""
     headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Entries of a file's safetensors header, by file name without suffix."""
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    """Device, versions and plan; see `execution_record.py`. Empty in checkpoints of format 1."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """Files that the tensors were read from, with their digests; empty for a new snapshot."""
 
@@ -146,7 +148,13 @@ def load_snapshot(path: Path) -> Snapshot:
             raise ValueError(f"{MANIFEST} is of step {progress.step}")
         digests = {path / name: digest for name, digest in manifest["files"].items()}
         tensors = {file.stem: _read_file(file, digest) for file, digest in digests.items()}
-        return Snapshot(progress, manifest["identity"], tensors, files=digests)
+        return Snapshot(
+            progress,
+            manifest["identity"],
+            tensors,
+            execution=manifest.get("execution", {}),
+            files=digests,
+        )
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
@@ -235,6 +243,7 @@ def _write(staging: Path, snapshot: Snapshot, export: Callable[[Path], None] | N
         "format": FORMAT,
         "progress": asdict(snapshot.progress),
         "identity": dict(snapshot.identity),
+        "execution": dict(snapshot.execution),
         "files": files,
         "exported": exported,
     }

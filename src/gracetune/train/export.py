@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from gracetune.atomic_files import atomic_folder
-from gracetune.errors import CheckpointError, ConfigError
+from gracetune.errors import CheckpointError, ConfigError, redact_urls
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
 from gracetune.train.run_identity import identity_settings
@@ -160,7 +160,7 @@ def _metadata(state: TrainState, base_weights: str) -> AdapterMetadata:
 def _model_name(state: TrainState) -> str:
     """Return the last part of `model.path`, or the family's name if there is no path."""
     path = state.run.model.path
-    return state.family.name if path is None else PurePath(path).name
+    return state.family.name if path is None else PurePath(redact_urls(path)).name
 
 
 def run_digest(state: TrainState) -> str:

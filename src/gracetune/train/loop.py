@@ -275,7 +275,7 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     for rank, states in enumerate(gather_object([rng_state()])):
         tensors[f"generators-{rank}"] = states
     headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
-    return Snapshot(progress, session.identity, tensors, headers)
+    return Snapshot(progress, session.identity, tensors, headers, session.execution_record())
 
 
 def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:

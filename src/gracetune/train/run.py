@@ -98,6 +98,7 @@ def run_training(
         else:
             check_resumable(run, snapshot, accelerator.mixed_precision, warnings.append)
         # Then open the event sinks, build the session, resume, train and export.
+        resumed = None if snapshot is None else snapshot.execution
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
         shown = [TerminalSink(sink, signals) for sink in sinks]
         with (
@@ -112,7 +113,9 @@ def run_training(
                 events.emit(Notice(f"config: {text}"))
             for text in warnings:
                 events.emit(Notice(text, level="warning", fallback=True))
-            with closing(build_session(run, accelerator, events.emit, control, signals)) as session:
+            with closing(
+                build_session(run, accelerator, events.emit, control, signals, resumed)
+            ) as session:
                 progress = session.resume(snapshot)
                 if is_main:
                     _claim_folder(run, folder, progress, events)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
+    from gracetune.adapters.compute.dropout import DropoutSeeds
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
     from gracetune.models.family import Expert, Family
@@ -61,6 +62,9 @@ class TrainState:
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
+    dropout: DropoutSeeds | None = None
+    """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
+    an earlier version started."""
 
     @property
     def has_averages(self) -> bool:
@@ -170,8 +174,10 @@ def batch_losses(
 
     `turn` is the transformer to train and its range of timesteps, for Wan 2.2.
     """
-    family, train = state.family, state.run.train
-    generator = state.rng.at("train", micro_batch, state.accelerator.process_index)
+    family, train, rank = state.family, state.run.train, state.accelerator.process_index
+    generator = state.rng.at("train", micro_batch, rank)
+    if state.dropout is not None:
+        state.dropout.set(derive_seed(state.run.seed, "dropout", micro_batch, rank))
     x0, _ = family.split_encoded(batch.latents)
     num_tokens = family.num_tokens(x0.shape[1:])
     timesteps = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)
