@@ -32,6 +32,7 @@ from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import Ranks
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import process_environment, sharding_engine
+from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import ConfigError
@@ -221,14 +222,13 @@ def build_session(
     sample_shape = plan_sample_shape(run, family)
     _quantize(run, family, emit)
     adapted_modules = _make_trainable(run, family, schedule, emit)
-    dropout = None
-    if resumed is None or resumed.get("dropout") == POSITIONAL:
-        dropout = DropoutSeeds(family.transformer)
+    is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
+    dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device, accelerator.num_processes)
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
     if unplanned:
-        _move_to_device(run, family, device, unplanned)
+        _move_to_device(run, family, device, unplanned, emit)
 
     # The optimizer. Loading the model and injecting adapters reseed the global RNGs, so the run's
     # own seed comes after them.
@@ -445,12 +445,16 @@ def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
     emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
 
 
-def _move_to_device(run: RunFile, family: Family, device: torch.device, unplanned: str) -> None:
+def _move_to_device(
+    run: RunFile, family: Family, device: torch.device, unplanned: str, emit: Emit
+) -> None:
     if run.model.frozen_compute == "fp8":
         raise ConfigError(
             f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
             "Set it to bf16, or train on one GPU with plan: auto."
         )
+    if run.plan != "off":
+        emit(unplanned_notice(run, unplanned))
     family.transformer.to(device)
 
 
@@ -476,6 +480,19 @@ def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
         return "there is no GPU, and plan.device_memory is not set"
     return ""
+
+
+def unplanned_notice(run: RunFile, reason: str) -> Notice:
+    """Return the notice that no memory plan is made: a warning if the run file limits the plan."""
+    effect = "The whole model is on the device; nothing is streamed, offloaded or compiled."
+    # `plan.batch` is for the command `gracetune plan` only.
+    asked = [] if isinstance(run.plan, str) else sorted(run.plan.model_fields_set - {"batch"})
+    if not asked:
+        return Notice(f"plan: none, because {reason}. {effect}")
+    settings = run.plan.model_dump() if not isinstance(run.plan, str) else {}
+    names = ", ".join(f"plan.{name} ({format_value(settings[name])})" for name in asked)
+    text = f"no effect: {names}. There is no memory plan, because {reason}. {effect}"
+    return Notice(text, level="warning", fallback=True)
 
 
 # Autocast is made for fp32 weights. For a transformer that is already in bf16 it only computes

@@ -10,10 +10,15 @@ from gracetune.config.checks import check_run
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
-from gracetune.events.types import StepDone, WeightsStreamed
+from gracetune.events.types import Notice, StepDone, WeightsStreamed
 from gracetune.plan import planner
 from gracetune.train import fp8_calibration
-from gracetune.train.build import build_session, reason_unplanned, start_accelerator
+from gracetune.train.build import (
+    build_session,
+    reason_unplanned,
+    start_accelerator,
+    unplanned_notice,
+)
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
 
@@ -122,6 +127,49 @@ def test_too_little_memory_is_an_error_that_names_the_minimum(tiny_run):
 )
 def test_an_unplanned_run_has_a_reason(settings, ranks, reason):
     assert reason in reason_unplanned(RunFile(**settings), CPU, ranks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "names"),
+    [
+        ({"plan": {"compile": "always"}}, 1, ['plan.compile ("always")', "no GPU"]),
+        ({"plan": {"stream": False, "batch": "fixed"}}, 1, ["plan.stream (false)", "no GPU"]),
+        ({"plan": LITTLE}, 2, ['plan.device_memory ("63MB")', "plan.compile", "2 ranks"]),
+        (
+            {"plan": {"host_memory": "9GB"}, "model": {"quantize": "int8"}},
+            1,
+            ["plan.host_memory", "quantize is int8"],
+        ),
+    ],
+)
+def test_plan_settings_without_effect_are_named_in_a_warning(settings, ranks, names):
+    run = RunFile.model_validate(settings)
+    notice = unplanned_notice(run, reason_unplanned(run, CPU, ranks))
+    assert notice.fallback
+    assert notice.level == "warning"
+    assert all(name in notice.text for name in names), notice.text
+    assert "plan.batch" not in notice.text, "only `gracetune plan` reads it"
+    assert "nothing is streamed, offloaded or compiled" in notice.text
+
+
+@pytest.mark.parametrize("plan", ["auto", {}, {"batch": "fixed"}])
+def test_a_plan_that_nobody_asked_for_is_no_fallback(plan):
+    run = RunFile.model_validate({"plan": plan})
+    notice = unplanned_notice(run, reason_unplanned(run, CPU, 1))
+    assert not notice.fallback
+    assert notice.text.startswith("plan: none, because there is no GPU")
+
+
+@pytest.mark.parametrize(
+    ("plan", "fallbacks", "lines"),
+    [({"compile": "always"}, 1, 1), ("auto", 0, 1), ("off", 0, 0), (LITTLE, 0, 0)],
+)
+def test_a_run_says_once_that_it_has_no_plan(tiny_run, recorder, plan, fallbacks, lines):
+    run_training(
+        tiny_run(adapter={"rank": 2}, train={"max_train_steps": 1}, plan=plan), sinks=[recorder]
+    )
+    assert sum(notice.fallback for notice in recorder.of(Notice)) == fallbacks
+    assert sum("nothing is streamed" in text for text in recorder.texts()) == lines
 
 
 def test_a_single_gpu_is_planned():
