@@ -63,8 +63,8 @@ def test_every_measuring_script_is_rehearsed():
         assert users, f"benchmarks/{name}.py is neither imported nor run"
 
 
+@pytest.mark.usefixtures("_restored")
 def test_a_rehearsal_never_writes_to_the_results(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     argv = ["bare_loop.py", "--rehearse", "--out", str(RESULTS)]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit):

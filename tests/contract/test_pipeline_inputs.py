@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
+from blake3 import blake3
 from fakes.miniatures import QwenProcessor
 from PIL import Image
 
@@ -147,9 +148,9 @@ def test_an_edit_trains_on_the_pipelines_inputs(
 ):
     family, image = edit.family, photo(file_size)
     image.save(tmp_path / "a.png")
-    sample = Sample(
-        "d", "a.png", PROMPT, "0", *file_size, companions=(Companion("control", "a.png", "0"),)
-    )
+    digest = blake3((tmp_path / "a.png").read_bytes()).hexdigest()
+    control_image = Companion("control", "a.png", digest)
+    sample = Sample("d", "a.png", PROMPT, digest, *file_size, companions=(control_image,))
     source = SimpleNamespace(read=lambda key: (tmp_path / key).read_bytes())
     control_size = family.control_size(*size)
     item = EncodeItem(sample, size, source, control_size=control_size)
