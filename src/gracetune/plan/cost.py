@@ -111,7 +111,8 @@ class BlockCosts:
     trained_nbytes: int
     input_nbytes: int
     eager: CostsByMode
-    compiled: CostsByMode
+    compiled: CostsByMode | None
+    """None if the run does not compile."""
     gradients_nbytes: int
     """Bytes of weight gradients that the block's backward adds."""
 
@@ -122,6 +123,7 @@ class BlockCosts:
         device: mode `lean` if compiled, mode `keep` if eager.
         """
         modes = self.compiled if compiled else self.eager
+        assert modes is not None, "the block was not traced compiled"
         if activations == "recompute":
             return modes.recompute
         is_lean = activations == "lean" or (activations == "offload" and compiled)
@@ -260,13 +262,16 @@ class CostModel:
             frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + extra,
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
-            eager=self._costs_by_mode(kind, scale, compiled=False),
-            compiled=self._costs_by_mode(kind, scale, compiled=True),
+            eager=self._costs_by_mode(kind, kind.eager, scale, compiled=False),
+            compiled=None
+            if kind.compiled is None
+            else self._costs_by_mode(kind, kind.compiled, scale, compiled=True),
             gradients_nbytes=kind.gradients_nbytes,
         )
 
-    def _costs_by_mode(self, kind: BlockTraces, scale: float, compiled: bool) -> CostsByMode:
-        traces = kind.compiled if compiled else kind.eager
+    def _costs_by_mode(
+        self, kind: BlockTraces, traces: TracesByMode, scale: float, compiled: bool
+    ) -> CostsByMode:
         if self.frozen_compute == "fp8":
             traces = with_fp8_overhead(traces, compiled)
         recompute = traces.recompute

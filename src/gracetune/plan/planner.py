@@ -107,7 +107,8 @@ def plan_run(
         _fuse(family, undo)  # the tracer must see the operations that will run
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
         target = family_trace_target(family, latent_shape, text)
-        model = build_cost_model(target, rates, run.model.frozen_compute)
+        may_compile = True in constraints_of(run).compile
+        model = build_cost_model(target, rates, run.model.frozen_compute, may_compile=may_compile)
         family.to(device)
     del largest, text
     problem = build_problem(

@@ -118,7 +118,8 @@ def make_plan(
     simulated: bool = False,
 ) -> SearchResult:
     """Trace a model and return its best plan, and the plan for the run file's own micro-batch."""
-    model = build_cost_model(target, rates, frozen_compute, stored_share)
+    may_compile = True in constraints.compile
+    model = build_cost_model(target, rates, frozen_compute, stored_share, may_compile=may_compile)
     result = find_best_plan(model, fixed, budget, constraints, simulated)
     return compare_with_run_file(result, model, fixed, budget, constraints)
 
@@ -129,9 +130,13 @@ def build_cost_model(
     frozen_compute: FrozenCompute = "bf16",
     stored_share: float = 1.0,
     plain_checkpointing: bool = False,
+    may_compile: bool = True,
 ) -> CostModel:
-    """Trace a model and return its cost model; `CostModel` explains the other arguments."""
-    shapes = trace_model(target, TRACED_BATCH)
+    """Trace a model and return its cost model; `CostModel` explains the other arguments.
+
+    Without `may_compile`, the model predicts eager blocks only, and is made faster.
+    """
+    shapes = trace_model(target, TRACED_BATCH, may_compile)
     return CostModel(
         shapes, effective_rates(rates), frozen_compute, stored_share, plain_checkpointing
     )

@@ -94,8 +94,11 @@ class CalledModel(nn.Module):
         return self._predict(self.model, batch)
 
 
-def trace_model(target: TraceTarget, batch: int) -> ModelTraces:
-    """Trace a training step of a model at this batch size; return its kernels, sizes and memory."""
+def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> ModelTraces:
+    """Trace a training step of a model at this batch size; return its kernels, sizes and memory.
+
+    Without `may_compile`, compiled blocks are not traced, which takes most of the time.
+    """
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -108,7 +111,7 @@ def trace_model(target: TraceTarget, batch: int) -> ModelTraces:
             key = block_signature(block, call.leaves), call.hidden
             if key not in groups:
                 groups[key] = len(kinds)
-                kinds.append(_trace_block(block, fakes, call))
+                kinds.append(_trace_block(block, fakes, call, may_compile))
             order.append(groups[key])
         outside, batch_nbytes = _trace_outside(target, fakes, calls, batch)
     _forget_fakes(target.model)
@@ -145,20 +148,25 @@ def _fresh(call: TracedCall) -> list[Any]:
     return leaves
 
 
-def _trace_block(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -> BlockTraces:
+def _trace_block(
+    block: nn.Module, fakes: dict[int, Tensor], call: TracedCall, may_compile: bool
+) -> BlockTraces:
     parameters = list(block.parameters())
     trained = [p for p in parameters if p.requires_grad]
     copies_nbytes = sum(fakes[id(p)].nbytes for p in trained if fakes[id(p)].dtype != p.dtype)
     input_nbytes = sum(touched_nbytes(leaf) for leaf in call.hidden_states)
-    partition_for = _compiled(block, fakes, call)
+    compiled = None
+    if may_compile:
+        partition_for = _compiled(block, fakes, call)
+        compiled = TracesByMode(
+            partition_for("all"), partition_for("matmuls"), partition_for("attention")
+        )
     return BlockTraces(
         frozen_nbytes=_nbytes(p for p in parameters if not p.requires_grad),
         trained_nbytes=_nbytes(trained),
         input_nbytes=input_nbytes,
         eager=_eager_modes(_trace_eager(block, fakes, call), input_nbytes),
-        compiled=TracesByMode(
-            partition_for("all"), partition_for("matmuls"), partition_for("attention")
-        ),
+        compiled=compiled,
         cast_copies_nbytes=copies_nbytes,
         num_trained=len(trained),
     )

@@ -180,7 +180,8 @@ class BlockTraces:
     input_nbytes: int
     """Bytes of the hidden states that enter the block, which mode `recompute` keeps."""
     eager: TracesByMode
-    compiled: TracesByMode
+    compiled: TracesByMode | None
+    """None if the run does not compile."""
     cast_copies_nbytes: int = 0
     """Bytes of the copies of trained weights in the compute dtype, which are made once per pass; 0
     if the weights are used without a cast."""

@@ -249,9 +249,9 @@ def test_fp8_is_traced_with_fused_layers(tiny_run, recorder, monkeypatch):
         loras = [layer for layer in model.modules() if isinstance(layer, LoraLinear)]
         return [layer for layer in loras if isinstance(layer.forward.__self__, FusedLora)], loras
 
-    def trace(subject, *given):
+    def trace(subject, *given, **more):
         fused_counts.append(fused_layers(subject.model))
-        return build_cost_model(subject, *given)
+        return build_cost_model(subject, *given, **more)
 
     def convert_and_record(run, family, *given):
         fused_counts.append(fused_layers(family.transformer))
