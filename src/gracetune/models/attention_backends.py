@@ -26,7 +26,6 @@ from diffusers.models.attention_dispatch import (
     _check_attention_backend_requirements,
     dispatch_attention_fn,
 )
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -115,9 +114,8 @@ def current_backend(transformer: nn.Module) -> str:
 
 def dispatched_processors(transformer: nn.Module) -> list[Any]:
     """Return the attention processors of a model that use diffusers' attention dispatcher."""
-    if not isinstance(transformer, ModelMixin):
-        return []
-    return [p for p in transformer.attn_processors.values() if "_attention_backend" in dir(p)]
+    processors = (vars(module).get("processor") for module in transformer.modules())
+    return [p for p in processors if p is not None and "_attention_backend" in dir(p)]
 
 
 # Finding the fastest backend

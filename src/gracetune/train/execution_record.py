@@ -1,8 +1,9 @@
 """Record how a run computes its steps, and compare it when the run is resumed.
 
-Settings and data decide what a run computes (`run_identity.py`). Device, versions, attention backend
-and plan decide only how, but each of them may round differently. A checkpoint stores them; a resumed
-run uses the same plan and attention backend again where it can, and one warning names the rest.
+Settings and data decide what a run computes (`run_identity.py`). Device, versions, attention
+backend and plan decide only how, but each of them may round differently. A checkpoint stores them.
+A resumed run uses the same plan and attention backend again where it can, and one warning names the
+rest.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def execution_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> l
     ]
 
 
-def _plan_changes(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> Iterator[str]:
+def _plan_changes(
+    saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None
+) -> Iterator[str]:
     before, after = _blocks_in_words(saved), _blocks_in_words(current)
     if before != after:
         yield f"blocks were {before} and are now {after}"

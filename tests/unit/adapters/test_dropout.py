@@ -86,4 +86,6 @@ def test_nothing_is_dropped_outside_of_training(model):
     DropoutSeeds(model)
     x = torch.ones(4, 8)
     model.eval()
-    assert all(torch.equal(layer(x), x) for layer in model.modules() if isinstance(layer, nn.Dropout))
+    assert all(
+        torch.equal(layer(x), x) for layer in model.modules() if isinstance(layer, nn.Dropout)
+    )
