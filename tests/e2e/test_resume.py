@@ -95,7 +95,15 @@ def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path):
     assert len(logs[0]) == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, number, tmp_path):
     file = run_file(train={"max_train_steps": 100_000})
     folder = tmp_path / "run"
