@@ -5,7 +5,10 @@ import random
 import subprocess
 from pathlib import Path
 
+from forkport.apply import start_apply
+from forkport.extract import extract
 from forkport.git import open_repository
+from forkport.plan import make_plan
 
 IDENTITY = {
     "GIT_AUTHOR_NAME": "Maker",
@@ -197,3 +200,15 @@ class History:
         repo.commits("upstream", self.steps, parent="main")
         repo.run("checkout", "--quiet", "fork")
         return repo
+
+
+def port_fork(repo):
+    """Port the branch `fork` onto `upstream`, and check that the plan predicted the outcome."""
+    folder = repo.folder.parent / "patches"
+    manifest = extract(repo.git, "fork", "upstream", folder)
+    plans = make_plan(repo.git, manifest, folder, "upstream")
+    outcome = start_apply(repo.git, folder, None, "port", "1", lambda question: None)
+    predicted = [plan.patch.name for plan in plans if plan.verdict == "conflicts"]
+    stopped = outcome.state.stopped
+    assert predicted[:1] == ([stopped.patch] if stopped else []), "the plan was wrong"
+    return outcome

@@ -131,7 +131,7 @@ class MergeState:
 
     @property
     def upstream(self) -> UpstreamChanges:
-        """What upstream changed since its common ancestor with the fork."""
+        """The changes that upstream made since its common ancestor with the fork."""
         return self.context.upstream
 
     def conflicts(self) -> set[str]:

@@ -1,10 +1,10 @@
 """Renames and moves of both sides: no change of the fork is lost, and every import resolves."""
 
 import pytest
+from git_history import port_fork
 
 from forkport.apply import continue_apply, start_apply
 from forkport.extract import extract
-from forkport.plan import make_plan
 
 USER = "from pkg.one import first\n\nprint(first())\n"
 RENAMED_USER = USER.replace("pkg.one", "pkg.uno")
@@ -21,14 +21,7 @@ def port(grow):
 
     def port(fork, upstream):
         repo = grow(fork, upstream)
-        folder = repo.folder.parent / "patches"
-        manifest = extract(repo.git, "fork", "upstream", folder)
-        plans = make_plan(repo.git, manifest, folder, "upstream")
-        outcome = start_apply(repo.git, folder, None, "port", "1", agree)
-        predicted = [plan.patch.name for plan in plans if plan.verdict == "conflicts"]
-        stopped = outcome.state.stopped
-        assert predicted[:1] == ([stopped.patch] if stopped else []), "the plan was wrong"
-        return outcome
+        return port_fork(repo)
 
     return port
 

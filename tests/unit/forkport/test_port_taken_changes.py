@@ -1,11 +1,9 @@
 """Port a fork of which upstream already has some commits."""
 
 import pytest
-from git_history import Repo
+from git_history import Repo, port_fork
 
 from forkport.apply import start_apply
-from forkport.extract import extract
-from forkport.plan import make_plan
 
 
 def agree(question: str) -> None:
@@ -39,14 +37,7 @@ def port(repo):
             commits = [(f"{branch} {n}", files) for n, files in enumerate(steps)]
             repo.commits(branch, commits, parent="main")
         repo.run("checkout", "--quiet", "fork")
-        folder = repo.folder.parent / "patches"
-        manifest = extract(repo.git, "fork", "upstream", folder)
-        plans = make_plan(repo.git, manifest, folder, "upstream")
-        outcome = start_apply(repo.git, folder, None, "port", "1", agree)
-        predicted = [plan.patch.name for plan in plans if plan.verdict == "conflicts"]
-        stopped = outcome.state.stopped
-        assert predicted[:1] == ([stopped.patch] if stopped else []), "the plan was wrong"
-        return outcome
+        return port_fork(repo)
 
     return port
 
