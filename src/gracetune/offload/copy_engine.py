@@ -228,9 +228,13 @@ class CudaCopyEngine:
             free()
 
     def allocate_device(self, nbytes: int) -> Tensor:
-        """Return device memory that torch does not reuse while a weight copy still writes to it."""
+        """Return device memory that torch does not reuse while a copy still reads or writes it.
+
+        Copies that no one waits for are left over if a step fails.
+        """
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        memory.record_stream(self._streams[CopyStream.WEIGHTS])
+        for stream in self._streams.values():
+            memory.record_stream(stream)
         return memory
 
     def copy(
