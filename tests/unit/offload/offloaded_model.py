@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
+from gracetune.offload.checkpointing import wrap_blocks
 from gracetune.offload.copy_engine import POISON, CopyStream, SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
@@ -35,8 +36,7 @@ class MixedModel:
         by_mode = {
             mode: [b for b, m in zip(blocks, modes, strict=True) if m == mode] for mode in MODES
         }
-        for block in by_mode["inside"]:
-            block.forward = self.checkpointed(block)
+        wrap_blocks(by_mode["inside"], ["recompute"] * len(by_mode["inside"]), None, self.ring)
         if {"offload", "inputs", "inside"} & set(modes):
             self.offload = offload_activations(
                 by_mode["offload"],
@@ -52,14 +52,6 @@ class MixedModel:
             (blocks[k], modes[k]) for k in (range(len(blocks)) if order is None else order)
         ]
         self.model.forward = self.forward
-
-    def checkpointed(self, block):
-        inner = block.forward
-
-        def forward(x, shift):
-            return checkpoint(inner, x, shift, use_reentrant=False)
-
-        return forward
 
     def forward(self, x, order=None):
         model = self.model

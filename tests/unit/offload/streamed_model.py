@@ -70,16 +70,30 @@ class Block(nn.Module):
         return x + x @ self.a.t() @ self.b.t()
 
 
+class SmallBlock(nn.Module):
+    """One streamed weight with its bias, and an adapter: few operations, so few interleavings."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.a = nn.Parameter(torch.randn(2, WIDTH) * 0.3)
+        self.b = nn.Parameter(torch.randn(WIDTH, 2) * 0.3)
+
+    def forward(self, x, shift=0.0):
+        x = x + functional.gelu(self.up(x) + shift)
+        return x + x @ self.a.t() @ self.b.t()
+
+
 class Model(nn.Module):
     """`checkpointing`: keep, reentrant, checkpoint, or pairs (one checkpoint per two blocks)."""
 
-    def __init__(self, num_blocks=6, checkpointing="keep"):
+    def __init__(self, num_blocks=6, checkpointing="keep", block_class=Block):
         super().__init__()
         self.checkpointing = checkpointing
         self.inside = nn.Linear(4, WIDTH)
         shared = nn.Linear(WIDTH, WIDTH)  # a module that blocks share
         self.outside = nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Block(shared) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block_class(shared) for _ in range(num_blocks))
         for block in self.blocks:
             block.outside = self.outside  # and one that they share with the rest of the model
         for name, parameter in self.named_parameters():
@@ -107,9 +121,9 @@ def run(x, blocks):
     return x
 
 
-def build_model(num_blocks=6, checkpointing="keep", seed=0):
+def build_model(num_blocks=6, checkpointing="keep", seed=0, block_class=Block):
     torch.manual_seed(seed)
-    model = Model(num_blocks, checkpointing)
+    model = Model(num_blocks, checkpointing, block_class)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # the default ones and zeros could be mistaken for each other
@@ -127,14 +141,14 @@ def streamed(model, recorder, block_indices=None, slots=3, copy_engine=None, poi
     return twin, stream_weights(twin, blocks, copy_engine, recorder, slots, poison)
 
 
-def step(model, seed, order=None, micro_batches=1):
+def step(model, seed, order=None, micro_batches=1, shape=(2, 5)):
     """Run forward and backward; return the losses and all gradients."""
     generator = torch.Generator().manual_seed(seed)
     model.zero_grad(set_to_none=True)
     losses = []
     for _ in range(micro_batches):
         # Reentrant checkpointing needs an input that requires a gradient.
-        x = torch.randn(2, 5, 4, generator=generator).requires_grad_()
+        x = torch.randn(*shape, 4, generator=generator).requires_grad_()
         loss = model(x, order).square().mean()
         loss.backward()
         losses.append(loss.detach())
