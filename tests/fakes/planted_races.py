@@ -83,6 +83,19 @@ def activations_released_early() -> Iterator[None]:
 
 
 @contextmanager
+def activations_read_early() -> Iterator[None]:
+    """Let backward read activations that may still be copied back to the device."""
+    read = offloaded_activations.OffloadedStorage.read
+
+    def read_early(storage):
+        storage.pending_copy = None
+        return read(storage)
+
+    with patch.object(offloaded_activations.OffloadedStorage, "read", read_early):
+        yield
+
+
+@contextmanager
 def host_buffers_reused_early() -> Iterator[None]:
     """Reuse the host buffers of discarded graphs while they may still be copied to the device."""
     kept = []

@@ -1,15 +1,13 @@
-"""Models whose blocks are kept, recomputed, offloaded and streamed in any mix, and slow copies."""
+"""Models whose blocks are kept, recomputed, offloaded and streamed in any mix."""
 
 import copy
 
-import torch
 from streamed_model import run
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.offload.activations import OffloadSettings, offload_activations
 from gracetune.offload.checkpointing import wrap_blocks
-from gracetune.offload.copy_engine import POISON, CopyStream, SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 MIN_NBYTES = 64
@@ -81,71 +79,3 @@ def offloaded(model, recorder, block_indices=None, copy_engine=None, **settings)
         settings=OffloadSettings(**({"poison": True} | settings)),
     )
     return twin, offload
-
-
-class RandomDelayEngine(SynchronousCopyEngine):
-    """Executes copies at random: immediately, or as late as the waits allow.
-
-    Each stream is a queue. A delayed copy is executed when it or a later copy of its stream is
-    waited for or executed immediately. Like a GPU this engine knows addresses, not owners: if
-    memory was freed before its copy was executed, that is listed in `faults`.
-    """
-
-    def __init__(self, rng, late=0.7):
-        super().__init__()
-        self.rng = rng
-        self.late = late
-        self.queues = {stream: [] for stream in CopyStream}
-        self.num_executed = dict.fromkeys(CopyStream, 0)
-        self.faults = []
-        self.overtaken = 0
-        """Copies still pending when the next one was requested. A useful test has some."""
-
-    def copy(self, target, source, poison, stream=CopyStream.WEIGHTS):
-        queue = self.queues[stream]
-        self.overtaken += self.num_executed[stream] < len(queue)
-        if poison:
-            target.fill_(POISON)
-        queue.append((Address(target), Address(source)))
-        if self.rng.random() > self.late:
-            self.execute(stream, len(queue))
-        return QueuedCopy(self, stream, len(queue))
-
-    def execute(self, stream, until):
-        for target_address, source_address in self.queues[stream][
-            self.num_executed[stream] : until
-        ]:
-            target, source = target_address.memory(), source_address.memory()
-            if target is None or source is None:
-                freed = "source" if source is None else "target"
-                self.faults.append(f"{stream.value}: {freed} was freed")
-            else:
-                target[: len(source)].copy_(source)
-        self.num_executed[stream] = max(self.num_executed[stream], until)
-
-    def finish(self):
-        """Execute all pending copies, as a device synchronization does."""
-        for stream, queue in self.queues.items():
-            self.execute(stream, len(queue))
-
-
-class QueuedCopy:
-    def __init__(self, engine, stream, position):
-        self.engine, self.stream, self.position = engine, stream, position
-
-    def wait(self, prefetched):
-        self.engine.execute(self.stream, self.position)
-
-
-class Address:
-    """Bytes that are not owned: `memory` is None once their owners are gone."""
-
-    def __init__(self, tensor):
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.offset, self.nbytes = tensor.storage_offset(), len(tensor)
-
-    def memory(self):
-        if self.storage.expired():
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self.offset, (self.nbytes,), (1,))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.offload.copy_engine import POISON, SynchronousCopyEngine
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.ring import stream_weights
 
 WIDTH = 12
@@ -25,24 +25,6 @@ class FakeStallWindow:
 
     def is_complete(self):
         return self.complete
-
-
-class LazyCopyEngine(SynchronousCopyEngine):
-    """Copies only when the copy is waited for; until then the target is NaN."""
-
-    def copy(self, target, source, poison):
-        target.fill_(POISON)
-        return LazyCopy(target, source)
-
-
-class LazyCopy:
-    def __init__(self, target, source):
-        self.target, self.source = target, source
-
-    def wait(self, prefetched):
-        if self.source is not None:
-            self.target[: len(self.source)].copy_(self.source)
-            self.source = None
 
 
 class Block(nn.Module):

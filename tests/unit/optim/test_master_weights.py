@@ -1,12 +1,10 @@
 """bf16 weights with fp32 master weights train like fp32 weights, wherever the state lives."""
 
-import random
-
 import pytest
 import torch
-from delayed_copies import DelayedCopyEngine
 
 from gracetune.config.schema import OptimizerSection
+from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import (
     build_optimizer,
@@ -41,9 +39,7 @@ class Training:
         section = OptimizerSection(name=name, lr=1e-3, weight_decay=0.1)
         self.optimizer = build_optimizer(self.named, section)
         settings = StateOffloadSettings(bucket_numel=130, min_nbytes=48, poison=True)
-        self.stepper = OptimizerStepper(
-            self.optimizer, DelayedCopyEngine(random.Random(0)), 12.0, settings
-        )
+        self.stepper = OptimizerStepper(self.optimizer, SynchronousCopyEngine(), 12.0, settings)
         self.stepper.set_host_share(host_share)
 
     def train(self, seeds):
