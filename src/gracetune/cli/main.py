@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 VERBS = {
     "train": ("gracetune.cli.train", "train a model from a run file, or resume a run"),
     "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),
+    "check": ("gracetune.cli.check", "compare a run's gradients with those of plain blocks"),
     "now": ("gracetune.cli.now", "ask a running training run to validate, save or stop"),
     "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
     "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),

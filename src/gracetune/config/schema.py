@@ -316,6 +316,10 @@ class TrainSection(Section):
     """Minutes between checkpoints, in addition to those of `checkpoint_every`. 0: none by time."""
     keep_checkpoints: PositiveInt = 3
     """Number of newest checkpoints to keep; older ones are deleted."""
+    check_gradients: bool = True
+    """Check the gradients of the first step: every trained tensor must have one, and in a planned
+    run, or on several ranks, one block is compared with a plain copy of it. `false` (or `off`)
+    turns it off; `gracetune check gradients` compares all blocks."""
 
 
 class OptimizerSection(Section):

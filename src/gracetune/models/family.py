@@ -249,6 +249,19 @@ def load_family(section: ModelSection) -> Family:
     return load(section)
 
 
+def unused_weights(family: Family) -> list[str]:
+    """Return patterns for the names of weights that never get a gradient, in each transformer."""
+    if family.name not in FAMILIES:
+        return []
+    transformers = transformers_of(family.transformer)
+    last = len(family.blocks()) // len(transformers) - 1
+    return [
+        f"{f'{expert}.' if expert else ''}{pattern.format(last=last)}"
+        for expert in transformers
+        for pattern in FAMILIES[family.name].unused_weights
+    ]
+
+
 def key_tables() -> dict[str, KeyTable]:
     """Return, by family, the tables that translate other tools' module names to diffusers'."""
     modules = (import_module(info.module) for info in FAMILIES.values() if info.has_key_table)

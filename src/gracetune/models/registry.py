@@ -29,6 +29,9 @@ class FamilyInfo:
     has_planner_shapes: bool = True
     """True if the module has `PLANNER_SHAPES`, so that the memory of a run can be planned without
     the weights."""
+    unused_weights: tuple[str, ...] = ()
+    """Patterns for the names of weights that do not affect the model's output and so never get a
+    gradient. `{last}` is the number of the last block."""
 
 
 FAMILIES: Mapping[str, FamilyInfo] = {
@@ -44,7 +47,15 @@ FAMILIES: Mapping[str, FamilyInfo] = {
         has_key_table=True,
     ),
     "flux": FamilyInfo("gracetune.models.flux", has_key_table=True),
-    "qwen_image": FamilyInfo("gracetune.models.qwen_image", has_key_table=True),
+    "qwen_image": FamilyInfo(
+        "gracetune.models.qwen_image",
+        has_key_table=True,
+        # The last block's output for the text is not used.
+        unused_weights=(
+            "transformer_blocks.{last}.attn.to_add_out.*",
+            "transformer_blocks.{last}.txt_mlp.*",
+        ),
+    ),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }

@@ -209,6 +209,15 @@ class PlanController:
                 return True
         return False
 
+    def change_to(self, plan: Plan) -> None:
+        """Replace the applied plan by another one. Call this between steps."""
+        if self._applied.ring is not None:
+            self._closed_rings.append(self._applied.ring.counters())
+        self._applied.close()
+        self._meter.clear()
+        self._applied = self._apply(plan, self._problem.spare_nbytes(plan))
+        self.plan = plan
+
     def shrink_ring(self, reason: str) -> bool:
         """Free the slots that the weight ring has added; return False if there were none.
 
@@ -219,6 +228,10 @@ class PlanController:
             text = f"{reason} Continuing without the slots that were added to the weight ring."
             self._emit(Notice(text, level="warning", fallback=True))
         return released
+
+    def clear_cached_memory(self) -> None:
+        """Free memory that torch's allocator caches after work outside the plan."""
+        self._meter.clear()
 
     @property
     def slots_nbytes(self) -> int:
@@ -311,7 +324,7 @@ class PlanController:
         if failure:
             text = f"{failure} Returning to the first plan."
             self._emit(Notice(text, level="warning", fallback=True))
-            self._change_to(current)
+            self.change_to(current)
         return True
 
     def _better_plan(self, current: Plan, remaining: int) -> Plan | None:
@@ -349,19 +362,11 @@ class PlanController:
         The exception itself is dropped, because its traceback would keep tensors alive.
         """
         try:
-            self._change_to(plan)
+            self.change_to(plan)
         except (torch.OutOfMemoryError, OffloadError) as error:  # device memory, or pinned memory
             self.plan = plan
             return str(error).splitlines()[0]
         return ""
-
-    def _change_to(self, plan: Plan) -> None:
-        if self._applied.ring is not None:
-            self._closed_rings.append(self._applied.ring.counters())
-        self._applied.close()
-        self._meter.clear()
-        self._applied = self._apply(plan, self._problem.spare_nbytes(plan))
-        self.plan = plan
 
     def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
         spare = self._problem.spare_nbytes(self.plan, peak_nbytes)

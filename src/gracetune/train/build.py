@@ -40,7 +40,7 @@ from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
 from gracetune.memory.stats import Tier
 from gracetune.models.attention_backends import set_attention_backend
-from gracetune.models.family import load_family, transformers_of
+from gracetune.models.family import load_family, transformers_of, unused_weights
 from gracetune.models.quantize import check_quantizable, quantize_blocks
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
@@ -59,6 +59,7 @@ from gracetune.train.experts import (
     expected_token_counts,
 )
 from gracetune.train.export import check_exportable, export_adapter, export_result
+from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
@@ -80,9 +81,11 @@ if TYPE_CHECKING:
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
     from gracetune.train.batch_size_ramp import AccumulationRamp
+    from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import ExpertSchedule
     from gracetune.train.export import AdaptedModules
+    from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
     from gracetune.train.validate import ValidationSetup
 
@@ -124,6 +127,8 @@ class Session:
     """The digest of the model's weights before training."""
     adapted_modules: AdaptedModules
     """Modules that have an adapter, by transformer (Wan 2.2 has two); empty without an adapter."""
+    references: Sequence[BlockReference] = ()
+    """Plain copies of the blocks whose gradients are compared in the first step."""
     plan_controller: PlanController | None = None
     """Chooses which weights and activations are kept in host memory, not device memory. None: the
     whole transformer is on the device."""
@@ -181,6 +186,11 @@ class Session:
         """Write the adapter as `export` does, to another folder."""
         export_adapter(self.state, self.adapted_modules, self.base_weights, folder)
 
+    def clear_device_memory(self) -> None:
+        """Free memory that torch's allocator caches, if the run has a plan for this memory."""
+        if self.plan_controller is not None:
+            self.plan_controller.clear_cached_memory()
+
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
         self.state.stepper.close()
@@ -195,12 +205,13 @@ def build_session(
     control: RunControl,
     signals: SignalHandler,
     resumed: Mapping[str, Any] | None = None,
+    checked_blocks: ChooseBlocks = random_block,
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
 
     `resumed` is the execution record of the checkpoint to resume from, whose plan and attention
     backend are used again; it is empty for a checkpoint of an earlier version, and None for a new
-    run.
+    run. `checked_blocks` chooses the blocks whose gradients can be compared with plain copies.
 
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
@@ -215,9 +226,7 @@ def build_session(
     base_weights = family.weights_digest()
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
-    if schedule is not None and len(schedule.windows) > 1 and accelerator.ddp_handler is not None:
-        # A step trains one expert; the parameters of the other one have no gradient.
-        accelerator.ddp_handler.find_unused_parameters = True
+    _expect_missing_gradients(accelerator, family, schedule)
     check_data(run, family)
     sample_shape = plan_sample_shape(run, family)
     _quantize(run, family, emit)
@@ -225,6 +234,8 @@ def build_session(
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device, accelerator.num_processes)
+    compares = compares_blocks(run, unplanned, accelerator.num_processes)
+    references = build_references(family, checked_blocks) if compares else []
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
     if unplanned:
@@ -260,12 +271,13 @@ def build_session(
     if not unplanned:
         # Imported here, because the planner takes seconds to import.
         from gracetune.plan.planner import PlannerInputs, plan_run
-        from gracetune.train.fp8_calibration import convert_frozen_layers
 
         inputs = PlannerInputs(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
             batches_ahead=batches_ahead(run),
-            convert_to_fp8=partial(convert_frozen_layers, run, family, pipeline, device, emit),
+            convert_to_fp8=partial(
+                _convert_to_fp8, run, family, pipeline, device, references, emit
+            ),
             saved_plan=(resumed or {}).get("plan"),
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
@@ -313,6 +325,7 @@ def build_session(
         gc_freeze=gc_freeze,
         base_weights=base_weights,
         adapted_modules=adapted_modules,
+        references=references,
         plan_controller=controller,
     )
 
@@ -360,6 +373,18 @@ def resolve_precision(run: RunFile) -> str:
     if precision == "auto":
         return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
     return "bf16" if precision == "fp16" else precision
+
+
+def _expect_missing_gradients(
+    accelerator: Accelerator, family: Family, schedule: ExpertSchedule | None
+) -> None:
+    """Tell DDP if some trained parameters have no gradient in a step.
+
+    A step trains one expert of two, and some models have weights that do not affect their output.
+    """
+    trains_in_turns = schedule is not None and len(schedule.windows) > 1
+    if accelerator.ddp_handler is not None and (trains_in_turns or unused_weights(family)):
+        accelerator.ddp_handler.find_unused_parameters = True
 
 
 def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
@@ -436,6 +461,21 @@ def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit:
     emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
 
 
+def _convert_to_fp8(
+    run: RunFile,
+    family: Family,
+    pipeline: DataPipeline,
+    device: torch.device,
+    references: Iterable[BlockReference],
+    emit: Emit,
+) -> None:
+    from gracetune.train.fp8_calibration import convert_frozen_layers
+
+    convert_frozen_layers(run, family, pipeline, device, emit)
+    for reference in references:
+        reference.add_fp8()
+
+
 def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
     kind = run.model.quantize
     if kind == "none":
@@ -480,6 +520,16 @@ def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
         return "there is no GPU, and plan.device_memory is not set"
     return ""
+
+
+def compares_blocks(run: RunFile, unplanned: str, num_ranks: int) -> bool:
+    """Return True if the first step compares a block with a plain copy of it.
+
+    A single process without a plan computes what the plain copy would. Quantized weights have no
+    plain copy.
+    """
+    is_changed = not unplanned or num_ranks > 1
+    return run.train.check_gradients and is_changed and run.model.quantize == "none"
 
 
 def unplanned_notice(run: RunFile, reason: str) -> Notice:

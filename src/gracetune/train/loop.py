@@ -22,6 +22,7 @@ from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
+from gracetune.train.gradient_check import FirstStepCheck
 from gracetune.train.state import (
     detached_weights,
     flatten_optimizer_state,
@@ -29,7 +30,7 @@ from gracetune.train.state import (
     rng_state,
     torch_rng_state,
 )
-from gracetune.train.step import train_step
+from gracetune.train.step import train_step, turn_at
 from gracetune.train.validate import ValidationWriteError, validate
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         session.emit, run.logging.every, session.batch_transfer, session.state.optimizer
     )
     timing = PlanTiming(session, progress.step)
+    check = FirstStepCheck(session)
     first_step = progress.step
     saved_at, saved_step = time.monotonic(), progress.step
     accumulation = _accumulation(session, progress)
@@ -84,7 +86,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     if _validation_is_missing(session, progress.step):
         _validate(session, metrics, progress.step)
     while progress.step < total:
-        result = _step(session, stream, accumulation, progress, timing)
+        result = _step(session, stream, accumulation, progress, timing, check)
         progress = progress.after(accumulation, stream.state.consumed, result.expert)
         step = progress.step
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
@@ -131,21 +133,25 @@ def _step(
     accumulation: int,
     progress: TrainProgress,
     timing: PlanTiming,
+    first_step_check: FirstStepCheck,
 ) -> StepResult:
-    """Run one optimizer step.
+    """Run one optimizer step; `first_step_check` checks its gradients if it is the first one.
 
     If the device is out of memory and the run has a memory plan, change to a plan that needs less
-    memory and repeat the step with the same batches and random numbers.
+    memory and repeat the step with the same batches and random numbers. The check takes memory that
+    the plan does not contain, so the first repetition is without it.
     """
     state, controller = session.state, session.plan_controller
+    is_first = first_step_check.begin(turn_at(state, progress).expert)
+    check = first_step_check.finish if is_first else None
     if controller is None:
-        return train_step(state, stream.take(accumulation), accumulation, progress)
+        return train_step(state, stream.take(accumulation), accumulation, progress, check)
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
     while True:
         try:
             batches = map(controller.count_batch, stream.take(accumulation))
-            return train_step(state, batches, accumulation, progress)
+            return train_step(state, batches, accumulation, progress, check)
         except torch.OutOfMemoryError as error:
             # Drop the traceback: its frames keep the tensors of the failed step alive.
             out_of_memory = error.with_traceback(None)
@@ -156,7 +162,10 @@ def _step(
                 "checkpoints are kept. Lower plan.device_memory and run the same command again."
             ) from out_of_memory
         state.optimizer.zero_grad()
-        if not controller.reduce_memory(reason):
+        if first_step_check.cancel():
+            first_step_check.skip(reason)
+            controller.clear_cached_memory()
+        elif not controller.reduce_memory(reason):
             raise out_of_memory
         stream.rewind(position)
         restore_torch_rng(rng)  # the second try uses the same dropout masks

@@ -28,7 +28,7 @@ from gracetune.train.experts import SINGLE_TRANSFORMER
 from gracetune.train.timesteps import sample_timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
@@ -126,19 +126,30 @@ class StepResult:
     """The trained transformer of Wan 2.2, `high` or `low` noise; None for other models."""
 
 
+def turn_at(state: TrainState, progress: TrainProgress) -> ExpertTurn:
+    """Return the transformer that the next step trains, and its range of timesteps."""
+    if state.expert_schedule is None:
+        return SINGLE_TRANSFORMER
+    return state.expert_schedule.expert_at(progress.step)
+
+
 def train_step(
-    state: TrainState, batches: Iterable[Batch], accumulation: int, progress: TrainProgress
+    state: TrainState,
+    batches: Iterable[Batch],
+    accumulation: int,
+    progress: TrainProgress,
+    check_gradients: Callable[[Expert | None, int], None] | None = None,
 ) -> StepResult:
     """Accumulate gradients over `accumulation` micro-batches, then update the weights.
+
+    `check_gradients` is called before the update, with the trained transformer and `accumulation`.
 
     Each backward adds the *sum* of its samples' losses. The gradient is divided once, at the end,
     by the number of samples seen on all ranks. Every sample therefore has the same weight, also in
     a short batch and when the accumulation changes between steps.
     """
     accelerator, train = state.accelerator, state.run.train
-    turn = SINGLE_TRANSFORMER
-    if state.expert_schedule is not None:
-        turn = state.expert_schedule.expert_at(progress.step)
+    turn = turn_at(state, progress)
 
     totals = torch.zeros(2, device=accelerator.device)  # sum of losses, number of samples
     done = 0
@@ -152,6 +163,8 @@ def train_step(
         totals[1] += len(batch)
     assert done == accumulation, f"{done} micro-batches for a step of {accumulation}"
     loss_sum, samples = accelerator.reduce(totals, "sum")
+    if check_gradients is not None:
+        check_gradients(turn.expert, accumulation)
 
     # DDP has averaged the gradients over ranks; the world size turns the mean back into a sum.
     scale = accelerator.num_processes / samples

@@ -1,0 +1,59 @@
+"""Check the gradients of all run files in a folder on two ranks; started by torchrun."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import pytest
+import torch
+from family_sessions import family_session
+
+from gracetune.cli.check import table_lines
+from gracetune.config.load import load_run_file
+from gracetune.errors import RunFailedError
+from gracetune.train.gradient_check import check_gradients
+from gracetune.train.loop import train_loop
+from gracetune.train.step import TrainProgress
+
+
+def main(folder: Path) -> None:
+    for path in sorted(folder.glob("*.json")):
+        run = load_run_file(path).run
+        texts = []
+        with family_session(run, lambda event, texts=texts: texts.append(str(event))) as session:
+            report = check_gradients(session)
+            assert report.passed, "\n".join(table_lines(report))
+            assert all(block.reduction_error is not None for block in report.blocks)
+            train_loop(session, TrainProgress())
+            assert any("gradients: block" in text for text in texts)
+            if session.state.accelerator.is_main_process:
+                report_line(f"{path.stem} passed")
+            if run.model.family == "tiny":
+                check_unaveraged(session)
+
+
+def check_unaveraged(session) -> None:
+    """Let DDP average nothing, which the loss does not show."""
+    accelerator = session.state.accelerator
+    session.state.transformer.register_comm_hook(None, keep_local_gradients)
+    assert not check_gradients(session).passed
+    with pytest.raises(RunFailedError, match="not averaged over the ranks"):
+        train_loop(session, TrainProgress())
+    if accelerator.is_main_process:
+        report_line("not averaged: found")
+
+
+def report_line(text) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def keep_local_gradients(_, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
