@@ -13,6 +13,7 @@ interleavings are enumerated, not sampled; their number is printed at the end.
 
 import copy
 import random
+from collections import defaultdict
 from contextlib import contextmanager
 from itertools import cycle, product
 
@@ -44,16 +45,20 @@ READY = {"never": [False], "always": [True], "alternating": [True, False]}
 
 @pytest.fixture(scope="module")
 def explorations(request):
-    results = {}
+    results = defaultdict(list)
     yield results
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         line = request.config.get_terminal_writer().line
         line("\n")
-        for name, (states, interleavings) in results.items():
-            line(f"{states:>9,} states {in_words(interleavings):>10} interleavings  {name}")
-        states, interleavings = (sum(values) for values in zip(*results.values(), strict=True))
-        line(f"{states:>9,} states {in_words(interleavings):>10} interleavings  in total")
+        total = [result for scenario in results.values() for result in scenario]
+        for name, scenario in [*results.items(), ("in total", total)]:
+            states = sum(result.states for result in scenario)
+            interleavings = in_words(sum(result.interleavings for result in scenario))
+            line(
+                f"{states:>9,} states {interleavings:>7} interleavings "
+                f"{len(scenario):>4} recordings  {name}"
+            )
 
 
 def in_words(count):
@@ -68,9 +73,7 @@ def prove(request, explorations):
         result = explore(recording)
         assert result.violation is None, str(result.violation)
         assert result.interleavings > 1, "nothing runs at the same time"
-        name = request.node.name
-        before = explorations.get(name, (0, 0))
-        explorations[name] = before[0] + result.states, before[1] + result.interleavings
+        explorations[request.node.originalname].append(result)
 
     return prove
 
@@ -89,6 +92,11 @@ def run_steps(cuda, twin, model, steps):
     for arguments in steps:
         expected = step(model, **arguments)
         assert_same(step(twin, **arguments), expected)
+
+
+@torch.no_grad()
+def sample(model):
+    return model(torch.ones(1, 3, 4))
 
 
 # The weight ring
@@ -110,6 +118,7 @@ def test_streamed_weights(num_blocks, slots, checkpointing, block_class, poison,
         engine = RecordedCopyEngine(cuda, pin=poison)
         twin, ring = streamed(model, recorder, None, slots, engine, poison)
         run_steps(cuda, twin, model, steps)
+        sample(twin)  # prefetches blocks that no one waits for
         ring.close()
     prove(cuda.recording)
 
@@ -152,6 +161,7 @@ def test_autosized_ring(ready, grows, elapsed, recorder, prove, monkeypatch):
         assert any("steps waited" in text for text in recorder.texts()) == (
             grows and elapsed != "none"
         )
+        sample(twin)  # prefetches blocks that no one waits for
         ring.release_extra_slots()
         assert_same(step(twin, 5), step(model, 5))
         ring.close()
@@ -192,24 +202,23 @@ def nested_passes(model, where):
     """Call the model without gradients before blocks 0 and 2, or inside them; yield the outputs."""
     outputs, depth, groups = [], [], model.groups
 
-    def sample(*_):
+    def sample_once(*_):
         if not depth:
             depth.append(1)
-            with torch.no_grad():
-                outputs.append(model(torch.ones(1, 3, 4)))
+            outputs.append(sample(model))
             depth.clear()
 
     def groups_and_samples(order):
         for index, group in enumerate(groups(order)):
             if index in (0, 2):
-                sample()
+                sample_once()
             yield group
 
     hooks = []
     if where == "before blocks":
         model.groups = groups_and_samples
     if where == "inside blocks":
-        hooks = [model.blocks[index].register_forward_pre_hook(sample) for index in (0, 2)]
+        hooks = [model.blocks[index].register_forward_pre_hook(sample_once) for index in (0, 2)]
     yield outputs
     model.groups = groups
     for hook in hooks:
@@ -231,8 +240,7 @@ def test_passes_without_gradients(where, mode, recorder, prove):
         with nested_passes(each, where) as outputs:
             loss = each(torch.ones(1, 3, 4)).square().mean()
         if where == "before backward":
-            with torch.no_grad():
-                outputs.append(each(torch.ones(1, 3, 4)))
+            outputs.append(sample(each))
         loss.backward()
         return [loss.detach(), *outputs], {n: p.grad for n, p in each.named_parameters()}
 
