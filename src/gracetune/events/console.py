@@ -49,7 +49,19 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
 
 
-LABELS = frozenset({"adapter", "attention", "cache", "config", "data", "experts", "plan", "ramp"})
+LABELS = frozenset(
+    {
+        "adapter",
+        "attention",
+        "cache",
+        "config",
+        "data",
+        "experts",
+        "gradients",
+        "plan",
+        "ramp",
+    }
+)
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
 LABEL_WIDTH = 11
 DATA_STAGES = frozenset({"reading", "staging"})

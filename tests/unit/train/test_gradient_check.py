@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.planted_races import slot_race
-from family_sessions import (
+from fakes.family_sessions import (
     FAMILIES,
     MODES,
     change_mode,
@@ -17,6 +16,7 @@ from family_sessions import (
     small_plans,
     with_new_optimizer,
 )
+from fakes.planted_races import slot_race
 
 from gracetune.cli.check import spread, table_lines
 from gracetune.cli.main import main

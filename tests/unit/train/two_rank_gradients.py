@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
 import torch
-from family_sessions import family_session
+from fakes.family_sessions import family_session
 
 from gracetune.cli.check import table_lines
 from gracetune.config.load import load_run_file

@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 from fakes.datasets import DATA, WRITE
 from fakes.miniatures import write_miniature
-
 from gracetune.config.schema import RunFile
 from gracetune.events.run_control import RunControl
-from gracetune.offload.copy_engine import SynchronousCopyEngine
+from gracetune.memory.platform import Link
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings
 from gracetune.plan import planner
@@ -108,7 +108,7 @@ def with_new_optimizer(session):
     """Return the session with a new optimizer, whose state is where the plan puts it."""
     state = session.state
     optimizer = build_optimizer(state.parameters, state.run.optimizer)
-    engine = SynchronousCopyEngine()
+    engine = open_copy_engine(state.accelerator.device, Link.MANAGED)
     settings = StateOffloadSettings(bucket_numel=1 << 9, min_nbytes=1, poison=True)
     stepper = OptimizerStepper(optimizer, engine, 8.0, settings)
     stepper.set_host_share(session.plan_controller.plan.host_state)
