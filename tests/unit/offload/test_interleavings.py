@@ -12,6 +12,7 @@ interleavings are enumerated, not sampled; their number is printed at the end.
 """
 
 import copy
+import math
 import random
 from collections import defaultdict
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ def explorations(request):
         line = request.config.get_terminal_writer().line
         line("\n")
         total = [result for scenario in results.values() for result in scenario]
-        for name, scenario in [*results.items(), ("in total", total)]:
+        for name, scenario in [*results.items(), *([("in total", total)] if total else [])]:
             states = sum(result.states for result in scenario)
             interleavings = in_words(sum(result.interleavings for result in scenario))
             line(
@@ -62,7 +63,8 @@ def explorations(request):
 
 
 def in_words(count):
-    return f"{count:,}" if count < 10**6 else f"{str(count)[0]}e{len(str(count)) - 1}"
+    exponent = int(math.log10(count))
+    return f"{count:,}" if exponent < 6 else f"{count // 10**exponent}e{exponent}"
 
 
 @pytest.fixture
