@@ -19,7 +19,8 @@ out. In particular, transitions of different streams that commute are still exec
 Simplifications that do not change the result:
 
 - Memory that no copy uses is left out, and so are operations that use no other. Only copy streams
-  and the host run beside the compute stream, and they touch no memory but that of copies.
+  and the host run beside the compute stream, and they touch no memory but that of copies. If a
+  model uses several compute streams, their order among themselves is the model's business.
 - Bytes that are used by exactly the same operations always have the same origin and are one
   segment.
 - If someone else writes to the target during a copy, the result counts as the copy's. A write that

@@ -7,8 +7,10 @@ recorded CUDA runtime (`fakes/recorded_cuda.py`). Each test shows two things:
 (b) In every order in which the streams may execute the recorded operations, each operation reads
     the same data as in issue order (`fakes/interleavings.py`).
 
-Together they prove that every interleaving of the recorded steps gives the right result. The
-interleavings are enumerated, not sampled; their number is printed at the end.
+Together they prove that every interleaving of the recorded steps gives the right result. The host
+issues the same operations in all of them: its decisions depend on the device only through
+`Event.query` and `Event.elapsed_time`, whose results are parameters of the tests. The interleavings
+are enumerated, not sampled; their number is printed at the end.
 """
 
 import copy
