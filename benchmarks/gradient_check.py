@@ -8,7 +8,8 @@ torch enforces. Then races are put back into the copy code (tests/fakes/planted_
 command must fail, and a run must stop at its first step.
 
     PYTHONPATH=src:benchmarks python benchmarks/gradient_check.py [--only flux,wan,qwen]
-        [--parts eager,compiled,fp8,first_step,races] [--out FOLDER] [--commit NAME] [--rehearse]
+        [--parts eager,compiled,fp8,first_step,races] [--races slot_race,...]
+        [--out FOLDER] [--commit NAME] [--rehearse]
 
 Results of models that are not checked are kept, each with its commit.
 """
@@ -37,6 +38,7 @@ import torch
 from PIL import Image
 
 from gracetune.cli.main import main as gracetune
+from gracetune.train.block_check import KINDS, MAX_ERROR_RATIO
 
 # The miniatures and the races are test code, which is not installed with the package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -102,7 +104,7 @@ def main() -> int:
             figures[f"{name}.commit"] = arguments.commit or results.this_commit()
             for part in arguments.parts:
                 began = time.perf_counter()
-                found, ok = run_part(part, run_file, MODELS[name], rehearse=arguments.rehearse)
+                found, ok = run_part(part, run_file, MODELS[name], arguments)
                 passed &= ok
                 found["seconds"] = round(time.perf_counter() - began, 1)
                 figures |= dict(results.flatten({f"{name}.{part}": found}))
@@ -117,8 +119,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(MODELS), help="models to check")
     parser.add_argument("--parts", default="eager,compiled,fp8,first_step,races")
+    parser.add_argument("--races", default=",".join(RACES), help="races to put back")
     arguments = results.parse_arguments(parser)
-    arguments.only, arguments.parts = arguments.only.split(","), arguments.parts.split(",")
+    for name in ("only", "parts", "races"):
+        setattr(arguments, name, getattr(arguments, name).split(","))
     if arguments.rehearse:
         arguments.parts = [part for part in arguments.parts if part != "fp8"]  # needs a GPU
     elif not torch.cuda.is_available():
@@ -174,13 +178,13 @@ def widen(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def run_part(
-    part: str, run_file: Path, model: Model, *, rehearse: bool
+    part: str, run_file: Path, model: Model, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], bool]:
     """Run one part; return its figures, and True if they are as required."""
     if part == "first_step":
-        return first_step(run_file, model, rehearse=rehearse)
+        return first_step(run_file, model, rehearse=arguments.rehearse)
     if part == "races":
-        return races(run_file, rehearse=rehearse)
+        return races(run_file, arguments.races, rehearse=arguments.rehearse)
     overrides = {
         "eager": [],
         "compiled": ["plan.compile=always"],
@@ -188,24 +192,29 @@ def run_part(
     }[part]
     code, report = check(run_file, overrides)
     blocks = report["blocks"]
-    kinds = ("output", "input gradient", "weight gradient")
     return {
         "blocks": len(blocks),
         "plans": sorted({block["plan"] for block in blocks}),
-        "largest_ratio": max(b[k]["error"] / b[k]["limit"] * 2 for b in blocks for k in kinds),
-        "largest_plain_error": max(b[k]["plain_error"] for b in blocks for k in kinds),
+        "largest_ratio": largest_ratio(report),
+        "largest_plain_error": max(b[k]["plain_error"] for b in blocks for k in KINDS),
         "largest_update_error": max(block["update_error"] for block in blocks),
         "smallest_fp8_cosine": min(
-            (b[k]["fp8_cosine"] for b in blocks for k in kinds[1:] if b[k]["fp8_cosine"]),
+            (b[k]["fp8_cosine"] for b in blocks for k in KINDS[1:] if b[k]["fp8_cosine"]),
             default=None,
         ),
         "table": [
             {"block": block["block"], "plan": block["plan"], "update": block["update_error"]}
-            | {k: [block[k]["error"], block[k]["plain_error"]] for k in kinds}
+            | {k: [block[k]["error"], block[k]["plain_error"]] for k in KINDS}
             for block in blocks
         ],
         "notes": report["notes"],
     }, code == 0
+
+
+def largest_ratio(report: Mapping[str, Any]) -> float:
+    """Return the largest error of a run, relative to that of the plain block."""
+    pairs = [block[kind] for block in report["blocks"] for kind in KINDS]
+    return max(MAX_ERROR_RATIO * pair["error"] / pair["limit"] for pair in pairs)
 
 
 def check(run_file: Path, overrides: Sequence[str]) -> tuple[int, dict[str, Any]]:
@@ -236,21 +245,20 @@ def first_step(run_file: Path, model: Model, *, rehearse: bool) -> tuple[dict[st
     return figures, code == 0 and not skipped and is_fast
 
 
-def races(run_file: Path, *, rehearse: bool) -> tuple[dict[str, Any], bool]:
+def races(run_file: Path, names: Sequence[str], *, rehearse: bool) -> tuple[dict[str, Any], bool]:
     """Put races back and check again; return the exit codes and the largest errors."""
     folder = Path(json.loads(run_file.read_text())["output_dir"])
     found: dict[str, Any] = {}
-    for name in RACES[:1] if rehearse else RACES:
+    for name in RACES[:1] if rehearse else names:
         with getattr(planted_races, name)():
             code, report = check(run_file, [])
             shutil.rmtree(folder, ignore_errors=True)
             train = gracetune(["train", str(run_file), "--resume", "none"])
-        errors = [b["weight gradient"] for b in report["blocks"]]
         found[name] = {
             "exit_code": code,
             "train_exit_code": train,
             "failed_blocks": sum(not block["passed"] for block in report["blocks"]),
-            "largest_ratio": max(e["error"] / e["limit"] * 2 for e in errors),
+            "largest_ratio": largest_ratio(report),
         }
     # A missing wait may go unnoticed if the copy happens to be in time; the slot race may not.
     slot = found["slot_race"]

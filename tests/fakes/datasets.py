@@ -2,7 +2,6 @@
 
 import wave
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -17,6 +16,8 @@ def write_images(folder, size=(32, 32)):
 
 
 def write_videos(folder):
+    import av  # not on every machine with a GPU
+
     folder.mkdir()
     for number, colour in enumerate(COLOURS):
         with av.open(str(folder / f"{number}.mp4"), "w") as container:

@@ -24,7 +24,7 @@ from gracetune.train.run import SignalHandler
 
 FAMILIES = {
     "wan22": ("wan22-t2v", "wan22", "image"),
-    "wan22 5B": ("wan22-5b", "wan22", "video"),
+    "wan22 5B": ("wan22-5b", "wan22", "image"),
     "flux": ("flux", "flux", "image"),
     "qwen_image": ("qwen-image", "qwen_image", "image"),
     "qwen_image edit": ("qwen-image-edit", "qwen_image", "image"),
