@@ -105,6 +105,7 @@ def measured():
     wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
     both, best = figures("wan_experts"), wan["plain_images_s"]
     families, transfer = figures("families_step"), figures("batch_transfer")
+    checked = figures("gradient_check")
 
     def times(*names):
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
@@ -123,6 +124,11 @@ def measured():
         "Both experts of Wan2.2": f"{both['device_gib.planned']:.1f} and "
         f"{both['device_gib.measured']:.1f} GiB",
         "Step time of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
+        "Largest error of a block's gradients": ", ".join(
+            f"{max(checked[f'{name}.{part}.largest_ratio'] for part in ('eager', 'compiled')):.2f}"
+            for name in ("flux", "wan", "qwen")
+        )
+        + " times",
         "Step time inside a managed-memory pool": f"{memory['pool_step.ratio']:.3f}",
         "Bandwidth of `prefetch_to_device`": f"{min(prefetch):.3f}",
         "First access to managed memory": f"{memory['first_touch.ratio']:.0f} times faster",
