@@ -23,7 +23,7 @@ from adapter_tools import (
 )
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.files.io import read_adapter, write_adapter
+from gracetune.adapters.files.io import find_stage, read_adapter, write_adapter
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer
 from gracetune.cli.main import main
@@ -107,6 +107,7 @@ SPELLINGS = {
         replace_start("lora_unet_", "lora_transformer_"),
         None,
     ),
+    "lora_unet with dots": ("comfyui", replace_start("diffusion_model.", "lora_unet."), None),
     "transformer_1.": ("bare", replace_start("", "transformer_1."), "high"),
     "transformer_1. before original names": (
         "comfyui",
@@ -200,6 +201,44 @@ def test_a_spelling_has_the_effect_of_the_adapter(
         return copied
 
     assert effect.error(load_merged) <= MAX_ERROR
+
+
+OTHER_KINDS = {
+    "compiled": ("lycoris", replace_start("lycoris_", "lycoris__orig_mod_")),
+    "OneTrainer": ("lycoris", replace_start("lycoris_", "lora_transformer_")),
+    "kohya": ("lycoris", replace_start("lycoris_", "lora_unet_")),
+    "full checkpoint": (
+        "simpletuner-comfyui",
+        replace_start("diffusion_model.", "model.diffusion_model."),
+    ),
+    "OneTrainer, dotted": (
+        "simpletuner-comfyui",
+        replace_start("diffusion_model.", "transformer."),
+    ),
+}
+ONLY_IN = {"dora": "lycoris", "full": "simpletuner-comfyui"}
+"""Format that can hold an algorithm; the others are held by both."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "spelling"),
+    [
+        (kind, spelling)
+        for kind in ("dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
+        for spelling, (form, _) in OTHER_KINDS.items()
+        if ONLY_IN.get(kind, form) == form
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_algorithms_have_their_effect(family, kind, spelling, transformers, tmp_path):
+    form, change = OTHER_KINDS[spelling]
+    model = transformers[family]
+    adapter = make_adapter(family, kind, model, alpha=3.0)
+    effect = Effect(family, model, adapter)
+    path = write_spelling(tmp_path / "wild.safetensors", adapter, form, change)
+    found = read_adapter(path, TABLES)
+    assert found.table.family == family
+    assert effect.error(lambda: merge(copy.deepcopy(model), found)) <= MAX_ERROR
 
 
 TEXT_ENCODER_KEYS = {
@@ -404,6 +443,15 @@ def test_a_model_with_one_transformer_has_no_experts(prefix, effects, tmp_path):
     with pytest.raises(AdapterError) as caught:
         read_adapter(path, TABLES)
     assert caught.value.kind == "unknown-key"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("mine-HighNoise", "high"), ("wan_low-noise_v2", "low"), ("high noise or low noise", None)],
+)
+def test_the_expert_is_found_in_names_of_other_tools(name, stage, effects, tmp_path):
+    path = write_adapter(tmp_path / f"{name}.safetensors", effects["wan"][0], "comfyui")
+    assert find_stage(read_adapter(path, TABLES), path)[0] == stage
 
 
 def test_both_experts_with_original_names_are_told_apart(effects, transformers, tmp_path):

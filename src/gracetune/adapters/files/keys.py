@@ -57,8 +57,8 @@ _EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[.
 """Matches `transformer1` or `transformer2` in a key. A fork of ai-toolkit wrote them for
 `transformer_1` (high noise) and `transformer_2` (low noise)."""
 _TEXT_ENCODER = re.compile(
-    r"(lora_(prior_)?te\d?_|lycoris_te\d?_|text_encoders?(_\d)?\.|te\d?\.|cond_stage_model\."
-    r"|conditioner\.|clip_[lgh]\.|t5xxl\.|bundle_emb\.)"
+    r"((lora|lora_prior|lycoris)_(te\d?|text_encoder(_\d)?|text_model)_|text_encoders?(_\d)?\."
+    r"|te\d?\.|cond_stage_model\.|conditioner\.|clip_[lgh]\.|t5xxl\.|bundle_emb\.)"
 )
 """Matches the start of keys that belong to text encoders or to embeddings of new words."""
 _EXPERT_PREFIXES: dict[str, Stage] = {
@@ -79,9 +79,11 @@ _PREFIX_WORDS = (
     "lora",
     "pipe",
     "dit",
+    "lora_unet",
+    "lora_transformer",
 )
-"""Words that may precede the name of a module in any order, as in `base_model.model.`; where one
-starts like another, the longer one is first."""
+"""Words that may precede the name of a module in any order, as in `base_model.model.`. The first
+that fits is removed, so the words for experts come first."""
 _MODULE_WRAPPER = re.compile(
     r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?:\.|_|\$\$)"
 )
