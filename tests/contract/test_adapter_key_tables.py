@@ -1,31 +1,125 @@
 """The key tables agree with diffusers' models and checkpoint converters."""
 
+import warnings
+
 import pytest
 import torch
 from adapter_examples import TABLES, make_lora
 from diffusers import (
+    ChromaTransformer2DModel,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
     convert_flux_transformer_checkpoint_to_diffusers,
+    convert_krea2_transformer_checkpoint_to_diffusers,
+    convert_ldm_unet_checkpoint,
+    convert_sd3_transformer_checkpoint_to_diffusers,
     convert_wan_transformer_to_diffusers,
+    convert_z_image_transformer_checkpoint_to_diffusers,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gracetune.adapters.files.check_loading import check_file
-from gracetune.adapters.files.io import write_adapter
-from gracetune.adapters.files.keys import KeyIndex, LayerPath, template_of
-from gracetune.adapters.files.layers import Adapter
+from gracetune.adapters.files.io import read_adapter, write_adapter
+from gracetune.adapters.files.keys import KeyIndex, LayerPath, parse_key, template_of
+from gracetune.adapters.files.layers import Adapter, delta
 from gracetune.adapters.files.merge_into_model import merge_into, open_model
+from gracetune.models.key_tables import PREPARED_TABLES
 
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 8}
+SD15_DOWN = ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)
+SD15_UP = ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3
+UNET = {"norm_num_groups": 4, "cross_attention_dim": 8, "attention_head_dim": 4}
+
+
+def build_chroma():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # diffusers deprecates a class it uses
+        return ChromaTransformer2DModel(
+            **SMALL,
+            num_layers=2,
+            num_single_layers=2,
+            joint_attention_dim=8,
+            approximator_num_channels=8,
+            approximator_hidden_dim=8,
+        )
+
+
+SMALL_MODELS = {
+    "chroma": build_chroma,
+    "flux2": lambda: Flux2Transformer2DModel(
+        **SMALL, num_layers=2, num_single_layers=2, joint_attention_dim=8, in_channels=8
+    ),
+    "sd3": lambda: SD3Transformer2DModel(
+        **SMALL,
+        num_layers=2,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+        caption_projection_dim=16,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+    ),
+    "z_image": lambda: ZImageTransformer2DModel(
+        dim=16,
+        n_layers=2,
+        n_refiner_layers=2,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=8,
+        axes_dims=[4, 2, 2],
+    ),
+    "krea2": lambda: Krea2Transformer2DModel(
+        num_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_head_dim=8,
+        text_hidden_dim=16,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        intermediate_size=24,
+        text_intermediate_size=24,
+        axes_dims_rope=(4, 2, 2),
+    ),
+    "sdxl": lambda: UNet2DConditionModel(
+        **UNET,
+        block_out_channels=(4, 8, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 10),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=32,
+    ),
+    "sd15": lambda: UNet2DConditionModel(
+        **UNET,
+        block_out_channels=(4, 8, 16, 16),
+        down_block_types=SD15_DOWN,
+        up_block_types=SD15_UP,
+    ),
+}
+"""Tiny models of the families that have no file of their own yet."""
+ALL_TABLES = TABLES | PREPARED_TABLES
 with torch.device("meta"):
     MODELS = {
         "wan": WanTransformer3DModel(num_layers=2, image_dim=16, added_kv_proj_dim=16),
         "flux": FluxTransformer2DModel(num_layers=2, num_single_layers=2, guidance_embeds=True),
         "qwen_image": QwenImageTransformer2DModel(num_layers=2),
+        **{family: build() for family, build in SMALL_MODELS.items()},
     }
 
 
@@ -34,19 +128,26 @@ def names_of(table):
     return ({ours for _, ours in table.rows} | set(table.unfused)) - wholes
 
 
-@pytest.mark.parametrize("family", TABLES)
+@pytest.mark.parametrize("family", ALL_TABLES)
 def test_every_linear_module_of_a_model_is_in_the_table(family):
-    known = names_of(TABLES[family])
-    linear = (nn.Linear, nn.Conv3d)
+    known = names_of(ALL_TABLES[family])
+    linear = (nn.Linear, nn.Conv2d, nn.Conv3d)
     modules = [name for name, m in MODELS[family].named_modules() if isinstance(m, linear)]
-    assert {template_of(name)[0] for name in modules} <= known
+    assert not [name for name in modules if not {name, template_of(name)[0]} & known]
 
 
-@pytest.mark.parametrize("family", TABLES)
+@pytest.mark.parametrize("family", ALL_TABLES)
 def test_every_name_in_the_table_is_in_the_model(family):
     parameters = {name.removesuffix(".weight") for name, _ in MODELS[family].named_parameters()}
-    for template in names_of(TABLES[family]):
-        assert template.format(1) in parameters, template
+    assert not [name for name in names_of(ALL_TABLES[family]) if name.format(0) not in parameters]
+
+
+@pytest.mark.parametrize("family", PREPARED_TABLES)
+def test_block_linears_of_prepared_tables_are_linear_modules(family):
+    table = PREPARED_TABLES[family]
+    linears = {name for name, m in MODELS[family].named_modules() if isinstance(m, nn.Linear)}
+    assert {name.format(0) for name in table.block_linears} <= linears
+    assert set(table.block_linears) <= names_of(table)
 
 
 @pytest.mark.parametrize("family", TABLES)
@@ -169,3 +270,261 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), form)
     found = check_file(path, TABLES, table=TABLES["flux"])
     assert [target.matched for target in found.results] == [7, 7], found.lines()
+
+
+# Families without a file of their own
+
+
+def original_checkpoint(table, state):
+    """Return the weights of a diffusers model with the names and shapes of the original one."""
+    parts = {fused.whole: [part for part, _ in fused.parts] for fused in table.fused}
+    found = {}
+    for theirs, ours in table.rows:
+        for number in range(5) if "{}" in ours else [0]:
+            names = [name.format(number) for name in parts.get(ours, [ours])]
+            for kind in (".weight", ".bias"):
+                if all(name + kind in state for name in names):
+                    whole = torch.cat([state[name + kind] for name in names])
+                    rows, columns = (*state[f"{names[0]}.weight"].shape, 0)[:2]
+                    if ours in table.swapped_halves and rows == 2 * columns:
+                        whole = torch.cat(whole.chunk(2)[::-1])
+                    found[theirs.format(number) + kind] = whole
+    return found
+
+
+def convert_unet(checkpoint, config):
+    named = {f"model.diffusion_model.{name}": tensor for name, tensor in checkpoint.items()}
+    return convert_ldm_unet_checkpoint(named, config)
+
+
+CONVERTERS = {
+    "flux2": lambda checkpoint, _: convert_flux2_transformer_checkpoint_to_diffusers(checkpoint),
+    "sd3": lambda checkpoint, _: convert_sd3_transformer_checkpoint_to_diffusers(
+        checkpoint | {"pos_embed": torch.ones(1)}
+    ),
+    "z_image": lambda checkpoint, _: convert_z_image_transformer_checkpoint_to_diffusers(
+        checkpoint
+    ),
+    "krea2": lambda checkpoint, _: convert_krea2_transformer_checkpoint_to_diffusers(checkpoint),
+    "sdxl": convert_unet,
+    "sd15": convert_unet,
+}
+
+
+@pytest.fixture(scope="module")
+def small_models():
+    torch.manual_seed(0)
+    return {family: build() for family, build in SMALL_MODELS.items()}
+
+
+@pytest.mark.parametrize("family", CONVERTERS)
+def test_prepared_tables_match_diffusers_converters(family, small_models):
+    model, table = small_models[family], PREPARED_TABLES[family]
+    state = model.state_dict()
+    checkpoint = original_checkpoint(table, state)
+    converted = CONVERTERS[family](dict(checkpoint), model.config)
+    converted.pop("pos_embed.pos_embed", None)
+    covered = {
+        name
+        for name in state
+        if {x := name.rpartition(".")[0], template_of(x)[0]} & names_of(table)
+    }
+    assert set(converted) == covered
+    for name, tensor in converted.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_chroma_has_the_names_of_flux():
+    flux, chroma = dict(TABLES["flux"].rows), dict(PREPARED_TABLES["chroma"].rows)
+    shared = {theirs: ours for theirs, ours in chroma.items() if "guidance" not in theirs}
+    assert shared.items() <= flux.items()
+    assert PREPARED_TABLES["chroma"].fused == TABLES["flux"].fused
+
+
+LORA_LOADERS = {
+    ("flux2", "comfyui"): Flux2Pipeline,
+    ("flux2", "kohya"): Flux2Pipeline,
+    ("z_image", "simpletuner-comfyui"): ZImagePipeline,
+    ("z_image", "kohya-diffusers"): ZImagePipeline,
+    ("krea2", "comfyui"): Krea2Pipeline,
+    ("sdxl", "kohya"): StableDiffusionXLPipeline,
+    ("sdxl", "kohya-diffusers"): StableDiffusionXLPipeline,
+    ("sd15", "kohya-diffusers"): StableDiffusionPipeline,
+}
+
+
+def small_adapter(family, model):
+    generator = torch.Generator().manual_seed(2)
+    table = PREPARED_TABLES[family]
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    layers = {
+        LayerPath(None, name): make_lora(*m.weight.shape, generator, alpha=2.0)
+        for name, m in linears.items()
+        if {name, template_of(name)[0]} & set(table.block_linears)
+    }
+    return Adapter(table, layers)
+
+
+@pytest.mark.parametrize(("family", "form"), LORA_LOADERS)
+def test_diffusers_reads_the_same_lora_from_prepared_formats(family, form, small_models, tmp_path):
+    """diffusers' own conversion of the keys gives the dW of the adapter for every module."""
+    model = small_models[family]
+    adapter = small_adapter(family, model)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form)
+    extra = {"unet_config": model.config} if family == "sdxl" else {}
+    result = LORA_LOADERS[family, form].lora_state_dict(load_file(path), **extra)
+    tensors, alphas = result if isinstance(result, tuple) else (result, {})
+    tensors |= {key: torch.tensor(alpha) for key, alpha in (alphas or {}).items()}
+    save_file({key: t.contiguous() for key, t in tensors.items()}, tmp_path / "b.safetensors")
+    found = read_adapter(tmp_path / "b.safetensors", {}, adapter.table)
+    assert set(found.layers) == set(adapter.layers)
+    for place, layer in adapter.layers.items():
+        torch.testing.assert_close(delta(found.layers[place]), delta(layer), msg=str(place))
+
+
+@pytest.mark.parametrize("family", PREPARED_TABLES)
+@pytest.mark.parametrize(
+    "form", ["comfyui", "diffusers", "kohya", "kohya-diffusers", "lycoris", "peft", "bare-original"]
+)
+def test_prepared_families_are_read_in_all_formats(family, form, small_models, tmp_path):
+    adapter = small_adapter(family, small_models[family])
+    name = "folder" if form == "peft" else "a.safetensors"
+    path = write_adapter(tmp_path / name, adapter, form)
+    tensors = load_file(path)
+    save_file(tensors, path)  # without the header, which names the family
+    found = read_adapter(path, ALL_TABLES)
+    # Chroma's names are a part of Flux's, which is assumed.
+    assert found.table.family == ("flux" if family == "chroma" else family)
+    found = read_adapter(path, ALL_TABLES, adapter.table)
+    back = write_adapter(tmp_path / "back.safetensors", found, "diffusers")
+    start = "unet." if family.startswith("sd1") or family == "sdxl" else "transformer."
+    assert all(key.startswith(start) for key in load_file(back))
+    found = read_adapter(back, ALL_TABLES)
+    assert set(found.layers) == set(adapter.layers)
+    for place, layer in adapter.layers.items():
+        torch.testing.assert_close(delta(found.layers[place]), delta(layer), msg=str(place))
+
+
+LITERAL_KEYS = {
+    "sdxl": [
+        (
+            "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
+            "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        ),
+        (
+            "lora_unet_middle_block_1_transformer_blocks_9_ff_net_0_proj.lora_up.weight",
+            "mid_block.attentions.0.transformer_blocks.9.ff.net.0.proj",
+        ),
+        ("lora_unet_output_blocks_5_1_proj_in.alpha", "up_blocks.1.attentions.2.proj_in"),
+        ("lora_unet_output_blocks_2_2_conv.lora_down.weight", "up_blocks.0.upsamplers.0.conv"),
+        (
+            "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_out_0.dora_scale",
+            "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_out.0",
+        ),
+        (
+            "unet.mid_block.attentions.0.transformer_blocks.0.attn1.processor.to_out_lora.up.weight",
+            "mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0",
+        ),
+    ],
+    "sd15": [
+        (
+            "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn2_to_v.lora_up.weight",
+            "down_blocks.0.attentions.1.transformer_blocks.0.attn2.to_v",
+        ),
+        ("lora_unet_output_blocks_2_1_conv.lora_down.weight", "up_blocks.0.upsamplers.0.conv"),
+        (
+            "unet.up_blocks.1.attentions.0.proj_in.lora.down.weight",
+            "up_blocks.1.attentions.0.proj_in",
+        ),
+    ],
+    "z_image": [
+        ("lora_unet_layers_3_attention_qkv.lora_down.weight", "layers.3.attention.to_qkv"),
+        ("lora_unet_layers_3_attention_to_out_0.alpha", "layers.3.attention.to_out.0"),
+        (
+            "diffusion_model.noise_refiner.0.adaLN_modulation.0.lora_A.weight",
+            "noise_refiner.0.adaLN_modulation.0",
+        ),
+        ("diffusion_model.layers.3.attention.out.lora_B.weight", "layers.3.attention.to_out.0"),
+    ],
+    "flux2": [
+        (
+            "diffusion_model.single_blocks.47.linear1.lokr_w1",
+            "single_transformer_blocks.47.attn.to_qkv_mlp_proj",
+        ),
+        (
+            "lycoris_transformer_blocks_0_ff_context_linear_in.lokr_w2",
+            "transformer_blocks.0.ff_context.linear_in",
+        ),
+        (
+            "transformer.transformer_blocks.0.attn.to_qkv.lokr_w1",
+            "transformer_blocks.0.attn.to_qkv",
+        ),
+    ],
+    "krea2": [
+        (
+            "lora_unet_txtfusion_layerwise_blocks_1_mlp_down.lora_down.weight",
+            "text_fusion.layerwise_blocks.1.ff.down",
+        ),
+        ("base_model.model.blocks.0.attn.wo.lora_A.weight", "transformer_blocks.0.attn.to_out.0"),
+    ],
+    "sd3": [
+        (
+            "lora_unet_joint_blocks_23_x_block_attn2_qkv.lora_down.weight",
+            "transformer_blocks.23.attn2.to_qkv",
+        ),
+        (
+            "lora_transformer_transformer_blocks_0_attn_add_q_proj.alpha",
+            "transformer_blocks.0.attn.add_q_proj",
+        ),
+    ],
+    "chroma": [
+        (
+            "diffusion_model.distilled_guidance_layer.layers.4.in_layer.lora_A.weight",
+            "distilled_guidance_layer.layers.4.linear_1",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "module"),
+    [(family, *case) for family, cases in LITERAL_KEYS.items() for case in cases],
+)
+def test_literal_keys_of_prepared_families_are_parsed(family, key, module):
+    found = parse_key(key, KeyIndex(PREPARED_TABLES[family]))
+    assert found.path == LayerPath(None, module)
+
+
+def test_families_with_the_same_keys_are_told_apart_by_sizes(small_models, tmp_path):
+    adapter = small_adapter("flux2", small_models["flux2"])
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "kohya")
+    tensors = load_file(path)
+    save_file(tensors, path)
+    assert read_adapter(path, ALL_TABLES).table.family == "flux2"
+    attention = {key: t for key, t in tensors.items() if "img_attn_qkv" in key}
+    save_file(attention, path)
+    found = read_adapter(path, ALL_TABLES)
+    assert found.table.family == "flux"
+    assert "flux is assumed" in found.notices[0]
+    save_file(attention, path, metadata={"modelspec.architecture": "Flux-2-dev/lora"})
+    assert read_adapter(path, ALL_TABLES).table.family == "flux2"
+
+
+def test_the_last_text_norm_of_sd3_is_swapped(small_models, tmp_path):
+    """It has (scale, shift) in diffusers and (shift, scale) in the original; others have six."""
+    generator = torch.Generator().manual_seed(3)
+    table = PREPARED_TABLES["sd3"]
+    rows = {
+        "transformer_blocks.0.norm1_context.linear": 6,
+        "transformer_blocks.1.norm1_context.linear": 2,
+    }
+    layers = {LayerPath(None, name): make_lora(16 * n, 16, generator) for name, n in rows.items()}
+    path = write_adapter(tmp_path / "a.safetensors", Adapter(table, layers), "comfyui")
+    up = {key: t for key, t in load_file(path).items() if "lora_B" in key}
+    first, last = (layer.tensors["up"] for layer in layers.values())
+    name = "diffusion_model.joint_blocks.{}.context_block.adaLN_modulation.1.lora_B.weight"
+    assert torch.equal(up[name.format(0)], first)
+    assert torch.equal(up[name.format(1)], torch.cat(last.chunk(2)[::-1]))
+    found = read_adapter(path, {}, table)
+    for place, layer in layers.items():
+        assert torch.equal(found.layers[place].tensors["up"], layer.tensors["up"])

@@ -179,6 +179,12 @@ def select_modules(
         expert: [name for name, module in modules.items() if isinstance(module, layer_types)]
         for expert, modules in all_modules.items()
     }
+    if not targets:
+        names = dict.fromkeys(target_suffix(name) for some in adaptable.values() for name in some)
+        raise ConfigError(
+            "adapter.targets is empty, and this model family has no default targets. Name the "
+            f"modules to adapt. Candidates: {', '.join(list(names)[:8]) or 'none'}."
+        )
     for target in targets:
         _check_matches(target, "adapter.targets", adaptable, all_modules)
     selected = {

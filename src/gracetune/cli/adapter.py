@@ -377,11 +377,13 @@ def _merge(args: argparse.Namespace) -> int:
     adapter, loss = combine_adapters(weighted, args.rank, _generator())
     key_format = get_format(args.to) if args.to else default_format(adapter)
     written = _write_new_files(args, out, adapter, key_format, given[0][1])
-    lines = [*_loss_lines(loss), *(f"{key_format.name}: {path}" for path in written)]
+    notices = [notice for one, _ in given for notice in one.notices]
+    lines = [*notices, *_loss_lines(loss), *(f"{key_format.name}: {path}" for path in written)]
     result = {
         "form": key_format.name,
         "files": [str(path) for path in written],
         "modules": len(adapter.layers),
+        "notices": notices,
         "lost": None if loss is None else asdict(loss),
     }
     _print_result(args, result, lines)
@@ -427,8 +429,10 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
     else:
         _require_new_file(args.out)
     by_stage: dict[Stage | None, list[tuple[Adapter, float]]] = {}
+    notices: list[str] = []
     for path, strength in zip(args.files, strengths, strict=True):
         adapter, stage = _read(path, args)
+        notices += adapter.notices
         for one in adapter.stages:
             part = (with_stage(adapter.select_stage(one), None), strength)
             by_stage.setdefault(one or stage, []).append(part)
@@ -447,7 +451,8 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
         reports = {args.into.name: merge_into(args.into, args.out, adapters, table)}
     lines = [f"{name}: {report.changed} modules changed" for name, report in reports.items()]
     parts = {name: asdict(report) for name, report in reports.items()}
-    _print_result(args, {"out": str(args.out), "parts": parts}, [*lines, f"written: {args.out}"])
+    result = {"out": str(args.out), "parts": parts, "notices": notices}
+    _print_result(args, result, [*notices, *lines, f"written: {args.out}"])
     return 0
 
 

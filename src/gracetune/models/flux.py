@@ -403,6 +403,30 @@ KEY_TABLE = KeyTable(
     ),
     unfused=tuple(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),
     fused=FUSED_PROJECTIONS,
+    # XLabs' LoRA on attention processors, and ComfyUI's name for query, key and value of a single
+    # block.
+    other_names=(
+        ("double_blocks.{}.processor.qkv_lora1", f"{DOUBLE}.attn.to_qkv"),
+        ("double_blocks.{}.processor.qkv_lora2", f"{DOUBLE}.attn.to_added_qkv"),
+        ("double_blocks.{}.processor.proj_lora1", f"{DOUBLE}.attn.to_out.0"),
+        ("double_blocks.{}.processor.proj_lora2", f"{DOUBLE}.attn.to_add_out"),
+        ("single_blocks.{}.processor.qkv", f"{SINGLE}.attn.to_qkv"),
+        ("single_blocks.{}.processor.proj", f"{SINGLE}.proj_out"),
+        ("single_blocks.{}.linear1_qkv", f"{SINGLE}.attn.to_qkv"),
+    ),
+    other_fused=(
+        FusedProjection(
+            f"{SINGLE}.attn.to_qkv", tuple((f"{SINGLE}.attn.to_{x}", 1) for x in "qkv")
+        ),
+    ),
+    header_words=("flux-1", "flux1", "lora_flux"),
+    row_ratios=(
+        (f"{DOUBLE}.ff.net.0.proj", 4),
+        (f"{DOUBLE}.ff_context.net.0.proj", 4),
+        (f"{SINGLE}.attn.to_qkv_mlp_proj", 7),
+    ),
+    widths=(3072,),
+    preferred_over=("chroma", "flux2"),
     swapped_halves=frozenset({"norm_out.linear"}),
     block_linears=(
         *(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),

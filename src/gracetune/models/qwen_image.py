@@ -551,6 +551,8 @@ def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
 KEY_TABLE = KeyTable(
     family="qwen_image",
     aliases=("qwen",),
+    header_words=("qwen",),
+    widths=(3072,),
     rows=tuple((name, name) for name in (*BLOCK_LINEARS, *OTHER_MODULES)),
     block_linears=BLOCK_LINEARS,
     max_blocks=(("transformer_blocks", 60),),

@@ -518,6 +518,8 @@ def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
 KEY_TABLE = KeyTable(
     family="wan",
     aliases=("wan22", "wan21"),
+    header_words=("wan",),
+    widths=(5120, 3072, 1536),
     rows=(
         *LINEAR_KEYS,
         *IMAGE_KEYS,

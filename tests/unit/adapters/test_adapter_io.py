@@ -124,9 +124,10 @@ def test_the_error_for_an_unknown_key_names_the_most_similar_key(path):
     assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in str(error)
 
 
-def test_text_encoder_keys_are_refused_with_that_reason(path):
-    wrong = "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"
-    error = read_error(path, lora_tensors() | {wrong: torch.ones(4, 4)})
+def test_a_file_with_keys_of_text_encoders_alone_is_refused(path):
+    key = "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"
+    error = read_error(path, {key: torch.ones(4, 4)})
+    assert (error.kind, error.key) == ("unsupported", key)
     assert "text encoder" in str(error)
 
 

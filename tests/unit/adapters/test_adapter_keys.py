@@ -1,8 +1,10 @@
 import pytest
+import torch
 from adapter_examples import TABLES, table_of_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.adapters.files.detect_family import detect_table
 from gracetune.adapters.files.formats import FORMATS, SUFFIXES
 from gracetune.adapters.files.keys import (
     KeyIndex,
@@ -11,7 +13,6 @@ from gracetune.adapters.files.keys import (
     build_key,
     count_formats,
     detect_format,
-    detect_table,
     get_format,
     get_table,
     nearest_key,
@@ -138,13 +139,17 @@ def test_qwen_image_keys_of_several_tools_are_parsed(key):
 
 def test_the_family_is_detected_or_the_user_is_asked():
     shared = "transformer.transformer_blocks.{}.attn.to_q.lora_A.weight"
+
+    def family_of(*keys, **header):
+        return detect_table(dict.fromkeys(keys, torch.ones(4, 24)), header, TABLES)[0].family
+
     with pytest.raises(AdapterError, match="--family") as caught:
-        detect_table([shared.format(0)], TABLES, None)
+        family_of(shared.format(0))
     assert caught.value.kind == "ambiguous"
-    assert detect_table([shared.format(0)], TABLES, "flux").family == "flux"
-    assert detect_table([shared.format(n) for n in range(60)], TABLES, None).family == "qwen_image"
+    assert family_of(shared.format(0), ss_base_model_version="flux1") == "flux"
+    assert family_of(*(shared.format(n) for n in range(60))) == "qwen_image"
     single = "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight"
-    assert detect_table([shared.format(0), single], TABLES, None).family == "flux"
+    assert family_of(shared.format(0), single) == "flux"
 
 
 @pytest.mark.parametrize(

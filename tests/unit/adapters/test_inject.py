@@ -98,6 +98,11 @@ def test_a_target_that_matches_only_unsupported_layers_is_refused(model):
         select_modules({"": model}, AdapterSection(targets=("patch",)), ())
 
 
+def test_a_family_without_default_targets_needs_the_setting(model):
+    with pytest.raises(ConfigError, match=r"adapter\.targets is empty.* Candidates: attn\.to_q"):
+        add_adapter({"": model}, AdapterSection(), (), seed=0)
+
+
 def test_an_invalid_expression_is_refused(model):
     with pytest.raises(ConfigError, match="is not a valid regular expression"):
         select_modules({"": model}, AdapterSection(targets=("re:(",)), ())

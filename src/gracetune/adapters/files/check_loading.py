@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +28,19 @@ from torch import nn
 from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, CHECKPOINT_FORMAT
 from gracetune.adapters.files.convert import import_tensors
 from gracetune.adapters.files.fused_projections import parts_of, split_fused
-from gracetune.adapters.files.io import find_stage, read_adapter_and_tensors, resolve_path
-from gracetune.adapters.files.keys import BLOCK, KeyIndex, parse_key, template_of
+from gracetune.adapters.files.io import (
+    find_stage,
+    read_adapter_and_tensors,
+    resolve_path,
+    save_tensors,
+)
+from gracetune.adapters.files.keys import (
+    BLOCK,
+    KeyIndex,
+    is_text_encoder_key,
+    parse_key,
+    template_of,
+)
 from gracetune.adapters.files.layers import (
     Adapter,
     Layer,
@@ -43,7 +56,6 @@ from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -204,11 +216,14 @@ def check_file(
     results: tuple[ToolResult, ...] = ()
     if adapter.table.pipeline is not None:
         pipeline = placeholder_pipeline(adapter.table.pipeline, layers, config)
-        shapes = {name: weight.shape for name, weight in pipeline.transformer.named_parameters()}
-        results = (
-            _load_in_diffusers(path, tensors, adapter, layers, stage, pipeline),
-            _load_in_comfyui(tensors, adapter, layers, shapes),
-        )
+        name = "transformer_2" if stage == "low" else adapter.table.component
+        model: nn.Module = getattr(pipeline, name)
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        with _without_text_encoders(path, tensors, adapter) as (file, used):
+            results = (
+                _load_in_diffusers(file, used, adapter, layers, stage, pipeline, model),
+                _load_in_comfyui(used, adapter, layers, shapes),
+            )
     return CheckReport(
         path=path,
         family=adapter.table.family,
@@ -238,6 +253,24 @@ def _refuse_two_stages(adapter: Adapter, keys: list[str]) -> None:
     )
 
 
+@contextlib.contextmanager
+def _without_text_encoders(
+    path: Path, tensors: Mapping[str, Tensor], adapter: Adapter
+) -> Iterator[tuple[Path, Mapping[str, Tensor]]]:
+    """Yield a file and its tensors without the keys of text encoders, which are not checked.
+
+    It is the file itself if there are none, otherwise a temporary one.
+    """
+    used = {key: t for key, t in tensors.items() if not is_text_encoder_key(key)}
+    if len(used) == len(tensors):
+        yield path, tensors
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / path.name
+        save_tensors(used, file, adapter.metadata)
+        yield file, used
+
+
 # Loading in diffusers
 
 
@@ -248,6 +281,7 @@ def _load_in_diffusers(
     layers: Mapping[str, Layer],
     stage: Stage | None,
     pipeline: Any,
+    model: Any,
 ) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
@@ -256,7 +290,6 @@ def _load_in_diffusers(
     if "lora" not in algorithms and not by_transformer:
         reason = NO_LOADER[min(algorithms)]
         return ToolResult("diffusers", 0, expected, reason, next(iter(layers)))
-    model: Any = pipeline.transformer_2 if stage == "low" else pipeline.transformer
     try:
         with _quiet_diffusers():
             if by_transformer:

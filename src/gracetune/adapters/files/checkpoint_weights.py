@@ -48,7 +48,11 @@ ALPHAS_KEY = "gracetune.checkpoint_alphas"
 """Header entry with the alpha of each module, as JSON."""
 NOT_AVERAGED_KEY = "gracetune.not_averaged"
 """Header entry of weights that are not those the run exports, which are averaged."""
-PREFIXES = tuple(key_format.prefix for key_format in FORMATS if key_format.prefix)
+PREFIXES = (
+    *(key_format.prefix for key_format in FORMATS if key_format.prefix),
+    *("module.", "model.", "unet.", "pipe.", "transformer_1.", "transformer_2."),
+)
+"""Starts of keys that other tools write."""
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from gracetune.adapters.files.detect_family import detect_table
 from gracetune.adapters.files.formats import FORMATS, SUFFIXES
 from gracetune.adapters.files.fused_projections import (
+    has_swapped_halves,
     join_fused,
     select_rows,
     split_fused,
@@ -29,10 +31,12 @@ from gracetune.adapters.files.keys import (
     ParsedKey,
     build_key,
     detect_format,
-    detect_table,
+    get_table,
     is_bare_parameter,
+    is_text_encoder_key,
     parse_key,
     resolve_stages,
+    template_of,
     unknown_key_error,
 )
 from gracetune.adapters.files.layers import (
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 FAMILY_KEY = "gracetune.family"
 PEFT_SETTINGS_KEY = "lora_adapter_metadata"
 """Entry of a file's header in which diffusers stores peft's settings as JSON."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALAR_ROLES = ("alpha", "scalar")
 UNUSED_ALPHA = 1e9
 """Smallest alpha for which a notice says that alpha is ignored. ai-toolkit writes 9999999999 for
@@ -99,10 +104,76 @@ def import_tensors(
     """
     if not tensors:
         raise AdapterError("the file has no tensors.", kind="empty")
+    tensors, notices = _without_text_encoders(tensors)
+    tensors, widened = _widen_fp8(tensors)
     texts = list(tensors)
-    table = table or detect_table(texts, tables, metadata.get(FAMILY_KEY))
+    if table is None and FAMILY_KEY in metadata:
+        table = get_table(metadata[FAMILY_KEY], tables)
+    if table is None:
+        table, assumed = detect_table(tensors, metadata, tables)
+        notices += assumed
     keys = _parse_keys(texts, table, tables)
     _check_tensors(tensors, keys)
+    grouped = _group_keys(keys)
+    settings = _peft_settings(metadata, peft_config, table)
+    layers = {
+        path: _import_layer(table, path, by_role, tensors, settings)
+        for path, by_role in grouped.items()
+    }
+    key_format = detect_format(keys)
+    adapter = Adapter(
+        table=table,
+        layers=layers,
+        format=None if key_format is None else key_format.name,
+        metadata=dict(metadata),
+        notices=(*notices, *widened, *_notices(grouped, layers, tensors, settings)),
+    )
+    other_wholes = {fused.whole for fused in table.other_fused}
+    return split_fused(
+        adapter, [path for path in layers if template_of(path.module)[0] in other_wholes]
+    )
+
+
+def _without_text_encoders(
+    tensors: Mapping[str, Tensor],
+) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return the tensors of the model alone, and a notice if there were others."""
+    dropped = [key for key in tensors if is_text_encoder_key(key)]
+    if not dropped:
+        return tensors, []
+    if len(dropped) == len(tensors):
+        raise AdapterError(
+            f"all {len(dropped)} keys of the file belong to text encoders, first {dropped[0]!r}, "
+            "and adapters of text encoders are not supported. Give a file that changes the "
+            "transformer or U-Net.",
+            kind="unsupported",
+            key=dropped[0],
+        )
+    notice = (
+        f"{len(dropped)} keys of text encoders are left out, first {dropped[0]!r}: adapters of "
+        "text encoders are not supported, and their effect is lost."
+    )
+    return {key: t for key, t in tensors.items() if not is_text_encoder_key(key)}, [notice]
+
+
+def _widen_fp8(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], list[str]]:
+    """Return the tensors with bfloat16 in place of float8, which is exact, and a notice.
+
+    torch computes little with float8, and no other tool reads factors in it.
+    """
+    dtypes = [t.dtype for t in tensors.values() if t.dtype in FP8_DTYPES]
+    if not dtypes:
+        return tensors, []
+    name = str(dtypes[0]).removeprefix("torch.")
+    notice = f"{len(dtypes)} tensors are {name} and are read as bfloat16, which is exact."
+    return {k: t.bfloat16() if t.dtype in FP8_DTYPES else t for k, t in tensors.items()}, [notice]
+
+
+def _group_keys(keys: list[ParsedKey]) -> dict[LayerPath, dict[str, ParsedKey]]:
+    """Group the keys of a file by layer and role; raise an error if two are for one tensor.
+
+    It is also an error if some keys name an expert of the model and others do not.
+    """
     grouped: dict[LayerPath, dict[str, ParsedKey]] = {}
     for key in keys:
         first = grouped.setdefault(key.path, {}).setdefault(key.role, key)
@@ -112,19 +183,16 @@ def import_tensors(
                 kind="duplicate",
                 key=key.text,
             )
-    settings = _peft_settings(metadata, peft_config)
-    layers = {
-        path: _import_layer(table, path, by_role, tensors, settings)
-        for path, by_role in grouped.items()
-    }
-    key_format = detect_format(keys)
-    return Adapter(
-        table=table,
-        layers=layers,
-        format=None if key_format is None else key_format.name,
-        metadata=dict(metadata),
-        notices=tuple(_notices(grouped, layers, tensors, settings)),
-    )
+    by_stage = {key.path.stage: key for key in reversed(keys)}
+    if None in by_stage and len(by_stage) > 1:
+        named = next(key for stage, key in by_stage.items() if stage is not None)
+        raise AdapterError(
+            f"{named.text!r} names an expert of the model and {by_stage[None].text!r} does not, so "
+            "its expert is not known. Give a file in which all keys name the expert, or none.",
+            kind="mixed-stages",
+            key=by_stage[None].text,
+        )
+    return grouped
 
 
 def _parse_keys(
@@ -222,7 +290,8 @@ def _import_layer(
         layer = replace(layer, tensors={**layer.tensors, "diff_b": scaled})
     if layer.is_dora:
         _check_magnitude(layer, keys["dora"].text)
-    if path.module in table.swapped_halves and next(iter(keys.values())).naming == "original":
+    is_original = next(iter(keys.values())).naming == "original"
+    if is_original and has_swapped_halves(path.module, layer, table):
         half = delta_shape(layer)[0] // 2
         layer = select_rows(path.module, layer, [(half, 2 * half), (0, half)])
     return layer
@@ -281,7 +350,7 @@ def _notices(
 
 
 def _peft_settings(
-    metadata: Mapping[str, str], peft_config: Mapping[str, object] | None
+    metadata: Mapping[str, str], peft_config: Mapping[str, object] | None, table: KeyTable
 ) -> Mapping[str, object]:
     """Return peft's settings from adapter_config.json or from the file's header.
 
@@ -300,10 +369,11 @@ def _peft_settings(
             "scale is lost. Save it again.",
             kind="damaged",
         ) from error
+    prefix = f"{table.component}."
     return {
-        name.removeprefix("transformer."): value
+        name.removeprefix(prefix): value
         for name, value in settings.items()
-        if name.startswith("transformer.") or "." not in name
+        if name.startswith(prefix) or "." not in name
     }
 
 

@@ -7,6 +7,7 @@ builds keys from the definitions here. The `tools` texts are repeated in docs/ad
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -73,14 +74,72 @@ without a suffix for a tensor cannot store it."""
 READ_ONLY_SUFFIXES = {
     ".lora_A": "down",
     ".lora_B": "up",
+    ".lora_down": "down",
+    ".lora_up": "up",
     ".lora.down.weight": "down",
     ".lora.up.weight": "up",
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
+    ".down.weight": "down",
+    ".up.weight": "up",
+    ".lora.down.weight.alpha": "alpha",
+    "_lora.down.weight.alpha": "alpha",
     ".lora_magnitude_vector.weight": "dora",
     ".w_norm": "diff",
     ".b_norm": "diff_b",
 }
 """Ends of keys that are accepted in adapter files but never written, with the tensor of the layer
 (`down`, `up`, ...) that each stands for."""
+
+UNSUPPORTED_KEYS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), reason)
+    for pattern, reason in (
+        (
+            r"(^|[._])vace_(blocks|patch_embedding)[._]",
+            "it belongs to the control blocks of VACE (vace_blocks), which this model does not "
+            "have. Use the adapter with a VACE model in another tool",
+        ),
+        (
+            r"[._](face_adapter|face_encoder|motion_encoder|pose_patch_embedding)[._]",
+            "it belongs to Wan-Animate, which this model is not",
+        ),
+        (
+            r"[._]?(ip_adapter|image_proj|controlnet|control_adapter|ref_conv)",
+            "it belongs to an IP-Adapter or a control network, which is an additional model and "
+            "not a change of this one's weights",
+        ),
+        (
+            r"(query_norm|key_norm)\.scale$",
+            "it replaces a norm of the model, as FLUX.1 control LoRA (Canny, Depth) do, and they "
+            "also need a model with more input channels",
+        ),
+        (
+            r"\.(oft_|boft_)\w+",
+            "OFT multiplies a weight by a rotation, and only changes that are added to it can be "
+            "used. Merge the file into the model with the tool that trained it",
+        ),
+        (r"\.on_input$", "IA3 scales outputs, and only changes that are added can be used"),
+        (r"\.[ab][12]\.weight$", "GLoRA's change depends on the model's weight"),
+        (
+            r"\.(set_weight|reshape_weight)$",
+            "it replaces a weight or its shape, and only changes that are added can be used",
+        ),
+        (
+            r"\.bias_(indices|values|size)$",
+            "it is a sparse bias of an old version of LyCORIS, which no current tool computes",
+        ),
+        (r"\.magnitude$", "it is a magnitude of ai-toolkit's own DoRA, which no other tool reads"),
+        (
+            r"(scale_weight|weight_scale|scale_input|input_scale|scaled_fp8|comfy_quant|\.absmax"
+            r"|quant_state\S*|quant_map)$",
+            "it is the scale of a quantized weight. Dequantize the file with the tool that "
+            "quantized it",
+        ),
+    )
+)
+"""Keys of other tools that cannot be used with any model here, by a pattern, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +222,16 @@ FORMATS: tuple[KeyFormat, ...] = (
         "original",
         "kohya",
         "_",
+    ),
+    KeyFormat(
+        "kohya-diffusers",
+        "musubi-tuner for Z-Image, sd-scripts for SD 1.5; ComfyUI and diffusers read it for these",
+        "lora_unet_",
+        "diffusers",
+        "kohya",
+        "_",
+        caution="ComfyUI and diffusers do not load diffusers' names after lora_unet_ for Wan and "
+        "Flux",
     ),
     KeyFormat(
         "wan-fun",

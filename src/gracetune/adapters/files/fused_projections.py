@@ -30,6 +30,7 @@ from gracetune.adapters.files.keys import LayerPath, template_of
 from gracetune.adapters.files.layers import (
     Adapter,
     Layer,
+    delta_shape,
     is_dora_per_row,
     lokr_sizes,
     out_features,
@@ -74,7 +75,8 @@ def parts_of(path: LayerPath, table: KeyTable) -> dict[LayerPath, int]:
     The shares are a ratio: 1, 1 and 1 for equal parts. For any other module the result is empty.
     """
     template, number = template_of(path.module)
-    fused = next((fused for fused in table.fused if fused.whole == template), None)
+    projections = (*table.fused, *table.other_fused)
+    fused = next((fused for fused in projections if fused.whole == template), None)
     if fused is None:
         return {}
     return {LayerPath(path.stage, part.format(number)): share for part, share in fused.parts}
@@ -109,10 +111,19 @@ def swap_halves(adapter: Adapter) -> Adapter:
     """
     layers = dict(adapter.layers)
     for path, layer in adapter.layers.items():
-        if path.module in adapter.table.swapped_halves:
+        if has_swapped_halves(path.module, layer, adapter.table):
             half = out_features(layer) // 2
             layers[path] = select_rows(path.module, layer, [(half, 2 * half), (0, half)])
     return replace(adapter, layers=layers)
+
+
+def has_swapped_halves(module: str, layer: Layer, table: KeyTable) -> bool:
+    """Return True if a module's output is (scale, shift) in diffusers only; see `KeyTable`."""
+    template, number = template_of(module)
+    if template not in table.swapped_halves:
+        return False
+    rows, columns = (*delta_shape(layer), 0)[:2]
+    return not number or rows == 2 * columns
 
 
 def select_rows(module: str, layer: Layer, spans: Sequence[Span]) -> Layer:

@@ -129,7 +129,8 @@ def _format_of(adapter: Adapter, keys: list[str]) -> tuple[str, str, str]:
     index = KeyIndex(adapter.table)
     counts = count_formats([key for text in keys if (key := parse_key(text, index)) is not None])
     mixed = ", ".join(f"{name} ({count} keys)" for name, count in counts.items())
-    return f"mixed: {mixed}" if mixed else "unknown", "", "no tool reads all of it"
+    form = f"mixed: {mixed}" if mixed else f"other: keys such as {keys[0]}"
+    return form, "", "no known tool writes or reads all of these keys: convert it for another tool"
 
 
 def _alpha_notices(adapter: Adapter, alphas: Mapping[str, int]) -> list[str]:

@@ -51,6 +51,8 @@ PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 STAGE_BY_FILE_NAME: dict[str, Stage] = {"high_noise": "high", "low_noise": "low"}
 """Transformer that an adapter file is for, high-noise or low-noise, by a part of the file's name.
 ai-toolkit and gracetune use these names."""
+STAGE_IN_NAME = re.compile("(high|low)[-_ ]?noise", re.IGNORECASE)
+"""Matches the same in the file names of other tools, such as `HighNoise`."""
 STAGES: dict[str, Stage] = {"high": "high", "low": "low"}
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
@@ -167,7 +169,7 @@ def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
     """
     in_keys = adapter.stages
     in_header = adapter.metadata.get("gracetune.stage")
-    in_name = [stage for part, stage in STAGE_BY_FILE_NAME.items() if part in path.stem]
+    in_name = {STAGES[word.lower()] for word in STAGE_IN_NAME.findall(path.stem)}
     if in_keys != (None,):
         if len(in_keys) == 1 and in_header not in (None, "", in_keys[0]):
             raise AdapterError(
@@ -178,7 +180,7 @@ def find_stage(adapter: Adapter, path: Path) -> tuple[Stage | None, str]:
         return (in_keys[0], "its keys") if len(in_keys) == 1 else (None, "")
     if in_header in STAGES:
         return STAGES[in_header], "its header"
-    return (in_name[0], "its name") if len(in_name) == 1 else (None, "")
+    return (in_name.pop(), "its name") if len(in_name) == 1 else (None, "")
 
 
 def _read_peft_config(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, object] | None:

@@ -11,6 +11,10 @@ a suffix:
 `build_key` writes it in any format. The role is what the tensor is in its layer, such as LoRA's
 `down`. formats.py defines the formats. Each model family defines the names of its modules in a
 `KeyTable` (`KEY_TABLE` in models/<family>.py), which callers pass in. No tensors are touched here.
+
+Files from other tools also have prefixes that no format writes, such as `model.diffusion_model.`,
+`module.` or `base_model.model.` before original names. `parse_key` removes such prefixes; the key
+then fits no format.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from gracetune.adapters.files.formats import (
     FORMATS,
     READ_ONLY_SUFFIXES,
     SUFFIXES,
+    UNSUPPORTED_KEYS,
     KeyFormat,
     SuffixStyle,
 )
@@ -44,15 +49,51 @@ Stage = Literal["high", "low"]
 """One transformer of a model with two, such as Wan 2.2: `high` is used at high noise and is
 diffusers' `transformer`, `low` is used at low noise and is `transformer_2`."""
 
-BLOCK = re.compile(r"^(.*?blocks(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
+BLOCK = re.compile(r"^(.*?(?:blocks|layers|refiner)(?:\.|_|\$\$))(\d+)((?:\.|_|\$\$).+)$")
 """Matches the name of a module inside a numbered block: (`...blocks.`, number, rest)."""
 BOTH_STAGES_FORMAT = "diffusers-both"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[._$])")
 """Matches `transformer1` or `transformer2` in a key. A fork of ai-toolkit wrote them for
 `transformer_1` (high noise) and `transformer_2` (low noise)."""
-_TEXT_ENCODER_PREFIXES = ("lora_te", "text_encoder", "te1", "te2")
-"""Prefixes of keys that belong to text encoders, whose adapters are not supported."""
+_TEXT_ENCODER = re.compile(
+    r"((lora|lora_prior|lycoris)_(te\d?|text_encoder(_\d)?|text_model)_|text_encoders?(_\d)?\."
+    r"|te\d?\.|cond_stage_model\.|conditioner\.|clip_[lgh]\.|t5xxl\.|bundle_emb\.)"
+)
+"""Matches the start of keys that belong to text encoders or to embeddings of new words."""
+_EXPERT_PREFIXES: dict[str, Stage] = {
+    "transformer_1": "high",
+    "transformer_2": "low",
+    "high_noise_model": "high",
+    "low_noise_model": "low",
+}
+_PREFIX_WORDS = (
+    *_EXPERT_PREFIXES,
+    "diffusion_model",
+    "transformer",
+    "base_model",
+    "lycoris",
+    "module",
+    "model",
+    "unet",
+    "lora",
+    "pipe",
+    "dit",
+    "lora_unet",
+    "lora_transformer",
+)
+"""Words that may precede the name of a module in any order, as in `base_model.model.`. The first
+that fits is removed, so the words for experts come first."""
+_MODULE_WRAPPER = re.compile(
+    r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?:\.|_|\$\$)"
+)
+"""Matches the names that torch.compile, FSDP and activation checkpointing insert."""
+_ADAPTER_NAME = re.compile(
+    r"\.(lora_(?:A|B|magnitude_vector))\.(?!default\.)[\w-]+\.(weight|bias)$"
+)
+"""Matches the suffix of a tensor of a peft adapter with another name than `default`."""
+_MODULATION = re.compile(r"\.diff_m$")
+"""Matches LightX2V's suffix for the change of a block's parameter `modulation`."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +138,16 @@ class KeyTable:
     """Like `rows`, but the first name is the one in ai-toolkit's old LoKr files, which mix original
     and diffusers' names."""
     fused: tuple[FusedProjection, ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Like `rows`, with names that some tools write beside the original ones. They are read and
+    never written."""
+    other_fused: tuple[FusedProjection, ...] = ()
+    """Projections that are one module in files with `other_names` alone. They are split on
+    reading."""
     swapped_halves: frozenset[str] = frozenset()
     """Modules with the output (scale, shift) in diffusers and (shift, scale) in the original model.
-    """
+    A module of a block is only swapped in those blocks in which it has two outputs, which means
+    twice as many rows as columns."""
     bare_parameters: frozenset[str] = frozenset()
     """Diffusers' names in `rows` that are not modules but parameters, without a `.weight`."""
     block_linears: tuple[str, ...] = ()
@@ -119,6 +167,17 @@ class KeyTable:
     algorithm."""
     aliases: tuple[str, ...] = ()
     """Other names that users may give for the model family."""
+    component: Literal["transformer", "unet"] = "transformer"
+    """Name of the model in diffusers' pipeline, with which the keys of diffusers' files start."""
+    header_words: tuple[str, ...] = ()
+    """Words by which other tools' headers name the family, in lower case."""
+    row_ratios: tuple[tuple[str, int], ...] = ()
+    """Rows of a module's weight per column, for modules that other families have in other sizes.
+    They tell families apart whose keys are the same."""
+    widths: tuple[int, ...] = ()
+    """Hidden sizes of the published models, for the same purpose."""
+    preferred_over: tuple[str, ...] = ()
+    """Families whose files may be the same in keys and sizes; this one is then assumed."""
     comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
     """Start of the keys that ComfyUI looks for, separator of name parts, and origin of the module
     names; empty if ComfyUI does not support the family."""
@@ -153,30 +212,6 @@ def get_table(family: str, tables: Mapping[str, KeyTable]) -> KeyTable:
         if family == table.family or family in table.aliases:
             return table
     return any_name_table(family)
-
-
-def detect_table(
-    keys: Sequence[str], tables: Mapping[str, KeyTable], family: str | None
-) -> KeyTable:
-    """Return the table of module names for the model family that an adapter file is for.
-
-    It is the table of `family` if that is given, or else the one that can parse the most keys.
-    """
-    if family is not None:
-        return get_table(family, tables)
-    counts = {name: _count_parsed(keys, table) for name, table in tables.items()}
-    best = max(counts.values())
-    leaders = [name for name, count in counts.items() if count == best]
-    if best == 0:
-        raise unknown_key_error(keys[0], list(tables.values()))
-    if len(leaders) > 1:
-        raise AdapterError(
-            f"{keys[0]!r} is a key in {' and '.join(leaders)} adapters, so the keys do not show "
-            f"which model the file is for. Give --family, for example --family {leaders[0]}.",
-            kind="ambiguous",
-            key=keys[0],
-        )
-    return tables[leaders[0]]
 
 
 def get_format(name: str) -> KeyFormat:
@@ -225,18 +260,32 @@ class KeyIndex:
 
     def __init__(self, table: KeyTable) -> None:
         self.table = table
-        wholes = {fused.whole for fused in table.fused}
+        wholes = [fused.whole for fused in table.fused]
         identity = [(name, name) for _, name in table.rows if name not in wholes]
         rows: dict[Naming, list[tuple[str, str]]] = {
             "original": list(table.rows),
             "diffusers": identity + [(name, name) for name in table.unfused],
             "mixed": list(table.mixed_rows),
         }
+        # diffusers' `fuse_qkv_projections` makes fused projections of the same names.
+        only_read: dict[Naming, list[tuple[str, str]]] = {
+            "original": list(table.other_names),
+            "diffusers": [(name, name) for name in wholes],
+            "mixed": [],
+        }
         self._to_diffusers = {
-            (naming, separator): {name.replace(".", separator): ours for name, ours in pairs}
+            (naming, separator): {
+                name.replace(".", separator): ours for name, ours in only_read[naming] + pairs
+            }
             for naming, pairs in rows.items()
             for separator in (".", "_", "$$")
         }
+        self.prefixes = [
+            (key_format, stage, prefix)
+            for key_format in FORMATS
+            for stage, prefix in _prefixes(key_format, table)
+        ]
+        """Every start that keys of a format can have, with the transformer that it names."""
         self._from_diffusers = {
             naming: {ours: name for name, ours in pairs} for naming, pairs in rows.items()
         }
@@ -285,21 +334,38 @@ def is_bare_parameter(module: str, table: KeyTable) -> bool:
 
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
     """Parse a key of an adapter file; return None if no tool writes such a key for the family."""
-    parts = split_suffix(text)
+    plain = _without_wrappers(text)
+    parts = split_suffix(plain)
     if parts is None:
         return None
     body, role, styles = parts
     body = _EXPERT_WITHOUT_UNDERSCORE.sub(r"transformer_\1", body)
     first: tuple[LayerPath, Naming] | None = None
     formats = set()
-    for key_format in FORMATS:
-        path = _parse_body(body, key_format, index)
+    for key_format, stage, prefix in index.prefixes:
+        if not body.startswith(prefix):
+            continue
+        path = _parse_name(body[len(prefix) :], prefix, stage, key_format, index)
         if path is None or (first is not None and path != first[0]):
             continue
         first = first or (path, key_format.naming)
-        if key_format.style in styles:
+        if key_format.style in styles and plain == text:
             formats.add(key_format.name)
+    first = first or _parse_any_prefix(body, index)
     return None if first is None else ParsedKey(text, first[0], role, first[1], frozenset(formats))
+
+
+def _without_wrappers(text: str) -> str:
+    """Return a key without the names of wrapped modules and of peft's adapter.
+
+    Old spellings of suffixes are replaced, too.
+    """
+    text = _MODULE_WRAPPER.sub("", text)
+    text = _ADAPTER_NAME.sub(r".\1.default.\2", text)
+    text = _MODULATION.sub(".modulation.diff", text)
+    # Attention processors of old versions of diffusers held the LoRA of their module.
+    text = text.replace(".processor.to_", ".to_").replace(".processor.add_", ".add_")
+    return text.replace(".to_out_lora.", ".to_out.0_lora.")
 
 
 def build_key(
@@ -318,7 +384,7 @@ def build_key(
     suffix = SUFFIXES[style or key_format.style].get(role)
     assert name is not None, f"{key_format.name} has no name for {path.module}"
     assert suffix is not None, f"{key_format.name} has no suffix for {role}"
-    return f"{_prefix(key_format, path.stage)}{name}{suffix}"
+    return f"{_prefix(key_format, path.stage, index.table)}{name}{suffix}"
 
 
 def split_suffix(text: str) -> tuple[str, str, frozenset[SuffixStyle]] | None:
@@ -338,13 +404,13 @@ def resolve_stages(keys: Sequence[ParsedKey]) -> list[ParsedKey]:
 
     In a file without `transformer_2.` keys, they may belong to either transformer.
     """
-    if not any(key.formats == {BOTH_STAGES_FORMAT} for key in keys):
+    if not any(key.path.stage and key.text.startswith("transformer_2.") for key in keys):
         return list(keys)
     return [
         replace(
             key,
             path=LayerPath("high", key.path.module),
-            formats=frozenset({BOTH_STAGES_FORMAT}),
+            formats=frozenset({BOTH_STAGES_FORMAT} if key.formats else ()),
         )
         if key.text.startswith("transformer.")
         else key
@@ -368,16 +434,29 @@ def count_formats(keys: Sequence[ParsedKey]) -> Mapping[str, int]:
     return dict(counts.most_common())
 
 
+def is_text_encoder_key(text: str) -> bool:
+    """Return True if a key belongs to a text encoder or to its embeddings."""
+    return _TEXT_ENCODER.match(text) is not None
+
+
 def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
-    """Return the error for a key that no model family has; it names a similar known key."""
+    """Return the error for a key that no model family has.
+
+    It has the reason, if the key is of a known kind, or else a similar known key.
+    """
     families = " or ".join(table.family for table in tables)
-    if text.startswith(_TEXT_ENCODER_PREFIXES):
-        reason = "it belongs to a text encoder, and adapters of text encoders are not supported"
-    else:
-        reason = f"no known format writes such a key for {families}"
+    reason = next((why for pattern, why in UNSUPPORTED_KEYS if pattern.search(text)), None)
+    if reason is not None:
+        return AdapterError(
+            f"{text!r} cannot be used with {families}: {reason}.", kind="unsupported", key=text
+        )
     near = nearest_key(text, tables)
     hint = f" The most similar known key is {near!r}." if near else ""
-    return AdapterError(f"{text!r} cannot be read: {reason}.{hint}", kind="unknown-key", key=text)
+    return AdapterError(
+        f"{text!r} cannot be read: no known format writes such a key for {families}.{hint}",
+        kind="unknown-key",
+        key=text,
+    )
 
 
 def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
@@ -402,55 +481,64 @@ def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:
     return f"{close[0]}{suffix}" if close else None
 
 
-def _parse_body(body: str, key_format: KeyFormat, index: KeyIndex) -> LayerPath | None:
+def _parse_name(
+    name: str, prefix: str, stage: Stage | None, key_format: KeyFormat, index: KeyIndex
+) -> LayerPath | None:
     """Return the transformer and module that a key stands for in one tool's key format, or None.
 
-    `body` is the key without its suffix.
+    `name` is the key without its prefix and suffix.
     """
-    for stage, prefix in _prefixes(key_format, index.table):
-        if body.startswith(prefix):
-            name = body[len(prefix) :]
-            module = index.to_diffusers(name, key_format.naming, key_format.separator)
-            # Without a table and without a prefix, an underscored key would look like a module.
-            if module is not None and (prefix or "." in module or not index.table.accepts_any_name):
-                return LayerPath(stage, module)
+    module = index.to_diffusers(name, key_format.naming, key_format.separator)
+    # Without a table and without a prefix, an underscored key would look like a module.
+    if module is not None and (prefix or "." in module or not index.table.accepts_any_name):
+        return LayerPath(stage, module)
     return None
+
+
+def _parse_any_prefix(body: str, index: KeyIndex) -> tuple[LayerPath, Naming] | None:
+    """Parse a key that starts with a combination of prefixes that no format has.
+
+    `body` is the key without its suffix. The result has the module and the origin of its name, or
+    is None if the rest of the key is not the name of a module.
+    """
+    if index.table.accepts_any_name:
+        return None
+    separator = next((text for text in (".", "$$") if text in body), "_")
+    namings: tuple[Naming, ...] = ("diffusers", "original", "mixed")
+    stage: Stage | None = None
+    rest = body
+    while True:
+        for naming in namings:
+            module = index.to_diffusers(rest, naming, separator)
+            if module is not None:
+                return LayerPath(stage, module), naming
+        word = next((word for word in _PREFIX_WORDS if rest.startswith(word + separator)), None)
+        if word is None:
+            return None
+        if word in _EXPERT_PREFIXES:
+            if stage is not None or not index.table.has_stages:
+                return None
+            stage = _EXPERT_PREFIXES[word]
+        rest = rest.removeprefix(word).lstrip(separator)
 
 
 def _prefixes(key_format: KeyFormat, table: KeyTable) -> list[tuple[Stage | None, str]]:
     staged: list[tuple[Stage | None, str]] = [
-        (stage, _prefix(key_format, stage)) for stage, _ in key_format.stages
+        (stage, _prefix(key_format, stage, table)) for stage, _ in key_format.stages
     ]
     # Tools that name the expert leave it out for models with a single transformer.
-    plain = not key_format.stages or (key_format.prefix and not table.has_stages)
-    return [*staged, (None, key_format.prefix)] if plain else staged
+    is_plain = not key_format.stages or (key_format.prefix and not table.has_stages)
+    plain = [(None, _prefix(key_format, None, table))] if is_plain else []
+    return [*(staged if table.has_stages or table.accepts_any_name else []), *plain]
 
 
-def _prefix(key_format: KeyFormat, stage: Stage | None) -> str:
+def _prefix(key_format: KeyFormat, stage: Stage | None, table: KeyTable) -> str:
+    prefix = key_format.prefix.replace("transformer", table.component)
     token = dict(key_format.stages).get(stage) if stage is not None else None
     if token is None:
-        return key_format.prefix
+        return prefix
     separator = "" if token.endswith(".") else key_format.separator
-    return f"{key_format.prefix}{token}{separator}"
-
-
-def _count_parsed(keys: Sequence[str], table: KeyTable) -> int:
-    """Return how many keys can be parsed with one model family's table of module names.
-
-    The result is 0 if a block number is beyond the family's `max_blocks`.
-    """
-    index = KeyIndex(table)
-    max_blocks = dict(table.max_blocks)
-    count = 0
-    for text in keys:
-        key = parse_key(text, index)
-        if key is None:
-            continue
-        in_block = BLOCK.match(key.path.module)
-        if in_block and int(in_block[2]) >= max_blocks.get(in_block[1].rstrip("."), 10**9):
-            return 0
-        count += 1
-    return count
+    return f"{prefix}{token}{separator}"
 
 
 def _roles_by_suffix() -> dict[str, tuple[str, frozenset[SuffixStyle]]]:

@@ -83,7 +83,10 @@ def merge_into_pipeline(
     `by_stage` has the adapters and strengths for the high-noise (`high`) and low-noise (`low`)
     transformer, or for None if there is a single transformer.
     """
-    targets = {SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()}
+    is_unet = table.component == "unet"
+    targets = {
+        "unet" if is_unet else SUBFOLDERS[stage]: adapters for stage, adapters in by_stage.items()
+    }
     for name in targets:
         if not (path / name).is_dir():
             raise AdapterError(
@@ -106,7 +109,7 @@ def merge_into_pipeline(
 
 def holds_transformers(path: Path) -> bool:
     """Return True for a folder with transformers in subfolders, such as a diffusers pipeline."""
-    return any((path / name).is_dir() for name in SUBFOLDERS.values())
+    return any((path / name).is_dir() for name in (*SUBFOLDERS.values(), "unet"))
 
 
 class WeightUpdate(NamedTuple):
