@@ -5,7 +5,8 @@ The folders have all components, tokenizers included, and are read by diffusers 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,13 +24,21 @@ VOCABULARY = 128
 TEXT_WIDTH = 32
 
 
+class Miniature(NamedTuple):
+    """A model of the tests: the function that writes its folder, and the family that reads it."""
+
+    write: Callable[[Path], None]
+    family: str | None
+    """None for a model that every family refuses."""
+
+
 def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
     """Write the miniature of this name, such as `wan22-t2v`, and return its folder."""
     if name not in MINIATURES:
         raise ConfigError(f"There is no miniature {name!r}; known: {', '.join(MINIATURES)}.")
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.manual_seed(seed)
-        MINIATURES[name](folder)
+        MINIATURES[name].write(folder)
     return folder
 
 
@@ -375,15 +384,16 @@ def _clip_vision() -> dict[str, object]:
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 
-MINIATURES: dict[str, Callable[[Path], None]] = {
-    "flux": _flux,
-    "qwen-image": _qwen_image,
-    "qwen-image-edit": _qwen_image_edit,
-    "stable-audio": _stable_audio,
-    "wan21-t2v": lambda folder: _wan(folder, task="text", experts=1),
-    "wan21-i2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=1),
-    "wan21-flf2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=2),
-    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2),
-    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2),
-    "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, is_5b=True),
+MINIATURES = {
+    "flux": Miniature(_flux, "flux"),
+    "qwen-image": Miniature(_qwen_image, "qwen_image"),
+    "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image"),
+    "stable-audio": Miniature(_stable_audio, "stable_audio"),
+    "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22"),
+    "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None),
+    "wan21-flf2v": Miniature(partial(_wan, task="image", experts=1, clip_images=2), None),
+    "wan22-t2v": Miniature(partial(_wan, task="text", experts=2), "wan22"),
+    "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22"),
+    "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22"),
 }
+"""Every model of the tests. The contract of families runs on all that a family reads."""
