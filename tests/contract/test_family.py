@@ -25,7 +25,6 @@ from gracetune.data.augment import DEFAULT_TRANSFORM, render_control
 from gracetune.data.images import PILLOW
 from gracetune.data.sample import Companion, Sample
 from gracetune.models import qwen_image
-from gracetune.models.diffusers_family import without_progress_bars
 from gracetune.models.family import (
     EXPERTS,
     Experts,
@@ -34,6 +33,7 @@ from gracetune.models.family import (
     load_family,
     transformers_of,
 )
+from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.models.registry import FAMILIES
 from gracetune.train import objective
 

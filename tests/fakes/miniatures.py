@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from gracetune.errors import ConfigError
-from gracetune.models.diffusers_family import without_progress_bars
+from gracetune.models.pipeline_folder import without_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,31 +10,17 @@ should not wait seconds for that import.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
-    captions_longer_than,
-    check_channels,
-    check_pipeline_class,
     clean_caption,
-    copy_other_components,
-    digest_of_folder,
-    find_model_folder,
     pad_embeddings,
-    read_model_index,
-    read_pretrained,
-    read_scheduler,
-    read_text_encoder,
-    read_transformer,
-    read_vae,
+    standardize_latents,
     tokenize,
 )
 from gracetune.models.family import (
@@ -43,24 +29,23 @@ from gracetune.models.family import (
     Experts,
     GeneratedSample,
     PlannerShapes,
-    transformers_of,
+)
+from gracetune.models.pipeline_folder import (
+    PipelineParts,
+    check_channels,
+    digest_of_folder,
+    read_parts,
+    read_scheduler,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from torch import Tensor
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import (
-        AudioFormat,
-        Config,
-        Forward,
-        MediaKind,
-        PredictionType,
-        SampleRequest,
-        SampleShape,
-    )
+    from gracetune.models.family import Config, Forward, SampleRequest, SampleShape
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
@@ -81,7 +66,6 @@ FRAME_RATE = 16.0
 DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
 """Sigma at which the published models switch from the high-noise to the low-noise transformer, by
 the task, for folders that do not state one."""
-TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
     *(f"attn1.{name}" for name in ATTENTION),
@@ -91,57 +75,21 @@ TARGETS = (
 )
 
 
-def load(section: ModelSection) -> Wan22:
-    """Load the Wan 2.2 pipeline that `model.path` names."""
-    from diffusers import WanTransformer3DModel
+def load(section: ModelSection, transformers: Mapping[str, Any] | None = None) -> Wan22:
+    """Load the Wan 2.2 pipeline that `model.path` names.
 
-    folder = find_model_folder(section)
-    index = read_model_index(folder)
-    check_pipeline_class(folder, index, PIPELINES, "wan22")
-    read = partial(read_transformer, WanTransformer3DModel, section, folder, shapes=PLANNER_SHAPES)
-    high = read("transformer", section.transformer_file)
-    low = None
-    if index.get("transformer_2", (None, None))[1] is not None:
-        low = read("transformer_2", section.transformer_2_file)
-    elif section.transformer_2_file is not None:
-        raise ModelError(
-            f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
-            "transformer. Remove the setting, or name a folder with two transformers."
-        )
-    return assemble(section, folder, index, high, low)
-
-
-def assemble(
-    section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
-) -> Wan22:
-    """Load all components except the transformers, which are given, and return the family.
-
-    A model with one transformer has it as `high`, and `low` is None.
+    `transformers`, if given, are used instead of those in the folder: `transformer`, and
+    `transformer_2` for low noise.
     """
-    from diffusers import AutoencoderKLWan
-    from transformers import AutoTokenizer, UMT5EncoderModel
-
-    vae = read_vae(folder, AutoencoderKLWan)
-    channels = vae.config.z_dim  # then those of the first frame: a mask and its latents
-    passed = (channels, channels + vae.config.scale_factor_temporal + channels)
-    for transformer in (high, *([] if low is None else [low])):
-        check_channels(folder, transformer, passed, "wan22", SUPPORTED_MODELS)
-    task = _task(section, high, vae, index)
-    pixels_per_token = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
-    return Wan22(
-        folder=folder,
-        transformer=high if low is None else Experts(high, low),
-        vae=vae,
-        text_encoders=[read_text_encoder(folder, "text_encoder", UMT5EncoderModel)],
-        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
-        boundary=None if low is None else index.get("boundary_ratio") or DEFAULT_BOUNDARIES[task],
-        starts_from=task,
-        # Not images: a single frame that is also the given first frame leaves nothing to learn.
-        kinds=("video",) if task == "image" else ("image", "video"),
-        expand_timesteps=bool(index.get("expand_timesteps")),
-        pixel_step=pixels_per_token,
-        max_edge=high.config.rope_max_seq_len * pixels_per_token,
+    parts = read_parts(
+        section,
+        PLANNER_SHAPES,
+        PIPELINES,
+        "AutoencoderKLWan",
+        transformers,
+        ignored=("image_encoder", "image_processor"),
     )
+    return Wan22(parts, section)
 
 
 def _task(
@@ -162,250 +110,6 @@ def _task(
             "model.path."
         )
     return task
-
-
-@dataclass(frozen=True)
-class Wan22(DiffusersFamily):
-    """A loaded Wan 2.2 model. `Family` documents the members."""
-
-    folder: Path
-    transformer: nn.Module
-    vae: Any
-    text_encoders: list[nn.Module]
-    """The text encoder UMT5; empty once it is released."""
-    tokenizer: Any
-    boundary: float | None
-    starts_from: Literal["text", "image"]
-    kinds: tuple[MediaKind, ...]
-    expand_timesteps: bool
-    """True for TI2V-5B: every token has its own timestep, and 0 marks a given first frame."""
-    pixel_step: int
-    max_edge: int
-    name: str = "wan22"
-    audio: AudioFormat | None = None
-    takes_control: bool = False
-    prediction: PredictionType = "flow"
-    adapter_targets: tuple[str, ...] = TARGETS
-
-    def identity(self) -> dict[str, str]:
-        """Return strings for cache keys: hashes of the encoders' files, and the model's task."""
-        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
-        return {
-            "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"umt5-{TEXT_LENGTH}-{text}",
-        }
-
-    def blocks(self) -> Sequence[nn.Module]:
-        """Return the blocks of all transformers in forward order, the high-noise one's first."""
-        transformers = self._transformers.values()
-        return [block for transformer in transformers for block in transformer.blocks]
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Turn on diffusers' gradient checkpointing in all transformers."""
-        for transformer in self._transformers.values():
-            transformer.enable_gradient_checkpointing()
-
-    def encode(self, media: Tensor) -> Tensor:
-        """Encode images or clips to normalised latents.
-
-        For I2V-A14B, more channels follow: a mask that marks the first frame, and the latents of a
-        clip in which all other frames are zero.
-        """
-        clip = media if media.ndim == 5 else media.unsqueeze(2)
-        latents = self._encode_clip(clip)
-        if not self._concatenates_first_frame:
-            return latents
-        first_frame = torch.zeros_like(clip)
-        first_frame[:, :, 0] = clip[:, :, 0]
-        mask = latents.new_zeros(
-            len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
-        )
-        mask[:, :, 0] = 1
-        return torch.cat([latents, mask, self._encode_clip(first_frame)], dim=1)
-
-    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the clip's latents to add noise to, and the conditions.
-
-        The conditions hold the first frame if the model generates from one; otherwise they are
-        empty.
-        """
-        channels = self.vae.config.z_dim
-        latents = encoded[:, :channels]
-        if self._concatenates_first_frame:
-            return latents, {"concatenated": encoded[:, channels:]}
-        if self.starts_from == "image":
-            return latents, {"first_frame": latents[:, :, :1]}
-        return latents, {}
-
-    def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape of an encoded clip: channels, frames, rows and columns."""
-        width, height, frames = (*shape, 1)[:3]
-        config = self.vae.config
-        channels = config.z_dim
-        if self._concatenates_first_frame:
-            channels += config.scale_factor_temporal + config.z_dim
-        return (
-            channels,
-            (frames - 1) // config.scale_factor_temporal + 1,
-            height // config.scale_factor_spatial,
-            width // config.scale_factor_spatial,
-        )
-
-    def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches; each is one token."""
-        _, frames, height, width = latent_shape
-        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
-        return int((frames // patch_frames) * (height // patch_height) * (width // patch_width))
-
-    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions with more tokens than the model reads."""
-        return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
-
-    def encode_text(
-        self,
-        captions: Sequence[str],
-        images: Sequence[Tensor] = (),  # noqa: ARG002
-    ) -> list[dict[str, Tensor]]:
-        """Encode captions to the last hidden states of UMT5 (`tokens`)."""
-        (encoder,) = self.text_encoders
-        device = next(encoder.parameters()).device
-        texts = []
-        for caption in captions:
-            tokens = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
-            with torch.no_grad():
-                hidden = encoder(
-                    tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
-                ).last_hidden_state
-            texts.append({"tokens": hidden[0]})
-        return texts
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack captions, padded with zeros to 512 tokens, as in the training of Wan."""
-        return {"tokens": pad_embeddings([text["tokens"] for text in texts], TEXT_LENGTH)}
-
-    def predict(
-        self,
-        transformer: Forward,
-        noisy: Tensor,
-        sigmas: Tensor,
-        conditions: Mapping[str, Tensor],
-    ) -> Tensor:
-        """Return the velocity that one transformer predicts.
-
-        In a given first frame of TI2V-5B the velocity is the exact one, so it adds nothing to the
-        loss.
-        """
-        first_frame = conditions.get("first_frame")
-        x, timesteps = noisy, sigmas * NUM_TIMESTEPS
-        if first_frame is not None:
-            x = torch.cat([first_frame, noisy[:, :, 1:]], dim=2)
-        if "concatenated" in conditions:
-            x = torch.cat([noisy, conditions["concatenated"]], dim=1)
-        if self.expand_timesteps:
-            timesteps = self._timesteps_per_token(
-                noisy, timesteps, first_frame_given=first_frame is not None
-            )
-        dtype = self._any_transformer.patch_embedding.weight.dtype
-        velocity: Tensor = transformer(
-            hidden_states=x.to(dtype),
-            timestep=timesteps,
-            encoder_hidden_states=conditions["tokens"].to(dtype),
-            return_dict=False,
-        )[0]
-        if first_frame is None:
-            return velocity
-        # The given frame is known, so its exact velocity is returned and adds nothing to the loss.
-        sigma = sigmas.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(sigmas.dtype).tiny)
-        known = ((noisy[:, :, :1] - first_frame) / sigma).to(velocity.dtype)
-        return torch.cat([known, velocity[:, :, 1:]], dim=2)
-
-    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """Generate one image or video per prompt."""
-        pipeline = self._pipeline(self.sampling_vae(request))
-        device = next(self.transformer.parameters()).device
-        width, height, frames = (*request.shape, 1)[:3]
-        samples = []
-        for number, text in enumerate(request.texts):
-            tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
-            image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
-            video = pipeline(
-                prompt_embeds=tokens[:1],
-                negative_prompt_embeds=tokens[1:],
-                width=width,
-                height=height,
-                num_frames=frames,
-                num_inference_steps=request.steps,
-                guidance_scale=request.guidance,
-                generator=torch.Generator().manual_seed(request.seed + number),
-                output_type="pt",
-                **image,
-            ).frames[0]
-            clip = video.permute(1, 0, 2, 3).float().cpu() * 2 - 1
-            if frames == 1:
-                samples.append(GeneratedSample("image", clip[:, 0]))
-            else:
-                samples.append(GeneratedSample("video", clip, FRAME_RATE))
-        return samples
-
-    def export(self, folder: Path) -> None:
-        """Write a whole pipeline folder. Components that were not trained are linked or copied."""
-        for expert, transformer in self._transformers.items():
-            transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
-        copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
-
-    @property
-    def _transformers(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", transformers_of(self.transformer))
-
-    @property
-    def _any_transformer(self) -> Any:
-        """One of the transformers, for facts that all of them share, such as the patch size."""
-        return next(iter(self._transformers.values()))
-
-    @property
-    def _concatenates_first_frame(self) -> bool:
-        """True for I2V-A14B, which takes the first frame as additional input channels."""
-        return self.starts_from == "image" and not self.expand_timesteps
-
-    def _encode_clip(self, clip: Tensor) -> Tensor:
-        parameter = next(self.vae.parameters())
-        with torch.no_grad():
-            raw: Tensor = self.vae.encode(clip.to(parameter)).latent_dist.mode()
-        mean, std = (
-            torch.tensor(values, device=raw.device).view(1, -1, 1, 1, 1)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
-        )
-        return (raw - mean) / std
-
-    def _timesteps_per_token(
-        self, noisy: Tensor, timesteps: Tensor, *, first_frame_given: bool
-    ) -> Tensor:
-        """Return a timestep for each token: the sample's, but 0 in a given first frame."""
-        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
-        frames = noisy.shape[2] // patch_frames
-        per_frame = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
-        expanded = timesteps[:, None].expand(-1, frames * per_frame).clone()
-        if first_frame_given:
-            expanded[:, :per_frame] = 0
-        return expanded
-
-    def _pipeline(self, vae: Any) -> Any:
-        import diffusers
-
-        from_image = self.starts_from == "image"
-        cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
-        pipeline = cls(
-            tokenizer=None,
-            text_encoder=None,
-            vae=vae,
-            scheduler=read_scheduler(self.folder),
-            transformer=self._any_transformer,
-            transformer_2=self._transformers.get("low"),
-            boundary_ratio=self.boundary,
-            expand_timesteps=self.expand_timesteps,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
 
 
 class WanShapes(PlannerShapes):
@@ -442,6 +146,7 @@ PLANNER_SHAPES = WanShapes(
     published_name="the published A14B, with two experts",
     blocks=("blocks",),
     targets=TARGETS,
+    input_layer="patch_embedding",
     probe_config={
         **PROBE_ATTENTION,
         "num_layers": 12,
@@ -454,6 +159,233 @@ PLANNER_SHAPES = WanShapes(
     unsupported_inputs={"image_dim": IMAGE_EMBEDDING, "added_kv_proj_dim": IMAGE_EMBEDDING},
     unsupported_weights=OTHER_MODELS_WEIGHTS,
 )
+
+
+class Wan22(DiffusersFamily):
+    """A loaded Wan 2.2 model. `Family` documents the members."""
+
+    name = "wan22"
+    shapes = PLANNER_SHAPES
+
+    def __init__(self, parts: PipelineParts, section: ModelSection) -> None:
+        self.expand_timesteps = bool(parts.index.get("expand_timesteps"))
+        """True for TI2V-5B: every token has its own timestep, and 0 marks a given first frame."""
+        super().__init__(parts)
+        high, low = self.transformer, parts.components.get("transformer_2")
+        self.starts_from = _task(section, high, self.vae, parts.index)
+        if self.starts_from == "image":
+            # Not images: a single frame that is also the given first frame leaves nothing to learn.
+            self.kinds = ("video",)
+        else:
+            self.kinds = ("image", "video")
+        if low is not None:
+            check_channels(parts.folder, low, self.input_channels, "wan22", SUPPORTED_MODELS)
+            self.transformer = Experts(high, low)
+            default = DEFAULT_BOUNDARIES[self.starts_from]
+            self.boundary = parts.index.get("boundary_ratio") or default
+        self.max_edge = high.config.rope_max_seq_len * self.pixel_step
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels along each edge of a latent cell."""
+        return int(self.vae.config.scale_factor_spatial)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents."""
+        return int(self.vae.config.z_dim)
+
+    @property
+    def input_channels(self) -> tuple[int, ...]:
+        """Numbers of channels: those of the latents, then a mask and latents of a first frame."""
+        channels = self.latent_channels
+        return (channels, channels + self.vae.config.scale_factor_temporal + channels)
+
+    @property
+    def pixel_step(self) -> int:
+        """Pixels along each edge of a patch: width and height must be multiples of it."""
+        return int(self.vae_scale * self._any_transformer.config.patch_size[1])
+
+    def identity(self) -> dict[str, str]:
+        """Return strings for cache keys: hashes of the encoders' files, and the model's task."""
+        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        return {
+            "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
+            "text": f"umt5-{TEXT_LENGTH}-{text}",
+        }
+
+    def encode(self, media: Tensor) -> Tensor:
+        """Encode images or clips to normalised latents.
+
+        For I2V-A14B, more channels follow: a mask that marks the first frame, and the latents of a
+        clip in which all other frames are zero.
+        """
+        clip = media if media.ndim == 5 else media.unsqueeze(2)
+        latents = standardize_latents(self.vae, clip)
+        if not self._concatenates_first_frame:
+            return latents
+        first_frame = torch.zeros_like(clip)
+        first_frame[:, :, 0] = clip[:, :, 0]
+        mask = latents.new_zeros(
+            len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
+        )
+        mask[:, :, 0] = 1
+        return torch.cat([latents, mask, standardize_latents(self.vae, first_frame)], dim=1)
+
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the clip's latents to add noise to, and the conditions.
+
+        The conditions hold the first frame if the model generates from one; otherwise they are
+        empty.
+        """
+        channels = self.vae.config.z_dim
+        latents = encoded[:, :channels]
+        if self._concatenates_first_frame:
+            return latents, {"concatenated": encoded[:, channels:]}
+        if self.starts_from == "image":
+            return latents, {"first_frame": latents[:, :, :1]}
+        return latents, {}
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of an encoded clip: channels, frames, rows and columns."""
+        width, height, frames = (*shape, 1)[:3]
+        config = self.vae.config
+        channels = config.z_dim
+        if self._concatenates_first_frame:
+            channels += config.scale_factor_temporal + config.z_dim
+        return (
+            channels,
+            (frames - 1) // config.scale_factor_temporal + 1,
+            height // config.scale_factor_spatial,
+            width // config.scale_factor_spatial,
+        )
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """Return the number of patches; each is one token."""
+        _, frames, height, width = latent_shape
+        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
+        return int((frames // patch_frames) * (height // patch_height) * (width // patch_width))
+
+    def encode_caption(
+        self,
+        caption: str,
+        image: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Encode a caption to the last hidden states of UMT5 (`tokens`)."""
+        (encoder,) = self.text_encoders
+        tokens = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
+        device = self.encoder_device()
+        hidden = encoder(tokens["input_ids"].to(device), tokens["attention_mask"].to(device))
+        return {"tokens": hidden.last_hidden_state[0]}
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack captions, padded with zeros to 512 tokens, as in the training of Wan."""
+        return {"tokens": pad_embeddings([text["tokens"] for text in texts], TEXT_LENGTH)}
+
+    def predict(
+        self,
+        transformer: Forward,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Return the velocity that one transformer predicts.
+
+        In a given first frame of TI2V-5B the velocity is the exact one, so it adds nothing to the
+        loss.
+        """
+        first_frame = conditions.get("first_frame")
+        x, timesteps = noisy, sigmas * NUM_TIMESTEPS
+        if first_frame is not None:
+            x = torch.cat([first_frame, noisy[:, :, 1:]], dim=2)
+        if "concatenated" in conditions:
+            x = torch.cat([noisy, conditions["concatenated"]], dim=1)
+        if self.expand_timesteps:
+            timesteps = self._timesteps_per_token(
+                noisy, timesteps, first_frame_given=first_frame is not None
+            )
+        dtype = self.dtype
+        velocity: Tensor = transformer(
+            hidden_states=x.to(dtype),
+            timestep=timesteps,
+            encoder_hidden_states=conditions["tokens"].to(dtype),
+            return_dict=False,
+        )[0]
+        if first_frame is None:
+            return velocity
+        # The given frame is known, so its exact velocity is returned and adds nothing to the loss.
+        sigma = sigmas.view(-1, 1, 1, 1, 1).clamp_min(torch.finfo(sigmas.dtype).tiny)
+        known = ((noisy[:, :, :1] - first_frame) / sigma).to(velocity.dtype)
+        return torch.cat([known, velocity[:, :, 1:]], dim=2)
+
+    def sampling_pipeline(self, request: SampleRequest) -> Any:
+        """Return the pipeline of the task, with the current transformers."""
+        import diffusers
+
+        from_image = self.starts_from == "image"
+        cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
+        pipeline = cls(
+            tokenizer=None,
+            text_encoder=None,
+            vae=self.sampling_vae(request),
+            scheduler=read_scheduler(self.folder),
+            transformer=self._any_transformer,
+            transformer_2=self._transformers.get("low"),
+            boundary_ratio=self.boundary,
+            expand_timesteps=self.expand_timesteps,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
+        """Generate one image or video per prompt."""
+        pipeline = self.sampling_pipeline(request)
+        device = next(self.transformer.parameters()).device
+        width, height, frames = (*request.shape, 1)[:3]
+        samples = []
+        for number, text in enumerate(request.texts):
+            tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
+            image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
+            video = pipeline(
+                prompt_embeds=tokens[:1],
+                negative_prompt_embeds=tokens[1:],
+                width=width,
+                height=height,
+                num_frames=frames,
+                num_inference_steps=request.steps,
+                guidance_scale=request.guidance,
+                generator=torch.Generator().manual_seed(request.seed + number),
+                output_type="pt",
+                **image,
+            ).frames[0]
+            clip = video.permute(1, 0, 2, 3).float().cpu() * 2 - 1
+            if frames == 1:
+                samples.append(GeneratedSample("image", clip[:, 0]))
+            else:
+                samples.append(GeneratedSample("video", clip, FRAME_RATE))
+        return samples
+
+    @property
+    def _any_transformer(self) -> Any:
+        """One of the transformers, for facts that all of them share, such as the patch size."""
+        return next(iter(self._transformers.values()))
+
+    @property
+    def _concatenates_first_frame(self) -> bool:
+        """True for I2V-A14B, which takes the first frame as additional input channels."""
+        return self.starts_from == "image" and not self.expand_timesteps
+
+    def _timesteps_per_token(
+        self, noisy: Tensor, timesteps: Tensor, *, first_frame_given: bool
+    ) -> Tensor:
+        """Return a timestep for each token: the sample's, but 0 in a given first frame."""
+        patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
+        frames = noisy.shape[2] // patch_frames
+        per_frame = (noisy.shape[3] // patch_height) * (noisy.shape[4] // patch_width)
+        expanded = timesteps[:, None].expand(-1, frames * per_frame).clone()
+        if first_frame_given:
+            expanded[:, :per_frame] = 0
+        return expanded
 
 
 # Key names of Wan 2.1 and 2.2 in other tools: (original name, diffusers' name).

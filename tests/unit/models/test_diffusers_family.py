@@ -11,13 +11,9 @@ from safetensors.torch import load_file, save_file
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
 from gracetune.models import qwen_image
-from gracetune.models.diffusers_family import (
-    append_channels,
-    pack_latents,
-    unpack_latents,
-    without_progress_bars,
-)
+from gracetune.models.diffusers_family import append_channels, pack_latents, unpack_latents
 from gracetune.models.family import load_family
+from gracetune.models.pipeline_folder import without_progress_bars
 
 PROMPT = "a red ring on the box"
 
