@@ -6,7 +6,7 @@ The folders have all components, tokenizers included, and are read by diffusers 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "bo
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Tokens that mark an image in a text. Their ids start at 3, after the special tokens."""
 VOCABULARY = 128
+CHAT_TEMPLATE = "{% for message in messages %}the {{ message.content }} of {% endfor %}a"
 TEXT_WIDTH = 32
 
 
@@ -30,6 +31,8 @@ class Miniature(NamedTuple):
     write: Callable[[Path], None]
     family: str | None
     """None for a model that every family refuses."""
+    kind: Literal["image", "edit", "first frame", "video", "audio"] = "image"
+    """The data that it is trained on: images, edits of images, videos, or audio."""
 
 
 def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
@@ -42,8 +45,11 @@ def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _tokenizer(length: int = 512) -> object:
-    """Return a tokenizer with one token per known word; other words are split into characters."""
+def _tokenizer(length: int = 512, *, chat: bool = False) -> object:
+    """Return a tokenizer with one token per known word; other words are split into characters.
+
+    With `chat`, it has a chat template, as those of language models have.
+    """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -63,6 +69,7 @@ def _tokenizer(length: int = 512) -> object:
         unk_token="<unk>",
         additional_special_tokens=list(VISION_TOKENS),
         model_max_length=length,
+        chat_template=CHAT_TEMPLATE if chat else None,
     )
 
 
@@ -74,10 +81,11 @@ def _t5(width: int = TEXT_WIDTH) -> object:
     ).eval()
 
 
-def _clip() -> object:
-    from transformers import CLIPTextConfig, CLIPTextModel
+def _clip(*, projected: bool = False) -> object:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    return CLIPTextModel(
+    cls = CLIPTextModelWithProjection if projected else CLIPTextModel
+    return cls(
         CLIPTextConfig(
             vocab_size=VOCABULARY,
             hidden_size=TEXT_WIDTH,
@@ -92,38 +100,47 @@ def _clip() -> object:
     ).eval()
 
 
-def _flux(folder: Path) -> None:
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        FluxPipeline,
-        FluxTransformer2DModel,
+def _kl_vae(channels: int) -> object:
+    """Return the VAE of FLUX.1, whose latents are shifted and scaled."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),
+        layers_per_block=1,
+        norm_num_groups=1,
+        latent_channels=channels,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1159,
+        scaling_factor=0.3611,
     )
+
+
+def _shifting_scheduler() -> object:
+    """Return a scheduler whose sigmas depend on the number of tokens, as of FLUX.1."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+
+
+def _flux(folder: Path) -> None:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
 
     channels = 4
     FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=4096,
-        ),
-        vae=AutoencoderKL(
-            in_channels=3,
-            out_channels=3,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(4, 4),
-            layers_per_block=1,
-            norm_num_groups=1,
-            latent_channels=channels,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
-        ),
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels),
         text_encoder=_clip(),
         tokenizer=_tokenizer(length=77),
         text_encoder_2=_t5(),
@@ -387,13 +404,13 @@ def _clip_vision() -> dict[str, object]:
 MINIATURES = {
     "flux": Miniature(_flux, "flux"),
     "qwen-image": Miniature(_qwen_image, "qwen_image"),
-    "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image"),
-    "stable-audio": Miniature(_stable_audio, "stable_audio"),
-    "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22"),
-    "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None),
-    "wan21-flf2v": Miniature(partial(_wan, task="image", experts=1, clip_images=2), None),
-    "wan22-t2v": Miniature(partial(_wan, task="text", experts=2), "wan22"),
-    "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22"),
-    "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22"),
+    "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
+    "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
+    "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
+    "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),
+    "wan21-flf2v": Miniature(partial(_wan, task="image", experts=1, clip_images=2), None, "video"),
+    "wan22-t2v": Miniature(partial(_wan, task="text", experts=2), "wan22", "video"),
+    "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22", "first frame"),
+    "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22", "video"),
 }
 """Every model of the tests. The contract of families runs on all that a family reads."""

@@ -70,8 +70,8 @@ class TracedCall:
     leaves: tuple[Any, ...]
     spec: TreeSpec
     hidden: tuple[int, ...]
-    """Positions of the hidden states in `leaves`. They come from earlier blocks, or for the first
-    block from the embeddings."""
+    """Positions of the hidden states in `leaves`. They come from earlier blocks, or are shaped like
+    the outputs: those of the first block, and those made of several outputs of earlier blocks."""
     outputs: tuple[Any, ...]
     """The flattened outputs of the block; the last block may return None for unused ones."""
     out_spec: TreeSpec
@@ -377,12 +377,10 @@ def record_block_calls(
             if kind not in known:
                 known[kind] = tree_flatten(forward(*args, **kwargs))
             outputs, out_spec = _fresh_outputs(known[kind][0]), known[kind][1]
-            places = [
-                place
-                for place, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor)
-                and (storage_id(leaf) in hidden_storages or (not seen and _like_any(leaf, outputs)))
-            ]
+            tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            places = [i for i, leaf in tensors if storage_id(leaf) in hidden_storages]
+            if not places:  # the first block, or one after outputs were concatenated
+                places = [i for i, leaf in tensors if _like_any(leaf, outputs)]
             hidden_storages.update(storage_id(tensor) for tensor in tensors_of(outputs))
             seen[block] = TracedCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)
