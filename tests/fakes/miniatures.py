@@ -134,6 +134,42 @@ def _shifting_scheduler() -> object:
     )
 
 
+def _sd3(folder: Path, *, is_medium: bool) -> None:
+    """Write SD3.5: large, or medium, which has blocks with two kinds of attention."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+
+    channels = 4
+    StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_kl_vae(channels),
+        text_encoder=_clip(projected=True),
+        tokenizer=_tokenizer(length=77),
+        text_encoder_2=_clip(projected=True),
+        tokenizer_2=_tokenizer(length=77),
+        text_encoder_3=_t5(2 * TEXT_WIDTH),
+        tokenizer_3=_tokenizer(),
+        transformer=SD3Transformer2DModel(
+            sample_size=32,
+            patch_size=2,
+            in_channels=channels,
+            out_channels=channels,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=2 * TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=2 * TEXT_WIDTH,
+            pos_embed_max_size=32,
+            dual_attention_layers=(0,) if is_medium else (),
+            qk_norm="rms_norm",
+        ),
+    ).save_pretrained(folder)
+
+
 def _flux(folder: Path) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
@@ -405,6 +441,8 @@ MINIATURES = {
     "flux": Miniature(_flux, "flux"),
     "qwen-image": Miniature(_qwen_image, "qwen_image"),
     "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
+    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
+    "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),
