@@ -170,6 +170,30 @@ def _sd3(folder: Path, *, is_medium: bool) -> None:
     ).save_pretrained(folder)
 
 
+def _chroma(folder: Path) -> None:
+    from diffusers import ChromaPipeline, ChromaTransformer2DModel
+
+    channels = 4
+    ChromaPipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels),
+        text_encoder=_t5(),
+        tokenizer=_tokenizer(),
+        transformer=ChromaTransformer2DModel(
+            in_channels=4 * channels,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
+        ),
+    ).save_pretrained(folder)
+
+
 def _flux(folder: Path) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
@@ -443,6 +467,7 @@ MINIATURES = {
     "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
+    "chroma": Miniature(_chroma, "chroma"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),

@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "flux": FamilyInfo("gracetune.models.flux", has_key_table=True),
     "qwen_image": FamilyInfo("gracetune.models.qwen_image", has_key_table=True),
     "sd3": FamilyInfo("gracetune.models.sd3"),
+    "chroma": FamilyInfo("gracetune.models.chroma"),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }
