@@ -294,7 +294,7 @@ VARIANTS = {name: {} for name, family in MODELS.items() if family} | {
     "wan22-5b from an image": {"task": "image"}
 }
 """Model, then perhaps a remark -> settings of the run file's section `model`."""
-NEGATED: set[str] = set()
+NEGATED = {"z_image"}
 """Families whose transformer predicts the negative of the velocity."""
 
 
@@ -364,7 +364,8 @@ class PhysicalCase:
         if "audio" in self.family.kinds:
             options = {"audio_end_in_s": (self.shape[1] + 0.5) / self.family.audio.sample_rate}
         known = inspect.signature(type(self.pipeline).__call__).parameters
-        guidance = {"guidance_scale": 1.0} if "guidance_scale" in known else {}
+        off = 0.0 if self.family.name == "z_image" else 1.0  # the scale without guidance
+        guidance = {"guidance_scale": off} if "guidance_scale" in known else {}
         return options | ({"num_frames": frames[0]} if frames else {}) | guidance
 
 

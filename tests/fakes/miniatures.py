@@ -194,6 +194,48 @@ def _chroma(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _qwen3(*, causal_lm: bool = False) -> object:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+    return (Qwen3ForCausalLM if causal_lm else Qwen3Model)(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=37,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+    ).eval()
+
+
+def _z_image(folder: Path) -> None:
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    channels = 4
+    transformer = ZImageTransformer2DModel(
+        in_channels=channels,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[1024, 64, 64],
+    )
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(token)
+    ZImagePipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels),
+        text_encoder=_qwen3(),
+        tokenizer=_tokenizer(chat=True),
+        transformer=transformer,
+    ).save_pretrained(folder)
+
+
 def _flux(folder: Path) -> None:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
@@ -468,6 +510,7 @@ MINIATURES = {
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),
+    "z-image": Miniature(_z_image, "z_image"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),

@@ -47,6 +47,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "qwen_image": FamilyInfo("gracetune.models.qwen_image", has_key_table=True),
     "sd3": FamilyInfo("gracetune.models.sd3"),
     "chroma": FamilyInfo("gracetune.models.chroma"),
+    "z_image": FamilyInfo("gracetune.models.z_image"),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }
