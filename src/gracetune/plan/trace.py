@@ -101,7 +101,7 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
     """
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _helpers_restored(target.model), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = fake_weights(target.model, target.compute_dtype)
         calls = record_block_calls(target, fakes, batch)
         groups: dict[object, int] = {}
@@ -128,6 +128,26 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
         outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
         batch_nbytes=batch_nbytes,
     )
+
+
+@contextmanager
+def _helpers_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of objects that modules hold, such as a table made in the first pass.
+
+    A pass under `FakeTensorMode` would leave fake tensors in them.
+    """
+    helpers = {
+        id(value): (vars(value), dict(vars(value)))
+        for module in model.modules()
+        for value in vars(module).values()
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type)
+    }
+    try:
+        yield
+    finally:
+        for attributes, before in helpers.values():
+            attributes.clear()
+            attributes.update(before)
 
 
 def _forget_fakes(model: nn.Module) -> None:
