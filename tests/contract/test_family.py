@@ -374,7 +374,7 @@ def open_case(name, miniature):
     folder = miniature(small)
     section = ModelSection(family=MODELS[small], path=str(folder), **VARIANTS[name])
     family = load_family(section)
-    if family.takes_control:
+    if small == "qwen-image-edit":
         return PhysicalCase(family, edit_pipeline(folder, family))
     is_image = family.starts_from == "image"
     cls = diffusers.WanImageToVideoPipeline if is_image else diffusers.DiffusionPipeline
@@ -401,6 +401,11 @@ def capture(monkeypatch, vae, *transformers, predictor):
     def decode(_, latents, *args, **options):
         raise DecodedError(latents)
 
+    # For images in channels-last memory, torch's group norm on the CPU is less precise.
+    encode = type(vae).encode
+    monkeypatch.setattr(
+        type(vae), "encode", lambda self, x, *args: encode(self, x.contiguous(), *args)
+    )
     monkeypatch.setattr(type(vae), "decode", decode)
 
 
@@ -519,6 +524,8 @@ def test_the_pipelines_sampler_arrives_at_the_encoded_sample(case, prompt, monke
         media, control, image, shape = edit_sample(case.family, prompt, tmp_path)
         images = [control]
         options |= {"image": image, "width": shape[0], "height": shape[1]}
+        if case.family.name == "flux":  # it would generate a megapixel
+            options["max_area"] = math.prod(shape)
     elif case.family.starts_from == "image":
         images = [media[0, :, 0]]
         options["image"] = (media[:, :, 0] + 1) / 2
@@ -548,7 +555,7 @@ def test_a_perfect_prediction_has_no_loss(case):
     assert objective.sample_losses(predicted, target).max() < 1e-10
 
 
-# Qwen-Image-Edit: the image to edit has a size of its own
+# Qwen-Image-Edit and FLUX.1 Kontext: the image to edit has a size of its own
 
 
 EDIT_SIZES = {

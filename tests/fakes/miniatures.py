@@ -100,16 +100,19 @@ def _clip(*, projected: bool = False) -> object:
     ).eval()
 
 
-def _kl_vae(channels: int) -> object:
-    """Return the VAE of FLUX.1, whose latents are shifted and scaled."""
+def _kl_vae(channels: int, blocks: int = 2) -> object:
+    """Return the VAE of FLUX.1, whose latents are shifted and scaled.
+
+    The published one has four blocks, and cells of eight pixels.
+    """
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(4, 4),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(4,) * blocks,
         layers_per_block=1,
         norm_num_groups=1,
         latent_channels=channels,
@@ -117,6 +120,7 @@ def _kl_vae(channels: int) -> object:
         use_post_quant_conv=False,
         shift_factor=0.1159,
         scaling_factor=0.3611,
+        sample_size=1024,
     )
 
 
@@ -236,13 +240,13 @@ def _z_image(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _flux(folder: Path) -> None:
-    from diffusers import FluxPipeline, FluxTransformer2DModel
+def _flux(folder: Path, *, is_kontext: bool = False) -> None:
+    from diffusers import FluxKontextPipeline, FluxPipeline, FluxTransformer2DModel
 
     channels = 4
-    FluxPipeline(
+    (FluxKontextPipeline if is_kontext else FluxPipeline)(
         scheduler=_shifting_scheduler(),
-        vae=_kl_vae(channels),
+        vae=_kl_vae(channels, blocks=4 if is_kontext else 2),
         text_encoder=_clip(),
         tokenizer=_tokenizer(length=77),
         text_encoder_2=_t5(),
@@ -505,6 +509,7 @@ def _clip_vision() -> dict[str, object]:
 
 MINIATURES = {
     "flux": Miniature(_flux, "flux"),
+    "flux-kontext": Miniature(partial(_flux, is_kontext=True), "flux", "edit"),
     "qwen-image": Miniature(_qwen_image, "qwen_image"),
     "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ftfy
 import torch
+from PIL import Image
 from torch import nn
 
 from gracetune.models.family import EncodedShape, GeneratedSample, transformers_of
@@ -418,7 +419,13 @@ def padding_mask(texts: Sequence[Tensor], length: int) -> Tensor:
     return torch.arange(length, device=texts[0].device) < counts[:, None]
 
 
-# Latents
+# Images and latents
+
+
+def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
+    """Convert pixels in [-1, 1] to an 8-bit PIL image."""
+    scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
+    return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
 
 
 def standardize_latents(vae: Any, clip_BCFHW: Tensor) -> Tensor:  # noqa: N803
@@ -475,9 +482,10 @@ def num_patches(latent_shape: Sequence[int]) -> int:
     return (height // PATCH_SIZE) * (width // PATCH_SIZE)
 
 
-def patch_positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return the position of every patch, as (0, row, column), for RoPE."""
+def patch_positions(rows: int, columns: int, like: Tensor, image: int = 0) -> Tensor:
+    """Return the position of every patch, as (number of the image, row, column), for RoPE."""
     positions = like.new_zeros(rows, columns, 3)
+    positions[..., 0] = image
     positions[..., 1] = torch.arange(rows, device=like.device)[:, None]
     positions[..., 2] = torch.arange(columns, device=like.device)[None]
     return positions.view(-1, 3)

@@ -1,12 +1,14 @@
-"""The model family `flux`: FLUX.1 for images, with diffusers' classes.
+"""The model family `flux`: FLUX.1 and FLUX.1 Kontext, which edits images.
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
-patches of 2x2 cells as tokens. diffusers is imported inside functions because the adapter commands
+patches of 2x2 cells as tokens. Kontext also reads the tokens of the image to edit (the reference),
+after those of the noisy image. diffusers is imported inside functions because the adapter commands
 read `KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +18,15 @@ from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
     captions_longer_than,
+    num_patches,
     pack_latents,
     packed_shape,
     patch_positions,
+    to_pil,
     unpack_latents,
 )
-from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes
-from gracetune.models.pipeline_folder import read_parts
+from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, SampleShape
+from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +35,10 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Config, EncodedShape, SampleShape
+    from gracetune.models.family import Config, EncodedShape
 
-SUPPORTED_MODELS = "flux trains FLUX.1 dev and schnell, not Fill, Control, Redux or Kontext"
+KONTEXT_PIPELINE = "FluxKontextPipeline"
+SUPPORTED_MODELS = "flux trains FLUX.1 dev, schnell and Kontext, not Fill, Control or Redux"
 TEXT_LENGTH = 512
 """Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
@@ -60,7 +65,10 @@ def load(section: ModelSection) -> Flux:
     """Load the FLUX.1 pipeline that `model.path` names."""
     from gracetune.models.attention_processors import make_attention_grads_contiguous
 
-    family = Flux(read_parts(section, PLANNER_SHAPES, ("FluxPipeline",)))
+    optional = ("image_encoder", "feature_extractor")  # of IP adapters
+    family = Flux(
+        read_parts(section, PLANNER_SHAPES, ("FluxPipeline", KONTEXT_PIPELINE), ignored=optional)
+    )
     make_attention_grads_contiguous(family.transformer)
     return family
 
@@ -70,7 +78,12 @@ class FluxShapes(PlannerShapes):
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and of the padded T5 embedding of a sample."""
-        return packed_shape(config, sample, TEXT_LENGTH)
+        shape = packed_shape(config, sample, TEXT_LENGTH)
+        if not sample.has_control:
+            return shape
+        reference = SampleShape(*kontext_size(sample.width, sample.height))
+        control = packed_shape(config, reference, TEXT_LENGTH).latent_shape
+        return replace(shape, control_shape=control)
 
     def conditions(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
@@ -87,22 +100,30 @@ class FluxShapes(PlannerShapes):
         conditions: Mapping[str, Tensor],
         dtype: torch.dtype,
     ) -> dict[str, Any]:
-        """Return the transformer's arguments. FLUX.1 takes timesteps from 0 to 1, like sigmas."""
-        height, width = noisy.shape[2:]
+        """Return the transformer's arguments; timesteps are from 0 to 1, like sigmas.
+
+        The rows of the image to edit follow those of the noisy image, with a position of their own.
+        """
+        images = [noisy, *([conditions["reference"]] if "reference" in conditions else [])]
+        positions = [
+            patch_positions(x.shape[2] // PATCH_SIZE, x.shape[3] // PATCH_SIZE, sigmas, number)
+            for number, x in enumerate(images)
+        ]
         tokens, takes_guidance = conditions["tokens"], config["guidance_embeds"]
         return {
-            "hidden_states": pack_latents(noisy).to(dtype),
+            "hidden_states": torch.cat([pack_latents(x) for x in images], dim=1).to(dtype),
             "timestep": sigmas.to(dtype),
             "guidance": torch.full_like(sigmas, TRAINED_GUIDANCE) if takes_guidance else None,
             "pooled_projections": conditions["pooled"].to(dtype),
             "encoder_hidden_states": tokens.to(dtype),
             "txt_ids": sigmas.new_zeros(tokens.shape[1], 3),
-            "img_ids": patch_positions(height // PATCH_SIZE, width // PATCH_SIZE, sigmas),
+            "img_ids": torch.cat(positions),
         }
 
     def prediction(self, output: Any, noisy: Tensor) -> Tensor:
-        """Return the velocity as latents, from its patches."""
-        return unpack_latents(output, *noisy.shape[2:])
+        """Return the velocity of the noisy image as latents, from its patches."""
+        rows = output[:, : num_patches(noisy.shape[1:])]
+        return unpack_latents(rows, *noisy.shape[2:])
 
 
 PLANNER_SHAPES = FluxShapes(
@@ -126,10 +147,18 @@ class Flux(DiffusersFamily):
     """A loaded FLUX.1 model. `Family` documents the members."""
 
     name = "flux"
-    cache_name = "flux"
     shapes = PLANNER_SHAPES
     channels_per_patch = True
     text_length = TEXT_LENGTH
+
+    def __init__(self, parts: PipelineParts) -> None:
+        super().__init__(parts)
+        self.takes_control = parts.index["_class_name"] == KONTEXT_PIPELINE
+        self.cache_name = "flux-kontext" if self.takes_control else "flux"
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the image to edit, for a generated image of this size."""
+        return kontext_size(width, height)
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """Return the captions that have more tokens than T5 reads, and will be cut."""
@@ -162,6 +191,28 @@ class Flux(DiffusersFamily):
             "pooled_prompt_embeds": text["pooled"],
             "guidance_scale": guidance,
         }
+
+    def image_arguments(
+        self,
+        pipeline: Any,  # noqa: ARG002
+        image: Tensor,
+        width: int,
+        height: int,
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments for an image to edit, which has its size already.
+
+        By default, the pipeline would generate an image of one megapixel.
+        """
+        return {"image": to_pil(image), "_auto_resize": False, "max_area": width * height}
+
+
+def kontext_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size of the image to edit: of those that Kontext knows, the one most alike."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    ratio = width / height
+    _, *size = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+    return size[0], size[1]
 
 
 # Key names in other tools. The original checkpoint fuses query, key and value (and, in single

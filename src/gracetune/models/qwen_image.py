@@ -24,6 +24,7 @@ from gracetune.models.diffusers_family import (
     pack_latents,
     packed_shape,
     standardize_latents,
+    to_pil,
     tokenize,
     unpack_latents,
 )
@@ -152,12 +153,6 @@ def encode_edit(
     is_image = tokens["input_ids"] == encoder.config.image_token_id
     inputs = {**tokens, **processed, "mm_token_type_ids": is_image.int()}
     return _hidden_states(encoder, inputs)[EDIT_TEMPLATE_TOKENS:]
-
-
-def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
-    """Convert pixels in [-1, 1] to an 8-bit PIL image."""
-    scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
-    return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
 
 
 def _hidden_states(encoder: Any, inputs: Any) -> Tensor:

@@ -77,7 +77,6 @@ def test_a_single_file_of_such_a_model_is_refused(name, miniature, tmp_path):
         ("wan22-i2v", "WanAnimatePipeline"),
         ("wan22-t2v", "WanVideoToVideoPipeline"),
         ("wan22-i2v", "WanSpeechToVideoPipeline"),
-        ("flux", "FluxKontextPipeline"),
         ("flux", "FluxFillPipeline"),
         ("flux", "FluxControlPipeline"),
         ("flux", "Flux2Pipeline"),
