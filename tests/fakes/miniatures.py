@@ -21,7 +21,10 @@ WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "bo
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Tokens that mark an image in a text. Their ids start at 3, after the special tokens."""
 VOCABULARY = 128
-CHAT_TEMPLATE = "{% for message in messages %}the {{ message.content }} of {% endfor %}a"
+CHAT_TEMPLATE = (
+    "{% for message in messages if message.role == 'user' %}the {% if message.content is string %}"
+    "{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %} of {% endfor %}a"
+)
 TEXT_WIDTH = 32
 
 
@@ -198,7 +201,7 @@ def _chroma(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _qwen3(*, causal_lm: bool = False) -> object:
+def _qwen3(layers: int = 3, *, causal_lm: bool = False) -> object:
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
     return (Qwen3ForCausalLM if causal_lm else Qwen3Model)(
@@ -206,7 +209,7 @@ def _qwen3(*, causal_lm: bool = False) -> object:
             vocab_size=VOCABULARY,
             hidden_size=TEXT_WIDTH,
             intermediate_size=37,
-            num_hidden_layers=3,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=2,
             head_dim=16,
@@ -237,6 +240,77 @@ def _z_image(folder: Path) -> None:
         text_encoder=_qwen3(),
         tokenizer=_tokenizer(chat=True),
         transformer=transformer,
+    ).save_pretrained(folder)
+
+
+def _mistral3(layers: int) -> object:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={
+                "model_type": "mistral",
+                "vocab_size": VOCABULARY,
+                "hidden_size": TEXT_WIDTH,
+                "intermediate_size": 37,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
+            vision_config={
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            image_token_index=5,
+        )
+    ).eval()
+
+
+def _flux2(folder: Path, *, is_klein: bool) -> None:
+    """Write FLUX.2 dev or Klein. They read hidden states of a language model's 30th or 27th layer.
+
+    The batch norm of the VAE, which normalises latents, has random statistics.
+    """
+    from diffusers import (
+        AutoencoderKLFlux2,
+        Flux2KleinPipeline,
+        Flux2Pipeline,
+        Flux2Transformer2DModel,
+    )
+
+    channels = 4
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),
+        layers_per_block=1,
+        norm_num_groups=1,
+        latent_channels=channels,
+    )
+    torch.nn.init.normal_(vae.bn.running_mean)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2.0)
+    (Flux2KleinPipeline if is_klein else Flux2Pipeline)(
+        scheduler=_shifting_scheduler(),
+        vae=vae,
+        text_encoder=_qwen3(27, causal_lm=True) if is_klein else _mistral3(30),
+        tokenizer=_tokenizer(chat=True),
+        transformer=Flux2Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * TEXT_WIDTH,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=not is_klein,
+        ),
     ).save_pretrained(folder)
 
 
@@ -510,6 +584,8 @@ def _clip_vision() -> dict[str, object]:
 MINIATURES = {
     "flux": Miniature(_flux, "flux"),
     "flux-kontext": Miniature(partial(_flux, is_kontext=True), "flux", "edit"),
+    "flux2-dev": Miniature(partial(_flux2, is_klein=False), "flux2"),
+    "flux2-klein": Miniature(partial(_flux2, is_klein=True), "flux2"),
     "qwen-image": Miniature(_qwen_image, "qwen_image"),
     "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),

@@ -6,6 +6,7 @@ text encoders and tokenizers. Every error names the run-file setting that is wro
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -65,7 +66,10 @@ class PipelineParts:
         """Return diffusers' pipeline of these components, some of which may be replaced."""
         import diffusers
 
-        pipeline = getattr(diffusers, self.index["_class_name"])(**self.components | replaced)
+        cls = getattr(diffusers, self.index["_class_name"])
+        known = inspect.signature(cls.__init__).parameters
+        settings = {k: v for k, v in self.index.items() if k in known and k not in self.components}
+        pipeline = cls(**settings | self.components | replaced)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -194,7 +198,9 @@ def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
     import transformers
 
     if name.startswith("tokenizer"):
-        return read_pretrained(folder, name, transformers.AutoTokenizer)
+        is_processor = cls_name.endswith("Processor")  # of texts and images
+        auto = transformers.AutoProcessor if is_processor else transformers.AutoTokenizer
+        return read_pretrained(folder, name, auto)
     if "processor" in name or "extractor" in name:
         return read_pretrained(folder, name, transformers.AutoImageProcessor)
     # diffusers' index names the package of a model of its own, such as `stable_audio`.

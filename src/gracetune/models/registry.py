@@ -44,6 +44,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
         has_key_table=True,
     ),
     "flux": FamilyInfo("gracetune.models.flux", has_key_table=True),
+    "flux2": FamilyInfo("gracetune.models.flux2"),
     "qwen_image": FamilyInfo("gracetune.models.qwen_image", has_key_table=True),
     "sd3": FamilyInfo("gracetune.models.sd3"),
     "chroma": FamilyInfo("gracetune.models.chroma"),
