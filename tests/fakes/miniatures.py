@@ -372,9 +372,75 @@ class QwenProcessor:
         return BatchFeature({**self._tokenizer(texts, **options), **seen})
 
 
+def _qwen_vae(channels: int) -> object:
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=channels,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1] * channels,
+        latents_std=[1.5] * channels,
+    )
+
+
+def _krea2(folder: Path) -> None:
+    """Write Krea 2, which reads two layers of its language model."""
+    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    channels = 4
+    rope = {"mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 1000000.0}
+    text_config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 37,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", **rope},
+    }
+    vision_config = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": TEXT_WIDTH,
+        "deepstack_visual_indexes": [0],
+    }
+    Krea2Pipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_qwen_vae(channels),
+        text_encoder=Qwen3VLModel(
+            Qwen3VLConfig(text_config=text_config, vision_config=vision_config)
+        ).eval(),
+        tokenizer=_tokenizer(length=2048),
+        transformer=Krea2Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
+            timestep_embed_dim=16,
+            text_hidden_dim=TEXT_WIDTH,
+            num_text_layers=2,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=2,
+            text_intermediate_size=32,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        text_encoder_select_layers=(1, 3),
+    ).save_pretrained(folder)
+
+
 def _qwen_image(folder: Path) -> None:
     from diffusers import (
-        AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
         QwenImagePipeline,
         QwenImageTransformer2DModel,
@@ -385,15 +451,7 @@ def _qwen_image(folder: Path) -> None:
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
         ),
-        vae=AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=channels,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[0.1] * channels,
-            latents_std=[1.5] * channels,
-        ),
+        vae=_qwen_vae(channels),
         text_encoder=_qwen_vl(),
         tokenizer=_tokenizer(length=2048),
         transformer=QwenImageTransformer2DModel(
@@ -592,6 +650,7 @@ MINIATURES = {
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),
     "z-image": Miniature(_z_image, "z_image"),
+    "krea2": Miniature(_krea2, "krea2"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),

@@ -70,6 +70,8 @@ class DiffusersFamily:
     prediction: PredictionType = "flow"
     patch_size: int = PATCH_SIZE
     """Latent cells along the edge of a patch, which is one token."""
+    video_vae: bool = False
+    """True if the VAE is that of Qwen-Image, which encodes an image as a video of one frame."""
     channels_per_patch: bool = False
     """True if the transformer reads packed latents: the cells of a patch are its channels."""
     text_length: int = 512
@@ -110,12 +112,14 @@ class DiffusersFamily:
     @property
     def vae_scale(self) -> int:
         """Pixels along each edge of a latent cell."""
+        if self.video_vae:
+            return int(2 ** len(self.vae.temperal_downsample))
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
     @property
     def latent_channels(self) -> int:
         """Channels of the VAE's latents."""
-        return int(self.vae.config.latent_channels)
+        return int(self.vae.config["z_dim" if self.video_vae else "latent_channels"])
 
     @property
     def input_channels(self) -> tuple[int, ...]:
@@ -200,6 +204,8 @@ class DiffusersFamily:
 
     def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
         """Encode images to latents: the mode of the VAE's distribution, shifted and scaled."""
+        if self.video_vae:
+            return standardize_latents(vae, pixels.unsqueeze(2))[:, :, 0]
         with torch.no_grad():
             raw: Tensor = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
         return (raw - float(vae.config.shift_factor or 0)) * float(vae.config.scaling_factor)

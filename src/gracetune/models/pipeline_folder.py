@@ -163,8 +163,8 @@ def read_parts(
     check_pipeline_class(folder, index, pipelines, section.family)
     components: dict[str, Any] = {}
     for name, entry in index.items():
-        if name.startswith("_") or name in ignored or not isinstance(entry, list):
-            continue  # settings of the pipeline are not lists
+        if name in ignored or not _is_component(entry):
+            continue
         library, cls_name = entry
         if cls_name is None or name in (transformers or {}):
             components[name] = (transformers or {}).get(name)
@@ -190,6 +190,15 @@ def read_parts(
                 "another model.path."
             )
     return PipelineParts(folder, index, components)
+
+
+def _is_component(entry: object) -> bool:
+    """Return True for the package and class of a component, False for a setting."""
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and all(part is None or isinstance(part, str) for part in entry)
+    )
 
 
 def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:

@@ -23,7 +23,6 @@ from gracetune.models.diffusers_family import (
     num_patches,
     pack_latents,
     packed_shape,
-    standardize_latents,
     to_pil,
     tokenize,
     unpack_latents,
@@ -247,6 +246,7 @@ class QwenImage(DiffusersFamily):
 
     name = "qwen_image"
     shapes = PLANNER_SHAPES
+    video_vae = True
     channels_per_patch = True
 
     def __init__(self, parts: PipelineParts) -> None:
@@ -261,16 +261,6 @@ class QwenImage(DiffusersFamily):
         """The processor of the image to edit, for the text encoder."""
         return self.parts.components["processor"]
 
-    @property
-    def vae_scale(self) -> int:
-        """Pixels along each edge of a latent cell."""
-        return int(2 ** len(self.vae.temperal_downsample))
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents."""
-        return int(self.vae.config.z_dim)
-
     def text_digest(self, *others: str) -> str:
         """Hash the files that the text encoder and the image to edit are read with."""
         return super().text_digest(*others, *(["processor"] if self.takes_control else []))
@@ -278,10 +268,6 @@ class QwenImage(DiffusersFamily):
     def control_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of the image to edit, for a generated image of this size."""
         return reference_size(width, height)
-
-    def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Encode images to normalised latents, as videos of one frame: the VAE is a video VAE."""
-        return standardize_latents(vae, pixels.unsqueeze(2))[:, :, 0]
 
     def encode_caption(self, caption: str, image: Tensor | None = None) -> dict[str, Tensor]:
         """Encode a caption to the last hidden states of the vision-language model (`tokens`)."""

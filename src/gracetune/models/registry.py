@@ -49,6 +49,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "sd3": FamilyInfo("gracetune.models.sd3"),
     "chroma": FamilyInfo("gracetune.models.chroma"),
     "z_image": FamilyInfo("gracetune.models.z_image"),
+    "krea2": FamilyInfo("gracetune.models.krea2"),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }
