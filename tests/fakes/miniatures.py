@@ -639,6 +639,7 @@ def _clip_vision() -> dict[str, object]:
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 
+WAN21_IMAGE = partial(_wan, task="image", experts=1)
 MINIATURES = {
     "flux": Miniature(_flux, "flux"),
     "flux-kontext": Miniature(partial(_flux, is_kontext=True), "flux", "edit"),
@@ -653,8 +654,8 @@ MINIATURES = {
     "krea2": Miniature(_krea2, "krea2"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
-    "wan21-i2v": Miniature(partial(_wan, task="image", experts=1, clip_images=1), None, "video"),
-    "wan21-flf2v": Miniature(partial(_wan, task="image", experts=1, clip_images=2), None, "video"),
+    "wan21-i2v": Miniature(partial(WAN21_IMAGE, clip_images=1), "wan22", "first frame"),
+    "wan21-flf2v": Miniature(partial(WAN21_IMAGE, clip_images=2), None, "video"),
     "wan22-t2v": Miniature(partial(_wan, task="text", experts=2), "wan22", "video"),
     "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22", "first frame"),
     "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22", "video"),

@@ -448,17 +448,20 @@ def standardize_latents(vae: Any, clip_BCFHW: Tensor) -> Tensor:  # noqa: N803
 # Tensors of another size, such as the latents of an image to edit, in channels of cached latents
 
 
-def append_channels(grid_BCHW: Tensor, values: Tensor) -> Tensor:  # noqa: N803
-    """Append the values of each sample as more channels of the grid, padded with zeros."""
-    count, _, height, width = grid_BCHW.shape
+def append_channels(grid: Tensor, values: Tensor) -> Tensor:
+    """Append the values of each sample as more channels of a grid (BCHW or BCFHW).
+
+    They are padded with zeros.
+    """
+    count, _, *cells = grid.shape
     flat = values.flatten(1)
-    padded = nn.functional.pad(flat, (0, -flat.shape[1] % (height * width)))
-    return torch.cat([grid_BCHW, padded.view(count, -1, height, width)], dim=1)
+    padded = nn.functional.pad(flat, (0, -flat.shape[1] % math.prod(cells)))
+    return torch.cat([grid, padded.view(count, -1, *cells)], dim=1)
 
 
-def restore_appended(channels_BCHW: Tensor, shape: tuple[int, ...]) -> Tensor:  # noqa: N803
+def restore_appended(channels: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the values in channels from `append_channels`, with their shape without the batch."""
-    values = channels_BCHW.flatten(1)[:, : math.prod(shape)]
+    values = channels.flatten(1)[:, : math.prod(shape)]
     return values.reshape(-1, *shape)
 
 

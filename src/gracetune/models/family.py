@@ -413,6 +413,10 @@ class PlannerShapes:
                     f"{self.supported_models}. Name another model.path."
                 )
 
+    def foreign_weights(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002
+        """Return parts of weight names that mark a file of another model than this config's."""
+        return self.unsupported_weights
+
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and the text embedding of a training sample."""
         raise NotImplementedError

@@ -299,6 +299,7 @@ def read_transformer(
     `shapes` names the inputs that the family does not support; a transformer that takes one of them
     is an error.
     """
+    config: dict[str, Any] = {}
     if (folder / name / "config.json").is_file():  # else, reading it says what is missing
         config = read_model_config(folder / name, cls.__name__, f"transformer of {section.family}")
         if shapes is not None:
@@ -323,7 +324,7 @@ def read_transformer(
     dtype = _weights_dtype(section, lambda: [path])
     try:
         weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
-        parts = () if shapes is None else shapes.unsupported_weights
+        parts = () if shapes is None else shapes.foreign_weights(config)
         foreign = next((key for key in weights if any(part in key for part in parts)), None)
         if shapes is not None and foreign is not None:
             raise ModelError(

@@ -1,15 +1,17 @@
 """The model family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
 T2V-A14B and I2V-A14B have two transformers (experts), one for high and one for low noise; TI2V-5B
-has one transformer for both tasks, and so has T2V of Wan 2.1. I2V of Wan 2.1 is refused: it also
-reads an image embedding, which this module does not compute. Which model is loaded depends on the
-folder. Latents have C channels, F frames, H rows and W columns; an image is a video of one frame.
-diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from here and
-should not wait seconds for that import.
+has one transformer for both tasks, and so have T2V and I2V of Wan 2.1. I2V of Wan 2.1 also reads an
+embedding of the first frame by CLIP, which is cached with the latents. The folder decides which
+model is loaded. Latents have C channels, F frames, H rows and W columns; an image is a video of one
+frame. diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from
+here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,9 +20,12 @@ from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
+    append_channels,
     clean_caption,
     pad_embeddings,
+    restore_appended,
     standardize_latents,
+    to_pil,
     tokenize,
 )
 from gracetune.models.family import (
@@ -34,6 +39,7 @@ from gracetune.models.pipeline_folder import (
     PipelineParts,
     check_channels,
     digest_of_folder,
+    find_model_folder,
     read_parts,
     read_scheduler,
 )
@@ -48,11 +54,14 @@ if TYPE_CHECKING:
     from gracetune.models.family import Config, Forward, SampleRequest, SampleShape
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
-SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
-IMAGE_EMBEDDING = "an image embedding"
-"""Input of I2V and FLF2V of Wan 2.1, from a CLIP image encoder."""
+SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and I2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
+IMAGE_WEIGHTS = ("img_emb.", "image_embedder.", ".k_img.", ".add_k_proj.")
+"""Parts of names of weights that only I2V and FLF2V of Wan 2.1 have."""
+IMAGE_COMPONENTS = ("image_encoder", "image_processor")
+IMAGE_TOKENS = 257
+"""Tokens of the embedding of a first frame by the published CLIP model."""
 OTHER_MODELS_WEIGHTS = (
-    *("img_emb.", "image_embedder.", ".k_img.", ".add_k_proj."),  # Wan 2.1 I2V and FLF2V
+    *("img_emb.emb_pos", "image_embedder.pos_embed"),  # FLF2V of Wan 2.1
     *("vace_", "control_adapter.", "ref_conv."),  # VACE, Fun-Control and Fun-Camera
     *("face_adapter.", "motion_encoder.", "pose_patch_embedding."),  # Animate
     *("audio_injector.", "audio_encoder."),  # S2V
@@ -81,13 +90,12 @@ def load(section: ModelSection, transformers: Mapping[str, Any] | None = None) -
     `transformers`, if given, are used instead of those in the folder: `transformer`, and
     `transformer_2` for low noise.
     """
+    config = find_model_folder(section) / "transformer" / "config.json"
+    reads_image = config.is_file() and json.loads(config.read_text()).get("image_dim")
+    # Folders of Wan 2.2 may name an image encoder that their transformers do not use.
+    ignored = () if reads_image else IMAGE_COMPONENTS
     parts = read_parts(
-        section,
-        PLANNER_SHAPES,
-        PIPELINES,
-        "AutoencoderKLWan",
-        transformers,
-        ignored=("image_encoder", "image_processor"),
+        section, PLANNER_SHAPES, PIPELINES, "AutoencoderKLWan", transformers, ignored
     )
     return Wan22(parts, section)
 
@@ -133,11 +141,20 @@ class WanShapes(PlannerShapes):
         patch_frames, patch_height, patch_width = config["patch_size"]
         tokens = (frames // patch_frames) * (height // patch_height) * (width // patch_width)
         per_token = config["in_channels"] == 48  # TI2V-5B: every token has its own timestep
-        return {
+        inputs = {
             "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
             "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
             "timestep": torch.empty((batch_size, tokens) if per_token else (batch_size,)),
         }
+        if config["image_dim"]:
+            image = torch.empty(batch_size, IMAGE_TOKENS, config["image_dim"], dtype=dtype)
+            inputs["encoder_hidden_states_image"] = image
+        return inputs
+
+    def foreign_weights(self, config: Config) -> tuple[str, ...]:
+        """Return parts of weight names of other models; I2V of Wan 2.1 has some of its own."""
+        own = IMAGE_WEIGHTS if config.get("image_dim") else ()
+        return (*self.unsupported_weights, *(p for p in IMAGE_WEIGHTS if p not in own))
 
 
 PLANNER_SHAPES = WanShapes(
@@ -156,7 +173,7 @@ PLANNER_SHAPES = WanShapes(
     },
     experts=2,
     supported_models=SUPPORTED_MODELS,
-    unsupported_inputs={"image_dim": IMAGE_EMBEDDING, "added_kv_proj_dim": IMAGE_EMBEDDING},
+    unsupported_inputs={"pos_embed_seq_len": "a last frame"},  # FLF2V of Wan 2.1
     unsupported_weights=OTHER_MODELS_WEIGHTS,
 )
 
@@ -183,7 +200,15 @@ class Wan22(DiffusersFamily):
             self.transformer = Experts(high, low)
             default = DEFAULT_BOUNDARIES[self.starts_from]
             self.boundary = parts.index.get("boundary_ratio") or default
+            if low.config.image_dim != high.config.image_dim:
+                raise ModelError(
+                    f"{parts.folder / 'transformer_2'} takes an image embedding (image_dim: "
+                    f"{low.config.image_dim}), but transformer has image_dim: "
+                    f"{high.config.image_dim}. Name another model.path."
+                )
         self.max_edge = high.config.rope_max_seq_len * self.pixel_step
+        self.image_encoder = parts.components.get("image_encoder")
+        """The CLIP model that embeds the first frame, for I2V of Wan 2.1; None for other models."""
 
     @property
     def vae_scale(self) -> int:
@@ -208,17 +233,20 @@ class Wan22(DiffusersFamily):
 
     def identity(self) -> dict[str, str]:
         """Return strings for cache keys: hashes of the encoders' files, and the model's task."""
-        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        encoders = ["vae"]
+        if self.image_encoder is not None:
+            encoders += IMAGE_COMPONENTS
+        latents = "-".join(digest_of_folder(self.folder / name) for name in encoders)
         return {
-            "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"umt5-{TEXT_LENGTH}-{text}",
+            "latents": f"wan-{self.starts_from}-mode-{latents}",
+            "text": f"umt5-{TEXT_LENGTH}-{self.text_digest()}",
         }
 
     def encode(self, media: Tensor) -> Tensor:
         """Encode images or clips to normalised latents.
 
-        For I2V-A14B, more channels follow: a mask that marks the first frame, and the latents of a
-        clip in which all other frames are zero.
+        For I2V, more channels follow: a mask that marks the first frame, the latents of a clip in
+        which all other frames are zero, and for Wan 2.1 an embedding of the first frame.
         """
         clip = media if media.ndim == 5 else media.unsqueeze(2)
         latents = standardize_latents(self.vae, clip)
@@ -230,7 +258,26 @@ class Wan22(DiffusersFamily):
             len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
         )
         mask[:, :, 0] = 1
-        return torch.cat([latents, mask, standardize_latents(self.vae, first_frame)], dim=1)
+        encoded = torch.cat([latents, mask, standardize_latents(self.vae, first_frame)], dim=1)
+        if self.image_encoder is None:
+            return encoded
+        return append_channels(encoded, self._embed_images(clip[:, :, 0]))
+
+    def _embed_images(self, images: Tensor) -> Tensor:
+        """Embed images with CLIP, as the pipeline does."""
+        encoder, processor = (self.parts.components[name] for name in IMAGE_COMPONENTS)
+        device = next(encoder.parameters()).device
+        pixels = processor(images=[to_pil(image) for image in images], return_tensors="pt")
+        with torch.no_grad():
+            states = encoder(**pixels.to(device), output_hidden_states=True).hidden_states
+        embeddings: Tensor = states[-2]
+        return embeddings.float()
+
+    @property
+    def _image_shape(self) -> tuple[int, int]:
+        """Shape of the embedding of a first frame: tokens and width."""
+        config: Any = self.parts.components["image_encoder"].config
+        return ((config.image_size // config.patch_size) ** 2 + 1, config.hidden_size)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the clip's latents to add noise to, and the conditions.
@@ -241,7 +288,11 @@ class Wan22(DiffusersFamily):
         channels = self.vae.config.z_dim
         latents = encoded[:, :channels]
         if self._concatenates_first_frame:
-            return latents, {"concatenated": encoded[:, channels:]}
+            end = self.input_channels[1]
+            conditions = {"concatenated": encoded[:, channels:end]}
+            if self.image_encoder is not None:
+                conditions["image"] = restore_appended(encoded[:, end:], self._image_shape)
+            return latents, conditions
         if self.starts_from == "image":
             return latents, {"first_frame": latents[:, :, :1]}
         return latents, {}
@@ -250,15 +301,15 @@ class Wan22(DiffusersFamily):
         """Return the shape of an encoded clip: channels, frames, rows and columns."""
         width, height, frames = (*shape, 1)[:3]
         config = self.vae.config
-        channels = config.z_dim
-        if self._concatenates_first_frame:
-            channels += config.scale_factor_temporal + config.z_dim
-        return (
-            channels,
+        cells = (
             (frames - 1) // config.scale_factor_temporal + 1,
             height // config.scale_factor_spatial,
             width // config.scale_factor_spatial,
         )
+        channels = self.input_channels[1 if self._concatenates_first_frame else 0]
+        if self.image_encoder is not None:
+            channels += -(-math.prod(self._image_shape) // math.prod(cells))
+        return (channels, *cells)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """Return the number of patches; each is one token."""
@@ -305,10 +356,14 @@ class Wan22(DiffusersFamily):
                 noisy, timesteps, first_frame_given=first_frame is not None
             )
         dtype = self.dtype
+        image = {}
+        if "image" in conditions:
+            image["encoder_hidden_states_image"] = conditions["image"].to(dtype)
         velocity: Tensor = transformer(
             hidden_states=x.to(dtype),
             timestep=timesteps,
             encoder_hidden_states=conditions["tokens"].to(dtype),
+            **image,
             return_dict=False,
         )[0]
         if first_frame is None:
@@ -324,7 +379,11 @@ class Wan22(DiffusersFamily):
 
         from_image = self.starts_from == "image"
         cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
+        encoders = {}
+        if self.image_encoder is not None:
+            encoders = {name: self.parts.components[name] for name in IMAGE_COMPONENTS}
         pipeline = cls(
+            **encoders,
             tokenizer=None,
             text_encoder=None,
             vae=self.sampling_vae(request),
@@ -345,7 +404,11 @@ class Wan22(DiffusersFamily):
         samples = []
         for number, text in enumerate(request.texts):
             tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
-            image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
+            image = {}
+            if request.images:  # CLIP's processor expects PIL images
+                pixels = request.images[number]
+                is_embedded = self.image_encoder is not None
+                image["image"] = to_pil(pixels) if is_embedded else (pixels[None] + 1) / 2
             video = pipeline(
                 prompt_embeds=tokens[:1],
                 negative_prompt_embeds=tokens[1:],
