@@ -7,8 +7,11 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from adapter_examples import TABLES
+from diffusers import DiffusionPipeline
 from fakes.miniatures import MINIATURES
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 
 from gracetune.adapters.files.io import read_adapter
@@ -16,6 +19,7 @@ from gracetune.config.load import load_run_file
 from gracetune.config.schema import ModelSection, ValidationSection
 from gracetune.errors import ConfigError
 from gracetune.models.family import load_family
+from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.train.run import run_training
 
 COLOURS = [(200, 40, 40), (40, 200, 40), (40, 40, 200)]
@@ -162,6 +166,28 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
         assert read_adapter(file, TABLES).layers
+
+
+@pytest.mark.parametrize(
+    "model", [n for n, small in MINIATURES.items() if small.family and small.kind == "image"]
+)
+def test_diffusers_loads_every_layer_of_an_exported_lora(model, build_run, miniature, tmp_path):
+    train = {"max_train_steps": 1}
+    ended = run_training(run_of(model, build_run, tmp_path, train=train, validation={"every": 0}))
+    (file,) = Path(ended.outputs["result"]).glob("*.safetensors")
+    with without_progress_bars():
+        pipeline = DiffusionPipeline.from_pretrained(miniature(model), local_files_only=True)
+        pipeline.load_lora_weights(file)
+    layers = read_adapter(file, TABLES).layers
+    loaded = {
+        name: module
+        for name, module in pipeline.transformer.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    assert loaded.keys() == {path.module for path in layers}
+    for path, layer in layers.items():
+        (up,) = loaded[path.module].lora_B.values()
+        assert torch.equal(up.weight, layer.tensors["up"]), path.module
 
 
 @pytest.mark.parametrize("adapter", ["lokr", None])
