@@ -18,8 +18,8 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from gracetune.models.diffusers_family import find_model_folder, read_model_index
-from gracetune.models.wan22 import TRANSFORMER_FOLDERS, assemble
+from gracetune.models import wan22
+from gracetune.models.pipeline_folder import TRANSFORMER_FOLDERS, find_model_folder
 
 # The miniatures are test code, which is not installed with the package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -69,11 +69,11 @@ def write_folder(folder: Path, *, small: bool) -> Path:
 def load(section: ModelSection) -> Wan22:
     """Load the family `wan22` with random transformers."""
     folder = find_model_folder(section)
-    high, low = (
-        random_transformer(json.loads((folder / name / "config.json").read_text()), seed)
+    transformers = {
+        name: random_transformer(json.loads((folder / name / "config.json").read_text()), seed)
         for seed, name in enumerate((TRANSFORMER_FOLDERS["high"], TRANSFORMER_FOLDERS["low"]))
-    )
-    return assemble(section, folder, read_model_index(folder), high, low)
+    }
+    return wan22.load(section, transformers)
 
 
 def random_transformer(config: Mapping[str, object], seed: int) -> nn.Module:

@@ -1,13 +1,31 @@
-"""The contract of model families. Add a new family to MODELS; the tests need no change."""
+"""The contract of model families, on every miniature that a family reads.
 
+A new family needs a miniature in `fakes/miniatures.py` and no change here. The second half is
+physical: a perfect predictor replaces the transformer, and the sampler of the diffusers pipeline
+must then arrive at the encoded sample, with the inputs that training gives the transformer.
+"""
+
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
+import diffusers
 import pytest
 import torch
+from blake3 import blake3
+from fakes.miniatures import MINIATURES, QwenProcessor
+from PIL import Image
 
 from gracetune.adapters.inject import matches
+from gracetune.cache.encode import EncodeItem, decode_item
 from gracetune.config.schema import ModelSection
+from gracetune.data.augment import DEFAULT_TRANSFORM, render_control
+from gracetune.data.images import PILLOW
+from gracetune.data.sample import Companion, Sample
+from gracetune.models import qwen_image
+from gracetune.models.diffusers_family import to_pil
 from gracetune.models.family import (
     EXPERTS,
     Experts,
@@ -16,18 +34,11 @@ from gracetune.models.family import (
     load_family,
     transformers_of,
 )
+from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.models.registry import FAMILIES
+from gracetune.train import objective
 
-MODELS = {
-    "flux": "flux",
-    "qwen-image": "qwen_image",
-    "qwen-image-edit": "qwen_image",
-    "stable-audio": "stable_audio",
-    "tiny": None,
-    "wan22-t2v": "wan22",
-    "wan22-i2v": "wan22",
-    "wan22-5b": "wan22",
-}
+MODELS = {name: small.family for name, small in MINIATURES.items() if small.family} | {"tiny": None}
 """Tested model -> family that reads its miniature. None: the family needs no files."""
 NOT_TILED = {"stable_audio", "tiny"}
 """Families that cannot encode in tiles."""
@@ -271,3 +282,362 @@ def test_tiling_does_not_change_samples_smaller_than_a_tile(family, media, encod
         assert can_tile == (family.name not in NOT_TILED)
     assert torch.equal(tiled, encoded)
     assert torch.equal(family.encode(media), encoded)
+
+
+# The physical half
+
+
+PROMPT = "a red ring on the box"
+LONG = "a red ring on the box of the blue star " * 80  # 720 tokens
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SEED, STEPS = 3, 4
+VARIANTS = {name: {} for name, family in MODELS.items() if family} | {
+    "wan22-5b from an image": {"task": "image"}
+}
+"""Model, then perhaps a remark -> settings of the run file's section `model`."""
+NEGATED = {"z_image"}
+"""Families whose transformer predicts the negative of the velocity."""
+
+
+class DecodedError(Exception):
+    """Ends a pipeline when it decodes its latents, which are the exception's argument."""
+
+
+class PerfectPredictor:
+    """Stands in for a transformer: records its inputs, and predicts the latents `x0` exactly.
+
+    `x0` has the layout of the transformer's first argument. `timestep(call)` returns the timesteps
+    of a call: its place between `x0` and noise, as in `objective.py`. Without `x0`, the first call
+    ends in DecodedError.
+    """
+
+    def __init__(self, family, x0, channels, timestep):
+        transformer = next(iter(transformers_of(family.transformer).values()))
+        self.signature = inspect.signature(type(transformer).forward)
+        self.family, self.x0, self.channels, self.timestep = family, x0, channels, timestep
+        self.calls = []
+
+    def __call__(self, *args, **options):
+        inputs = self.signature.bind(None, *args, **options).arguments
+        inputs.pop("self")
+        inputs = {**inputs, **inputs.pop("kwargs", {})}
+        timestep = self.timestep(len(self.calls))
+        self.calls.append(inputs)
+        noisy = next(iter(inputs.values()))
+        if self.x0 is None:
+            raise DecodedError
+        is_list, kind = isinstance(noisy, list), self.family.prediction
+        x0, noisy = (torch.stack(x) if isinstance(x, list) else x for x in (self.x0, noisy))
+        alpha, sigma = objective.alpha_sigma(
+            timestep.view(-1, *[1] * (noisy.ndim - 1)).to(noisy), kind
+        )
+        exact = objective.target(x0, (noisy - alpha * x0) / sigma, timestep.to(noisy), kind)
+        if noisy.ndim == 5:  # conditions of a video are more channels; of an image, more rows
+            exact = exact[:, : self.channels]
+        exact = -exact if self.family.name in NEGATED else exact
+        return (list(exact) if is_list else exact,)
+
+
+@dataclass(frozen=True)
+class PhysicalCase:
+    """A loaded family, and the whole pipeline that diffusers loads from the same folder."""
+
+    family: Any
+    pipeline: Any
+
+    @property
+    def shape(self):
+        """The shape of a small sample whose axes all differ."""
+        if "audio" in self.family.kinds:
+            return (2, 4000)
+        size = (2 * self.family.pixel_step, 3 * self.family.pixel_step)
+        return (*size, 5) if "video" in self.family.kinds else size
+
+    def media(self, count):
+        shape = (3, *self.shape[:1:-1], *self.shape[1::-1])
+        shape = self.shape if "audio" in self.family.kinds else shape
+        return torch.rand(count, *shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+    def options(self):
+        """Return the pipeline's arguments that describe the sample to generate."""
+        width, height, *frames = self.shape
+        options = {"width": width, "height": height}
+        if "audio" in self.family.kinds:
+            options = {"audio_end_in_s": (self.shape[1] + 0.5) / self.family.audio.sample_rate}
+        known = inspect.signature(type(self.pipeline).__call__).parameters
+        off = 0.0 if self.family.name in ("z_image", "krea2") else 1.0  # the scale without it
+        guidance = {"guidance_scale": off} if "guidance_scale" in known else {}
+        return options | ({"num_frames": frames[0]} if frames else {}) | guidance
+
+
+def open_case(name, miniature):
+    small = name.partition(" ")[0]
+    folder = miniature(small)
+    section = ModelSection(family=MODELS[small], path=str(folder), **VARIANTS[name])
+    family = load_family(section)
+    if small == "qwen-image-edit":
+        return PhysicalCase(family, edit_pipeline(folder, family))
+    is_image = family.starts_from == "image"
+    cls = diffusers.WanImageToVideoPipeline if is_image else diffusers.DiffusionPipeline
+    with without_progress_bars():
+        return PhysicalCase(family, cls.from_pretrained(folder, local_files_only=True))
+
+
+@pytest.fixture(scope="module")
+def case(request, miniature):
+    return open_case(request.param, miniature)
+
+
+def timestep_of(scheduler, call, prediction):
+    """Return the timestep, as in `objective.py`, at which a sampler calls the model."""
+    sigma = scheduler.sigmas[call].reshape(1)
+    return sigma if prediction == "flow" else torch.atan(sigma) * 2 / math.pi
+
+
+def capture(monkeypatch, vae, *transformers, predictor):
+    """Let the predictor replace the transformers, and the pipeline end before it decodes."""
+    for transformer in transformers:
+        monkeypatch.setattr(transformer, "forward", predictor)
+
+    def decode(_, latents, *args, **options):
+        raise DecodedError(latents)
+
+    # For images in channels-last memory, torch's group norm on the CPU is less precise.
+    encode = type(vae).encode
+    monkeypatch.setattr(
+        type(vae), "encode", lambda self, x, *args: encode(self, x.contiguous(), *args)
+    )
+    monkeypatch.setattr(type(vae), "decode", decode)
+
+
+def run_pipeline(case, predictor, monkeypatch, **options):
+    """Return the latents that the pipeline's sampler hands to the VAE."""
+    pipeline = case.pipeline
+    pipeline.set_progress_bar_config(disable=True)
+    transformers = [pipeline.transformer, getattr(pipeline, "transformer_2", None)]
+    with monkeypatch.context() as patch, pytest.raises(DecodedError) as decoded, torch.no_grad():
+        capture(patch, pipeline.vae, *filter(None, transformers), predictor=predictor)
+        generator = torch.Generator().manual_seed(SEED)
+        pipeline(num_inference_steps=STEPS, generator=generator, **options)
+    return decoded.value.args[0]
+
+
+def run_validation(case, predictor, monkeypatch, text, shape, images):
+    """Return the latents that the sampler of a validation hands to the VAE."""
+    family = case.family
+    transformers = transformers_of(family.transformer).values()
+    with monkeypatch.context() as patch, pytest.raises(DecodedError) as decoded, torch.no_grad():
+        capture(patch, family.vae, *transformers, predictor=predictor)
+        family.sample(SampleRequest([text], text, shape, SEED, STEPS, 1.0, images))
+    return decoded.value.args[0]
+
+
+def encode_and_record(case, media, monkeypatch):
+    """Return the encoded media, and the VAE's own latents of it, before they are normalised."""
+    encode, raw = type(case.family.vae).encode, []
+
+    def recorded(*args, **options):
+        out = encode(*args, **options)
+        raw.append(out.latent_dist.mode())
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(case.family.vae), "encode", recorded)
+        return case.family.encode(media), raw[0]
+
+
+def training_inputs(family, noisy, timesteps, conditions):
+    """Return the arguments that a training step gives the transformer, by name."""
+    recorder = PerfectPredictor(family, None, 0, lambda _: timesteps)
+    with pytest.raises(DecodedError), torch.no_grad():
+        family.predict(recorder, noisy, timesteps, conditions)
+    return recorder.calls[0]
+
+
+def assert_same(ours, theirs):
+    """Compare arguments. One that is not given is None; so is a mask of a batch without padding.
+
+    Embeddings of tokens that a boolean mask hides are not compared.
+    """
+    mask = theirs.get("encoder_attention_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        ours, theirs = (
+            one | {"encoder_hidden_states": one["encoder_hidden_states"][mask]}
+            for one in (ours, theirs)
+        )
+    for name in ours.keys() | theirs.keys():
+        one, other = ours.get(name), theirs.get(name)
+        if name.endswith("_mask") and (one is None or other is None):
+            assert all(mask is None or mask.all() for mask in (one, other)), name
+        elif isinstance(one, torch.Tensor | list | tuple):
+            torch.testing.assert_close(one, other, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
+        elif not name.endswith("attention_kwargs"):  # of LoRA files and attention processors
+            assert one == other, name
+
+
+def assert_physical(case, monkeypatch, media, prompt, shape, images=(), **options):
+    """Check one sample: sampler, validation and training agree when the predictor is perfect."""
+    family = case.family
+    encoded, raw = encode_and_record(case, media, monkeypatch)
+    assert encoded.shape[1:] == family.latent_shape(*shape)
+    x0, given = family.split_encoded(encoded)
+    (text,) = family.encode_text([prompt], images) if images else family.encode_text([prompt])
+    conditions = {**family.stack_text([text]), **given}
+    layout = next(iter(training_inputs(family, x0, torch.ones(1), conditions).values()))
+
+    timesteps = []
+
+    def timestep(call):
+        timesteps.append(timestep_of(case.pipeline.scheduler, call, family.prediction))
+        return timesteps[-1]
+
+    theirs = PerfectPredictor(family, layout, x0.shape[1], timestep)
+    decoded = run_pipeline(case, theirs, monkeypatch, prompt=prompt, **options)
+    torch.testing.assert_close(decoded, raw, **CLOSE)
+    assert len(theirs.calls) == len(timesteps) >= STEPS - 1
+
+    ours = PerfectPredictor(family, layout, x0.shape[1], timesteps.__getitem__)
+    validated = run_validation(case, ours, monkeypatch, text, shape, images)
+    torch.testing.assert_close(validated, raw, **CLOSE)
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(SEED))
+    for number, (given_by_pipeline, sampled) in enumerate(
+        zip(theirs.calls, ours.calls, strict=True)
+    ):
+        assert_same(sampled, given_by_pipeline)
+        noisy = next(iter(given_by_pipeline.values()))
+        if family.prediction == "flow":  # other samplers do not keep the noise that they start from
+            noisy = objective.add_noise(x0, noise, timesteps[number])
+        trained = training_inputs(family, noisy, timesteps[number], conditions)
+        assert_same(trained, given_by_pipeline)
+
+
+def prompts(name):
+    """Return the prompts for a variant.
+
+    Stable Audio is left out for the empty one: the pipeline makes all inputs zero only in the half
+    of a batch that guidance subtracts, and training does so for every empty caption.
+    """
+    return [PROMPT, LONG, *([] if name == "stable-audio" else [""])]
+
+
+@pytest.mark.parametrize(
+    ("case", "prompt"),
+    [(name, prompt) for name in sorted(VARIANTS) for prompt in prompts(name)],
+    indirect=["case"],
+    ids=lambda value: value[:24],
+)
+@pytest.mark.filterwarnings("ignore:Should have t[ab]")  # torchsde, of Stable Audio's sampler
+def test_the_pipelines_sampler_arrives_at_the_encoded_sample(case, prompt, monkeypatch, tmp_path):
+    """Every input of the transformer is the same in training, validation and the pipeline."""
+    shape, media, images, options = case.shape, case.media(1), [], case.options()
+    if case.family.takes_control:
+        media, control, image, shape = edit_sample(case.family, prompt, tmp_path)
+        images = [control]
+        options |= {"image": image, "width": shape[0], "height": shape[1]}
+        if case.family.name == "flux":  # it would generate a megapixel
+            options["max_area"] = math.prod(shape)
+    elif case.family.starts_from == "image":
+        media = ((media + 1) * 127.5).round() / 127.5 - 1  # as read from a file
+        images = [media[0, :, 0]]
+        options["image"] = to_pil(images[0])
+    assert_physical(case, monkeypatch, media, prompt, shape, images, **options)
+
+
+@pytest.mark.parametrize("case", sorted(VARIANTS), indirect=True)
+def test_a_perfect_prediction_has_no_loss(case):
+    family = case.family
+    width, height = case.shape[:2]
+    media = case.media(2)
+    if family.takes_control:
+        count = -(-3 * math.prod(family.control_size(width, height)) // (width * height))
+        media = torch.cat([media, media.new_zeros(2, count, height, width)], dim=1)
+    x0, given = family.split_encoded(family.encode(media))
+    conditions = conditions_for(family, [PROMPT, "a box"], given)
+    timesteps = torch.tensor([0.15, 0.8])
+    layout = next(iter(training_inputs(family, x0, timesteps, conditions).values()))
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(SEED))
+    predicted = family.predict(
+        PerfectPredictor(family, layout, x0.shape[1], lambda _: timesteps),
+        objective.add_noise(x0, noise, timesteps, family.prediction),
+        timesteps,
+        conditions,
+    )
+    target = objective.target(x0, noise, timesteps, family.prediction)
+    assert objective.sample_losses(predicted, target).max() < 1e-10
+
+
+# Qwen-Image-Edit and FLUX.1 Kontext: the image to edit has a size of its own
+
+
+EDIT_SIZES = {
+    PROMPT: ((96, 64), (1536, 1024)),
+    "": ((512, 496), (1024, 992)),  # resizing twice would give another size
+    LONG: ((32, 64), (50, 100)),
+}
+"""Prompt -> size to generate, and size of the image file to edit."""
+
+
+def edit_sample(family, prompt, folder):
+    """Return the decoded media, control image and size of a sample, and the image to edit."""
+    size, file_size = EDIT_SIZES[prompt]
+    image = photo(file_size)
+    image.save(folder / "a.png")
+    digest = blake3((folder / "a.png").read_bytes()).hexdigest()
+    companions = (Companion("control", "a.png", digest),)
+    sample = Sample("d", "a.png", prompt, digest, *file_size, companions=companions)
+    source = SimpleNamespace(read=lambda key: (folder / key).read_bytes())
+    control_size = family.control_size(*size)
+    item = EncodeItem(sample, size, source, control_size=control_size)
+    control = render_control(source.read("a.png"), DEFAULT_TRANSFORM, size, control_size)
+    return decode_item(item, PILLOW)[None], control, image, size
+
+
+def photo(size):
+    pixels = torch.rand(size[1] // 4, size[0] // 4, 3, generator=torch.Generator().manual_seed(0))
+    return Image.fromarray(pixels.mul(255).byte().numpy()).resize(size)
+
+
+def edit_pipeline(folder, family):
+    """Return diffusers' pipeline, with the positions of image tokens that it should pass on.
+
+    See `qwen_image.encode_edit`: the pipeline forgets them with transformers 5.
+    """
+    encoder = family.text_encoders[0]
+
+    def encode(input_ids, **inputs):
+        is_image = (input_ids == encoder.config.image_token_id).int()
+        return encoder(input_ids=input_ids, mm_token_type_ids=is_image, **inputs)
+
+    pipeline = diffusers.QwenImageEditPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=family.vae,
+        text_encoder=None,
+        tokenizer=None,
+        processor=None,
+        transformer=family.transformer,
+    )
+    encode.dtype = encoder.dtype
+    pipeline.text_encoder = encode
+    pipeline.processor = QwenProcessor(family.image_processor, family.tokenizer)
+    return pipeline
+
+
+def test_the_size_of_an_image_to_edit_is_the_pipelines():
+    from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+
+    for width in range(16, 4096, 48):
+        for height in (width // 4 + 16, 1024, width, 4 * width):
+            theirs = calculate_dimensions(1024 * 1024, width / height)[:2]
+            assert qwen_image.reference_size(width, height) == theirs
+
+
+def test_an_edits_cached_entries_are_not_those_of_earlier_versions(miniature):
+    plain, edit = (
+        load_family(ModelSection(family="qwen_image", path=str(miniature(name)))).identity()
+        for name in ("qwen-image", "qwen-image-edit")
+    )
+    for kind, identity in edit.items():
+        assert identity != plain[kind]
+        assert identity.startswith("qwen-image-edit-1048576-")
+    assert plain["latents"].startswith("qwen-image-mode-")
+    assert plain["text"].startswith("qwen-image-512-")

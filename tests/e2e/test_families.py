@@ -1,16 +1,24 @@
 """Every family trains on its kind of data, generates samples and exports a readable file."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from adapter_examples import TABLES
+from diffusers import DiffusionPipeline
 from fakes.datasets import DATA, WRITE, write_images, write_masks
+from fakes.miniatures import MINIATURES
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 
 from gracetune.adapters.files.io import read_adapter
 from gracetune.config.load import load_run_file
+from gracetune.config.schema import ModelSection, ValidationSection
 from gracetune.errors import ConfigError
+from gracetune.models.family import load_family
+from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.train.run import run_training
 
 OUTPUT_FILES = {
@@ -48,53 +56,59 @@ def build_run(tmp_path, miniature):
     return make
 
 
-CASES = {
-    "wan22 on pictures": ("wan22-t2v", "wan22", "image", {}),
-    "wan22 on videos": ("wan22-t2v", "wan22", "video", {}),
-    "wan22 from a first frame": ("wan22-i2v", "wan22", "video", {}),
-    "wan22 5B": ("wan22-5b", "wan22", "video", {}),
-    "wan22 5B from a first frame": ("wan22-5b", "wan22", "video", {"model": {"task": "image"}}),
-    "flux": ("flux", "flux", "image", {}),
-    "flux with masks": ("flux", "flux", "image", {}),
-    "wan22 5B on videos with masks": ("wan22-5b", "wan22", "video", {}),
-    "qwen_image": ("qwen-image", "qwen_image", "image", {}),
-    "qwen_image edits": ("qwen-image-edit", "qwen_image", "image", {}),
-    "stable_audio": ("stable-audio", "stable_audio", "audio", {}),
+CASES = {name: (name, small.kind, {}) for name, small in MINIATURES.items() if small.family} | {
+    "wan22 on pictures": ("wan22-t2v", "image", {}),
+    "wan22 5B from a first frame": ("wan22-5b", "first frame", {"model": {"task": "image"}}),
+    "flux with masks": ("flux", "masks", {}),
+    "wan22 5B on videos with masks": ("wan22-5b", "video masks", {}),
 }
+"""Name of a case -> miniature, kind of data and sections of the run file."""
+
+
+def run_of(case, build_run, folder, **sections):
+    """Return the run of a case, with the files that its kind of data needs."""
+    model, kind, changes = CASES[case]
+    sections = changes | sections
+    if kind == "first frame":
+        Image.new("RGB", (40, 30), (90, 90, 90)).save(folder / "start.png")
+        sections |= {"validation": {"images": [str(folder / "start.png")]}}
+    if kind == "edit":
+        write_images(folder / "before")
+        Image.new("RGB", (32, 32), (90, 90, 90)).save(folder / "start.png")
+        sections |= {
+            "dataset": {"conditioning_data_dir": str(folder / "before")},
+            "validation": {
+                "images": [str(folder / "start.png")],
+                "guidance": 1.0,
+                "sample_steps": 1,
+            },
+        }
+    if "masks" in kind:
+        write_masks(folder / "masks")
+        sections |= {"dataset": {"mask_data_dir": str(folder / "masks")}}
+    return build_run(model, MINIATURES[model].family, media_of(kind), **sections)
+
+
+def media_of(kind):
+    """Return the kind of file: image, video or audio."""
+    return {"edit": "image", "masks": "image", "audio": "audio", "image": "image"}.get(
+        kind, "video"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path):
-    model, family, kind, sections = CASES[case]
-    if "first frame" in case:
-        Image.new("RGB", (40, 30), (90, 90, 90)).save(tmp_path / "start.png")
-        sections = sections | {"validation": {"images": [str(tmp_path / "start.png")]}}
-    if "edits" in case:
-        write_images(tmp_path / "before")
-        Image.new("RGB", (32, 32), (90, 90, 90)).save(tmp_path / "start.png")
-        sections = {
-            "dataset": {"conditioning_data_dir": str(tmp_path / "before")},
-            "validation": {
-                "images": [str(tmp_path / "start.png")],
-                "guidance": 1.0,
-                "sample_steps": 1,
-                "every": 2,
-            },
-        }
-    if "masks" in case:
-        write_masks(tmp_path / "masks")
-        sections = {"dataset": {"mask_data_dir": str(tmp_path / "masks")}}
-    run = build_run(model, family, kind, **sections)
-    ended = run_training(run, sinks=[recorder])
+    ended = run_training(run_of(case, build_run, tmp_path), sinks=[recorder])
     assert ended.status == "done"
     losses = [event.loss for event in recorder.events if type(event).__name__ == "StepDone"]
     assert len(losses) == 2
     assert all(np.isfinite(losses))
     (*_, validated) = [e for e in recorder.events if type(e).__name__ == "Validated"]
     assert all(np.isfinite(list(validated.losses.values())))
+    model, kind, _ = CASES[case]
     folder = tmp_path / "run" / "validation" / "step-000002"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted([*OUTPUT_FILES[kind], "prompts.json"])
+    assert names == sorted([*OUTPUT_FILES[media_of(kind)], "prompts.json"])
     files = sorted((tmp_path / "run" / "adapter").glob("*.safetensors"))
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
@@ -102,23 +116,65 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
 
 
 @pytest.mark.parametrize(
+    "model", [n for n, small in MINIATURES.items() if small.family and small.kind == "image"]
+)
+def test_diffusers_loads_every_layer_of_an_exported_lora(model, build_run, miniature, tmp_path):
+    train = {"max_train_steps": 1}
+    ended = run_training(run_of(model, build_run, tmp_path, train=train, validation={"every": 0}))
+    (file,) = Path(ended.outputs["result"]).glob("*.safetensors")
+    with without_progress_bars():
+        pipeline = DiffusionPipeline.from_pretrained(miniature(model), local_files_only=True)
+        pipeline.load_lora_weights(file)
+    layers = read_adapter(file, TABLES).layers
+    loaded = {
+        name: module
+        for name, module in pipeline.transformer.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    assert loaded.keys() == {path.module for path in layers}
+    for path, layer in layers.items():
+        (up,) = loaded[path.module].lora_B.values()
+        assert torch.equal(up.weight, layer.tensors["up"]), path.module
+
+
+@pytest.mark.parametrize("adapter", ["lokr", None])
+@pytest.mark.parametrize("model", [name for name, small in MINIATURES.items() if small.family])
+def test_a_family_trains_a_lokr_and_all_weights(model, adapter, build_run, tmp_path):
+    run = run_of(
+        model,
+        build_run,
+        tmp_path,
+        adapter=adapter and {"kind": adapter, "rank": 2, "factor": 2},
+        train={"max_train_steps": 1, "gradient_checkpointing": True},
+    )
+    ended = run_training(run.model_copy(update={"validation": ValidationSection(every=0)}))
+    assert ended.status == "done"
+    result = Path(ended.outputs["result"])
+    assert list(result.rglob("*.safetensors"))
+    if adapter is None:
+        exported = load_family(ModelSection(family=run.model.family, path=str(result)))
+        before = load_family(ModelSection(family=run.model.family, path=run.model.path))
+        assert exported.weights_digest() != before.weights_digest()
+
+
+@pytest.mark.parametrize(
     ("case", "sections", "message"),
     [
-        ("stable_audio", {"dataset": {"sample_rate": 44100}}, r"sample_rate is 44100, .* 16000"),
-        ("stable_audio", {"dataset": {"channels": 1}}, r"channels is 1, .* works with 2"),
-        ("stable_audio", {"dataset": {"seconds": 9.0}}, r"seconds is 9, .* at most 0\.32"),
-        ("stable_audio", {"dataset": {"mask_data_dir": "x"}}, r"mask_data_dir is 'x', but masks"),
-        ("stable_audio", {"validation": {"seconds": 5}}, r"validation\.seconds is 5, but"),
-        ("wan22 on videos", {"validation": {"frames": 6}}, r"validation\.frames is 6"),
-        ("wan22 on videos", {"validation": {"width": 40}}, r"but wan22 needs multiples of"),
-        ("wan22 on videos", {"validation": {"images": ["x.png"]}}, r"uses prompts only"),
-        ("wan22 from a first frame", {}, r"validation\.images has 0 files for 1 prompts"),
+        ("stable-audio", {"dataset": {"sample_rate": 44100}}, r"sample_rate is 44100, .* 16000"),
+        ("stable-audio", {"dataset": {"channels": 1}}, r"channels is 1, .* works with 2"),
+        ("stable-audio", {"dataset": {"seconds": 9.0}}, r"seconds is 9, .* at most 0\.32"),
+        ("stable-audio", {"dataset": {"mask_data_dir": "x"}}, r"mask_data_dir is 'x', but masks"),
+        ("stable-audio", {"validation": {"seconds": 5}}, r"validation\.seconds is 5, but"),
+        ("wan22-t2v", {"validation": {"frames": 6}}, r"validation\.frames is 6"),
+        ("wan22-t2v", {"validation": {"width": 40}}, r"but wan22 needs multiples of"),
+        ("wan22-t2v", {"validation": {"images": ["x.png"]}}, r"uses prompts only"),
+        ("wan22-i2v", {}, r"validation\.images has 0 files for 1 prompts"),
         (
-            "wan22 from a first frame",
+            "wan22-i2v",
             {"validation": {"images": ["missing.png"]}},
             r"'missing\.png' cannot be read",
         ),
-        ("qwen_image edits", {}, r"conditioning_data_dir is missing, but this qwen_image edits"),
+        ("qwen-image-edit", {}, r"conditioning_data_dir is missing, but this qwen_image edits"),
         ("flux", {"dataset": {"conditioning_data_dir": "x"}}, r"conditioning_data_dir is 'x', but"),
         ("flux", {"train": {"experts": "high"}}, r"train\.experts is 'high'"),
         ("flux", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
@@ -127,6 +183,6 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
 def test_settings_that_a_family_does_not_support_are_rejected_by_name(
     case, sections, message, build_run
 ):
-    model, family, kind, _ = CASES[case]
+    model, kind, _ = CASES[case]
     with pytest.raises(ConfigError, match=message):
-        run_training(build_run(model, family, kind, **sections))
+        run_training(build_run(model, MINIATURES[model].family, media_of(kind), **sections))

@@ -5,12 +5,13 @@ The folders have all components, tokenizers included, and are read by diffusers 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from gracetune.errors import ConfigError
-from gracetune.models.diffusers_family import without_progress_bars
+from gracetune.models.pipeline_folder import without_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,21 @@ WORDS = ("a", "an", "the", "of", "on", "in", "red", "green", "blue", "ring", "bo
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """Tokens that mark an image in a text. Their ids start at 3, after the special tokens."""
 VOCABULARY = 128
+CHAT_TEMPLATE = (
+    "{% for message in messages if message.role == 'user' %}the {% if message.content is string %}"
+    "{{ message.content }}{% else %}{{ message.content[0].text }}{% endif %} of {% endfor %}a"
+)
 TEXT_WIDTH = 32
+
+
+class Miniature(NamedTuple):
+    """A model of the tests: the function that writes its folder, and the family that reads it."""
+
+    write: Callable[[Path], None]
+    family: str | None
+    """None for a model that every family refuses."""
+    kind: Literal["image", "edit", "first frame", "video", "audio"] = "image"
+    """The data that it is trained on: images, edits of images, videos, or audio."""
 
 
 def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
@@ -29,12 +44,15 @@ def write_miniature(name: str, folder: Path, seed: int = 0) -> Path:
         raise ConfigError(f"There is no miniature {name!r}; known: {', '.join(MINIATURES)}.")
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.manual_seed(seed)
-        MINIATURES[name](folder)
+        MINIATURES[name].write(folder)
     return folder
 
 
-def _tokenizer(length: int = 512) -> object:
-    """Return a tokenizer with one token per known word; other words are split into characters."""
+def _tokenizer(length: int = 512, *, chat: bool = False) -> object:
+    """Return a tokenizer with one token per known word; other words are split into characters.
+
+    With `chat`, it has a chat template, as those of language models have.
+    """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -54,6 +72,7 @@ def _tokenizer(length: int = 512) -> object:
         unk_token="<unk>",
         additional_special_tokens=list(VISION_TOKENS),
         model_max_length=length,
+        chat_template=CHAT_TEMPLATE if chat else None,
     )
 
 
@@ -65,10 +84,11 @@ def _t5(width: int = TEXT_WIDTH) -> object:
     ).eval()
 
 
-def _clip() -> object:
-    from transformers import CLIPTextConfig, CLIPTextModel
+def _clip(*, projected: bool = False) -> object:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    return CLIPTextModel(
+    cls = CLIPTextModelWithProjection if projected else CLIPTextModel
+    return cls(
         CLIPTextConfig(
             vocab_size=VOCABULARY,
             hidden_size=TEXT_WIDTH,
@@ -83,38 +103,224 @@ def _clip() -> object:
     ).eval()
 
 
-def _flux(folder: Path) -> None:
+def _kl_vae(channels: int, blocks: int = 2) -> object:
+    """Return the VAE of FLUX.1, whose latents are shifted and scaled.
+
+    The published one has four blocks, and cells of eight pixels.
+    """
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(4,) * blocks,
+        layers_per_block=1,
+        norm_num_groups=1,
+        latent_channels=channels,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.1159,
+        scaling_factor=0.3611,
+        sample_size=1024,
+    )
+
+
+def _shifting_scheduler() -> object:
+    """Return a scheduler whose sigmas depend on the number of tokens, as of FLUX.1."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    )
+
+
+def _sd3(folder: Path, *, is_medium: bool) -> None:
+    """Write SD3.5: large, or medium, which has blocks with two kinds of attention."""
     from diffusers import (
-        AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
-        FluxPipeline,
-        FluxTransformer2DModel,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
     )
 
     channels = 4
-    FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(
-            shift=3.0,
-            use_dynamic_shifting=True,
-            base_shift=0.5,
-            max_shift=1.15,
-            base_image_seq_len=256,
-            max_image_seq_len=4096,
+    StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_kl_vae(channels),
+        text_encoder=_clip(projected=True),
+        tokenizer=_tokenizer(length=77),
+        text_encoder_2=_clip(projected=True),
+        tokenizer_2=_tokenizer(length=77),
+        text_encoder_3=_t5(2 * TEXT_WIDTH),
+        tokenizer_3=_tokenizer(),
+        transformer=SD3Transformer2DModel(
+            sample_size=32,
+            patch_size=2,
+            in_channels=channels,
+            out_channels=channels,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=2 * TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=2 * TEXT_WIDTH,
+            pos_embed_max_size=32,
+            dual_attention_layers=(0,) if is_medium else (),
+            qk_norm="rms_norm",
         ),
-        vae=AutoencoderKL(
-            in_channels=3,
-            out_channels=3,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(4, 4),
-            layers_per_block=1,
-            norm_num_groups=1,
-            latent_channels=channels,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
+    ).save_pretrained(folder)
+
+
+def _chroma(folder: Path) -> None:
+    from diffusers import ChromaPipeline, ChromaTransformer2DModel
+
+    channels = 4
+    ChromaPipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels),
+        text_encoder=_t5(),
+        tokenizer=_tokenizer(),
+        transformer=ChromaTransformer2DModel(
+            in_channels=4 * channels,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=1,
         ),
+    ).save_pretrained(folder)
+
+
+def _qwen3(layers: int = 3, *, causal_lm: bool = False) -> object:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+    return (Qwen3ForCausalLM if causal_lm else Qwen3Model)(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=37,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+        )
+    ).eval()
+
+
+def _z_image(folder: Path) -> None:
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    channels = 4
+    transformer = ZImageTransformer2DModel(
+        in_channels=channels,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=TEXT_WIDTH,
+        axes_dims=[4, 6, 6],
+        axes_lens=[1024, 64, 64],
+    )
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(token)
+    ZImagePipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels),
+        text_encoder=_qwen3(),
+        tokenizer=_tokenizer(chat=True),
+        transformer=transformer,
+    ).save_pretrained(folder)
+
+
+def _mistral3(layers: int) -> object:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={
+                "model_type": "mistral",
+                "vocab_size": VOCABULARY,
+                "hidden_size": TEXT_WIDTH,
+                "intermediate_size": 37,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+            },
+            vision_config={
+                "model_type": "pixtral",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            image_token_index=5,
+        )
+    ).eval()
+
+
+def _flux2(folder: Path, *, is_klein: bool) -> None:
+    """Write FLUX.2 dev or Klein. They read hidden states of a language model's 30th or 27th layer.
+
+    The batch norm of the VAE, which normalises latents, has random statistics.
+    """
+    from diffusers import (
+        AutoencoderKLFlux2,
+        Flux2KleinPipeline,
+        Flux2Pipeline,
+        Flux2Transformer2DModel,
+    )
+
+    channels = 4
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),
+        layers_per_block=1,
+        norm_num_groups=1,
+        latent_channels=channels,
+    )
+    torch.nn.init.normal_(vae.bn.running_mean)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2.0)
+    (Flux2KleinPipeline if is_klein else Flux2Pipeline)(
+        scheduler=_shifting_scheduler(),
+        vae=vae,
+        text_encoder=_qwen3(27, causal_lm=True) if is_klein else _mistral3(30),
+        tokenizer=_tokenizer(chat=True),
+        transformer=Flux2Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * TEXT_WIDTH,
+            timestep_guidance_channels=16,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=not is_klein,
+        ),
+    ).save_pretrained(folder)
+
+
+def _flux(folder: Path, *, is_kontext: bool = False) -> None:
+    from diffusers import FluxKontextPipeline, FluxPipeline, FluxTransformer2DModel
+
+    channels = 4
+    (FluxKontextPipeline if is_kontext else FluxPipeline)(
+        scheduler=_shifting_scheduler(),
+        vae=_kl_vae(channels, blocks=4 if is_kontext else 2),
         text_encoder=_clip(),
         tokenizer=_tokenizer(length=77),
         text_encoder_2=_t5(),
@@ -166,9 +372,75 @@ class QwenProcessor:
         return BatchFeature({**self._tokenizer(texts, **options), **seen})
 
 
+def _qwen_vae(channels: int) -> object:
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=channels,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1] * channels,
+        latents_std=[1.5] * channels,
+    )
+
+
+def _krea2(folder: Path) -> None:
+    """Write Krea 2, which reads two layers of its language model."""
+    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    channels = 4
+    rope = {"mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 1000000.0}
+    text_config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 37,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", **rope},
+    }
+    vision_config = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": TEXT_WIDTH,
+        "deepstack_visual_indexes": [0],
+    }
+    Krea2Pipeline(
+        scheduler=_shifting_scheduler(),
+        vae=_qwen_vae(channels),
+        text_encoder=Qwen3VLModel(
+            Qwen3VLConfig(text_config=text_config, vision_config=vision_config)
+        ).eval(),
+        tokenizer=_tokenizer(length=2048),
+        transformer=Krea2Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
+            timestep_embed_dim=16,
+            text_hidden_dim=TEXT_WIDTH,
+            num_text_layers=2,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=2,
+            text_intermediate_size=32,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        text_encoder_select_layers=(1, 3),
+    ).save_pretrained(folder)
+
+
 def _qwen_image(folder: Path) -> None:
     from diffusers import (
-        AutoencoderKLQwenImage,
         FlowMatchEulerDiscreteScheduler,
         QwenImagePipeline,
         QwenImageTransformer2DModel,
@@ -179,15 +451,7 @@ def _qwen_image(folder: Path) -> None:
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192
         ),
-        vae=AutoencoderKLQwenImage(
-            base_dim=4,
-            z_dim=channels,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[0.1] * channels,
-            latents_std=[1.5] * channels,
-        ),
+        vae=_qwen_vae(channels),
         text_encoder=_qwen_vl(),
         tokenizer=_tokenizer(length=2048),
         transformer=QwenImageTransformer2DModel(
@@ -375,15 +639,25 @@ def _clip_vision() -> dict[str, object]:
     return {"image_encoder": CLIPVisionModel(config).eval(), "image_processor": processor}
 
 
-MINIATURES: dict[str, Callable[[Path], None]] = {
-    "flux": _flux,
-    "qwen-image": _qwen_image,
-    "qwen-image-edit": _qwen_image_edit,
-    "stable-audio": _stable_audio,
-    "wan21-t2v": lambda folder: _wan(folder, task="text", experts=1),
-    "wan21-i2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=1),
-    "wan21-flf2v": lambda folder: _wan(folder, task="image", experts=1, clip_images=2),
-    "wan22-t2v": lambda folder: _wan(folder, task="text", experts=2),
-    "wan22-i2v": lambda folder: _wan(folder, task="image", experts=2),
-    "wan22-5b": lambda folder: _wan(folder, task="text", experts=1, is_5b=True),
+WAN21_IMAGE = partial(_wan, task="image", experts=1)
+MINIATURES = {
+    "flux": Miniature(_flux, "flux"),
+    "flux-kontext": Miniature(partial(_flux, is_kontext=True), "flux", "edit"),
+    "flux2-dev": Miniature(partial(_flux2, is_klein=False), "flux2"),
+    "flux2-klein": Miniature(partial(_flux2, is_klein=True), "flux2"),
+    "qwen-image": Miniature(_qwen_image, "qwen_image"),
+    "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
+    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
+    "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
+    "chroma": Miniature(_chroma, "chroma"),
+    "z-image": Miniature(_z_image, "z_image"),
+    "krea2": Miniature(_krea2, "krea2"),
+    "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
+    "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
+    "wan21-i2v": Miniature(partial(WAN21_IMAGE, clip_images=1), "wan22", "first frame"),
+    "wan21-flf2v": Miniature(partial(WAN21_IMAGE, clip_images=2), None, "video"),
+    "wan22-t2v": Miniature(partial(_wan, task="text", experts=2), "wan22", "video"),
+    "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22", "first frame"),
+    "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22", "video"),
 }
+"""Every model of the tests. The contract of families runs on all that a family reads."""

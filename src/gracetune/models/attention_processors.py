@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
@@ -298,11 +298,13 @@ class ContiguousGrad(Function):
 
 
 def make_attention_grads_contiguous(transformer: nn.Module) -> None:
-    """Make the gradients of Flux's single-stream attention contiguous; other models need nothing.
+    """Make the gradients of single-stream attention contiguous, in FLUX.1 and Chroma.
+
+    Other models need nothing.
 
     This works around a bug of torch's cuDNN attention: see `contiguous_grad`.
     """
-    if isinstance(transformer, FluxTransformer2DModel):
+    if isinstance(transformer, FluxTransformer2DModel | ChromaTransformer2DModel):
         for block in transformer.single_transformer_blocks:
             contiguous_grad(block.attn)
 

@@ -1,84 +1,336 @@
-"""Common code of the families that are loaded from a diffusers pipeline folder.
+"""Common code of the families that are loaded from the folder of a diffusers pipeline.
 
-Such a folder has a `model_index.json` and one subfolder per component: transformer, VAE, scheduler,
-text encoders and tokenizers. Every error names the run-file setting that is wrong.
+`DiffusersFamily` is a family that lacks only what is special in a model. The functions below it are
+for captions and latents.
 """
 
 from __future__ import annotations
 
 import copy
 import html
-import json
 import math
-import os
 import re
-import shutil
-import warnings
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import ftfy
 import torch
-from blake3 import blake3
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from PIL import Image
 from torch import nn
 
-from gracetune.errors import ModelError
-from gracetune.models.family import EncodedShape
+from gracetune.models.family import EncodedShape, GeneratedSample, transformers_of
+from gracetune.models.pipeline_folder import (
+    TRANSFORMER_FOLDERS,
+    PipelineParts,
+    check_channels,
+    copy_other_components,
+    digest_of_folder,
+    digest_of_weights,
+    read_scheduler,
+    without_progress_bars,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
-    from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Config, PlannerShapes, SampleRequest, SampleShape
+    from gracetune.models.family import (
+        AudioFormat,
+        Config,
+        Forward,
+        MediaKind,
+        PlannerShapes,
+        PredictionType,
+        SampleRequest,
+        SampleShape,
+    )
 
-MODEL_INDEX = "model_index.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COMFYUI_PREFIX = "model.diffusion_model."
-"""Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
-READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
-
-Component = TypeVar("Component")
+PATCH_SIZE = 2
+"""Latent cells along the edge of a patch in most models. One patch is one token."""
 
 
 class DiffusersFamily:
-    """Base class of model families that are loaded from the folder of a diffusers pipeline."""
+    """A model family that is loaded from the folder of a diffusers pipeline.
 
-    folder: Path
-    transformer: Any
-    vae: Any
-    text_encoders: list[nn.Module]
+    It has what image models share. A family's class overrides what is special in its model; no
+    family inherits from another. Most need `encode_caption`, `prompt_arguments` and the method
+    `arguments` of their `PlannerShapes`. The pipeline's own code encodes captions and generates
+    samples.
+    """
+
+    name: str
+    shapes: PlannerShapes
+    boundary: float | None = None
+    kinds: tuple[MediaKind, ...] = ("image",)
+    audio: AudioFormat | None = None
+    starts_from: Literal["text", "image"] = "text"
+    takes_control: bool = False
+    max_edge: int = 4096
+    prediction: PredictionType = "flow"
+    patch_size: int = PATCH_SIZE
+    """Latent cells along the edge of a patch, which is one token."""
+    video_vae: bool = False
+    """True if the VAE is that of Qwen-Image, which encodes an image as a video of one frame."""
+    channels_per_patch: bool = False
+    """True if the transformer reads packed latents: the cells of a patch are its channels."""
+    text_length: int = 512
+    """Number of tokens to which captions are cut."""
+    cache_name: str
+    """Start of the strings that identify the encoders in cache keys. Never change it."""
+
+    def __init__(self, parts: PipelineParts) -> None:
+        self.parts = parts
+        self.folder = parts.folder
+        self.vae = parts.components["vae"]
+        self.transformer = parts.components["transformer"]
+        check_channels(
+            parts.folder,
+            self.transformer,
+            self.input_channels,
+            self.name,
+            self.shapes.supported_models,
+        )
+
+    # Facts
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Name endings of the modules that an adapter is placed on by default."""
+        return self.shapes.targets
+
+    @property
+    def text_encoders(self) -> list[nn.Module]:
+        """The text encoders; empty once they are released."""
+        return list(self.parts.encoders.values())
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the text encoder that limits the length of a caption."""
+        return self.parts.components["tokenizer"]
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels along each edge of a latent cell."""
+        if self.video_vae:
+            return int(2 ** len(self.vae.temperal_downsample))
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents."""
+        return int(self.vae.config["z_dim" if self.video_vae else "latent_channels"])
+
+    @property
+    def input_channels(self) -> tuple[int, ...]:
+        """Numbers of channels that the transformer may take."""
+        cells = self.patch_size**2 if self.channels_per_patch else 1
+        return (self.latent_channels * cells,)
+
+    @property
+    def pixel_step(self) -> int:
+        """Pixels along each edge of a patch: width and height must be multiples of it."""
+        return self.vae_scale * self.patch_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the transformer's inputs."""
+        layer: Any = next(iter(self._transformers.values())).get_submodule(self.shapes.input_layer)
+        dtype: torch.dtype = layer.weight.dtype
+        return dtype
+
+    @property
+    def _transformers(self) -> dict[str, Any]:
+        return transformers_of(self.transformer)
+
+    def identity(self) -> dict[str, str]:
+        """Return strings for cache keys: hashes of the encoders' files, and sizes of the inputs."""
+        return {
+            "latents": f"{self.cache_name}-mode-{digest_of_folder(self.folder / 'vae')}",
+            "text": f"{self.cache_name}-{self.text_length}-{self.text_digest()}",
+        }
+
+    def text_digest(self, *others: str) -> str:
+        """Hash the files of all tokenizers and text encoders, and of other components."""
+        numbers = ("", *(f"_{number}" for number in range(2, 5)))
+        names = [f"{kind}{n}" for n in numbers for kind in ("tokenizer", "text_encoder")]
+        folders = (self.folder / name for name in (*names, *others))
+        return "-".join(digest_of_folder(folder) for folder in folders if folder.is_dir())
 
     def weights_digest(self) -> str:
-        """Return a hash of the transformer's weights."""
+        """Return a hash of the weights of all transformers."""
         return digest_of_weights(self.transformer)
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the blocks in forward order, those of a high-noise transformer first."""
+        return [
+            block
+            for transformer in self._transformers.values()
+            for name in self.shapes.blocks
+            for block in transformer.get_submodule(name)
+        ]
 
     def enable_gradient_checkpointing(self) -> None:
         """Turn on diffusers' gradient checkpointing, which recomputes block by block."""
-        self.transformer.enable_gradient_checkpointing()
+        for transformer in self._transformers.values():
+            transformer.enable_gradient_checkpointing()
 
     def to(self, device: torch.device) -> None:
-        """Move the VAE and the text encoders, unless these were released, to a device."""
-        for module in (self.vae, *self.text_encoders):
-            module.to(device)
+        """Move all models but the transformers, if they were not released, to a device."""
+        for name, component in self.parts.components.items():
+            if isinstance(component, nn.Module) and not name.startswith("transformer"):
+                component.to(device)
 
     def release_text_encoder(self) -> None:
         """Free the text encoders: they take gigabytes, and training does not need them."""
-        self.text_encoders.clear()
+        self.parts.components.update(dict.fromkeys(self.parts.encoders))
 
-    def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the sample's size: a control image has the same size, unless a family differs."""
-        return width, height
+    def export(self, folder: Path) -> None:
+        """Write a whole pipeline folder. Components that were not trained are linked or copied."""
+        for expert, transformer in self._transformers.items():
+            transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
+        copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
+
+    # Images
 
     def set_tiling(self, enabled: bool) -> bool:
         """Turn the VAE's own tiling, which saves memory, on or off. Return True: it has tiling."""
         _set_vae_tiling(self.vae, enabled)
         return True
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the sample's size: a control image has the same size, unless a family differs."""
+        return width, height
+
+    def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode images to latents: the mode of the VAE's distribution, shifted and scaled."""
+        if self.video_vae:
+            return standardize_latents(vae, pixels.unsqueeze(2))[:, :, 0]
+        with torch.no_grad():
+            raw: Tensor = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
+        return (raw - float(vae.config.shift_factor or 0)) * float(vae.config.scaling_factor)
+
+    def encode(self, media: Tensor) -> Tensor:
+        """Encode images to normalised latents; those of control images follow as channels."""
+        latents = self.encode_image(self.vae, media[:, :3])
+        if not self.takes_control:
+            return latents
+        width, height = self.control_size(media.shape[-1], media.shape[-2])
+        references = restore_appended(media[:, 3:], (3, height, width))
+        # One at a time and not in tiles: the caller decides both for the size to generate.
+        vae = copy.copy(self.vae)
+        vae.disable_tiling()
+        encoded = [self.encode_image(vae, reference[None]) for reference in references]
+        return append_channels(latents, torch.cat(encoded))
+
+    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the latents to add noise to, and those of a control image as `reference`."""
+        if not self.takes_control:
+            return encoded, {}
+        shape = self._reference_shape(*encoded.shape[-2:])
+        channels = self._plain_shape(*encoded.shape[-2:])[0]
+        reference = restore_appended(encoded[:, channels:], shape)
+        return encoded[:, :channels], {"reference": reference}
+
+    def latent_shape(self, *shape: int) -> tuple[int, ...]:
+        """Return the shape of an encoded image: channels, rows, columns.
+
+        If there is a control image, more channels hold its latents.
+        """
+        width, height = shape
+        channels, rows, columns = self._plain_shape(
+            height // self.vae_scale, width // self.vae_scale
+        )
+        if self.takes_control:
+            channels += -(-math.prod(self._reference_shape(rows, columns)) // (rows * columns))
+        return (channels, rows, columns)
+
+    def _plain_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        return (self.latent_channels, rows, columns)
+
+    def _reference_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
+        """Return the shape of a control image's latents, by rows and columns of the image's."""
+        width, height = self.control_size(columns * self.vae_scale, rows * self.vae_scale)
+        return self._plain_shape(height // self.vae_scale, width // self.vae_scale)
+
+    def num_tokens(self, latent_shape: Sequence[int]) -> int:
+        """Return the number of patches, each one token, without those of a control image."""
+        *_, height, width = latent_shape
+        return (height // self.patch_size) * (width // self.patch_size)
+
+    # Captions
+
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
+        """Return the captions with more tokens than the model reads."""
+        return captions_longer_than(self.tokenizer, captions, self.text_length)
+
+    def encode_text(
+        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+    ) -> list[dict[str, Tensor]]:
+        """Encode each caption on its own, with its control image if the model takes one."""
+        with torch.no_grad(), without_progress_bars():
+            if not images:
+                return [self.encode_caption(caption) for caption in captions]
+            pairs = zip(captions, images, strict=True)
+            return [self.encode_caption(caption, image) for caption, image in pairs]
+
+    def encode_caption(self, caption: str, image: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the embeddings of one caption, without padding; `tokens` has one per token."""
+        raise NotImplementedError
+
+    def encoder_device(self) -> torch.device:
+        """Return the device of the text encoders."""
+        return next(self.text_encoders[0].parameters()).device
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack captions. If their tokens can differ in number, pad them, and add a `mask`.
+
+        The tokens are padded with zeros to the longest caption; `mask` is True for real tokens.
+        """
+        stacked = {k: torch.stack([text[k] for text in texts]) for k in texts[0] if k != "tokens"}
+        tokens = [text["tokens"] for text in texts]
+        longest = max(map(len, tokens))
+        return {
+            "tokens": pad_embeddings(tokens, longest),
+            "mask": padding_mask(tokens, longest),
+            **stacked,
+        }
+
+    # Prediction and sampling
+
+    def predict(
+        self,
+        transformer: Forward,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Run the transformer once and return its prediction, shaped like `noisy`."""
+        config = next(iter(self._transformers.values())).config
+        arguments = self.shapes.arguments(config, noisy, sigmas, conditions, self.dtype)
+        return self.shapes.prediction(transformer(**arguments, return_dict=False)[0], noisy)
+
+    def prompt_arguments(
+        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments for a prompt; `empty` is for classifier-free guidance.
+
+        Both are batches of one from `stack_text`, on the device and in the dtype of the
+        transformer. `guidance` 1 turns guidance off.
+        """
+        raise NotImplementedError
+
+    def image_arguments(self, pipeline: Any, image: Tensor, width: int, height: int) -> Any:
+        """Return the pipeline's arguments for a control image or a first frame."""
+        raise NotImplementedError
+
+    def sampling_pipeline(self, request: SampleRequest) -> Any:
+        """Return the pipeline with the current transformers, without text encoders."""
+        return self.parts.pipeline(
+            **dict.fromkeys(self.parts.encoders),
+            vae=self.sampling_vae(request),
+            scheduler=read_scheduler(self.folder),
+        )
 
     def sampling_vae(self, request: SampleRequest) -> Any:
         """Return a copy of the VAE for sampling, with the same weights but its own state.
@@ -90,325 +342,39 @@ class DiffusersFamily:
         _set_vae_tiling(vae, request.tiled)
         return vae
 
-    def export(self, folder: Path) -> None:
-        """Write a whole pipeline folder. Components that were not trained are linked or copied."""
-        self.transformer.save_pretrained(folder / "transformer")
-        copy_other_components(self.folder, folder, exclude=("transformer",))
+    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
+        """Generate one sample per prompt with the pipeline's own sampler."""
+        pipeline = self.sampling_pipeline(request)
+        device, dtype = next(self.transformer.parameters()).device, self.dtype
+        width, height = request.shape
+        empty_texts = request.empty_texts or [request.empty_text] * len(request.texts)
+        samples = []
+        for number, pair in enumerate(zip(request.texts, empty_texts, strict=True)):
+            text, empty = (
+                {
+                    name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+                    for name, tensor in self.stack_text([one]).items()
+                }
+                for one in pair
+            )
+            start = {}
+            if request.images:
+                start = self.image_arguments(pipeline, request.images[number], width, height)
+            image = pipeline(
+                **self.prompt_arguments(text, empty, request.guidance),
+                **start,
+                width=width,
+                height=height,
+                num_inference_steps=request.steps,
+                generator=torch.Generator().manual_seed(request.seed + number),
+                output_type="pt",
+            ).images[0]
+            samples.append(GeneratedSample("image", image.float().cpu() * 2 - 1))
+        return samples
 
 
 def _set_vae_tiling(vae: Any, enabled: bool) -> None:
     (vae.enable_tiling if enabled else vae.disable_tiling)()
-
-
-# Reading a pipeline folder
-
-
-def find_model_folder(section: ModelSection) -> Path:
-    """Return the folder that `model.path` names, downloaded from the Hugging Face hub if needed."""
-    if section.path is None:
-        raise ModelError(
-            f"model.path is missing; {section.family} needs a folder saved by diffusers, or the "
-            "name of a model on the Hugging Face hub."
-        )
-    folder = Path(section.path)
-    if not folder.is_dir():
-        folder = _download(section.path, section.revision)
-    if not (folder / MODEL_INDEX).is_file():
-        raise ModelError(
-            f"model.path is {section.path!r}, which holds no {MODEL_INDEX}. Name the folder of a "
-            "whole pipeline, with that file and the folders vae, text_encoder and transformer."
-        )
-    return folder
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.txt", "*/*"])
-        )
-    except GatedRepoError as error:
-        raise ModelError(
-            f"model.path is {name!r}, a gated model that you have no access to.\n"
-            "  1. Accept its licence on the model's page.\n"
-            "  2. Run `hf auth login`, or set HF_TOKEN.\n"
-            "  Then start the same command again."
-        ) from error
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"model.path is {name!r}, which is neither a folder here nor available from the "
-            f"Hugging Face hub ({reason}). Check the name and the connection."
-        ) from error
-
-
-def read_model_index(folder: Path) -> dict[str, Any]:
-    """Read `model_index.json`: the pipeline's class, components and settings."""
-    try:
-        index: dict[str, Any] = json.loads((folder / MODEL_INDEX).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{folder / MODEL_INDEX} cannot be read ({error}). Download the model again, or name "
-            "another model.path."
-        ) from error
-    return index
-
-
-def check_pipeline_class(
-    folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str
-) -> None:
-    """Raise if a folder holds another kind of pipeline, before gigabytes of it are read."""
-    if index.get("_class_name") not in known:
-        raise ModelError(
-            f"model.path {str(folder)!r} holds a {index.get('_class_name')}, but {family} reads "
-            f"{' or '.join(known)}. Name another folder, or set model.family to match this one."
-        )
-
-
-def read_component(folder: Path, name: str, read: Callable[[Path], Component]) -> Component:
-    """Load one component by calling `read` with its subfolder; errors become ModelError."""
-    component = folder / name
-    if not component.is_dir():
-        raise ModelError(
-            f"model.path is {str(folder)!r}, which has no folder {name!r}. Download the model "
-            "again, or name the folder of a whole pipeline."
-        )
-    try:
-        with without_progress_bars():
-            return read(component)
-    except READ_ERRORS as error:
-        raise ModelError(
-            f"{component} cannot be read ({error}). Download the model again, or name another "
-            "model.path."
-        ) from error
-
-
-def read_pretrained(folder: Path, name: str, cls: Any, **options: Any) -> Any:
-    """Load one component with `cls.from_pretrained`, without network access."""
-    return read_component(
-        folder, name, lambda path: cls.from_pretrained(path, local_files_only=True, **options)
-    )
-
-
-def read_model_config(folder: Path, cls_name: str, model: str) -> dict[str, Any]:
-    """Read the config.json of a diffusers model; raise if it is of another class.
-
-    diffusers would load it all the same, without the weights that the class does not know.
-    """
-    file = folder / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(file.read_text())
-        found = str(config["_class_name"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{file} is not a model configuration: {error}. Set model.path to a folder that "
-            "diffusers has saved."
-        ) from error
-    if found != cls_name:
-        raise ModelError(
-            f"{folder} holds a {found}, but the {model} is a {cls_name}. Set model.family to the "
-            "family of that folder, or name another folder."
-        )
-    return config
-
-
-def read_vae(folder: Path, cls: Any) -> Any:
-    """Load the VAE, frozen and in fp32: less precise latents would lose detail."""
-    if (folder / "vae" / "config.json").is_file():  # else, reading it says what is missing
-        read_model_config(folder / "vae", cls.__name__, "VAE of this family")
-    vae = read_pretrained(folder, "vae", cls, torch_dtype=torch.float32)
-    return vae.eval().requires_grad_(False)
-
-
-def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
-    """Load a text encoder, frozen and in the dtype of its file."""
-    encoder: nn.Module = read_pretrained(folder, name, cls, dtype="auto")
-    return encoder.eval().requires_grad_(False)
-
-
-def read_transformer(
-    cls: Any,
-    section: ModelSection,
-    folder: Path,
-    name: str,
-    file: str | None,
-    shapes: PlannerShapes | None = None,
-) -> Any:
-    """Load a transformer from its subfolder, or with the weights of a single file.
-
-    `shapes` names the inputs that the family does not support; a transformer that takes one of them
-    is an error.
-    """
-    if (folder / name / "config.json").is_file():  # else, reading it says what is missing
-        config = read_model_config(folder / name, cls.__name__, f"transformer of {section.family}")
-        if shapes is not None:
-            shapes.check_config(config, f"{_describe_pipeline(folder)} whose transformer")
-    if file is None:
-        dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
-        transformer, loaded = read_pretrained(
-            folder, name, cls, torch_dtype=dtype, output_loading_info=True
-        )
-        if loaded["unexpected_keys"]:
-            raise ModelError(
-                f"{folder / name} has {len(loaded['unexpected_keys'])} weights that a "
-                f"{cls.__name__} with this config.json does not have, first "
-                f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
-            )
-        return _check_complete(transformer, folder / name)
-    path = Path(file)
-    if not path.is_file():
-        raise ModelError(
-            f"model.{name}_file is {file!r}, but there is no such file. Correct the path."
-        )
-    dtype = _weights_dtype(section, lambda: [path])
-    try:
-        weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
-        parts = () if shapes is None else shapes.unsupported_weights
-        foreign = next((key for key in weights if any(part in key for part in parts)), None)
-        if shapes is not None and foreign is not None:
-            raise ModelError(
-                f"model.{name}_file is {file!r}, which has weights of an unsupported model: "
-                f"{foreign}. {shapes.supported_models}. Name another file."
-            )
-        # The file has only weights; the configuration comes from the folder.
-        transformer = cls.from_single_file(
-            weights,
-            config=str(folder),
-            subfolder=name,
-            torch_dtype=dtype,
-            local_files_only=True,
-        )
-    except READ_ERRORS as error:
-        raise ModelError(
-            f"model.{name}_file is {file!r}, which does not fit {folder / name} ({error}). Name a "
-            "file with the weights of that model."
-        ) from error
-    return _check_complete(transformer, path)
-
-
-def check_channels(
-    folder: Path, transformer: Any, passed: Sequence[int], family: str, supported: str
-) -> None:
-    """Raise if a transformer takes a number of channels that the family does not pass to it.
-
-    `supported` is a sentence that names the models of the family.
-    """
-    found = transformer.config.in_channels
-    if found not in passed:
-        raise ModelError(
-            f"{_describe_pipeline(folder)} whose transformer takes {found} channels, but {family} "
-            f"passes {' or '.join(map(str, passed))}. {supported}. Name another model.path."
-        )
-
-
-def _describe_pipeline(folder: Path) -> str:
-    return f"model.path {str(folder)!r} holds a {read_model_index(folder).get('_class_name')}"
-
-
-def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:
-    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16, else fp32."""
-    if section.dtype != "auto":
-        return DTYPES[section.dtype]
-    for file in files():
-        try:
-            with safe_open(file, "pt") as opened:
-                stored = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):
-            break  # reading the weights will report what is wrong with the file
-        if "BF16" in stored:  # a bf16 model may keep a few tensors in fp32
-            return torch.bfloat16
-    return torch.float32
-
-
-def _check_complete(model: nn.Module, source: Path) -> Any:
-    """Raise if weights are missing, which diffusers leaves on the meta device."""
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ModelError(
-            f"{source} lacks {len(missing)} of the model's weights, first {missing[0]}. Download "
-            "it again, or name another model."
-        )
-    return model
-
-
-def read_scheduler(folder: Path) -> Any:
-    """Return a new instance of the scheduler in the pipeline's folder."""
-    import diffusers
-
-    name = read_model_index(folder)["scheduler"][1]
-    return read_component(folder, "scheduler", getattr(diffusers, name).from_pretrained)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Turn off progress bars and warnings of diffusers and transformers in the `with` block."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    libraries = (diffusers_logging, transformers_logging)
-    before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
-    for library in libraries:
-        library.disable_progress_bar()
-        library.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            # diffusers still uses the older of torch's two weight norms.
-            warnings.filterwarnings("ignore", r".*weight_norm` is deprecated", FutureWarning)
-            yield
-    finally:
-        for library, (had_bars, verbosity) in zip(libraries, before, strict=True):
-            library.set_verbosity(verbosity)
-            if had_bars:
-                library.enable_progress_bar()
-
-
-def copy_other_components(source: Path, target: Path, exclude: Iterable[str]) -> None:
-    """Copy a pipeline folder without some components, with hard links where possible."""
-    skipped = set(exclude)
-    for entry in sorted(source.iterdir()):
-        if entry.name in skipped or entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            shutil.copytree(entry, target / entry.name, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(str(entry), str(target / entry.name))
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-# Digests. Caches and checkpoints store them, so they must not change.
-
-
-def digest_of_folder(folder: Path) -> str:
-    """Hash the name and the bytes of every file in a folder."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        hasher.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\n".encode())
-        if file.stat().st_size:
-            hasher.update_mmap(file)
-    return hasher.hexdigest(length=16)
-
-
-def digest_of_weights(module: nn.Module) -> str:
-    """Hash the name, shape, dtype and bytes of every tensor in a module."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    for name, tensor in sorted(module.state_dict().items()):
-        hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        contiguous = tensor.detach().cpu().contiguous()
-        hasher.update(contiguous.flatten().view(torch.uint8).numpy().data)
-    return hasher.hexdigest(length=16)
 
 
 # Captions. Each is encoded alone and without padding: its embedding then does not depend on the
@@ -459,27 +425,47 @@ def padding_mask(texts: Sequence[Tensor], length: int) -> Tensor:
     return torch.arange(length, device=texts[0].device) < counts[:, None]
 
 
+# Images and latents
+
+
+def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
+    """Convert pixels in [-1, 1] to an 8-bit PIL image."""
+    scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
+    return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
+
+
+def standardize_latents(vae: Any, clip_BCFHW: Tensor) -> Tensor:  # noqa: N803
+    """Encode a clip, and subtract the mean and divide by the deviation in the VAE's config."""
+    with torch.no_grad():
+        raw: Tensor = vae.encode(clip_BCFHW.to(next(vae.parameters()))).latent_dist.mode()
+    mean, std = (
+        torch.tensor(values, device=raw.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return (raw - mean) / std
+
+
 # Tensors of another size, such as the latents of an image to edit, in channels of cached latents
 
 
-def append_channels(grid_BCHW: Tensor, values: Tensor) -> Tensor:  # noqa: N803
-    """Append the values of each sample as more channels of the grid, padded with zeros."""
-    count, _, height, width = grid_BCHW.shape
+def append_channels(grid: Tensor, values: Tensor) -> Tensor:
+    """Append the values of each sample as more channels of a grid (BCHW or BCFHW).
+
+    They are padded with zeros.
+    """
+    count, _, *cells = grid.shape
     flat = values.flatten(1)
-    padded = nn.functional.pad(flat, (0, -flat.shape[1] % (height * width)))
-    return torch.cat([grid_BCHW, padded.view(count, -1, height, width)], dim=1)
+    padded = nn.functional.pad(flat, (0, -flat.shape[1] % math.prod(cells)))
+    return torch.cat([grid, padded.view(count, -1, *cells)], dim=1)
 
 
-def restore_appended(channels_BCHW: Tensor, shape: tuple[int, ...]) -> Tensor:  # noqa: N803
+def restore_appended(channels: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the values in channels from `append_channels`, with their shape without the batch."""
-    values = channels_BCHW.flatten(1)[:, : math.prod(shape)]
+    values = channels.flatten(1)[:, : math.prod(shape)]
     return values.reshape(-1, *shape)
 
 
 # Packed latents, one row for each patch of 2x2 cells: the input of Flux and Qwen-Image
-
-PATCH_SIZE = 2
-"""Latent cells along the edge of a patch. One patch is one token."""
 
 
 def pack_latents(latents_BCHW: Tensor) -> Tensor:  # noqa: N803
@@ -503,6 +489,15 @@ def num_patches(latent_shape: Sequence[int]) -> int:
     """Return the number of 2x2 patches in latents of this shape (C, H, W)."""
     _, height, width = latent_shape
     return (height // PATCH_SIZE) * (width // PATCH_SIZE)
+
+
+def patch_positions(rows: int, columns: int, like: Tensor, image: int = 0) -> Tensor:
+    """Return the position of every patch, as (number of the image, row, column), for RoPE."""
+    positions = like.new_zeros(rows, columns, 3)
+    positions[..., 0] = image
+    positions[..., 1] = torch.arange(rows, device=like.device)[:, None]
+    positions[..., 2] = torch.arange(columns, device=like.device)[None]
+    return positions.view(-1, 3)
 
 
 def packed_shape(config: Config, sample: SampleShape, text_length: int) -> EncodedShape:

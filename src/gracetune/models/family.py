@@ -375,9 +375,10 @@ class EncodedShape:
 
 @dataclass(frozen=True)
 class PlannerShapes:
-    """The facts from which the memory planner builds a family's transformer without its weights.
+    """The facts about a family's transformer that do not depend on its weights.
 
-    The planner traces this transformer to predict memory and time. The module of a family
+    The memory planner builds the transformer from them without weights, and traces it to predict
+    memory and time; `DiffusersFamily` calls the loaded one with them. The module of a family
     subclasses this class and assigns one instance to `PLANNER_SHAPES`. In the methods, `config` is
     the transformer's full diffusers configuration.
     """
@@ -403,6 +404,8 @@ class PlannerShapes:
     low-noise transformer."""
     dtype: torch.dtype = torch.bfloat16
     """Dtype of the weights, unless `model.dtype` is float32."""
+    input_layer: str = ""
+    """Name of the layer that reads the latents. Its weights have the dtype of the inputs."""
     supported_models: str = ""
     """Names of the models that the family trains, for error messages."""
     unsupported_inputs: Mapping[str, str] = field(default_factory=dict)
@@ -423,19 +426,71 @@ class PlannerShapes:
                     f"{self.supported_models}. Name another model.path."
                 )
 
+    def foreign_weights(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002
+        """Return parts of weight names that mark a file of another model than this config's."""
+        return self.unsupported_weights
+
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and the text embedding of a training sample."""
         raise NotImplementedError
+
+    def arguments(
+        self,
+        config: Config,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        """Return the arguments of the transformer's forward pass, the noisy latents first.
+
+        `conditions` are those of `Family.predict`. Floating-point arguments have this dtype, except
+        those for which the diffusers pipeline uses fp32.
+        """
+        raise NotImplementedError
+
+    def prediction(self, output: Any, noisy: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the model's prediction, shaped like `noisy`, from the transformer's output."""
+        prediction: Tensor = output
+        return prediction
+
+    def conditions(
+        self,
+        config: Config,  # noqa: ARG002
+        encoded: EncodedShape,
+        batch_size: int,
+        dtype: torch.dtype,
+    ) -> dict[str, Tensor]:
+        """Return uninitialised conditions of a batch, without padding, for `arguments`."""
+        tokens = {"tokens": torch.empty(batch_size, *encoded.text_shape, dtype=dtype)}
+        if not encoded.control_shape:
+            return tokens
+        return {**tokens, "reference": torch.empty(batch_size, *encoded.control_shape, dtype=dtype)}
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Return uninitialised tensors for the transformer's forward pass, by argument name."""
-        raise NotImplementedError
+        arguments = self.arguments(
+            config,
+            torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
+            torch.empty(batch_size),
+            self.conditions(config, encoded, batch_size, dtype),
+            dtype,
+        )
+        return {k: tensor for k, tensor in arguments.items() if isinstance(tensor, torch.Tensor)}
 
     def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the arguments of the forward pass that are not tensors."""
         return {}
+
+    def call(
+        self, transformer: Forward, encoded: EncodedShape, inputs: Mapping[str, Tensor]
+    ) -> Any:
+        """Run the transformer with tensors from `inputs`, and return its output."""
+        batch_size = len(next(iter(inputs.values())))
+        extra = self.extra_arguments(encoded, batch_size)
+        return transformer(**inputs, **extra, return_dict=False)[0]
 
 
 def planner_shapes(family: str) -> PlannerShapes:

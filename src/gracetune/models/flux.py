@@ -1,64 +1,48 @@
-"""The model family `flux`: FLUX.1 for images, with diffusers' classes.
+"""The model family `flux`: FLUX.1 and FLUX.1 Kontext, which edits images.
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
-patches of 2x2 cells as tokens. diffusers is imported inside functions because the adapter commands
+patches of 2x2 cells as tokens. Kontext also reads the tokens of the image to edit (the reference),
+after those of the noisy image. diffusers is imported inside functions because the adapter commands
 read `KEY_TABLE` from here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import FusedProjection, KeyTable, PipelineSpec
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
     captions_longer_than,
-    check_channels,
-    check_pipeline_class,
-    digest_of_folder,
-    find_model_folder,
     num_patches,
     pack_latents,
     packed_shape,
-    read_model_index,
-    read_pretrained,
-    read_scheduler,
-    read_text_encoder,
-    read_transformer,
-    read_vae,
-    tokenize,
+    patch_positions,
+    to_pil,
     unpack_latents,
 )
-from gracetune.models.family import PROBE_JOINT_ATTENTION, GeneratedSample, PlannerShapes
+from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, SampleShape
+from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from torch import Tensor
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import (
-        AudioFormat,
-        Config,
-        EncodedShape,
-        Forward,
-        MediaKind,
-        PredictionType,
-        SampleRequest,
-        SampleShape,
-    )
+    from gracetune.models.family import Config, EncodedShape
 
-SUPPORTED_MODELS = "flux trains FLUX.1 dev and schnell, not Fill, Control, Redux or Kontext"
+KONTEXT_PIPELINE = "FluxKontextPipeline"
+SUPPORTED_MODELS = "flux trains FLUX.1 dev, schnell and Kontext, not Fill, Control or Redux"
 TEXT_LENGTH = 512
 """Number of tokens of every caption. T5 runs without a mask, so padding is embedded as well."""
 TRAINED_GUIDANCE = 1.0
 """Guidance value that training passes to models with a guidance input, such as FLUX.1-dev."""
-MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
     "attn.to_k",
@@ -79,194 +63,14 @@ TARGETS = (
 
 def load(section: ModelSection) -> Flux:
     """Load the FLUX.1 pipeline that `model.path` names."""
-    from diffusers import AutoencoderKL, FluxTransformer2DModel
-    from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
-
     from gracetune.models.attention_processors import make_attention_grads_contiguous
 
-    folder = find_model_folder(section)
-    check_pipeline_class(folder, read_model_index(folder), ("FluxPipeline",), "flux")
-    vae = read_vae(folder, AutoencoderKL)
-    transformer = read_transformer(
-        FluxTransformer2DModel, section, folder, "transformer", section.transformer_file
+    optional = ("image_encoder", "feature_extractor")  # of IP adapters
+    family = Flux(
+        read_parts(section, PLANNER_SHAPES, ("FluxPipeline", KONTEXT_PIPELINE), ignored=optional)
     )
-    channels = vae.config.latent_channels * PATCH_SIZE**2
-    check_channels(folder, transformer, [channels], "flux", SUPPORTED_MODELS)
-    make_attention_grads_contiguous(transformer)
-    return Flux(
-        folder=folder,
-        transformer=transformer,
-        vae=vae,
-        text_encoders=[
-            read_text_encoder(folder, "text_encoder", CLIPTextModel),
-            read_text_encoder(folder, "text_encoder_2", T5EncoderModel),
-        ],
-        tokenizers=(
-            read_pretrained(folder, "tokenizer", AutoTokenizer),
-            read_pretrained(folder, "tokenizer_2", AutoTokenizer),
-        ),
-        vae_scale=2 ** (len(vae.config.block_out_channels) - 1),
-    )
-
-
-@dataclass(frozen=True)
-class Flux(DiffusersFamily):
-    """A loaded FLUX.1 model. `Family` documents the members."""
-
-    folder: Path
-    transformer: Any
-    vae: Any
-    text_encoders: list[nn.Module]
-    """The text encoders CLIP and T5; empty once they are released."""
-    tokenizers: tuple[Any, Any]
-    """The tokenizers of CLIP and T5."""
-    vae_scale: int
-    """Pixels along each edge of a latent cell."""
-    name: str = "flux"
-    boundary: None = None
-    kinds: tuple[MediaKind, ...] = ("image",)
-    audio: AudioFormat | None = None
-    starts_from: Literal["text", "image"] = "text"
-    takes_control: bool = False
-    max_edge: int = MAX_EDGE
-    prediction: PredictionType = "flow"
-    adapter_targets: tuple[str, ...] = TARGETS
-
-    @property
-    def pixel_step(self) -> int:
-        """Pixels along each edge of a patch: width and height must be multiples of it."""
-        return self.vae_scale * PATCH_SIZE
-
-    def identity(self) -> dict[str, str]:
-        """Return strings for cache keys, made of hashes of the encoders' files."""
-        names = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-        text = "-".join(digest_of_folder(self.folder / name) for name in names)
-        return {
-            "latents": f"flux-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"flux-{TEXT_LENGTH}-{text}",
-        }
-
-    def blocks(self) -> Sequence[nn.Module]:
-        """Return the double-stream blocks, then the single-stream blocks."""
-        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
-
-    def encode(self, media: Tensor) -> Tensor:
-        """Encode images to latents: the mode of the VAE's distribution, shifted and scaled."""
-        parameter, config = next(self.vae.parameters()), self.vae.config
-        with torch.no_grad():
-            raw: Tensor = self.vae.encode(media.to(parameter)).latent_dist.mode()
-        return (raw - float(config.shift_factor)) * float(config.scaling_factor)
-
-    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the encoded images unchanged, and an empty dict: there are no image conditions."""
-        return encoded, {}
-
-    def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape of an image's latents: channels, rows and columns."""
-        width, height = shape
-        return (
-            self.vae.config.latent_channels,
-            height // self.vae_scale,
-            width // self.vae_scale,
-        )
-
-    def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches; each is one token."""
-        return num_patches(latent_shape)
-
-    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions that have more tokens than T5 reads, and will be cut."""
-        return captions_longer_than(self.tokenizers[1], captions, TEXT_LENGTH)
-
-    def encode_text(
-        self,
-        captions: Sequence[str],
-        images: Sequence[Tensor] = (),  # noqa: ARG002
-    ) -> list[dict[str, Tensor]]:
-        """Encode captions: T5's token embeddings (`tokens`), CLIP's pooled embedding (`pooled`)."""
-        clip, t5 = self.text_encoders
-        clip_tokenizer, t5_tokenizer = self.tokenizers
-        device = next(t5.parameters()).device
-        texts = []
-        for caption in captions:
-            clip_ids, t5_ids = (
-                tokenize(tokenizer, caption, length, pad=True)["input_ids"].to(device)
-                for tokenizer, length in (
-                    (clip_tokenizer, clip_tokenizer.model_max_length),
-                    (t5_tokenizer, TEXT_LENGTH),
-                )
-            )
-            with torch.no_grad():
-                pooled, tokens = clip(clip_ids).pooler_output[0], t5(t5_ids)[0][0]
-            texts.append({"tokens": tokens, "pooled": pooled})
-        return texts
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
-
-    def predict(
-        self,
-        transformer: Forward,
-        noisy: Tensor,
-        sigmas: Tensor,
-        conditions: Mapping[str, Tensor],
-    ) -> Tensor:
-        """Return the predicted velocity. FLUX.1 takes timesteps from 0 to 1, like sigmas."""
-        height, width = noisy.shape[2:]
-        dtype, tokens = self.transformer.x_embedder.weight.dtype, conditions["tokens"]
-        takes_guidance = self.transformer.config.guidance_embeds
-        rows: Tensor = transformer(
-            hidden_states=pack_latents(noisy).to(dtype),
-            timestep=sigmas.to(dtype),
-            guidance=torch.full_like(sigmas, TRAINED_GUIDANCE) if takes_guidance else None,
-            pooled_projections=conditions["pooled"].to(dtype),
-            encoder_hidden_states=tokens.to(dtype),
-            txt_ids=sigmas.new_zeros(tokens.shape[1], 3),
-            img_ids=_patch_positions(height // PATCH_SIZE, width // PATCH_SIZE, sigmas),
-            return_dict=False,
-        )[0]
-        return unpack_latents(rows, height, width)
-
-    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """Generate one image per prompt. Models without a guidance input ignore `guidance`."""
-        import diffusers
-
-        pipeline = diffusers.FluxPipeline(
-            scheduler=read_scheduler(self.folder),
-            vae=self.sampling_vae(request),
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            transformer=self.transformer,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        parameter = next(self.transformer.parameters())
-        width, height = request.shape
-        samples = []
-        for number, text in enumerate(request.texts):
-            embeddings = {key: t.to(parameter) for key, t in self.stack_text([text]).items()}
-            image = pipeline(
-                prompt_embeds=embeddings["tokens"],
-                pooled_prompt_embeds=embeddings["pooled"],
-                width=width,
-                height=height,
-                num_inference_steps=request.steps,
-                guidance_scale=request.guidance,
-                generator=torch.Generator().manual_seed(request.seed + number),
-                output_type="pt",
-            ).images[0]
-            samples.append(GeneratedSample("image", image.float().cpu() * 2 - 1))
-        return samples
-
-
-def _patch_positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Return the position of every patch, as (0, row, column), for RoPE."""
-    positions = like.new_zeros(rows, columns, 3)
-    positions[..., 1] = torch.arange(rows, device=like.device)[:, None]
-    positions[..., 2] = torch.arange(columns, device=like.device)[None]
-    return positions.view(-1, 3)
+    make_attention_grads_contiguous(family.transformer)
+    return family
 
 
 class FluxShapes(PlannerShapes):
@@ -274,25 +78,52 @@ class FluxShapes(PlannerShapes):
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and of the padded T5 embedding of a sample."""
-        return packed_shape(config, sample, TEXT_LENGTH)
+        shape = packed_shape(config, sample, TEXT_LENGTH)
+        if not sample.has_control:
+            return shape
+        reference = SampleShape(*kontext_size(sample.width, sample.height))
+        control = packed_shape(config, reference, TEXT_LENGTH).latent_shape
+        return replace(shape, control_shape=control)
 
-    def inputs(
+    def conditions(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return uninitialised tensors like those that `predict` passes to the transformer."""
-        tokens = num_patches(encoded.latent_shape)
-        pooled_width = config["pooled_projection_dim"]
-        inputs = {
-            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
-            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
-            "pooled_projections": torch.empty(batch_size, pooled_width, dtype=dtype),
-            "timestep": torch.empty(batch_size, dtype=dtype),
-            "img_ids": torch.empty(tokens, 3),
-            "txt_ids": torch.empty(encoded.text_shape[0], 3),
+        """Return uninitialised embeddings of T5 (`tokens`) and CLIP (`pooled`)."""
+        pooled = torch.empty(batch_size, config["pooled_projection_dim"], dtype=dtype)
+        return {**super().conditions(config, encoded, batch_size, dtype), "pooled": pooled}
+
+    def arguments(
+        self,
+        config: Config,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        """Return the transformer's arguments; timesteps are from 0 to 1, like sigmas.
+
+        The rows of the image to edit follow those of the noisy image, with a position of their own.
+        """
+        images = [noisy, *([conditions["reference"]] if "reference" in conditions else [])]
+        positions = [
+            patch_positions(x.shape[2] // PATCH_SIZE, x.shape[3] // PATCH_SIZE, sigmas, number)
+            for number, x in enumerate(images)
+        ]
+        tokens, takes_guidance = conditions["tokens"], config["guidance_embeds"]
+        return {
+            "hidden_states": torch.cat([pack_latents(x) for x in images], dim=1).to(dtype),
+            "timestep": sigmas.to(dtype),
+            "guidance": torch.full_like(sigmas, TRAINED_GUIDANCE) if takes_guidance else None,
+            "pooled_projections": conditions["pooled"].to(dtype),
+            "encoder_hidden_states": tokens.to(dtype),
+            "txt_ids": sigmas.new_zeros(tokens.shape[1], 3),
+            "img_ids": torch.cat(positions),
         }
-        if config["guidance_embeds"]:
-            inputs["guidance"] = torch.empty(batch_size, dtype=dtype)
-        return inputs
+
+    def prediction(self, output: Any, noisy: Tensor) -> Tensor:
+        """Return the velocity of the noisy image as latents, from its patches."""
+        rows = output[:, : num_patches(noisy.shape[1:])]
+        return unpack_latents(rows, *noisy.shape[2:])
 
 
 PLANNER_SHAPES = FluxShapes(
@@ -301,6 +132,8 @@ PLANNER_SHAPES = FluxShapes(
     published_name="the published FLUX.1-dev, 12 B",
     blocks=("transformer_blocks", "single_transformer_blocks"),
     targets=TARGETS,
+    input_layer="x_embedder",
+    supported_models=SUPPORTED_MODELS,
     probe_config={
         **PROBE_JOINT_ATTENTION,
         "num_layers": 4,
@@ -308,6 +141,78 @@ PLANNER_SHAPES = FluxShapes(
         "pooled_projection_dim": 16,
     },
 )
+
+
+class Flux(DiffusersFamily):
+    """A loaded FLUX.1 model. `Family` documents the members."""
+
+    name = "flux"
+    shapes = PLANNER_SHAPES
+    channels_per_patch = True
+    text_length = TEXT_LENGTH
+
+    def __init__(self, parts: PipelineParts) -> None:
+        super().__init__(parts)
+        self.takes_control = parts.index["_class_name"] == KONTEXT_PIPELINE
+        self.cache_name = "flux-kontext" if self.takes_control else "flux"
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the image to edit, for a generated image of this size."""
+        return kontext_size(width, height)
+
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
+        """Return the captions that have more tokens than T5 reads, and will be cut."""
+        return captions_longer_than(self.parts.components["tokenizer_2"], captions, TEXT_LENGTH)
+
+    def encode_caption(
+        self,
+        caption: str,
+        image: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Encode a caption: T5's token embeddings (`tokens`), CLIP's pooled one (`pooled`)."""
+        tokens, pooled, _ = self.parts.pipeline().encode_prompt(
+            caption, None, self.encoder_device(), max_sequence_length=TEXT_LENGTH
+        )
+        return {"tokens": tokens[0], "pooled": pooled[0]}
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack the embeddings of captions into a batch; all have the same length."""
+        return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
+
+    def prompt_arguments(
+        self,
+        text: Mapping[str, Tensor],
+        empty: Mapping[str, Tensor],  # noqa: ARG002
+        guidance: float,
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments. Models without a guidance input ignore `guidance`."""
+        return {
+            "prompt_embeds": text["tokens"],
+            "pooled_prompt_embeds": text["pooled"],
+            "guidance_scale": guidance,
+        }
+
+    def image_arguments(
+        self,
+        pipeline: Any,  # noqa: ARG002
+        image: Tensor,
+        width: int,
+        height: int,
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments for an image to edit, which has its size already.
+
+        By default, the pipeline would generate an image of one megapixel.
+        """
+        return {"image": to_pil(image), "_auto_resize": False, "max_area": width * height}
+
+
+def kontext_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size of the image to edit: of those that Kontext knows, the one most alike."""
+    from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+    ratio = width / height
+    _, *size = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+    return size[0], size[1]
 
 
 # Key names in other tools. The original checkpoint fuses query, key and value (and, in single

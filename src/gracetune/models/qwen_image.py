@@ -9,70 +9,46 @@ the adapter commands read `KEY_TABLE` from here and should not wait seconds for 
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
-    append_channels,
-    captions_longer_than,
-    check_channels,
-    check_pipeline_class,
-    digest_of_folder,
-    find_model_folder,
     num_patches,
     pack_latents,
     packed_shape,
-    pad_embeddings,
-    padding_mask,
-    read_model_index,
-    read_pretrained,
-    read_scheduler,
-    read_text_encoder,
-    read_transformer,
-    read_vae,
-    restore_appended,
+    to_pil,
     tokenize,
     unpack_latents,
 )
 from gracetune.models.family import (
     PROBE_JOINT_ATTENTION,
     EncodedShape,
-    GeneratedSample,
     PlannerShapes,
     SampleShape,
 )
+from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from torch import Tensor
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import (
-        AudioFormat,
-        Config,
-        Forward,
-        MediaKind,
-        PredictionType,
-        SampleRequest,
-    )
+    from gracetune.models.family import Config
 
 EDIT_PIPELINE = "QwenImageEditPipeline"
 SUPPORTED_MODELS = "qwen_image trains Qwen-Image and Qwen-Image-Edit with one reference"
 REFERENCE_AREA = 1024 * 1024
 """Pixels of the image to edit, for the VAE and for the language model. See `reference_size`."""
 REFERENCE_STEP = 32
-MAX_EDGE = 4096
 TARGETS = (
     "attn.to_q",
     "attn.to_k",
@@ -91,248 +67,8 @@ TARGETS = (
 
 def load(section: ModelSection) -> QwenImage:
     """Load the Qwen-Image pipeline that `model.path` names."""
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-    from transformers import (
-        AutoImageProcessor,
-        AutoTokenizer,
-        Qwen2_5_VLForConditionalGeneration,
-    )
-
-    folder = find_model_folder(section)
-    index = read_model_index(folder)
-    check_pipeline_class(folder, index, ("QwenImagePipeline", EDIT_PIPELINE), "qwen_image")
-    is_edit = index["_class_name"] == EDIT_PIPELINE
-    image_processor = read_pretrained(folder, "processor", AutoImageProcessor) if is_edit else None
-    vae = read_vae(folder, AutoencoderKLQwenImage)
-    text_encoder = read_text_encoder(folder, "text_encoder", Qwen2_5_VLForConditionalGeneration)
-    transformer = read_transformer(
-        QwenImageTransformer2DModel,
-        section,
-        folder,
-        "transformer",
-        section.transformer_file,
-        PLANNER_SHAPES,
-    )
-    channels = vae.config.z_dim * PATCH_SIZE**2
-    check_channels(folder, transformer, [channels], "qwen_image", SUPPORTED_MODELS)
-    return QwenImage(
-        folder=folder,
-        transformer=transformer,
-        vae=vae,
-        text_encoders=[text_encoder],
-        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
-        image_processor=image_processor,
-        vae_scale=2 ** len(vae.temperal_downsample),
-        takes_control=is_edit,
-    )
-
-
-@dataclass(frozen=True)
-class QwenImage(DiffusersFamily):
-    """A loaded Qwen-Image or Qwen-Image-Edit model. `Family` documents the members."""
-
-    folder: Path
-    transformer: Any
-    vae: Any
-    text_encoders: list[nn.Module]
-    """The text encoder, a vision-language model; empty once it is released."""
-    tokenizer: Any
-    image_processor: Any
-    """Prepares the image to edit for the text encoder. None if the model does not edit."""
-    vae_scale: int
-    """Pixels along each edge of a latent cell."""
-    name: str = "qwen_image"
-    boundary: None = None
-    kinds: tuple[MediaKind, ...] = ("image",)
-    audio: AudioFormat | None = None
-    starts_from: Literal["text", "image"] = "text"
-    takes_control: bool = False
-    max_edge: int = MAX_EDGE
-    prediction: PredictionType = "flow"
-    adapter_targets: tuple[str, ...] = TARGETS
-
-    @property
-    def pixel_step(self) -> int:
-        """Pixels along each edge of a patch: width and height must be multiples of it."""
-        return self.vae_scale * PATCH_SIZE
-
-    def identity(self) -> dict[str, str]:
-        """Return strings for cache keys: hashes of the encoders' files, and sizes of the inputs."""
-        names = ["tokenizer", "text_encoder", *(["processor"] if self.takes_control else [])]
-        text = "-".join(digest_of_folder(self.folder / name) for name in names)
-        model = f"qwen-image-edit-{REFERENCE_AREA}" if self.takes_control else "qwen-image"
-        return {
-            "latents": f"{model}-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"{model}-{self._text_length}-{text}",
-        }
-
-    def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of the image to edit, for a generated image of this size."""
-        return reference_size(width, height)
-
-    def blocks(self) -> Sequence[nn.Module]:
-        """Return the double-stream blocks in forward order."""
-        return list(self.transformer.transformer_blocks)
-
-    def encode(self, media: Tensor) -> Tensor:
-        """Encode images to normalised latents; those of images to edit follow as channels."""
-        latents = self._encode_image(self.vae, media[:, :3])
-        if not self.takes_control:
-            return latents
-        width, height = self.control_size(media.shape[-1], media.shape[-2])
-        references = restore_appended(media[:, 3:], (3, height, width))
-        # One at a time and not in tiles: the caller decides both for the size to generate.
-        vae = copy.copy(self.vae)
-        vae.disable_tiling()
-        encoded = [self._encode_image(vae, reference[None]) for reference in references]
-        return append_channels(latents, torch.cat(encoded))
-
-    def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the latents to add noise to, and those of an image to edit as a condition."""
-        channels = self.vae.config.z_dim
-        if not self.takes_control:
-            return encoded, {}
-        shape = self._reference_shape(*encoded.shape[-2:])
-        reference = restore_appended(encoded[:, channels:], shape)
-        return encoded[:, :channels], {"reference": reference}
-
-    def latent_shape(self, *shape: int) -> tuple[int, ...]:
-        """Return the shape of an encoded image: channels, rows, columns.
-
-        An edit has more channels, which hold the latents of the image to edit.
-        """
-        width, height = shape
-        rows, columns = height // self.vae_scale, width // self.vae_scale
-        channels = self.vae.config.z_dim
-        if self.takes_control:
-            channels += -(-math.prod(self._reference_shape(rows, columns)) // (rows * columns))
-        return (channels, rows, columns)
-
-    def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches, each one token, without those of the image to edit."""
-        return num_patches(latent_shape)
-
-    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions with more tokens than the model reads."""
-        return captions_longer_than(self.tokenizer, captions, self._text_length)
-
-    def encode_text(
-        self, captions: Sequence[str], images: Sequence[Tensor] = ()
-    ) -> list[dict[str, Tensor]]:
-        """Encode captions to the last hidden states of the vision-language model (`tokens`)."""
-        (encoder,) = self.text_encoders
-        if not self.takes_control:
-            return [
-                {"tokens": encode_caption(encoder, self.tokenizer, caption)} for caption in captions
-            ]
-        return [
-            {"tokens": encode_edit(encoder, self.tokenizer, self.image_processor, caption, image)}
-            for caption, image in zip(captions, images, strict=True)
-        ]
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack captions, padded with zeros to the longest; `mask` marks the real tokens."""
-        tokens = [text["tokens"] for text in texts]
-        longest = max(map(len, tokens))
-        return {"tokens": pad_embeddings(tokens, longest), "mask": padding_mask(tokens, longest)}
-
-    def predict(
-        self,
-        transformer: Forward,
-        noisy: Tensor,
-        sigmas: Tensor,
-        conditions: Mapping[str, Tensor],
-    ) -> Tensor:
-        """Return the predicted velocity. Qwen-Image takes timesteps from 0 to 1, like sigmas."""
-        count, _, height, width = noisy.shape
-        dtype = self.transformer.img_in.weight.dtype
-        rows = pack_latents(noisy)
-        length, shapes = rows.shape[1], [_patch_grid(noisy.shape)]
-        if "reference" in conditions:
-            rows = torch.cat([rows, pack_latents(conditions["reference"])], dim=1)
-            shapes.append(_patch_grid(conditions["reference"].shape))
-        velocity: Tensor = transformer(
-            hidden_states=rows.to(dtype),
-            timestep=sigmas.to(dtype),
-            encoder_hidden_states=conditions["tokens"].to(dtype),
-            encoder_hidden_states_mask=conditions["mask"],
-            img_shapes=[shapes] * count,
-            return_dict=False,
-        )[0]
-        return unpack_latents(velocity[:, :length], height, width)
-
-    def sample(self, request: SampleRequest) -> list[GeneratedSample]:
-        """Generate one image per prompt."""
-        pipeline = self._pipeline(self.sampling_vae(request))
-        device = next(self.transformer.parameters()).device
-        dtype = self.transformer.img_in.weight.dtype
-        width, height = request.shape
-        empty_texts = request.empty_texts or [request.empty_text] * len(request.texts)
-        samples = []
-        for number, (text, empty) in enumerate(zip(request.texts, empty_texts, strict=True)):
-            prompt, negative = (t["tokens"][None].to(device, dtype) for t in (text, empty))
-            guidance = {
-                "negative_prompt_embeds": negative,
-                "negative_prompt_embeds_mask": torch.ones(negative.shape[:2], device=device).long(),
-            }
-            start = {}
-            if request.images:
-                # The pipeline would resize the image to edit, by its aspect ratio, which rounding
-                # has changed. It is resized already, so give the ratio of the image to generate.
-                reference = to_pil(request.images[number])
-                assert reference.size == self.control_size(width, height), reference.size
-                start["image"] = Image.new("RGB", (width, height))
-                pipeline.image_processor.resize = partial(_same_image, reference)
-            image = pipeline(
-                prompt_embeds=prompt,
-                prompt_embeds_mask=torch.ones(prompt.shape[:2], device=device).long(),
-                **guidance if request.guidance > 1 else {},
-                **start,
-                width=width,
-                height=height,
-                num_inference_steps=request.steps,
-                true_cfg_scale=request.guidance,
-                generator=torch.Generator().manual_seed(request.seed + number),
-                output_type="pt",
-            ).images[0]
-            samples.append(GeneratedSample("image", image.float().cpu() * 2 - 1))
-        return samples
-
-    def _pipeline(self, vae: Any) -> Any:
-        import diffusers
-
-        edit = {"processor": None} if self.takes_control else {}
-        cls = diffusers.QwenImageEditPipeline if edit else diffusers.QwenImagePipeline
-        pipeline = cls(
-            scheduler=read_scheduler(self.folder),
-            vae=vae,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=self.transformer,
-            **edit,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    @property
-    def _text_length(self) -> int:
-        return EDIT_TEXT_LENGTH if self.takes_control else TEXT_LENGTH
-
-    def _reference_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """Return the shape of the latents of an image to edit, by rows and columns of the other."""
-        width, height = self.control_size(columns * self.vae_scale, rows * self.vae_scale)
-        return (self.vae.config.z_dim, height // self.vae_scale, width // self.vae_scale)
-
-    def _encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Encode images to normalised latents, as videos of one frame: the VAE is a video VAE."""
-        video = pixels.to(next(vae.parameters())).unsqueeze(2)
-        with torch.no_grad():
-            raw: Tensor = vae.encode(video).latent_dist.mode()[:, :, 0]
-        mean, std = (
-            torch.tensor(values, device=raw.device).view(1, -1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        return (raw - mean) / std
+    pipelines = ("QwenImagePipeline", EDIT_PIPELINE)
+    return QwenImage(read_parts(section, PLANNER_SHAPES, pipelines, "AutoencoderKLQwenImage"))
 
 
 def reference_size(width: int, height: int) -> tuple[int, int]:
@@ -418,12 +154,6 @@ def encode_edit(
     return _hidden_states(encoder, inputs)[EDIT_TEMPLATE_TOKENS:]
 
 
-def to_pil(pixels_CHW: Tensor) -> Image.Image:  # noqa: N803
-    """Convert pixels in [-1, 1] to an 8-bit PIL image."""
-    scaled = pixels_CHW.clamp(-1, 1).add(1).mul(127.5).round().byte()
-    return Image.fromarray(scaled.permute(1, 2, 0).cpu().numpy())
-
-
 def _hidden_states(encoder: Any, inputs: Any) -> Tensor:
     device = next(encoder.parameters()).device
     dtype = next(encoder.parameters()).dtype
@@ -457,16 +187,31 @@ class QwenImageShapes(PlannerShapes):
         reference = packed_shape(config, SampleShape(*size), tokens)
         return EncodedShape(shape.latent_shape, reference.text_shape, reference.latent_shape)
 
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return uninitialised tensors like those that `predict` passes to the transformer."""
-        tokens = sum(map(num_patches, _image_shapes(encoded)))
+    def arguments(
+        self,
+        config: Config,  # noqa: ARG002
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        """Return the transformer's arguments; timesteps are from 0 to 1, like sigmas.
+
+        The rows of the image to edit follow those of the noisy image.
+        """
+        images = [noisy, *([conditions["reference"]] if "reference" in conditions else [])]
         return {
-            "hidden_states": torch.empty(batch_size, tokens, config["in_channels"], dtype=dtype),
-            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
-            "timestep": torch.empty(batch_size, dtype=dtype),
+            "hidden_states": torch.cat([pack_latents(x) for x in images], dim=1).to(dtype),
+            "timestep": sigmas.to(dtype),
+            "encoder_hidden_states": conditions["tokens"].to(dtype),
+            "encoder_hidden_states_mask": conditions.get("mask"),
+            "img_shapes": [[_patch_grid(x.shape) for x in images]] * len(noisy),
         }
+
+    def prediction(self, output: Any, noisy: Tensor) -> Tensor:
+        """Return the velocity of the noisy image as latents, from its patches."""
+        rows = output[:, : num_patches(noisy.shape[1:])]
+        return unpack_latents(rows, *noisy.shape[2:])
 
     def extra_arguments(self, encoded: EncodedShape, batch_size: int) -> dict[str, Any]:
         """Return the number of frames, rows and columns of patches in each image."""
@@ -484,6 +229,7 @@ PLANNER_SHAPES = QwenImageShapes(
     published_name="the published Qwen-Image, 20 B",
     blocks=("transformer_blocks",),
     targets=TARGETS,
+    input_layer="img_in",
     probe_config={**PROBE_JOINT_ATTENTION, "num_layers": 12},
     supported_models=SUPPORTED_MODELS,
     unsupported_inputs={
@@ -493,6 +239,69 @@ PLANNER_SHAPES = QwenImageShapes(
     },
     unsupported_weights=("addition_t_embedding.",),  # Qwen-Image-Layered
 )
+
+
+class QwenImage(DiffusersFamily):
+    """A loaded Qwen-Image or Qwen-Image-Edit model. `Family` documents the members."""
+
+    name = "qwen_image"
+    shapes = PLANNER_SHAPES
+    video_vae = True
+    channels_per_patch = True
+
+    def __init__(self, parts: PipelineParts) -> None:
+        super().__init__(parts)
+        self.takes_control = parts.index["_class_name"] == EDIT_PIPELINE
+        self.text_length = EDIT_TEXT_LENGTH if self.takes_control else TEXT_LENGTH
+        edit = f"qwen-image-edit-{REFERENCE_AREA}"
+        self.cache_name = edit if self.takes_control else "qwen-image"
+
+    @property
+    def image_processor(self) -> Any:
+        """The processor of the image to edit, for the text encoder."""
+        return self.parts.components["processor"]
+
+    def text_digest(self, *others: str) -> str:
+        """Hash the files that the text encoder and the image to edit are read with."""
+        return super().text_digest(*others, *(["processor"] if self.takes_control else []))
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of the image to edit, for a generated image of this size."""
+        return reference_size(width, height)
+
+    def encode_caption(self, caption: str, image: Tensor | None = None) -> dict[str, Tensor]:
+        """Encode a caption to the last hidden states of the vision-language model (`tokens`)."""
+        (encoder,) = self.text_encoders
+        if image is None:
+            return {"tokens": encode_caption(encoder, self.tokenizer, caption)}
+        tokens = encode_edit(encoder, self.tokenizer, self.image_processor, caption, image)
+        return {"tokens": tokens}
+
+    def prompt_arguments(
+        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments for a prompt."""
+        negative = {
+            "negative_prompt_embeds": empty["tokens"],
+            "negative_prompt_embeds_mask": empty["mask"].long(),
+        }
+        return {
+            "prompt_embeds": text["tokens"],
+            "prompt_embeds_mask": text["mask"].long(),
+            "true_cfg_scale": guidance,
+            **(negative if guidance > 1 else {}),
+        }
+
+    def image_arguments(self, pipeline: Any, image: Tensor, width: int, height: int) -> Any:
+        """Return the pipeline's argument for an image to edit.
+
+        The pipeline would resize it, by its aspect ratio, which rounding has changed. It is resized
+        already, so pass an image with the aspect ratio of the image to generate.
+        """
+        reference = to_pil(image)
+        assert reference.size == self.control_size(width, height), reference.size
+        pipeline.image_processor.resize = partial(_same_image, reference)
+        return {"image": Image.new("RGB", (width, height))}
 
 
 # Key names in other tools. Qwen-Image was published with diffusers' names, so they are the same.

@@ -8,41 +8,35 @@ length in seconds.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderOobleck, StableAudioDiTModel, StableAudioProjectionModel
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
-from torch import Tensor, nn
 from torch.nn import functional
 
 from gracetune.errors import ConfigError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
-    captions_longer_than,
-    check_channels,
-    check_pipeline_class,
-    digest_of_folder,
-    find_model_folder,
     pad_embeddings,
     padding_mask,
-    read_model_index,
-    read_pretrained,
-    read_scheduler,
-    read_text_encoder,
-    read_transformer,
-    read_vae,
     tokenize,
 )
-from gracetune.models.family import AudioFormat, GeneratedSample
+from gracetune.models.family import AudioFormat, GeneratedSample, PlannerShapes
+from gracetune.models.pipeline_folder import (
+    PipelineParts,
+    digest_of_folder,
+    read_parts,
+    read_scheduler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from torch import Tensor
+
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import Forward, MediaKind, PredictionType, SampleRequest
+    from gracetune.models.family import Forward, SampleRequest
 
 TARGETS = (
     "attn1.to_q",
@@ -58,86 +52,64 @@ TARGETS = (
 )
 
 
+TRANSFORMER = PlannerShapes(
+    class_name="StableAudioDiTModel",
+    published_config={},
+    published_name="the published Stable Audio Open",
+    blocks=("transformer_blocks",),
+    targets=TARGETS,
+    input_layer="preprocess_conv",
+    probe_config={},
+    supported_models="stable_audio trains Stable Audio Open",
+)
+"""Facts about the transformer. Those for the memory planner, which knows images, are missing."""
+
+
 def load(section: ModelSection) -> StableAudio:
     """Load the Stable Audio pipeline that `model.path` names."""
-    from transformers import AutoTokenizer, T5EncoderModel
-
-    folder = find_model_folder(section)
-    check_pipeline_class(folder, read_model_index(folder), ("StableAudioPipeline",), "stable_audio")
-    vae = read_vae(folder, AutoencoderOobleck)
-    projection = read_pretrained(
-        folder, "projection_model", StableAudioProjectionModel, torch_dtype=torch.float32
-    )
-    text_encoder = read_text_encoder(folder, "text_encoder", T5EncoderModel)
-    transformer = read_transformer(
-        StableAudioDiTModel, section, folder, "transformer", section.transformer_file
-    )
-    channels = vae.config.decoder_input_channels
-    supported = "stable_audio trains Stable Audio Open"
-    check_channels(folder, transformer, [channels], "stable_audio", supported)
     return StableAudio(
-        folder=folder,
-        transformer=transformer,
-        vae=vae,
-        projection=projection.eval().requires_grad_(False),
-        text_encoders=[text_encoder],
-        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
-        audio=AudioFormat(
-            vae.config.audio_channels,
-            vae.config.sampling_rate,
-            int(transformer.config.sample_size) * vae.hop_length,
-        ),
+        read_parts(section, TRANSFORMER, ("StableAudioPipeline",), "AutoencoderOobleck")
     )
 
 
-@dataclass(frozen=True)
 class StableAudio(DiffusersFamily):
     """A loaded Stable Audio Open model. `Family` documents the members."""
 
-    folder: Path
-    transformer: Any
-    vae: Any
-    projection: Any
-    """Frozen model that turns the start and end of a clip, in seconds, into embeddings."""
-    text_encoders: list[nn.Module]
-    """The text encoder T5; empty once it is released."""
-    tokenizer: Any
+    name = "stable_audio"
+    shapes = TRANSFORMER
+    kinds = ("audio",)
     audio: AudioFormat
-    name: str = "stable_audio"
-    boundary: None = None
-    kinds: tuple[MediaKind, ...] = ("audio",)
-    starts_from: Literal["text", "image"] = "text"
-    takes_control: bool = False
-    pixel_step: int = 1
-    max_edge: int = 1
-    prediction: PredictionType = "v"
-    adapter_targets: tuple[str, ...] = TARGETS
+    pixel_step = 1
+    max_edge = 1
+    prediction = "v"
+
+    def __init__(self, parts: PipelineParts) -> None:
+        super().__init__(parts)
+        config = self.vae.config
+        self.audio = AudioFormat(
+            config.audio_channels,
+            config.sampling_rate,
+            int(self.transformer.config.sample_size) * self.vae.hop_length,
+        )
+        self.projection = parts.components["projection_model"]
+        """Frozen model that turns the start and end of a clip, in seconds, into embeddings."""
+        self.text_length = self.tokenizer.model_max_length
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents."""
+        return int(self.vae.config.decoder_input_channels)
 
     def identity(self) -> dict[str, str]:
         """Return strings for cache keys: hashes of the encoders' files, and the padded length.
 
         Clips of any length are padded with silence to this length.
         """
-        names = ("tokenizer", "text_encoder", "projection_model")
-        text = "-".join(digest_of_folder(self.folder / name) for name in names)
         vae = digest_of_folder(self.folder / "vae")
         return {
             "latents": f"stable-audio-mode-{self.audio.max_length}-{vae}",
-            "text": f"stable-audio-{text}",
+            "text": f"stable-audio-{self.text_digest('projection_model')}",
         }
-
-    def blocks(self) -> Sequence[nn.Module]:
-        """Return the transformer's blocks in forward order."""
-        return list(self.transformer.transformer_blocks)
-
-    def to(self, device: torch.device) -> None:
-        """Move the VAE, the projection and the text encoder, unless released, to a device."""
-        for module in (self.vae, self.projection, *self.text_encoders):
-            module.to(device)
-
-    def release_text_encoder(self) -> None:
-        """Free the text encoder T5. The projection stays, because every step needs it."""
-        self.text_encoders.clear()
 
     def set_tiling(self, enabled: bool) -> bool:  # noqa: ARG002
         """Return False: the VAE of Stable Audio has no tiled encoding."""
@@ -168,32 +140,23 @@ class StableAudio(DiffusersFamily):
         """Return the number of latent positions; each is one token."""
         return latent_shape[1]
 
-    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions with more tokens than the model reads."""
-        return captions_longer_than(self.tokenizer, captions, self.tokenizer.model_max_length)
-
-    def encode_text(
+    def encode_caption(
         self,
-        captions: Sequence[str],
-        images: Sequence[Tensor] = (),  # noqa: ARG002
-    ) -> list[dict[str, Tensor]]:
-        """Encode captions to the hidden states of T5 (`tokens`); an empty caption has no tokens."""
+        caption: str,
+        image: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Encode a caption to the hidden states of T5 (`tokens`); an empty one has no tokens."""
         (encoder,) = self.text_encoders
-        device = next(encoder.parameters()).device
-        texts = []
-        for caption in captions:
-            tokens = tokenize(self.tokenizer, caption, self.tokenizer.model_max_length)
-            with torch.no_grad():
-                states = encoder(
-                    tokens["input_ids"].to(device),
-                    attention_mask=tokens["attention_mask"].to(device),
-                )[0]
-            texts.append({"tokens": states[0] if caption else states[0, :0]})
-        return texts
+        tokens = tokenize(self.tokenizer, caption, self.text_length)
+        device = self.encoder_device()
+        states = encoder(
+            tokens["input_ids"].to(device), attention_mask=tokens["attention_mask"].to(device)
+        )[0]
+        return {"tokens": states[0] if caption else states[0, :0]}
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack captions, padded with zeros to the tokenizer's length; `mask` marks real tokens."""
-        tokens, length = [text["tokens"] for text in texts], self.tokenizer.model_max_length
+        tokens, length = [text["tokens"] for text in texts], self.text_length
         return {"tokens": pad_embeddings(tokens, length), "mask": padding_mask(tokens, length)}
 
     def predict(
@@ -208,7 +171,7 @@ class StableAudio(DiffusersFamily):
         For an empty caption, all inputs of cross-attention are zero, even the embeddings of the
         clip's start and end. diffusers' pipeline does the same for classifier-free guidance.
         """
-        dtype = self.transformer.preprocess_conv.weight.dtype
+        dtype = self.dtype
         seconds = conditions["seconds"].float()
         projected = self.projection(
             text_hidden_states=conditions["tokens"].float(),
@@ -238,17 +201,9 @@ class StableAudio(DiffusersFamily):
 
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """Generate one audio clip per prompt."""
-        import diffusers
-
-        pipeline = diffusers.StableAudioPipeline(
-            vae=self.vae,
-            text_encoder=None,
-            projection_model=self.projection,
-            tokenizer=None,
-            transformer=self.transformer,
-            scheduler=_read_sde_scheduler(self.folder),
+        pipeline = self.parts.pipeline(
+            **dict.fromkeys(self.parts.encoders), scheduler=_read_sde_scheduler(self.folder)
         )
-        pipeline.set_progress_bar_config(disable=True)
         device = next(self.transformer.parameters()).device
         _, length = request.shape
         samples = []

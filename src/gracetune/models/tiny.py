@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gracetune.errors import ModelError
-from gracetune.models.diffusers_family import digest_of_weights
 from gracetune.models.family import EncodedShape, GeneratedSample, PlannerShapes
+from gracetune.models.pipeline_folder import digest_of_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,40 +1,31 @@
 """The model family `wan22`: Wan 2.2 for images and videos, with diffusers' classes.
 
 T2V-A14B and I2V-A14B have two transformers (experts), one for high and one for low noise; TI2V-5B
-has one transformer for both tasks, and so has T2V of Wan 2.1. I2V of Wan 2.1 is refused: it also
-reads an image embedding, which this module does not compute. Which model is loaded depends on the
-folder. Latents have C channels, F frames, H rows and W columns; an image is a video of one frame.
-diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from here and
-should not wait seconds for that import.
+has one transformer for both tasks, and so have T2V and I2V of Wan 2.1. I2V of Wan 2.1 also reads an
+embedding of the first frame by CLIP, which is cached with the latents. The folder decides which
+model is loaded. Latents have C channels, F frames, H rows and W columns; an image is a video of one
+frame. diffusers is imported inside functions because the adapter commands read `KEY_TABLE` from
+here and should not wait seconds for that import.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+import json
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
 
 from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.errors import ModelError
 from gracetune.models.diffusers_family import (
     DiffusersFamily,
-    captions_longer_than,
-    check_channels,
-    check_pipeline_class,
+    append_channels,
     clean_caption,
-    copy_other_components,
-    digest_of_folder,
-    find_model_folder,
     pad_embeddings,
-    read_model_index,
-    read_pretrained,
-    read_scheduler,
-    read_text_encoder,
-    read_transformer,
-    read_vae,
+    restore_appended,
+    standardize_latents,
+    to_pil,
     tokenize,
 )
 from gracetune.models.family import (
@@ -43,31 +34,34 @@ from gracetune.models.family import (
     Experts,
     GeneratedSample,
     PlannerShapes,
-    transformers_of,
+)
+from gracetune.models.pipeline_folder import (
+    PipelineParts,
+    check_channels,
+    digest_of_folder,
+    find_model_folder,
+    read_parts,
+    read_scheduler,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+
+    from torch import Tensor
 
     from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
-    from gracetune.models.family import (
-        AudioFormat,
-        Config,
-        Forward,
-        MediaKind,
-        PredictionType,
-        SampleRequest,
-        SampleShape,
-    )
+    from gracetune.models.family import Config, Forward, SampleRequest, SampleShape
 
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
-SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
-IMAGE_EMBEDDING = "an image embedding"
-"""Input of I2V and FLF2V of Wan 2.1, from a CLIP image encoder."""
+SUPPORTED_MODELS = "wan22 trains Wan 2.1 T2V and I2V and Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B"
+IMAGE_WEIGHTS = ("img_emb.", "image_embedder.", ".k_img.", ".add_k_proj.")
+"""Parts of names of weights that only I2V and FLF2V of Wan 2.1 have."""
+IMAGE_COMPONENTS = ("image_encoder", "image_processor")
+IMAGE_TOKENS = 257
+"""Tokens of the embedding of a first frame by the published CLIP model."""
 OTHER_MODELS_WEIGHTS = (
-    *("img_emb.", "image_embedder.", ".k_img.", ".add_k_proj."),  # Wan 2.1 I2V and FLF2V
+    *("img_emb.emb_pos", "image_embedder.pos_embed"),  # FLF2V of Wan 2.1
     *("vace_", "control_adapter.", "ref_conv."),  # VACE, Fun-Control and Fun-Camera
     *("face_adapter.", "motion_encoder.", "pose_patch_embedding."),  # Animate
     *("audio_injector.", "audio_encoder."),  # S2V
@@ -81,7 +75,6 @@ FRAME_RATE = 16.0
 DEFAULT_BOUNDARIES = {"text": 0.875, "image": 0.9}
 """Sigma at which the published models switch from the high-noise to the low-noise transformer, by
 the task, for folders that do not state one."""
-TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TARGETS = (
     *(f"attn1.{name}" for name in ATTENTION),
@@ -91,57 +84,20 @@ TARGETS = (
 )
 
 
-def load(section: ModelSection) -> Wan22:
-    """Load the Wan 2.2 pipeline that `model.path` names."""
-    from diffusers import WanTransformer3DModel
+def load(section: ModelSection, transformers: Mapping[str, Any] | None = None) -> Wan22:
+    """Load the Wan 2.2 pipeline that `model.path` names.
 
-    folder = find_model_folder(section)
-    index = read_model_index(folder)
-    check_pipeline_class(folder, index, PIPELINES, "wan22")
-    read = partial(read_transformer, WanTransformer3DModel, section, folder, shapes=PLANNER_SHAPES)
-    high = read("transformer", section.transformer_file)
-    low = None
-    if index.get("transformer_2", (None, None))[1] is not None:
-        low = read("transformer_2", section.transformer_2_file)
-    elif section.transformer_2_file is not None:
-        raise ModelError(
-            f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
-            "transformer. Remove the setting, or name a folder with two transformers."
-        )
-    return assemble(section, folder, index, high, low)
-
-
-def assemble(
-    section: ModelSection, folder: Path, index: Mapping[str, Any], high: Any, low: Any | None
-) -> Wan22:
-    """Load all components except the transformers, which are given, and return the family.
-
-    A model with one transformer has it as `high`, and `low` is None.
+    `transformers`, if given, are used instead of those in the folder: `transformer`, and
+    `transformer_2` for low noise.
     """
-    from diffusers import AutoencoderKLWan
-    from transformers import AutoTokenizer, UMT5EncoderModel
-
-    vae = read_vae(folder, AutoencoderKLWan)
-    channels = vae.config.z_dim  # then those of the first frame: a mask and its latents
-    passed = (channels, channels + vae.config.scale_factor_temporal + channels)
-    for transformer in (high, *([] if low is None else [low])):
-        check_channels(folder, transformer, passed, "wan22", SUPPORTED_MODELS)
-    task = _task(section, high, vae, index)
-    pixels_per_token = int(vae.config.scale_factor_spatial * high.config.patch_size[1])
-    return Wan22(
-        folder=folder,
-        transformer=high if low is None else Experts(high, low),
-        vae=vae,
-        text_encoders=[read_text_encoder(folder, "text_encoder", UMT5EncoderModel)],
-        tokenizer=read_pretrained(folder, "tokenizer", AutoTokenizer),
-        boundary=None if low is None else index.get("boundary_ratio") or DEFAULT_BOUNDARIES[task],
-        starts_from=task,
-        # Not images: a single frame that is also the given first frame leaves nothing to learn.
-        kinds=("video",) if task == "image" else ("image", "video"),
-        expand_timesteps=bool(index.get("expand_timesteps")),
-        pixel_step=pixels_per_token,
-        max_edge=high.config.rope_max_seq_len * pixels_per_token,
+    config = find_model_folder(section) / "transformer" / "config.json"
+    reads_image = config.is_file() and json.loads(config.read_text()).get("image_dim")
+    # Folders of Wan 2.2 may name an image encoder that their transformers do not use.
+    ignored = () if reads_image else IMAGE_COMPONENTS
+    parts = read_parts(
+        section, PLANNER_SHAPES, PIPELINES, "AutoencoderKLWan", transformers, ignored
     )
+    return Wan22(parts, section)
 
 
 def _task(
@@ -164,55 +120,136 @@ def _task(
     return task
 
 
-@dataclass(frozen=True)
+class WanShapes(PlannerShapes):
+    """Describes a transformer of Wan 2.2 to the memory planner.
+
+    TI2V-5B is recognised by its 48 latent channels.
+    """
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the shapes of the latents of a clip and of the embedding of a padded caption."""
+        cell = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has its own VAE
+        frames = (sample.frames - 1) // 4 + 1
+        latents = (config["in_channels"], frames, sample.height // cell, sample.width // cell)
+        return EncodedShape(latents, (TEXT_LENGTH, config["text_dim"]))
+
+    def inputs(
+        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return uninitialised tensors like those that `predict` passes to the transformer."""
+        _, frames, height, width = encoded.latent_shape
+        patch_frames, patch_height, patch_width = config["patch_size"]
+        tokens = (frames // patch_frames) * (height // patch_height) * (width // patch_width)
+        per_token = config["in_channels"] == 48  # TI2V-5B: every token has its own timestep
+        inputs = {
+            "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
+            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
+            "timestep": torch.empty((batch_size, tokens) if per_token else (batch_size,)),
+        }
+        if config["image_dim"]:
+            image = torch.empty(batch_size, IMAGE_TOKENS, config["image_dim"], dtype=dtype)
+            inputs["encoder_hidden_states_image"] = image
+        return inputs
+
+    def foreign_weights(self, config: Config) -> tuple[str, ...]:
+        """Return parts of weight names of other models; I2V of Wan 2.1 has some of its own."""
+        own = IMAGE_WEIGHTS if config.get("image_dim") else ()
+        return (*self.unsupported_weights, *(p for p in IMAGE_WEIGHTS if p not in own))
+
+
+PLANNER_SHAPES = WanShapes(
+    class_name="WanTransformer3DModel",
+    published_config={},
+    published_name="the published A14B, with two experts",
+    blocks=("blocks",),
+    targets=TARGETS,
+    input_layer="patch_embedding",
+    probe_config={
+        **PROBE_ATTENTION,
+        "num_layers": 12,
+        "ffn_dim": 32,
+        "text_dim": 16,
+        "freq_dim": 16,
+    },
+    experts=2,
+    supported_models=SUPPORTED_MODELS,
+    unsupported_inputs={"pos_embed_seq_len": "a last frame"},  # FLF2V of Wan 2.1
+    unsupported_weights=OTHER_MODELS_WEIGHTS,
+)
+
+
 class Wan22(DiffusersFamily):
     """A loaded Wan 2.2 model. `Family` documents the members."""
 
-    folder: Path
-    transformer: nn.Module
-    vae: Any
-    text_encoders: list[nn.Module]
-    """The text encoder UMT5; empty once it is released."""
-    tokenizer: Any
-    boundary: float | None
-    starts_from: Literal["text", "image"]
-    kinds: tuple[MediaKind, ...]
-    expand_timesteps: bool
-    """True for TI2V-5B: every token has its own timestep, and 0 marks a given first frame."""
-    pixel_step: int
-    max_edge: int
-    name: str = "wan22"
-    audio: AudioFormat | None = None
-    takes_control: bool = False
-    prediction: PredictionType = "flow"
-    adapter_targets: tuple[str, ...] = TARGETS
+    name = "wan22"
+    shapes = PLANNER_SHAPES
+
+    def __init__(self, parts: PipelineParts, section: ModelSection) -> None:
+        self.expand_timesteps = bool(parts.index.get("expand_timesteps"))
+        """True for TI2V-5B: every token has its own timestep, and 0 marks a given first frame."""
+        super().__init__(parts)
+        high, low = self.transformer, parts.components.get("transformer_2")
+        self.starts_from = _task(section, high, self.vae, parts.index)
+        if self.starts_from == "image":
+            # Not images: a single frame that is also the given first frame leaves nothing to learn.
+            self.kinds = ("video",)
+        else:
+            self.kinds = ("image", "video")
+        if low is not None:
+            check_channels(parts.folder, low, self.input_channels, "wan22", SUPPORTED_MODELS)
+            self.transformer = Experts(high, low)
+            default = DEFAULT_BOUNDARIES[self.starts_from]
+            self.boundary = parts.index.get("boundary_ratio") or default
+            if low.config.image_dim != high.config.image_dim:
+                raise ModelError(
+                    f"{parts.folder / 'transformer_2'} takes an image embedding (image_dim: "
+                    f"{low.config.image_dim}), but transformer has image_dim: "
+                    f"{high.config.image_dim}. Name another model.path."
+                )
+        self.max_edge = high.config.rope_max_seq_len * self.pixel_step
+        self.image_encoder = parts.components.get("image_encoder")
+        """The CLIP model that embeds the first frame, for I2V of Wan 2.1; None for other models."""
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels along each edge of a latent cell."""
+        return int(self.vae.config.scale_factor_spatial)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents."""
+        return int(self.vae.config.z_dim)
+
+    @property
+    def input_channels(self) -> tuple[int, ...]:
+        """Numbers of channels: those of the latents, then a mask and latents of a first frame."""
+        channels = self.latent_channels
+        return (channels, channels + self.vae.config.scale_factor_temporal + channels)
+
+    @property
+    def pixel_step(self) -> int:
+        """Pixels along each edge of a patch: width and height must be multiples of it."""
+        return int(self.vae_scale * self._any_transformer.config.patch_size[1])
 
     def identity(self) -> dict[str, str]:
         """Return strings for cache keys: hashes of the encoders' files, and the model's task."""
-        text = "-".join(digest_of_folder(self.folder / p) for p in ("tokenizer", "text_encoder"))
+        encoders = ["vae"]
+        if self.image_encoder is not None:
+            encoders += IMAGE_COMPONENTS
+        latents = "-".join(digest_of_folder(self.folder / name) for name in encoders)
         return {
-            "latents": f"wan-{self.starts_from}-mode-{digest_of_folder(self.folder / 'vae')}",
-            "text": f"umt5-{TEXT_LENGTH}-{text}",
+            "latents": f"wan-{self.starts_from}-mode-{latents}",
+            "text": f"umt5-{TEXT_LENGTH}-{self.text_digest()}",
         }
-
-    def blocks(self) -> Sequence[nn.Module]:
-        """Return the blocks of all transformers in forward order, the high-noise one's first."""
-        transformers = self._transformers.values()
-        return [block for transformer in transformers for block in transformer.blocks]
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Turn on diffusers' gradient checkpointing in all transformers."""
-        for transformer in self._transformers.values():
-            transformer.enable_gradient_checkpointing()
 
     def encode(self, media: Tensor) -> Tensor:
         """Encode images or clips to normalised latents.
 
-        For I2V-A14B, more channels follow: a mask that marks the first frame, and the latents of a
-        clip in which all other frames are zero.
+        For I2V, more channels follow: a mask that marks the first frame, the latents of a clip in
+        which all other frames are zero, and for Wan 2.1 an embedding of the first frame.
         """
         clip = media if media.ndim == 5 else media.unsqueeze(2)
-        latents = self._encode_clip(clip)
+        latents = standardize_latents(self.vae, clip)
         if not self._concatenates_first_frame:
             return latents
         first_frame = torch.zeros_like(clip)
@@ -221,7 +258,26 @@ class Wan22(DiffusersFamily):
             len(clip), self.vae.config.scale_factor_temporal, *latents.shape[2:]
         )
         mask[:, :, 0] = 1
-        return torch.cat([latents, mask, self._encode_clip(first_frame)], dim=1)
+        encoded = torch.cat([latents, mask, standardize_latents(self.vae, first_frame)], dim=1)
+        if self.image_encoder is None:
+            return encoded
+        return append_channels(encoded, self._embed_images(clip[:, :, 0]))
+
+    def _embed_images(self, images: Tensor) -> Tensor:
+        """Embed images with CLIP, as the pipeline does."""
+        encoder, processor = (self.parts.components[name] for name in IMAGE_COMPONENTS)
+        device = next(encoder.parameters()).device
+        pixels = processor(images=[to_pil(image) for image in images], return_tensors="pt")
+        with torch.no_grad():
+            states = encoder(**pixels.to(device), output_hidden_states=True).hidden_states
+        embeddings: Tensor = states[-2]
+        return embeddings.float()
+
+    @property
+    def _image_shape(self) -> tuple[int, int]:
+        """Shape of the embedding of a first frame: tokens and width."""
+        config: Any = self.parts.components["image_encoder"].config
+        return ((config.image_size // config.patch_size) ** 2 + 1, config.hidden_size)
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the clip's latents to add noise to, and the conditions.
@@ -232,7 +288,11 @@ class Wan22(DiffusersFamily):
         channels = self.vae.config.z_dim
         latents = encoded[:, :channels]
         if self._concatenates_first_frame:
-            return latents, {"concatenated": encoded[:, channels:]}
+            end = self.input_channels[1]
+            conditions = {"concatenated": encoded[:, channels:end]}
+            if self.image_encoder is not None:
+                conditions["image"] = restore_appended(encoded[:, end:], self._image_shape)
+            return latents, conditions
         if self.starts_from == "image":
             return latents, {"first_frame": latents[:, :, :1]}
         return latents, {}
@@ -241,15 +301,15 @@ class Wan22(DiffusersFamily):
         """Return the shape of an encoded clip: channels, frames, rows and columns."""
         width, height, frames = (*shape, 1)[:3]
         config = self.vae.config
-        channels = config.z_dim
-        if self._concatenates_first_frame:
-            channels += config.scale_factor_temporal + config.z_dim
-        return (
-            channels,
+        cells = (
             (frames - 1) // config.scale_factor_temporal + 1,
             height // config.scale_factor_spatial,
             width // config.scale_factor_spatial,
         )
+        channels = self.input_channels[1 if self._concatenates_first_frame else 0]
+        if self.image_encoder is not None:
+            channels += -(-math.prod(self._image_shape) // math.prod(cells))
+        return (channels, *cells)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
         """Return the number of patches; each is one token."""
@@ -257,27 +317,17 @@ class Wan22(DiffusersFamily):
         patch_frames, patch_height, patch_width = self._any_transformer.config.patch_size
         return int((frames // patch_frames) * (height // patch_height) * (width // patch_width))
 
-    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
-        """Return the captions with more tokens than the model reads."""
-        return captions_longer_than(self.tokenizer, captions, TEXT_LENGTH)
-
-    def encode_text(
+    def encode_caption(
         self,
-        captions: Sequence[str],
-        images: Sequence[Tensor] = (),  # noqa: ARG002
-    ) -> list[dict[str, Tensor]]:
-        """Encode captions to the last hidden states of UMT5 (`tokens`)."""
+        caption: str,
+        image: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Encode a caption to the last hidden states of UMT5 (`tokens`)."""
         (encoder,) = self.text_encoders
-        device = next(encoder.parameters()).device
-        texts = []
-        for caption in captions:
-            tokens = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
-            with torch.no_grad():
-                hidden = encoder(
-                    tokens["input_ids"].to(device), tokens["attention_mask"].to(device)
-                ).last_hidden_state
-            texts.append({"tokens": hidden[0]})
-        return texts
+        tokens = tokenize(self.tokenizer, clean_caption(caption), TEXT_LENGTH)
+        device = self.encoder_device()
+        hidden = encoder(tokens["input_ids"].to(device), tokens["attention_mask"].to(device))
+        return {"tokens": hidden.last_hidden_state[0]}
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack captions, padded with zeros to 512 tokens, as in the training of Wan."""
@@ -305,11 +355,15 @@ class Wan22(DiffusersFamily):
             timesteps = self._timesteps_per_token(
                 noisy, timesteps, first_frame_given=first_frame is not None
             )
-        dtype = self._any_transformer.patch_embedding.weight.dtype
+        dtype = self.dtype
+        image = {}
+        if "image" in conditions:
+            image["encoder_hidden_states_image"] = conditions["image"].to(dtype)
         velocity: Tensor = transformer(
             hidden_states=x.to(dtype),
             timestep=timesteps,
             encoder_hidden_states=conditions["tokens"].to(dtype),
+            **image,
             return_dict=False,
         )[0]
         if first_frame is None:
@@ -319,15 +373,42 @@ class Wan22(DiffusersFamily):
         known = ((noisy[:, :, :1] - first_frame) / sigma).to(velocity.dtype)
         return torch.cat([known, velocity[:, :, 1:]], dim=2)
 
+    def sampling_pipeline(self, request: SampleRequest) -> Any:
+        """Return the pipeline of the task, with the current transformers."""
+        import diffusers
+
+        from_image = self.starts_from == "image"
+        cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
+        encoders = {}
+        if self.image_encoder is not None:
+            encoders = {name: self.parts.components[name] for name in IMAGE_COMPONENTS}
+        pipeline = cls(
+            **encoders,
+            tokenizer=None,
+            text_encoder=None,
+            vae=self.sampling_vae(request),
+            scheduler=read_scheduler(self.folder),
+            transformer=self._any_transformer,
+            transformer_2=self._transformers.get("low"),
+            boundary_ratio=self.boundary,
+            expand_timesteps=self.expand_timesteps,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
     def sample(self, request: SampleRequest) -> list[GeneratedSample]:
         """Generate one image or video per prompt."""
-        pipeline = self._pipeline(self.sampling_vae(request))
+        pipeline = self.sampling_pipeline(request)
         device = next(self.transformer.parameters()).device
         width, height, frames = (*request.shape, 1)[:3]
         samples = []
         for number, text in enumerate(request.texts):
             tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
-            image = {"image": (request.images[number][None] + 1) / 2} if request.images else {}
+            image = {}
+            if request.images:  # CLIP's processor expects PIL images
+                pixels = request.images[number]
+                is_embedded = self.image_encoder is not None
+                image["image"] = to_pil(pixels) if is_embedded else (pixels[None] + 1) / 2
             video = pipeline(
                 prompt_embeds=tokens[:1],
                 negative_prompt_embeds=tokens[1:],
@@ -347,16 +428,6 @@ class Wan22(DiffusersFamily):
                 samples.append(GeneratedSample("video", clip, FRAME_RATE))
         return samples
 
-    def export(self, folder: Path) -> None:
-        """Write a whole pipeline folder. Components that were not trained are linked or copied."""
-        for expert, transformer in self._transformers.items():
-            transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
-        copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
-
-    @property
-    def _transformers(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", transformers_of(self.transformer))
-
     @property
     def _any_transformer(self) -> Any:
         """One of the transformers, for facts that all of them share, such as the patch size."""
@@ -366,16 +437,6 @@ class Wan22(DiffusersFamily):
     def _concatenates_first_frame(self) -> bool:
         """True for I2V-A14B, which takes the first frame as additional input channels."""
         return self.starts_from == "image" and not self.expand_timesteps
-
-    def _encode_clip(self, clip: Tensor) -> Tensor:
-        parameter = next(self.vae.parameters())
-        with torch.no_grad():
-            raw: Tensor = self.vae.encode(clip.to(parameter)).latent_dist.mode()
-        mean, std = (
-            torch.tensor(values, device=raw.device).view(1, -1, 1, 1, 1)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
-        )
-        return (raw - mean) / std
 
     def _timesteps_per_token(
         self, noisy: Tensor, timesteps: Tensor, *, first_frame_given: bool
@@ -388,72 +449,6 @@ class Wan22(DiffusersFamily):
         if first_frame_given:
             expanded[:, :per_frame] = 0
         return expanded
-
-    def _pipeline(self, vae: Any) -> Any:
-        import diffusers
-
-        from_image = self.starts_from == "image"
-        cls = diffusers.WanImageToVideoPipeline if from_image else diffusers.WanPipeline
-        pipeline = cls(
-            tokenizer=None,
-            text_encoder=None,
-            vae=vae,
-            scheduler=read_scheduler(self.folder),
-            transformer=self._any_transformer,
-            transformer_2=self._transformers.get("low"),
-            boundary_ratio=self.boundary,
-            expand_timesteps=self.expand_timesteps,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-
-class WanShapes(PlannerShapes):
-    """Describes a transformer of Wan 2.2 to the memory planner.
-
-    TI2V-5B is recognised by its 48 latent channels.
-    """
-
-    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
-        """Return the shapes of the latents of a clip and of the embedding of a padded caption."""
-        cell = 16 if config["in_channels"] == 48 else 8  # TI2V-5B has its own VAE
-        frames = (sample.frames - 1) // 4 + 1
-        latents = (config["in_channels"], frames, sample.height // cell, sample.width // cell)
-        return EncodedShape(latents, (TEXT_LENGTH, config["text_dim"]))
-
-    def inputs(
-        self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Return uninitialised tensors like those that `predict` passes to the transformer."""
-        _, frames, height, width = encoded.latent_shape
-        patch_frames, patch_height, patch_width = config["patch_size"]
-        tokens = (frames // patch_frames) * (height // patch_height) * (width // patch_width)
-        per_token = config["in_channels"] == 48  # TI2V-5B: every token has its own timestep
-        return {
-            "hidden_states": torch.empty(batch_size, *encoded.latent_shape, dtype=dtype),
-            "encoder_hidden_states": torch.empty(batch_size, *encoded.text_shape, dtype=dtype),
-            "timestep": torch.empty((batch_size, tokens) if per_token else (batch_size,)),
-        }
-
-
-PLANNER_SHAPES = WanShapes(
-    class_name="WanTransformer3DModel",
-    published_config={},
-    published_name="the published A14B, with two experts",
-    blocks=("blocks",),
-    targets=TARGETS,
-    probe_config={
-        **PROBE_ATTENTION,
-        "num_layers": 12,
-        "ffn_dim": 32,
-        "text_dim": 16,
-        "freq_dim": 16,
-    },
-    experts=2,
-    supported_models=SUPPORTED_MODELS,
-    unsupported_inputs={"image_dim": IMAGE_EMBEDDING, "added_kv_proj_dim": IMAGE_EMBEDDING},
-    unsupported_weights=OTHER_MODELS_WEIGHTS,
-)
 
 
 # Key names of Wan 2.1 and 2.2 in other tools: (original name, diffusers' name).

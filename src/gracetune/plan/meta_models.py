@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gracetune.errors import ConfigError
 from gracetune.models.attention_processors import make_attention_grads_contiguous
-from gracetune.models.diffusers_family import read_model_config
 from gracetune.models.family import PLANNABLE, planner_shapes
+from gracetune.models.pipeline_folder import read_model_config, without_progress_bars
 from gracetune.plan.trace import TraceTarget
 
 if TYPE_CHECKING:
@@ -58,9 +58,8 @@ class MetaModel:
         return self.shapes.inputs(config, self.encoded, batch, self.dtype)
 
     def _predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        extra = self.shapes.extra_arguments(self.encoded, len(batch["timestep"]))
-        prediction: Tensor = model(**batch, **extra, return_dict=False)[0]
-        return prediction
+        output: Tensor = self.shapes.call(model, self.encoded, batch)
+        return output
 
 
 def build_meta_model(
@@ -107,7 +106,7 @@ def _build(
 ) -> nn.Module:
     """Build a diffusers model from its configuration, with frozen parameters."""
     cls = getattr(import_module("diffusers"), class_name)
-    with torch.device(device):
+    with torch.device(device), without_progress_bars():
         model = cast("nn.Module", cls.from_config(dict(config)))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -70,8 +70,8 @@ class TracedCall:
     leaves: tuple[Any, ...]
     spec: TreeSpec
     hidden: tuple[int, ...]
-    """Positions of the hidden states in `leaves`. They come from earlier blocks, or for the first
-    block from the embeddings."""
+    """Positions of the hidden states in `leaves`. They come from earlier blocks, or are shaped like
+    the outputs: those of the first block, and those made of several outputs of earlier blocks."""
     outputs: tuple[Any, ...]
     """The flattened outputs of the block; the last block may return None for unused ones."""
     out_spec: TreeSpec
@@ -101,7 +101,7 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
     """
     check_blocks(target)
     # Tables such as rotary frequencies may be plain attributes, which stay real tensors.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _helpers_restored(target.model), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = fake_weights(target.model, target.compute_dtype)
         calls = record_block_calls(target, fakes, batch)
         groups: dict[object, int] = {}
@@ -128,6 +128,26 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
         outside_trained_nbytes=_nbytes(t for t in rest if t.requires_grad),
         batch_nbytes=batch_nbytes,
     )
+
+
+@contextmanager
+def _helpers_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes of objects that modules hold, such as a table made in the first pass.
+
+    A pass under `FakeTensorMode` would leave fake tensors in them.
+    """
+    helpers = {
+        id(value): (vars(value), dict(vars(value)))
+        for module in model.modules()
+        for value in vars(module).values()
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type)
+    }
+    try:
+        yield
+    finally:
+        for attributes, before in helpers.values():
+            attributes.clear()
+            attributes.update(before)
 
 
 def _forget_fakes(model: nn.Module) -> None:
@@ -377,12 +397,10 @@ def record_block_calls(
             if kind not in known:
                 known[kind] = tree_flatten(forward(*args, **kwargs))
             outputs, out_spec = _fresh_outputs(known[kind][0]), known[kind][1]
-            places = [
-                place
-                for place, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor)
-                and (storage_id(leaf) in hidden_storages or (not seen and _like_any(leaf, outputs)))
-            ]
+            tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            places = [i for i, leaf in tensors if storage_id(leaf) in hidden_storages]
+            if not places:  # the first block, or one after outputs were concatenated
+                places = [i for i, leaf in tensors if _like_any(leaf, outputs)]
             hidden_storages.update(storage_id(tensor) for tensor in tensors_of(outputs))
             seen[block] = TracedCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)

@@ -11,13 +11,9 @@ from safetensors.torch import load_file, save_file
 from gracetune.config.schema import ModelSection
 from gracetune.errors import ModelError
 from gracetune.models import qwen_image
-from gracetune.models.diffusers_family import (
-    append_channels,
-    pack_latents,
-    unpack_latents,
-    without_progress_bars,
-)
+from gracetune.models.diffusers_family import append_channels, pack_latents, unpack_latents
 from gracetune.models.family import load_family
+from gracetune.models.pipeline_folder import without_progress_bars
 
 PROMPT = "a red ring on the box"
 
@@ -35,48 +31,11 @@ def test_packed_latents_match_both_pipelines():
     assert torch.equal(unpack_latents(rows, 6, 8), latents)
 
 
-def test_flux_text_matches_its_pipeline(miniature):
-    folder = miniature("flux")
-    pipeline = diffusers.FluxPipeline.from_pretrained(folder, local_files_only=True)
-    tokens, pooled, _ = pipeline.encode_prompt(PROMPT, None)
-    family = load("flux", folder)
-    ours = family.stack_text(family.encode_text([PROMPT]))
-    torch.testing.assert_close(ours["tokens"], tokens)
-    torch.testing.assert_close(ours["pooled"], pooled)
-
-
-def test_flux_patch_positions_match_its_pipeline(miniature):
-    family = load("flux", miniature("flux"))
-    noisy = torch.randn(1, *family.latent_shape(16, 24))
-    inputs_seen = {}
-
-    def recorded(**inputs):
-        inputs_seen.update(inputs)
-        return family.transformer(**inputs)
-
-    text = family.stack_text(family.encode_text([PROMPT]))
-    with torch.no_grad():
-        family.predict(recorded, noisy, torch.tensor([0.25]), text)
-    rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
-    theirs = diffusers.FluxPipeline._prepare_latent_image_ids(
-        1, rows, columns, torch.device("cpu"), torch.float32
-    )
-    assert torch.equal(inputs_seen["img_ids"], theirs)
-    assert inputs_seen["timestep"].tolist() == [0.25]
-    assert inputs_seen["guidance"].tolist() == [1.0]
-
-
-def test_qwen_image_text_matches_its_pipeline(miniature):
+def test_the_template_of_qwen_image_matches_its_pipeline(miniature):
     folder = miniature("qwen-image")
     pipeline = diffusers.QwenImagePipeline.from_pretrained(folder, local_files_only=True)
     assert pipeline.prompt_template_encode == qwen_image.TEMPLATE
     assert pipeline.prompt_template_encode_start_idx == qwen_image.TEMPLATE_TOKENS
-    tokens, mask = pipeline.encode_prompt([PROMPT])
-    assert mask is None
-    family = load("qwen_image", folder)
-    ours = family.stack_text(family.encode_text([PROMPT]))
-    torch.testing.assert_close(ours["tokens"], tokens)
-    assert ours["mask"].all()
 
 
 def test_captions_of_a_batch_are_masked_to_their_lengths(miniature):
@@ -119,8 +78,7 @@ def test_the_reference_image_of_an_edit_gets_no_noise(miniature, monkeypatch):
     torch.testing.assert_close(conditions["reference"], plain.encode(reference))
 
 
-@pytest.mark.parametrize(("prompt", "guidance"), [(PROMPT, 1.0), ("", 3.0)])
-def test_stable_audio_conditions_match_its_pipeline(miniature, monkeypatch, prompt, guidance):
+def test_the_empty_caption_of_stable_audio_matches_its_pipeline(miniature, monkeypatch):
     """With guidance, the empty caption comes first in the pipeline's batch."""
     folder = miniature("stable-audio")
     with without_progress_bars():
@@ -140,12 +98,12 @@ def test_stable_audio_conditions_match_its_pipeline(miniature, monkeypatch, prom
             prompt=PROMPT,
             audio_end_in_s=length / 16000,
             num_inference_steps=2,
-            guidance_scale=guidance,
+            guidance_scale=3.0,
             generator=torch.Generator().manual_seed(0),
         )
     (noisy, timestep, theirs), *_ = calls
     monkeypatch.setattr(pipeline.transformer, "forward", None)
-    text = family.stack_text(family.encode_text([prompt]))
+    text = family.stack_text(family.encode_text([""]))
     _, conditions = family.split_encoded(family.encode(torch.zeros(1, 2, length)))
     with torch.no_grad():
         family.predict(recorded, noisy[:1], timestep, {**text, **conditions})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from fakes.miniatures import MINIATURES
 
 from gracetune.cli.plan import make_trainable
 from gracetune.config.schema import AdapterSection, ModelSection
 from gracetune.errors import ConfigError, ModelError
-from gracetune.models.family import SampleShape, load_family
+from gracetune.models.family import PLANNABLE, SampleShape, load_family
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.planner_input import cached_sample_nbytes, family_trace_target
 from gracetune.plan.trace import trace_model
@@ -34,6 +35,11 @@ SMALL = {
         ("wan22", 14.29, 2, (16, 1, 128, 128)),
         ("flux", 11.90, 1, (16, 128, 128)),
         ("qwen_image", 20.43, 1, (16, 128, 128)),
+        ("flux2", 32.22, 1, (128, 64, 64)),
+        ("sd3", 8.06, 1, (16, 128, 128)),
+        ("chroma", 8.90, 1, (16, 128, 128)),
+        ("z_image", 6.15, 1, (16, 128, 128)),
+        ("krea2", 12.82, 1, (16, 128, 128)),
     ],
 )
 def test_published_configurations_have_their_published_size(
@@ -116,7 +122,7 @@ def test_a_folder_with_another_model_is_an_error(text: str, complaint: str, tmp_
 
 
 def test_the_error_for_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, qwen_image, tiny, wan22.*trace_model"):
+    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, .*qwen_image, .*wan22.*trace_model"):
         build_meta_model(ModelSection(family="sdxl"), SQUARE)
 
 
@@ -132,3 +138,28 @@ def test_a_loaded_family_is_traced_like_its_configuration() -> None:
     assert loaded.frozen_nbytes == published.frozen_nbytes
     assert [k.eager for k in loaded.kinds] == [k.eager for k in published.kinds]
     assert [k.compiled for k in loaded.kinds] == [k.compiled for k in published.kinds]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, small in MINIATURES.items() if small.family in PLANNABLE],
+)
+def test_every_model_is_planned_like_it_is_trained(name: str, miniature: Any) -> None:
+    """The planner gives the transformer the inputs of training, and finds the same blocks."""
+    small, path = MINIATURES[name], str(miniature(name))
+    section = ModelSection(family=small.family, path=path, dtype="float32")
+    family = load_family(section)
+    family.transformer.requires_grad_(False)
+    is_video, is_edit = "video" in family.kinds, family.takes_control
+    width, height = 32, 64
+    shape = (width, height, 5) if is_video else (width, height)
+    images = [torch.zeros(3, *reversed(family.control_size(width, height)))] if is_edit else []
+    texts = (
+        family.encode_text(["a red ring"], images) if is_edit else family.encode_text(["a ring"])
+    )
+    text = family.stack_text(texts)
+    traced = trace_model(family_trace_target(family, family.latent_shape(*shape), text), 2)
+    sample = SampleShape(width, height, 5 if is_video else 1, is_edit)
+    planned = trace_model(build_meta_model(section, sample).trace_target(), 2)
+    assert planned.order == traced.order
+    assert planned.frozen_nbytes == traced.frozen_nbytes

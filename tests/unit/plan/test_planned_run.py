@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fakes.miniatures import MINIATURES
 from peft.tuners.lora import Linear as LoraLinear
 
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
@@ -177,7 +178,7 @@ def test_a_single_gpu_is_planned():
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter", "optimizer", "experts"),
+    ("model", "adapter", "optimizer", "experts"),
     [
         ("wan22-t2v", {"rank": 2, "dropout": 0.1}, {}, "low"),
         (
@@ -186,12 +187,11 @@ def test_a_single_gpu_is_planned():
             {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3},
             "both",
         ),
-        ("qwen-image", {"rank": 2}, {}, None),
-        ("flux", {"rank": 2}, {}, None),
+        *((name, {"rank": 2}, {}, None) for name, s in MINIATURES.items() if s.kind == "image"),
     ],
 )
 def test_models_adapters_and_optimizers_can_be_planned(
-    tiny_run, miniature, recorder, tmp_path, family, adapter, optimizer, experts
+    tiny_run, miniature, recorder, tmp_path, model, adapter, optimizer, experts
 ):
     def losses(name, plan):
         recorder.events.clear()
@@ -200,10 +200,7 @@ def test_models_adapters_and_optimizers_can_be_planned(
             train |= {"experts": experts, "timestep_shift": 5.0}
         run = tiny_run(
             output_dir=str(tmp_path / name),
-            model={
-                "family": family.split("-t2v")[0].replace("-", "_"),
-                "path": str(miniature(family)),
-            },
+            model={"family": MINIATURES[model].family, "path": str(miniature(model))},
             adapter=adapter,
             optimizer=optimizer,
             train=train,

@@ -1,0 +1,179 @@
+"""The model family `flux2`: FLUX.2 dev and Klein for images, with diffusers' classes.
+
+The VAE's latents are folded: 2x2 cells of eight pixels are the channels of one cell of 16 pixels,
+which is one token. They are normalised by the statistics of the VAE's batch norm. So latents have
+C channels, H rows and W columns of such cells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from gracetune.models.diffusers_family import DiffusersFamily, captions_longer_than
+from gracetune.models.family import PROBE_ATTENTION, EncodedShape, PlannerShapes
+from gracetune.models.pipeline_folder import read_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from gracetune.config.schema import ModelSection
+    from gracetune.models.family import Config, SampleShape
+
+KLEIN_PIPELINE = "Flux2KleinPipeline"
+FOLD = 2
+"""Cells of the VAE along the edge of a folded cell."""
+CELL = 16
+"""Pixels along the edge of a folded cell of the published VAE."""
+TEXT_LENGTH = 512
+"""Number of tokens of every caption. The transformer reads padding, too, without a mask."""
+TRAINED_GUIDANCE = 1.0
+"""Guidance value that training passes to models with a guidance input, such as FLUX.2 dev."""
+TARGETS = (
+    "transformer_blocks.*.attn.to_q",
+    "transformer_blocks.*.attn.to_k",
+    "transformer_blocks.*.attn.to_v",
+    "transformer_blocks.*.attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "ff.linear_in",
+    "ff.linear_out",
+    "ff_context.linear_in",
+    "ff_context.linear_out",
+    "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+    "single_transformer_blocks.*.attn.to_out",
+)
+
+
+def load(section: ModelSection) -> Flux2:
+    """Load the FLUX.2 pipeline that `model.path` names."""
+    pipelines = ("Flux2Pipeline", KLEIN_PIPELINE)
+    return Flux2(read_parts(section, PLANNER_SHAPES, pipelines, "AutoencoderKLFlux2"))
+
+
+class Flux2Shapes(PlannerShapes):
+    """Describes the transformer of FLUX.2 to the memory planner."""
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the shapes of a sample's folded latents and of the embedding of a caption."""
+        latents = (config["in_channels"], sample.height // CELL, sample.width // CELL)
+        return EncodedShape(latents, (TEXT_LENGTH, config["joint_attention_dim"]))
+
+    def arguments(
+        self,
+        config: Config,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        """Return the transformer's arguments; timesteps are from 0 to 1, like sigmas.
+
+        Positions are (image, row, column, number of the text token).
+        """
+        count, _, rows, columns = noisy.shape
+        tokens = conditions["tokens"].to(dtype)
+        image = torch.zeros(rows, columns, 4, dtype=torch.long, device=noisy.device)
+        image[..., 1] = torch.arange(rows, device=noisy.device)[:, None]
+        image[..., 2] = torch.arange(columns, device=noisy.device)[None]
+        text = torch.zeros(tokens.shape[1], 4, dtype=torch.long, device=noisy.device)
+        text[:, 3] = torch.arange(tokens.shape[1], device=noisy.device)
+        takes_guidance = config["guidance_embeds"]
+        return {
+            "hidden_states": noisy.flatten(2).transpose(1, 2).to(dtype),
+            "timestep": sigmas.to(dtype),
+            "guidance": torch.full_like(sigmas, TRAINED_GUIDANCE) if takes_guidance else None,
+            "encoder_hidden_states": tokens,
+            "txt_ids": text.expand(count, -1, -1),
+            "img_ids": image.view(1, -1, 4).expand(count, -1, -1),
+        }
+
+    def prediction(self, output: Any, noisy: Tensor) -> Tensor:
+        """Return the velocity as latents, from its tokens."""
+        velocity: Tensor = output.transpose(1, 2).reshape(noisy.shape)
+        return velocity
+
+
+PLANNER_SHAPES = Flux2Shapes(
+    class_name="Flux2Transformer2DModel",
+    published_config={},
+    published_name="the published FLUX.2 dev, 32 B",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    targets=TARGETS,
+    input_layer="x_embedder",
+    probe_config={
+        **PROBE_ATTENTION,
+        "num_layers": 4,
+        "num_single_layers": 8,
+        "joint_attention_dim": 16,
+        "timestep_guidance_channels": 16,
+        "axes_dims_rope": (4, 4, 4, 4),
+    },
+    supported_models="flux2 trains FLUX.2 dev and Klein, without references",
+)
+
+
+class Flux2(DiffusersFamily):
+    """A loaded FLUX.2 model. `Family` documents the members."""
+
+    name = "flux2"
+    cache_name = "flux2"
+    shapes = PLANNER_SHAPES
+    patch_size = 1
+    text_length = TEXT_LENGTH
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels along each edge of a folded cell."""
+        return super().vae_scale * FOLD
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the folded latents."""
+        return super().latent_channels * FOLD**2
+
+    def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode images to folded latents, normalised by the VAE's batch norm."""
+        with torch.no_grad():
+            raw = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
+        folded = functional.pixel_unshuffle(raw, FOLD)
+        mean, variance = (x.view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
+        return (folded - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+
+    def truncated_captions(self, captions: Sequence[str]) -> list[str]:
+        """Return the captions that alone have more tokens than the model reads.
+
+        A few tokens fewer remain for a caption, because of the chat template around it.
+        """
+        # The tokenizer of FLUX.2 dev is a processor of texts and images.
+        tokenizer = vars(self.tokenizer).get("tokenizer", self.tokenizer)
+        return captions_longer_than(tokenizer, captions, TEXT_LENGTH)
+
+    def encode_caption(
+        self,
+        caption: str,
+        image: Tensor | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Encode a caption to hidden states of three layers of the language model (`tokens`)."""
+        tokens, _ = self.parts.pipeline().encode_prompt(
+            caption, self.encoder_device(), max_sequence_length=TEXT_LENGTH
+        )
+        return {"tokens": tokens[0]}
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack the embeddings of captions into a batch; all have the same length."""
+        return {"tokens": torch.stack([text["tokens"] for text in texts])}
+
+    def prompt_arguments(
+        self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments. FLUX.2 dev has a guidance input and no empty prompt."""
+        is_klein = self.parts.index["_class_name"] == KLEIN_PIPELINE
+        negative = {"negative_prompt_embeds": empty["tokens"]} if is_klein else {}
+        return {"prompt_embeds": text["tokens"], "guidance_scale": guidance, **negative}

@@ -1,0 +1,466 @@
+"""Read and write the folders of diffusers pipelines.
+
+Such a folder has a `model_index.json` and one subfolder per component: transformer, VAE, scheduler,
+text encoders and tokenizers. Every error names the run-file setting that is wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from gracetune.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from gracetune.config.schema import ModelSection
+    from gracetune.models.family import PlannerShapes
+
+MODEL_INDEX = "model_index.json"
+TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
+"""Folder of each transformer: of a single one, and of those for high and low noise."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMFYUI_PREFIX = "model.diffusion_model."
+"""Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
+READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
+
+Component = TypeVar("Component")
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """The components of a diffusers pipeline, such as `vae`, read from a folder."""
+
+    folder: Path
+    index: Mapping[str, Any]
+    """The content of `model_index.json`: the pipeline's class, components and settings."""
+    components: dict[str, Any]
+    """Component by its name in the pipeline; None if the folder has none of this name."""
+
+    @property
+    def encoders(self) -> dict[str, nn.Module]:
+        """The text encoders by name; empty once they are released."""
+        return {
+            name: module
+            for name, module in self.components.items()
+            if name.startswith("text_encoder") and module is not None
+        }
+
+    def pipeline(self, **replaced: Any) -> Any:
+        """Return diffusers' pipeline of these components, some of which may be replaced."""
+        import diffusers
+
+        cls = getattr(diffusers, self.index["_class_name"])
+        known = inspect.signature(cls.__init__).parameters
+        settings = {k: v for k, v in self.index.items() if k in known and k not in self.components}
+        pipeline = cls(**settings | self.components | replaced)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+
+def find_model_folder(section: ModelSection) -> Path:
+    """Return the folder that `model.path` names, downloaded from the Hugging Face hub if needed."""
+    if section.path is None:
+        raise ModelError(
+            f"model.path is missing; {section.family} needs a folder saved by diffusers, or the "
+            "name of a model on the Hugging Face hub."
+        )
+    folder = Path(section.path)
+    if not folder.is_dir():
+        folder = _download(section.path, section.revision)
+    if not (folder / MODEL_INDEX).is_file():
+        raise ModelError(
+            f"model.path is {section.path!r}, which holds no {MODEL_INDEX}. Name the folder of a "
+            "whole pipeline, with that file and the folders vae, text_encoder and transformer."
+        )
+    return folder
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.txt", "*/*"])
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"model.path is {name!r}, a gated model that you have no access to.\n"
+            "  1. Accept its licence on the model's page.\n"
+            "  2. Run `hf auth login`, or set HF_TOKEN.\n"
+            "  Then start the same command again."
+        ) from error
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model.path is {name!r}, which is neither a folder here nor available from the "
+            f"Hugging Face hub ({reason}). Check the name and the connection."
+        ) from error
+
+
+def read_model_index(folder: Path) -> dict[str, Any]:
+    """Read `model_index.json`: the pipeline's class, components and settings."""
+    try:
+        index: dict[str, Any] = json.loads((folder / MODEL_INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder / MODEL_INDEX} cannot be read ({error}). Download the model again, or name "
+            "another model.path."
+        ) from error
+    return index
+
+
+def check_pipeline_class(
+    folder: Path, index: Mapping[str, Any], known: Sequence[str], family: str
+) -> None:
+    """Raise if a folder holds another kind of pipeline, before gigabytes of it are read."""
+    if index.get("_class_name") not in known:
+        raise ModelError(
+            f"model.path {str(folder)!r} holds a {index.get('_class_name')}, but {family} reads "
+            f"{' or '.join(known)}. Name another folder, or set model.family to match this one."
+        )
+
+
+def read_parts(
+    section: ModelSection,
+    shapes: PlannerShapes,
+    pipelines: Sequence[str],
+    vae: str = "AutoencoderKL",
+    transformers: Mapping[str, Any] | None = None,
+    ignored: Sequence[str] = (),
+) -> PipelineParts:
+    """Read all components of the pipeline that `model.path` names, except those in `ignored`.
+
+    `pipelines` are the classes of pipelines that the family reads, and `vae` is its VAE's class.
+    `transformers`, if given, are used instead of those in the folder.
+    """
+    import diffusers
+
+    folder = find_model_folder(section)
+    index = read_model_index(folder)
+    check_pipeline_class(folder, index, pipelines, section.family)
+    components: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name in ignored or not _is_component(entry):
+            continue
+        library, cls_name = entry
+        if cls_name is None or name in (transformers or {}):
+            components[name] = (transformers or {}).get(name)
+        elif name.startswith("transformer"):
+            file = section.transformer_file if name == "transformer" else section.transformer_2_file
+            cls = getattr(diffusers, shapes.class_name)
+            components[name] = read_transformer(cls, section, folder, name, file, shapes)
+        elif name == "vae":
+            components[name] = read_vae(folder, getattr(diffusers, vae))
+        elif name == "scheduler":
+            components[name] = None  # read for every sampling: it has state
+        else:
+            components[name] = _read_other(folder, name, library, cls_name)
+    if section.transformer_2_file is not None and components.get("transformer_2") is None:
+        raise ModelError(
+            f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
+            "transformer. Remove the setting, or name a folder with two transformers."
+        )
+    for name in ("vae", "transformer"):
+        if components.get(name) is None:
+            raise ModelError(
+                f"{folder / MODEL_INDEX} names no {name}. Download the model again, or name "
+                "another model.path."
+            )
+    return PipelineParts(folder, index, components)
+
+
+def _is_component(entry: object) -> bool:
+    """Return True for the package and class of a component, False for a setting."""
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and all(part is None or isinstance(part, str) for part in entry)
+    )
+
+
+def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
+    """Read a tokenizer, an image processor, or a frozen model such as a text encoder."""
+    import diffusers
+    import transformers
+
+    if name.startswith("tokenizer"):
+        is_processor = cls_name.endswith("Processor")  # of texts and images
+        auto = transformers.AutoProcessor if is_processor else transformers.AutoTokenizer
+        return read_pretrained(folder, name, auto)
+    if "processor" in name or "extractor" in name:
+        return read_pretrained(folder, name, transformers.AutoImageProcessor)
+    # diffusers' index names the package of a model of its own, such as `stable_audio`.
+    cls = getattr(transformers if library == "transformers" else diffusers, cls_name, None)
+    if cls is None:
+        raise ModelError(
+            f"{folder / MODEL_INDEX} names the class {library}.{cls_name} for {name}, which is not "
+            "in the installed versions of diffusers and transformers. Name another model.path."
+        )
+    if library != "transformers":
+        model = read_pretrained(folder, name, cls, torch_dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+    return read_text_encoder(folder, name, cls)
+
+
+def read_component(folder: Path, name: str, read: Callable[[Path], Component]) -> Component:
+    """Load one component by calling `read` with its subfolder; errors become ModelError."""
+    component = folder / name
+    if not component.is_dir():
+        raise ModelError(
+            f"model.path is {str(folder)!r}, which has no folder {name!r}. Download the model "
+            "again, or name the folder of a whole pipeline."
+        )
+    try:
+        with without_progress_bars():
+            return read(component)
+    except READ_ERRORS as error:
+        raise ModelError(
+            f"{component} cannot be read ({error}). Download the model again, or name another "
+            "model.path."
+        ) from error
+
+
+def read_pretrained(folder: Path, name: str, cls: Any, **options: Any) -> Any:
+    """Load one component with `cls.from_pretrained`, without network access."""
+    return read_component(
+        folder, name, lambda path: cls.from_pretrained(path, local_files_only=True, **options)
+    )
+
+
+def read_model_config(folder: Path, cls_name: str, model: str) -> dict[str, Any]:
+    """Read the config.json of a diffusers model; raise if it is of another class.
+
+    diffusers would load it all the same, without the weights that the class does not know.
+    """
+    file = folder / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+        found = str(config["_class_name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{file} is not a model configuration: {error}. Set model.path to a folder that "
+            "diffusers has saved."
+        ) from error
+    if found != cls_name:
+        raise ModelError(
+            f"{folder} holds a {found}, but the {model} is a {cls_name}. Set model.family to the "
+            "family of that folder, or name another folder."
+        )
+    return config
+
+
+def read_vae(folder: Path, cls: Any) -> Any:
+    """Load the VAE, frozen and in fp32: less precise latents would lose detail."""
+    if (folder / "vae" / "config.json").is_file():  # else, reading it says what is missing
+        read_model_config(folder / "vae", cls.__name__, "VAE of this family")
+    vae = read_pretrained(folder, "vae", cls, torch_dtype=torch.float32)
+    return vae.eval().requires_grad_(False)
+
+
+def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
+    """Load a text encoder, frozen and in the dtype of its file."""
+    encoder: nn.Module = read_pretrained(folder, name, cls, dtype="auto")
+    return encoder.eval().requires_grad_(False)
+
+
+def read_transformer(
+    cls: Any,
+    section: ModelSection,
+    folder: Path,
+    name: str,
+    file: str | None,
+    shapes: PlannerShapes | None = None,
+) -> Any:
+    """Load a transformer from its subfolder, or with the weights of a single file.
+
+    `shapes` names the inputs that the family does not support; a transformer that takes one of them
+    is an error.
+    """
+    config: dict[str, Any] = {}
+    if (folder / name / "config.json").is_file():  # else, reading it says what is missing
+        config = read_model_config(folder / name, cls.__name__, f"transformer of {section.family}")
+        if shapes is not None:
+            shapes.check_config(config, f"{_describe_pipeline(folder)} whose transformer")
+    if file is None:
+        dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
+        transformer, loaded = read_pretrained(
+            folder, name, cls, torch_dtype=dtype, output_loading_info=True
+        )
+        if loaded["unexpected_keys"]:
+            raise ModelError(
+                f"{folder / name} has {len(loaded['unexpected_keys'])} weights that a "
+                f"{cls.__name__} with this config.json does not have, first "
+                f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
+            )
+        return _check_complete(transformer, folder / name)
+    path = Path(file)
+    if not path.is_file():
+        raise ModelError(
+            f"model.{name}_file is {file!r}, but there is no such file. Correct the path."
+        )
+    dtype = _weights_dtype(section, lambda: [path])
+    try:
+        weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
+        parts = () if shapes is None else shapes.foreign_weights(config)
+        foreign = next((key for key in weights if any(part in key for part in parts)), None)
+        if shapes is not None and foreign is not None:
+            raise ModelError(
+                f"model.{name}_file is {file!r}, which has weights of an unsupported model: "
+                f"{foreign}. {shapes.supported_models}. Name another file."
+            )
+        # The file has only weights; the configuration comes from the folder.
+        transformer = cls.from_single_file(
+            weights,
+            config=str(folder),
+            subfolder=name,
+            torch_dtype=dtype,
+            local_files_only=True,
+        )
+    except READ_ERRORS as error:
+        raise ModelError(
+            f"model.{name}_file is {file!r}, which does not fit {folder / name} ({error}). Name a "
+            "file with the weights of that model."
+        ) from error
+    return _check_complete(transformer, path)
+
+
+def check_channels(
+    folder: Path, transformer: Any, passed: Sequence[int], family: str, supported: str
+) -> None:
+    """Raise if a transformer takes a number of channels that the family does not pass to it.
+
+    `supported` is a sentence that names the models of the family.
+    """
+    found = transformer.config.in_channels
+    if found not in passed:
+        raise ModelError(
+            f"{_describe_pipeline(folder)} whose transformer takes {found} channels, but {family} "
+            f"passes {' or '.join(map(str, passed))}. {supported}. Name another model.path."
+        )
+
+
+def _describe_pipeline(folder: Path) -> str:
+    return f"model.path {str(folder)!r} holds a {read_model_index(folder).get('_class_name')}"
+
+
+def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:
+    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16, else fp32."""
+    if section.dtype != "auto":
+        return DTYPES[section.dtype]
+    for file in files():
+        try:
+            with safe_open(file, "pt") as opened:
+                stored = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            break  # reading the weights will report what is wrong with the file
+        if "BF16" in stored:  # a bf16 model may keep a few tensors in fp32
+            return torch.bfloat16
+    return torch.float32
+
+
+def _check_complete(model: nn.Module, source: Path) -> Any:
+    """Raise if weights are missing, which diffusers leaves on the meta device."""
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise ModelError(
+            f"{source} lacks {len(missing)} of the model's weights, first {missing[0]}. Download "
+            "it again, or name another model."
+        )
+    return model
+
+
+def read_scheduler(folder: Path) -> Any:
+    """Return a new instance of the scheduler in the pipeline's folder."""
+    import diffusers
+
+    name = read_model_index(folder)["scheduler"][1]
+    return read_component(folder, "scheduler", getattr(diffusers, name).from_pretrained)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Turn off progress bars and warnings of diffusers and transformers in the `with` block."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [(library.is_progress_bar_enabled(), library.get_verbosity()) for library in libraries]
+    for library in libraries:
+        library.disable_progress_bar()
+        library.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            # diffusers still uses the older of torch's two weight norms, and names of its own.
+            old = r".*(weight_norm|FluxPosEmbed)` is deprecated"
+            warnings.filterwarnings("ignore", old, FutureWarning)
+            yield
+    finally:
+        for library, (had_bars, verbosity) in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+            if had_bars:
+                library.enable_progress_bar()
+
+
+def copy_other_components(source: Path, target: Path, exclude: Iterable[str]) -> None:
+    """Copy a pipeline folder without some components, with hard links where possible."""
+    skipped = set(exclude)
+    for entry in sorted(source.iterdir()):
+        if entry.name in skipped or entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, target / entry.name, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(str(entry), str(target / entry.name))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+# Digests. Caches and checkpoints store them, so they must not change.
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Hash the name and the bytes of every file in a folder."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        hasher.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\n".encode())
+        if file.stat().st_size:
+            hasher.update_mmap(file)
+    return hasher.hexdigest(length=16)
+
+
+def digest_of_weights(module: nn.Module) -> str:
+    """Hash the name, shape, dtype and bytes of every tensor in a module."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for name, tensor in sorted(module.state_dict().items()):
+        hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        contiguous = tensor.detach().cpu().contiguous()
+        hasher.update(contiguous.flatten().view(torch.uint8).numpy().data)
+    return hasher.hexdigest(length=16)
