@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -135,13 +136,43 @@ def run_python(
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python command line to its end, as `subprocess.run` does, in a `PythonProcess`."""
-    process = PythonProcess(*words, cwd=cwd, env=env)
+    (done,) = _finish([PythonProcess(*words, cwd=cwd, env=env)], timeout)
+    return done
+
+
+def run_ranks(
+    *words: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a Python command line to its end on two ranks, without a launcher."""
+    ranks = rank_environments(os.environ if env is None else env)
+    return _finish([PythonProcess(*words, cwd=cwd, env=each) for each in ranks], timeout)
+
+
+def rank_environments(env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environments of two ranks on this machine, with the variables of torchrun."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [{**env, **group, **sizes, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
+def _finish(
+    processes: list[PythonProcess], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
     try:
-        out, err = process.communicate(timeout)
+        outputs = [process.communicate(timeout) for process in processes]
     finally:
-        process.kill()
-        code = process.wait()
-    return subprocess.CompletedProcess(process.args, code, out, err)
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [
+        subprocess.CompletedProcess(process.args, process.wait(), *output)
+        for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 _PRELOADED = [
@@ -159,11 +190,17 @@ def _run_python(
     words: list[str], outputs: tuple[Path, Path], cwd: Path, env: dict[str, str]
 ) -> None:
     """Do in this process what `python WORDS` does after the interpreter has started."""
+    import torch
+
     for stream, file in zip((sys.stdout, sys.stderr), outputs, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream.fileno())
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    threads = int(env.get("OMP_NUM_THREADS", torch.get_num_threads()))
+    if threads != torch.get_num_threads():  # OpenMP has read the variable of the server
+        torch.set_num_threads(threads)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_process import rank_environments
 from safetensors.torch import load_file
 
 from gracetune.config.load import load_run_file
@@ -182,24 +183,10 @@ def test_torchrun_repeating_a_signal_does_not_lose_the_run(run_file, tmp_path):
 
 @pytest.fixture
 def start_ranks(start):
-    """Return a function that starts two ranks without a launcher.
-
-    A launcher would end the other rank when one fails.
-    """
+    """Return a function that starts two ranks; a launcher would end one when the other fails."""
 
     def call(file):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        return [
-            start(
-                *("train", file),
-                env=os.environ
-                | group
-                | {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(2)
-        ]
+        return [start("train", file, env=env) for env in rank_environments(os.environ)]
 
     return call
 
