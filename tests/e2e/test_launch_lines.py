@@ -56,12 +56,18 @@ def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["gh200_config.json", "gh200_in_memory_example.json"])
-def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, name, shapes_folder):
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train.py", "gh200_config.json"),
+        ("simpletuner/train.py", "gh200_in_memory_example.json"),
+    ],
+)
+def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, script, name, shapes_folder):
     source = ShapesSource(shapes_folder, ShapesSection(copies=1), lambda event: None)
     assert source.keys()
     done = run_python(
-        *(ROOT / "train.py", "--config", ROOT / "config" / name),
+        *(ROOT / script, "--config", ROOT / "config" / name),
         *("--max_train_steps", 2, "--datasets.0.instance_data_dir", shapes_folder),
         *("--train_batch_size", 2, "--batch_rampup_steps", 2, "--validation.every", 0),
         cwd=tmp_path,
@@ -71,7 +77,9 @@ def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, name, shapes_fo
     assert "done       2 steps" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["train.py", "simpletuner/train.py"])
+@pytest.mark.parametrize(
+    "script", ["train.py", pytest.param("simpletuner/train.py", marks=pytest.mark.slow)]
+)
 def test_the_commands_of_the_guides_work_under_accelerate(tmp_path, run_file, script):
     out = call(
         [
