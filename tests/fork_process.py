@@ -68,8 +68,9 @@ class PythonProcess:
     Importing torch and diffusers takes longer than most runs of the tests. The fork server of
     `multiprocessing` imports them once; then each command is a process with its own signals,
     environment, working directory, output and exit code. The methods are those of
-    `subprocess.Popen`. The start of an interpreter, and code that runs before torch is imported,
-    need `subprocess` itself.
+    `subprocess.Popen`. The start and the exit of an interpreter, and code that runs before torch
+    is imported, need `subprocess` itself: a forked process ends with `os._exit`, without `atexit`
+    functions and destructors, so that a crash in them is not seen.
     """
 
     def __init__(
