@@ -1,10 +1,9 @@
 """Fixtures that start runs through the command line, as a user does."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from fork_process import PythonProcess, run_python
 
 
 @pytest.fixture
@@ -34,8 +33,7 @@ def gracetune():
     """Return a function that runs the command to its end."""
 
     def call(*words, **options):
-        command = [sys.executable, "-m", "gracetune", *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+        return run_python("-m", "gracetune", *words, **options)
 
     return call
 
@@ -45,15 +43,12 @@ def start():
     """Return a function that starts the command; processes left over are killed at the end."""
     running = []
 
-    def call(*words):
-        command = [sys.executable, "-m", "gracetune", *map(str, words)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def call(*words, **options):
+        process = PythonProcess("-m", "gracetune", *words, **options)
         running.append(process)
         return process
 
     yield call
     for process in running:
         process.kill()
-        process.communicate()
+        process.wait()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_process import run_python, run_ranks
 from safetensors.torch import load_file
 
 from gracetune.config.schema import ShapesSection
@@ -45,13 +46,9 @@ def test_the_command_of_the_guide_works_with_plain_python(tmp_path):
 
 def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
     config = ROOT / "config/examples/minimal.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, ROOT / "train.py", "--config", config),
-            *("--attention_mechanism", "flash_attn_3", "--max_train_steps", "10"),
-        ],
-        capture_output=True,
-        text=True,
+    done = run_python(
+        *(ROOT / "train.py", "--config", config),
+        *("--attention_mechanism", "flash_attn_3", "--max_train_steps", 10),
         cwd=tmp_path,
     )
     assert done.returncode == 2
@@ -59,23 +56,30 @@ def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["gh200_config.json", "gh200_in_memory_example.json"])
-def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, name, shapes_folder):
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("train.py", "gh200_config.json"),
+        ("simpletuner/train.py", "gh200_in_memory_example.json"),
+    ],
+)
+def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, script, name, shapes_folder):
     source = ShapesSource(shapes_folder, ShapesSection(copies=1), lambda event: None)
     assert source.keys()
-    out = call(
-        [
-            *(sys.executable, ROOT / "train.py", "--config", ROOT / "config" / name),
-            *("--max_train_steps", 2, "--datasets.0.instance_data_dir", shapes_folder),
-            *("--train_batch_size", 2, "--batch_rampup_steps", 2, "--validation.every", 0),
-        ],
-        tmp_path,
+    done = run_python(
+        *(ROOT / script, "--config", ROOT / "config" / name),
+        *("--max_train_steps", 2, "--datasets.0.instance_data_dir", shapes_folder),
+        *("--train_batch_size", 2, "--batch_rampup_steps", 2, "--validation.every", 0),
+        cwd=tmp_path,
     )
-    assert "GH200 gradient accumulation ramp enabled" in out
-    assert "done       2 steps" in out
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GH200 gradient accumulation ramp enabled" in done.stdout
+    assert "done       2 steps" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["train.py", "simpletuner/train.py"])
+@pytest.mark.parametrize(
+    "script", ["train.py", pytest.param("simpletuner/train.py", marks=pytest.mark.slow)]
+)
 def test_the_commands_of_the_guides_work_under_accelerate(tmp_path, run_file, script):
     out = call(
         [
@@ -87,8 +91,24 @@ def test_the_commands_of_the_guides_work_under_accelerate(tmp_path, run_file, sc
     assert "done       2 steps" in out
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 2}])
-def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapter):
+def launch_ranks(file, folder):
+    """Start two ranks with torchrun and return their output."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    words = ("--nproc_per_node", 2, "-m", "gracetune", "train", file)
+    return call([*launcher, *words], folder)
+
+
+def fork_ranks(file, folder):
+    """Start two ranks without a launcher and return their output."""
+    done = run_ranks("-m", "gracetune", "train", file, cwd=folder)
+    assert [rank.returncode for rank in done] == [0, 0], done
+    return "".join(rank.stdout for rank in done)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "start_ranks"), [(None, launch_ranks), ({"rank": 2}, fork_ranks)]
+)
+def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapter, start_ranks):
     file = run_file(
         adapter=adapter,
         train={"max_train_steps": 3, "batch_size": 2},
@@ -99,13 +119,7 @@ def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapte
             "batch_rampup_steps": 2,
         },
     )
-    out = call(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", 2, "-m", "gracetune", "train", file),
-        ],
-        tmp_path,
-    )
+    out = start_ranks(file, tmp_path)
     assert out.count("done       3 steps") == 1  # only the main rank prints
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step_done"]

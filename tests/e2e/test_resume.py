@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_process import rank_environments
 from safetensors.torch import load_file
 
 from gracetune.config.load import load_run_file
@@ -40,7 +41,7 @@ def settings(**train):
 def wait_for_step(process, folder: Path, step: int):
     log, deadline = folder / "events.jsonl", time.monotonic() + 120
     while not (log.exists() and max(loss_by_step(log), default=0) >= step):
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run is too slow"
         time.sleep(0.02)
 
@@ -95,15 +96,7 @@ def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path):
     assert len(logs[0]) == 6
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, number, tmp_path):
     file = run_file(train={"max_train_steps": 100_000})
     folder = tmp_path / "run"
@@ -188,42 +181,26 @@ def test_torchrun_repeating_a_signal_does_not_lose_the_run(run_file, tmp_path):
     assert last_event(folder)["status"] == "interrupted"
 
 
-def start_ranks(file: Path, count: int = 2) -> list[subprocess.Popen[str]]:
-    """Start ranks without a launcher, which would end the others when one fails."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "gracetune", "train", str(file)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)},
-                **{"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"},
-                "MASTER_PORT": str(port),
-            },
-        )
-        for rank in range(count)
-    ]
+@pytest.fixture
+def start_ranks(start):
+    """Return a function that starts two ranks; a launcher would end one when the other fails."""
+
+    def call(file):
+        return [start("train", file, env=env) for env in rank_environments(os.environ)]
+
+    return call
 
 
-def test_a_lost_rank_is_named_by_the_others(run_file, tmp_path):
+def test_a_lost_rank_is_named_by_the_others(run_file, start_ranks, tmp_path):
     file = run_file(
         train={"max_train_steps": 100_000, "batch_size": 2, "checkpoint_every": 2},
         logging={"every": 1},
     )
     folder = tmp_path / "run"
     ranks = start_ranks(file)
-    try:
-        wait_for_step(ranks[0], folder, 3)
-        ranks[1].kill()
-        out, err = ranks[0].communicate(timeout=120)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    wait_for_step(ranks[0], folder, 3)
+    ranks[1].kill()
+    out, err = ranks[0].communicate(timeout=120)
     assert ranks[0].returncode == 1, (out, err)
     assert "Traceback" not in err
     assert "bug in gracetune" not in err
@@ -234,23 +211,20 @@ def test_a_lost_rank_is_named_by_the_others(run_file, tmp_path):
     assert "has lost contact" in last_event(folder)["message"]
 
 
-def test_ranks_that_get_a_signal_at_different_times_stop_at_one_step(run_file, tmp_path):
+def test_ranks_that_get_a_signal_at_different_times_stop_at_one_step(
+    run_file, start_ranks, tmp_path
+):
     """One rank is asked to stop; the other is asked only when it has already stopped training."""
     file = run_file(train={"max_train_steps": 100_000, "batch_size": 2}, logging={"every": 1})
     folder = tmp_path / "run"
     ranks = start_ranks(file)
-    try:
-        wait_for_step(ranks[0], folder, 2)
-        ranks[1].send_signal(signal.SIGUSR1)
-        while not list((folder / "checkpoints").glob("step-*")):
-            assert ranks[0].poll() is None, ranks[0].stderr.read()
-        for process in ranks:
-            process.send_signal(signal.SIGTERM)
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    wait_for_step(ranks[0], folder, 2)
+    ranks[1].send_signal(signal.SIGUSR1)
+    while not list((folder / "checkpoints").glob("step-*")):
+        assert ranks[0].poll() is None, ranks[0].communicate()
+    for process in ranks:
+        process.send_signal(signal.SIGTERM)
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [130, 130], errors
     steps = max(loss_by_step(folder / "events.jsonl"))
     assert manifest(folder, steps)["progress"]["step"] == steps

@@ -15,8 +15,6 @@ import json
 import os
 import platform
 import struct
-import subprocess
-import sys
 import wave
 import zlib
 from dataclasses import dataclass, field
@@ -201,18 +199,18 @@ def train(name: str, folder: Path) -> Settings:
 
 
 def gracetune(*words: str, cwd: Path, ranks: int = 1) -> str:
-    """Run `python -m gracetune` to its end and return its standard output."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *(launcher if ranks > 1 else []), "gracetune", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=cwd,
-        env=os.environ | ENVIRONMENT,
+    """Run `python -m gracetune` to its end and return the standard output of the main rank."""
+    from fork_process import run_python, run_ranks
+
+    command, env = ("-m", "gracetune", *words), os.environ | ENVIRONMENT
+    done = (
+        run_ranks(*command, cwd=cwd, env=env)
+        if ranks == 2
+        else [run_python(*command, cwd=cwd, env=env)]
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    for each in done:
+        assert each.returncode == 0, each.stdout + each.stderr
+    return done[0].stdout
 
 
 def machine() -> dict[str, str]:

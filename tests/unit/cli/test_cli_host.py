@@ -1,11 +1,11 @@
 """`gracetune host` without SimpleTuner installed; tests/hosts tests it with SimpleTuner."""
 
 import json
-import subprocess
 import sys
 from importlib.metadata import distributions
 
 import pytest
+from fork_process import run_python
 
 from gracetune.cli.main import main
 from gracetune.errors import HostError
@@ -34,11 +34,7 @@ def test_run_fails_if_the_host_is_not_installed(capsys):
     [([], "there is no script to run"), (["train.py"], "simpletuner is not installed")],
 )
 def test_the_entry_point_reports_what_is_missing(arguments, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "gracetune.hosts.simpletuner", *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-m", "gracetune.hosts.simpletuner", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(f"gracetune: {message}")
     assert "Traceback" not in done.stderr

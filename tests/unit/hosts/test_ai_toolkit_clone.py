@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from ai_toolkit_clone import status, write_clone
+from fork_process import run_python
 
 from gracetune.cli.main import main
 from gracetune.errors import HostError
@@ -115,14 +116,11 @@ def test_uninstall_restores_the_clone(clone, capsys):
     assert main(["host", "ai-toolkit", "install", str(clone)]) == 0
     assert "gracetune_shim.py is installed" in capsys.readouterr().out
     assert status(clone) != before
-    run = "import sys; sys.path.insert(0, '.'); from toolkit.extension import *"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{run}; print([e.uid for e in get_all_extensions()])"],
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+    code = (
+        "import sys; sys.dont_write_bytecode = False; sys.path.insert(0, '.'); "
+        "from toolkit.extension import *; print([e.uid for e in get_all_extensions()])"
     )
+    done = run_python("-c", code, cwd=clone)
     assert done.stdout.strip() == "['gracetune', 'sd_trainer', 'merge']", done.stderr
     assert list((clone / "extensions" / "__pycache__").glob("gracetune_shim.*"))
     assert main(["host", "ai-toolkit", "uninstall", str(clone)]) == 0
@@ -220,15 +218,13 @@ def test_jobs_run_without_a_broken_gracetune(clone, tmp_path, kind):
 
 
 def list_processes(clone, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Print the process types that ai-toolkit knows, in a process of its own."""
+    """Print the process types that ai-toolkit knows, in a process that imports gracetune anew."""
     code = (
-        "import sys; sys.path.insert(0, '.'); from toolkit.extension import *; "
-        "print(sorted(get_all_extensions_process_dict()))"
+        "import sys; sys.path.insert(0, '.')\n"
+        "for name in [*sys.modules]:\n"
+        "    if name.partition('.')[0] == 'gracetune':\n"
+        "        del sys.modules[name]\n"
+        "from toolkit.extension import *\n"
+        "print(sorted(get_all_extensions_process_dict()))\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    return run_python("-c", code, cwd=clone, env={**os.environ, **environment})

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_process import run_python
 
 from gracetune.errors import UnsafeFileError
 from gracetune.hosts.shared_tensor_cache import (
@@ -35,15 +36,16 @@ import json, sys
 from pathlib import Path
 import torch
 from gracetune.hosts.shared_tensor_cache import SharedTensorCache
-folder, paths = Path(sys.argv[1]), json.loads(sys.argv[2])
-loads = []
 def load(path):
     loads.append(path)
     return {"loaded": torch.full((2000,), float(len(loads)))}
-notices = []
-memory = SharedTensorCache(1 << 20, folder, notices.append)
-for line in sys.stdin:
-    if line.strip() == "write":
+for line in sys.argv[1:] or sys.stdin:
+    action, folder, paths = json.loads(line)
+    if action == "open":
+        loads, notices = [], []
+        memory = SharedTensorCache(1 << 20, Path(folder), notices.append)
+        continue
+    if action == "write":
         memory.get(paths[0], load)["loaded"].add_(100)
     sums = [memory.get(path, load)["loaded"].sum().item() for path in paths]
     maps = [row for row in open("/proc/self/maps") if "gracetune-tensors" in row]
@@ -98,25 +100,39 @@ class CountingLoader:
         return {"loaded": torch.full((2000,), float(len(self.paths)))}
 
 
-@pytest.fixture
-def other(tmp_path, paths):
-    """Another process that loads every path on request and reports what happened."""
+@pytest.fixture(scope="module")
+def other_process():
+    """Another process; it reads actions from its standard input."""
     process = subprocess.Popen(
-        [sys.executable, "-c", OTHER_PROCESS, str(tmp_path / "meet"), json.dumps(paths)],
+        [sys.executable, "-c", OTHER_PROCESS],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-
-    def request(action="read") -> dict:
-        process.stdin.write(f"{action}\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield request
+    yield process
     process.stdin.close()
     assert process.wait(30) == 0
     process.stdout.close()
+
+
+@pytest.fixture
+def action_lines(tmp_path, paths):
+    return lambda *actions: [json.dumps([each, str(tmp_path / "meet"), paths]) for each in actions]
+
+
+@pytest.fixture
+def other(other_process, action_lines):
+    """Open the memory in another process, which loads every path on request and reports it."""
+
+    def send(action) -> None:
+        print(*action_lines(action), file=other_process.stdin, flush=True)
+
+    def request(action="read") -> dict:
+        send(action)
+        return json.loads(other_process.stdout.readline())
+
+    send("open")
+    return request
 
 
 def test_a_file_loaded_by_one_process_is_mapped_by_another(open_memory, other, paths, notices):
@@ -157,11 +173,11 @@ def test_a_write_to_a_tensor_is_private_to_its_process(open_memory, other, paths
     assert len(load.paths) == 4
 
 
-def test_memory_of_an_ended_process_is_gone(open_memory, tmp_path, paths):
-    script = OTHER_PROCESS.replace("for line in sys.stdin", "for line in ['read']")
-    words = [sys.executable, "-c", script, str(tmp_path / "meet"), json.dumps(paths)]
+def test_memory_of_an_ended_process_is_gone(open_memory, tmp_path, paths, action_lines):
     memory, load = open_memory(), CountingLoader()
-    subprocess.run([*words[:2], f"{script}\nimport os; os._exit(0)", *words[3:]], check=True)
+    script = f"{OTHER_PROCESS}\nimport os; os._exit(0)"
+    done = run_python("-c", script, *action_lines("open", "read"))
+    assert done.returncode == 0, done.stderr
     [left] = set((tmp_path / "meet").glob("*/*.log")) - {memory._log.path}
     assert memory.get(paths[0], load)["loaded"][0] == 1
     assert load.paths == [paths[0]]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fork_process import run_python
 from platforms import GPU_LINKS, RATES, SimulatedMachine, simulated_machine
 
 from gracetune.cli.diagnose import (
@@ -460,13 +461,20 @@ def test_open_machine_detects_the_platform_or_the_missing_driver() -> None:
 class TestVerb:
     """`gracetune diagnose` and the forks' scripts, on this machine."""
 
-    def call(self, folder: Path, script: str, *options: str, env: dict[str, str] | None = None):
+    def environment(self, **changes: str) -> dict[str, str]:
         ours = {variable.name for variable in VARIABLES}
         outside = {name: value for name, value in os.environ.items() if name not in ours}
+        return outside | changes
+
+    def call(self, folder: Path, script: str, *options: str, **changes: str):
+        return run_python(ROOT / script, *options, cwd=folder, env=self.environment(**changes))
+
+    def call_before_torch(self, folder: Path, script: str, *options: str, **changes: str):
+        """Run a script in a new interpreter, which reads its environment before it has torch."""
         return subprocess.run(
             [sys.executable, str(ROOT / script), *options],
             cwd=folder,
-            env={**outside, **(env or {})},
+            env=self.environment(**changes),
             capture_output=True,
             text=True,
             check=False,
@@ -480,17 +488,17 @@ class TestVerb:
         for check in document["checks"]:
             assert f"{check['number']:>2} {check['status']:<4} {check['name']}" in done.stdout
             assert check["text"]
-        hidden = self.call(tmp_path, "gh200_diagnostic.py", env={"CUDA_VISIBLE_DEVICES": ""})
+        hidden = self.call(tmp_path, "gh200_diagnostic.py", CUDA_VISIBLE_DEVICES="")
         assert hidden.returncode == 1
         assert "--allow-cpu" in hidden.stdout
 
     def test_the_forks_variables_are_accepted(self, tmp_path: Path) -> None:
         conf = "use_uvm:True,uvm_oversubscription_ratio:3.0,uvm_access_pattern:gpu_first"
-        done = self.call(
+        done = self.call_before_torch(
             tmp_path,
             "gh200_diagnostic.py",
             *("--allow-cpu", "--json", "--output", "r.json"),
-            env={"PYTORCH_CUDA_ALLOC_CONF": conf},
+            PYTORCH_CUDA_ALLOC_CONF=conf,
         )
         document = json.loads(done.stdout)
         assert document == json.loads((tmp_path / "r.json").read_text())
@@ -503,15 +511,15 @@ class TestVerb:
             tmp_path,
             "gh200_diagnostic.py",
             *("--allow-cpu", "--json"),
-            env={"GH200_UVM_OVERSUBSCRIPTION_RATIO": "lots"},
+            GH200_UVM_OVERSUBSCRIPTION_RATIO="lots",
         )
         assert done.returncode == 1
         assert json.loads(done.stdout)["checks"][1]["status"] == "FAIL"
 
     def test_a_broken_torch_is_reported_without_a_traceback(self, tmp_path: Path) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libtorch is broken')")
-        done = self.call(
-            tmp_path, "gh200_diagnostic.py", "--allow-cpu", env={"PYTHONPATH": str(tmp_path)}
+        done = self.call_before_torch(
+            tmp_path, "gh200_diagnostic.py", "--allow-cpu", PYTHONPATH=str(tmp_path)
         )
         assert "Traceback" not in done.stderr
         assert done.returncode == 1

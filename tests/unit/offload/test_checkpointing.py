@@ -132,8 +132,17 @@ def test_each_mode_saves_less_than_the_one_before(compiler):
     assert recompute < lean < keep
 
 
-@pytest.mark.parametrize("modes", [("keep",) * 5, ("lean",) * 5, ("recompute",) * 5, MIXED])
-@pytest.mark.parametrize("compiled", [False, True])
+UNIFORM = [(mode,) * len(MIXED) for mode in MODES]
+
+
+@pytest.mark.parametrize(
+    ("compiled", "modes"),
+    [
+        *((False, modes) for modes in [*UNIFORM, MIXED]),
+        (True, MIXED),  # has blocks of every mode
+        *(pytest.param(True, modes, marks=pytest.mark.slow) for modes in UNIFORM),
+    ],
+)
 def test_streamed_blocks_equal_resident_ones_bit_for_bit(modes, compiled, compiler):
     chosen_compiler = compiler if compiled else None
     resident = build_model()

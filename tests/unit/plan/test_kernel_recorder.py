@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -26,6 +26,10 @@ from gracetune.plan.kernel_recorder import (
 )
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.trace import trace_model
+
+if TYPE_CHECKING:
+    from gracetune.plan.meta_models import MetaModel
+    from gracetune.plan.trace_records import BlockTraces
 
 ROWS, INNER, OUTER, RANK = 64, 32, 48, 4
 aten = torch.ops.aten
@@ -106,10 +110,8 @@ def test_views_launch_no_kernels() -> None:
     assert not is_matmul_or_attention(torch.relu)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's tracer reads attributes that torch warns about
-@pytest.mark.parametrize("mode", ["keep", "lean", "recompute"])
-def test_a_compiled_block_saves_what_was_planned(mode: str) -> None:
-    """The plan matches the tensors that autograd saves when torch partitions the graph."""
+def build_small_wan() -> tuple[MetaModel, Any]:
+    """Return a small Wan on the meta device and on the CPU, there with a fused LoRA."""
     changes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32}
     changes |= {"ffn_dim": 96, "text_dim": 16, "freq_dim": 16}
     shape = build_meta_model(ModelSection(family="wan22"), SampleShape(192, 192), changes)
@@ -117,7 +119,22 @@ def test_a_compiled_block_saves_what_was_planned(mode: str) -> None:
     add_adapter({"": model}, AdapterSection(rank=4), shape.shapes.targets, seed=0)
     fuse_lora(model)
     use_fused_processors(model)
+    return shape, model
+
+
+@pytest.fixture(scope="module")
+def small_wan_traces() -> BlockTraces:
+    shape, model = build_small_wan()
     (kind,) = trace_model(replace(shape, model=model).trace_target(), 2).kinds
+    return kind
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's tracer reads attributes that torch warns about
+@pytest.mark.parametrize("mode", ["keep", "lean", "recompute"])
+def test_a_compiled_block_saves_what_was_planned(mode: str, small_wan_traces: BlockTraces) -> None:
+    """The plan matches the tensors that autograd saves when torch partitions the graph."""
+    shape, model = build_small_wan()
+    kind = small_wan_traces
     trace = getattr(kind.compiled, mode)
     events: list[Any] = []
     compiler = BlockCompiler(events.append, "aot_eager_decomp_partition")

@@ -5,12 +5,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fork_process import run_python
 
 from gracetune.config.schema import RunFile
 from gracetune.data.pipeline import DataPipeline
@@ -515,7 +514,7 @@ def test_slurm_and_terminals_may_end_a_run():
     }
 
 
-def handle_signals(*numbers: signal.Signals) -> subprocess.CompletedProcess[str]:
+def handle_signals(*numbers: signal.Signals):
     """Send signals to a process that is saving a checkpoint."""
     script = (
         "import os, signal\n"
@@ -526,9 +525,7 @@ def handle_signals(*numbers: signal.Signals) -> subprocess.CompletedProcess[str]
         "            os.kill(os.getpid(), number)\n"
         "    print('saved after', signals.received)\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
+    return run_python("-c", script)
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once():
