@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from fakes.datasets import DATA, WRITE
-from fakes.miniatures import write_miniature
+from fakes.miniatures import MINIATURES, Miniature, write_miniature
 from gracetune.config.schema import RunFile
 from gracetune.events.run_control import RunControl
 from gracetune.memory.platform import Link
@@ -22,16 +22,15 @@ from gracetune.plan.result import BlockPlan
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
 
-FAMILIES = {
-    "wan22": ("wan22-t2v", "wan22", "image"),
-    "wan22 5B": ("wan22-5b", "wan22", "image"),
-    "flux": ("flux", "flux", "image"),
-    "qwen_image": ("qwen-image", "qwen_image", "image"),
-    "qwen_image edit": ("qwen-image-edit", "qwen_image", "image"),
-    "stable_audio": ("stable-audio", "stable_audio", "audio"),
-    "tiny": (None, "tiny", "image"),
+CASES = {name: small for name, small in MINIATURES.items() if small.family} | {
+    "tiny": Miniature(None, "tiny")
 }
-"""Miniature, family and kind of data, by the name of the case."""
+"""Every miniature that a family trains, by name."""
+FAMILIES = {small.family: name for name, small in reversed(CASES.items()) if small.kind != "edit"}
+FAMILIES["wan22"] = "wan22-t2v"  # with two experts
+"""One case for each family. Edits have thousands of tokens, which takes minutes."""
+MEDIA = {"image": "image", "edit": "image", "first frame": "video", "video": "image"}
+"""Kind of a miniature -> kind of files to train it on; audio is itself."""
 MODES = {
     "eager": [("resident", "keep", False)],
     "streamed": [("streamed", "keep", False)],
@@ -44,17 +43,18 @@ MODES = {
 
 def family_run(folder, case, **sections):
     """Write a miniature and its data to a folder, and return a run file that trains a LoRA."""
-    miniature, family, kind = FAMILIES[case]
+    small = CASES[case]
+    kind = MEDIA.get(small.kind, small.kind)
     data = folder / "data"
     dataset = {"dataset_type": kind, "instance_data_dir": str(data)} | DATA[kind]
     if not data.exists():
         WRITE[kind](data)
-    if "edit" in case:
+    if small.kind == "edit":
         shutil.copytree(data, folder / "references", dirs_exist_ok=True)
         dataset["conditioning_data_dir"] = str(folder / "references")
-    model = {"family": family}
-    if miniature:
-        model["path"] = str(write_miniature(miniature, folder / "model"))
+    model = {"family": small.family}
+    if small.write is not None:
+        model["path"] = str(write_miniature(case, folder / "model"))
     settings = {
         "output_dir": str(folder / "run"),
         "model": model,

@@ -22,7 +22,7 @@ from gracetune.train.step import TrainProgress
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES.values())
 def session(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("family")
     run = family_run(folder, request.param, train={"mixed_precision": "bf16"})

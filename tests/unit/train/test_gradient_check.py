@@ -1,13 +1,12 @@
 """Gradients and updates of every family, in every mode, are those of plain blocks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from fakes.family_sessions import (
+    CASES,
     FAMILIES,
     MODES,
     change_mode,
@@ -17,6 +16,7 @@ from fakes.family_sessions import (
     with_new_optimizer,
 )
 from fakes.planted_races import slot_race
+from fork_process import run_ranks
 
 from gracetune.cli.check import spread, table_lines
 from gracetune.cli.main import main
@@ -35,14 +35,11 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs without streaming."""
 
 
-SLOW = {"qwen_image edit"}
-"""Cases with thousands of tokens, because references have the pipeline's size."""
-
-
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in FAMILIES
+        pytest.param(case, marks=() if case in FAMILIES.values() else pytest.mark.slow)
+        for case in CASES
     ],
 )
 def session(request, tmp_path_factory):
@@ -133,7 +130,7 @@ def test_wrong_updates_are_found(tiny_session, monkeypatch):
 
 def test_a_tensor_without_a_gradient_stops_the_run_with_its_name(tmp_path, monkeypatch, recorder):
     """The last block of Qwen-Image has such weights, which the registry lists."""
-    run = family_run(tmp_path, "qwen_image", plan="off")
+    run = family_run(tmp_path, "qwen-image", plan="off")
     known = FamilyInfo("gracetune.models.qwen_image", has_key_table=True)
     monkeypatch.setattr(families, "FAMILIES", families.FAMILIES | {"qwen_image": known})
     expected = (
@@ -258,17 +255,14 @@ def test_the_command_refuses_what_it_cannot_check(run_path, capsys, words, messa
 
 def test_all_families_pass_on_two_ranks(tmp_path):
     """One pair of processes checks every family, and finds gradients that are not averaged."""
-    cases = FAMILIES.keys() - SLOW
-    for case in cases:
+    for case in FAMILIES.values():
         folder = tmp_path / case
         folder.mkdir()
         run = family_run(folder, case, train={"batch_size": 1, "max_train_steps": 1})
         settings = run.model_dump(mode="json", exclude_unset=True)
         (tmp_path / f"{case}.json").write_text(json.dumps(settings))
     script = Path(__file__).with_name("two_rank_gradients.py")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [sys.executable, "-m", *launcher, script, tmp_path]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count(" passed") == len(cases)
-    assert done.stdout.count("not averaged: found") == 1
+    first, second = run_ranks(script, tmp_path)
+    assert first.returncode == second.returncode == 0, first.stderr[-4000:] + second.stderr[-4000:]
+    assert first.stdout.count(" passed") == len(FAMILIES)
+    assert first.stdout.count("not averaged: found") == 1

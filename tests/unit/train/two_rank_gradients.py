@@ -1,4 +1,4 @@
-"""Check the gradients of all run files in a folder on two ranks; started by torchrun."""
+"""Check the gradients of all run files in a folder on two ranks."""
 
 import sys
 from pathlib import Path
