@@ -245,6 +245,7 @@ def plan_figures(planned: Plan, last: Plan, notices: list[str]) -> dict[str, Any
             "streamed": len(planned.streamed),
             "kept": modes["keep"] + modes["lean"],
             "recomputed": modes["recompute"],
+            "inputs_in_host_memory": sum(block.offload_input for block in planned.blocks),
             "offloaded": modes["offload"],
         },
         "gradient_check": "; ".join(checks),
