@@ -2,7 +2,7 @@
 
 This is a whole run as a user would start it: a run file, data staged in memory, a VAE of the
 published shape, the unified-memory cache, the plan, the training loop and the export. Weights are
-random (`wan22_random_weights`) and the text encoder has one layer. torch's memory fraction enforces
+random and the text encoder is narrow inside (`random_weights`). torch's memory fraction enforces
 the 96 GB. Blocks are compiled, as `plan: auto` would do for a run of normal length.
 
 The experts are trained in turns of 5 steps. The first `--warm` turns of each are not counted,
@@ -28,12 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
+import random_weights
 import results
 import torch
-import wan22_random_weights
 from PIL import Image
 
 from gracetune.config.load import load_run_file
@@ -41,6 +42,7 @@ from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice, StageProgress, StepDone, Validated
+from gracetune.models import pipeline_folder
 from gracetune.plan.report import describe
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
@@ -68,11 +70,10 @@ def main() -> int:
     arguments = parse_arguments()
     clock = PhaseClock()
     if not arguments.rehearse:
-        limit_device_memory()
+        limit_device_memory(DEVICE_GB)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        wan22_random_weights.install(folder / "site")
-        wan22_random_weights.write_folder(folder / "model", small=arguments.rehearse)
+        random_weights.write_folder("wan22", folder / "model", small=arguments.rehearse)
         make_images(
             folder / "pictures",
             FEW_IMAGES if arguments.rehearse else NUM_IMAGES,
@@ -103,10 +104,10 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def limit_device_memory() -> None:
-    """Make torch refuse to allocate more than DEVICE_GB."""
+def limit_device_memory(gigabytes: float) -> None:
+    """Make torch refuse to allocate more device memory than this."""
     total = torch.cuda.mem_get_info(0)[1]
-    torch.cuda.set_per_process_memory_fraction(DEVICE_GB * 1e9 / total, 0)
+    torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / total, 0)
     square = torch.ones(256, 256, device="cuda")
     (square @ square).sum().item()  # loads cuBLAS, whose host memory must not be counted
 
@@ -139,7 +140,7 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> Path:
     settings = {
         "output_dir": str(folder / "run"),
         "model": {
-            "family": wan22_random_weights.NAME,
+            "family": "wan22",
             "path": str(folder / "model"),
             "dtype": "bfloat16",
         },
@@ -190,38 +191,41 @@ class PhaseClock:
         print(f"{time.monotonic() - self._began:7.1f} {text}", flush=True)
 
     def end_phase(self, name: str) -> None:
-        """Record the time since the last phase ended."""
+        """Add the time since the last phase ended to the time of this one."""
         now = time.monotonic()
-        self.seconds[name] = now - self._since
-        self._since = now
-        self.print(
-            f"{name} took {self.seconds[name]:.1f} s; host memory {host_nbytes() / GIB:.1f} GiB"
-        )
+        seconds, self._since = now - self._since, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.print(f"{name} took {seconds:.1f} s; host memory {host_nbytes() / GIB:.1f} GiB")
 
 
 class Watcher:
     """An event sink that prints notices and records the time and memory of steps."""
 
-    def __init__(self, clock: PhaseClock, warm_steps: int, last_step: int) -> None:
+    def __init__(
+        self, clock: PhaseClock, warm_steps: int, last_step: int, print_every: int = TURN
+    ) -> None:
         self.steps: list[StepDone] = []
+        self.notices: list[str] = []
         self.before_plan = self.training = self.sampling = DeviceMemory()
         self._clock = clock
         self._warm_steps, self._last_step = warm_steps, last_step
+        self._print_every = print_every
         self._stage = ""
 
     def handle(self, event: Event) -> None:
         """Print notices and the name of each stage; record steps and memory."""
         if isinstance(event, StepDone):
             self.steps.append(event)
-            if event.step % TURN == 0:
-                line = f"step {event.step} ({event.expert}): {event.seconds:.3f} s"
-                self._clock.print(f"{line}, loss {event.loss:.4f}")
+            if event.step % self._print_every == 0:
+                line = " ".join(("step", str(event.step), event.expert)).strip()
+                self._clock.print(f"{line}: {event.seconds:.3f} s, loss {event.loss:.4f}")
             if event.step in (self._warm_steps, self._last_step):
                 self.training = device_memory()  # the second reading covers the counted steps alone
         elif isinstance(event, Validated):
             self.sampling = device_memory()
             self._clock.print(f"sampled in {event.seconds:.1f} s")
         elif isinstance(event, Notice):
+            self.notices.append(event.text)
             self._clock.print(event.text)
             if event.text.startswith("plan: "):
                 self.before_plan = device_memory()
@@ -260,7 +264,10 @@ def train(path: Path, arguments: argparse.Namespace, clock: PhaseClock) -> dict[
     before = host_nbytes()
     output = Path(run.output_dir)
     output.mkdir()
-    with EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as dispatcher:
+    with (
+        EventDispatcher([watcher, JsonlLog(output / "events.jsonl")]) as dispatcher,
+        patch.object(pipeline_folder, "read_transformer", random_weights.random_transformer),
+    ):
         accelerator = start_accelerator(run)
         with closing(
             build_session(run, accelerator, dispatcher.emit, RunControl(output), SignalHandler())
