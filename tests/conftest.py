@@ -104,3 +104,36 @@ def miniature(tmp_path_factory):
         return folders[name]
 
     return write
+
+
+# Lines for the end of the report. Workers of pytest-xdist pass theirs to the main process.
+
+
+SUMMARY = pytest.StashKey()
+
+
+def pytest_configure(config):
+    config.stash[SUMMARY] = []
+
+
+@pytest.fixture(scope="session")
+def summary_lines(request):
+    """Return a list to which tests append lines that the report ends with."""
+    return request.config.stash[SUMMARY]
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["summary"] = session.config.stash[SUMMARY]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[SUMMARY] += getattr(node, "workeroutput", {}).get("summary", [])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[SUMMARY]:
+        terminalreporter.section("explored interleavings")
+        for line in config.stash[SUMMARY]:
+            terminalreporter.write_line(line)

@@ -72,7 +72,7 @@ def _tokenizer(length: int = 512, *, chat: bool = False) -> object:
         unk_token="<unk>",
         additional_special_tokens=list(VISION_TOKENS),
         model_max_length=length,
-        chat_template=CHAT_TEMPLATE if chat else None,
+        **({"chat_template": CHAT_TEMPLATE} if chat else {}),
     )
 
 
@@ -123,7 +123,7 @@ def _kl_vae(channels: int, blocks: int = 2) -> object:
         use_post_quant_conv=False,
         shift_factor=0.1159,
         scaling_factor=0.3611,
-        sample_size=1024,
+        sample_size=32 if blocks == 2 else 1024,  # of a tile
     )
 
 

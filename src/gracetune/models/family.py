@@ -406,6 +406,8 @@ class PlannerShapes:
     """Dtype of the weights, unless `model.dtype` is float32."""
     input_layer: str = ""
     """Name of the layer that reads the latents. Its weights have the dtype of the inputs."""
+    fp32_layers: tuple[str, ...] = ()
+    """Names of layers, without the path, whose weights stay in fp32, as diffusers loads them."""
     supported_models: str = ""
     """Names of the models that the family trains, for error messages."""
     unsupported_inputs: Mapping[str, str] = field(default_factory=dict)

@@ -141,10 +141,11 @@ class Flux2(DiffusersFamily):
     def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
         """Encode images to folded latents, normalised by the VAE's batch norm."""
         with torch.no_grad():
-            raw = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
+            raw: Tensor = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
         folded = functional.pixel_unshuffle(raw, FOLD)
         mean, variance = (x.view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
-        return (folded - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        latents: Tensor = (folded - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        return latents
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """Return the captions that alone have more tokens than the model reads.

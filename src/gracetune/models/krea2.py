@@ -107,6 +107,7 @@ PLANNER_SHAPES = Krea2Shapes(
     blocks=("transformer_blocks",),
     targets=TARGETS,
     input_layer="img_in",
+    fp32_layers=("norm", "norm1", "norm2", "norm_q", "norm_k"),
     probe_config={
         **PROBE_ATTENTION,
         "num_layers": 12,

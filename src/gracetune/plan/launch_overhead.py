@@ -266,7 +266,7 @@ class _ProbeStep:
             name: torch.full_like(tensor, 0.02, device=device)
             for name, tensor in target.inputs(1).items()
         }
-        self._batch["hidden_states"].requires_grad_(True)
+        self._latents = next(iter(self._batch.values())).requires_grad_(True)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self.num_trained = len(trained)
         self._optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
@@ -321,7 +321,7 @@ class _ProbeStep:
 
     def _backward(self, out: Tensor) -> None:
         torch.autograd.backward(out, torch.ones_like(out))
-        self._batch["hidden_states"].grad = None
+        self._latents.grad = None
 
 
 def _with_policy(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def build_meta_model(
         experts = 2 if (file.parents[1] / "transformer_2").is_dir() else 1
         source = f"as in {file}"
     dtype = torch.float32 if section.dtype == "float32" else shapes.dtype
-    model = _build(shapes.class_name, {**config, **(changes or {})}, dtype, device)
+    model = _build(shapes, {**config, **(changes or {})}, dtype, device)
     return MetaModel(
         name=section.family,
         model=model,
@@ -102,13 +102,14 @@ def build_meta_model(
 
 
 def _build(
-    class_name: str, config: Mapping[str, Any], dtype: torch.dtype, device: str
+    shapes: PlannerShapes, config: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> nn.Module:
     """Build a diffusers model from its configuration, with frozen parameters."""
-    cls = getattr(import_module("diffusers"), class_name)
+    cls = getattr(import_module("diffusers"), shapes.class_name)
     with torch.device(device), without_progress_bars():
         model = cast("nn.Module", cls.from_config(dict(config)))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        is_fp32 = not set(shapes.fp32_layers).isdisjoint(name.split("."))
+        parameter.data = parameter.data.to(torch.float32 if is_fp32 else dtype)
     make_attention_grads_contiguous(model)  # as the family does when it loads weights
     return model.requires_grad_(False)

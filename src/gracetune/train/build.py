@@ -7,7 +7,7 @@ logged as a `Notice`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -127,7 +127,7 @@ class Session:
     """The digest of the model's weights before training."""
     adapted_modules: AdaptedModules
     """Modules that have an adapter, by transformer (Wan 2.2 has two); empty without an adapter."""
-    references: Sequence[BlockReference] = ()
+    references: list[BlockReference] = field(default_factory=list)
     """Plain copies of the blocks whose gradients are compared in the first step."""
     plan_controller: PlanController | None = None
     """Chooses which weights and activations are kept in host memory, not device memory. None: the

@@ -52,7 +52,10 @@ FILL_STD = 1e-3
 """Standard deviation of the values that replace trained tensors of zeros, such as LoRA's B. With
 zeros, the gradients of other tensors would be zero as well."""
 MEMORY_SHARE = 0.25
-"""Share of the free device memory for the optimizer with which updates are compared."""
+"""Share of the free device memory for recorded blocks, and for the optimizer with which updates are
+compared."""
+MAX_GROUP = 1024
+"""Largest number of blocks that one pass records."""
 
 
 # The blocks to compare
@@ -78,8 +81,7 @@ def build_references(family: Family, choose: ChooseBlocks) -> list[BlockReferenc
         for transformer in range(num_transformers)
         for position in positions
     ]
-    references = [BlockReference(names[block], block) for block in chosen]
-    return [reference for reference in references if not reference.draws_random_numbers]
+    return [BlockReference(names[block], block) for block in chosen]
 
 
 def missing_gradients(
@@ -126,8 +128,12 @@ class FirstStepCheck:
             return False
         prefix = "" if expert is None else f"{expert}."
         for reference in self._references:
-            if reference.name.startswith(prefix):
-                self._call = reference, CapturedCall(reference)
+            if not reference.name.startswith(prefix):
+                continue
+            if reference.draws_random_numbers:
+                self.skip("its dropout draws from torch's global generator")
+                break
+            self._call = reference, CapturedCall(reference)
         return True
 
     def finish(self, expert: Expert | None, accumulation: int) -> None:
@@ -145,6 +151,8 @@ class FirstStepCheck:
         elif self._call is not None:
             problem = self._compare(*self._call, accumulation)
         self.cancel()
+        if not self._open:
+            self._references.clear()  # in fp8, they keep the weights from before the conversion
         problems = _from_all_ranks(state.accelerator, problem)
         first = next(filter(None, problems), "")
         if first:
@@ -163,19 +171,20 @@ class FirstStepCheck:
 
     def skip(self, reason: str) -> None:
         """Do without the comparison of a block from now on, and log why."""
-        self._references = ()
+        self._references.clear()
         text = f"the gradients of the first step were not compared with a plain block: {reason}"
         self._emit(Notice(text, level="warning", fallback=True))
 
     def _compare(self, reference: BlockReference, call: CapturedCall, accumulation: int) -> str:
         """Compare the recorded block; return what is wrong, or an empty string."""
         call.close()
+        began = time.monotonic()
+        # All ranks must call it, so it comes before everything that can fail on one of them.
+        reduced = _reduction_error(self._state.accelerator, reference, call)
         if not call.has_backward:
             return f"backward did not reach block {reference.name} in the first step"
-        began = time.monotonic()
         try:
             results = reference.compare(call)
-            reduced = _reduction_error(self._state.accelerator, reference, call)
         except torch.OutOfMemoryError as error:
             self.skip(str(error).splitlines()[0])
             return ""
@@ -278,8 +287,8 @@ class GradientReport:
 
     @property
     def passed(self) -> bool:
-        """True if every block passed, and every trained tensor has a gradient."""
-        return all(block.passed for block in self.blocks)
+        """True if there are blocks, and all of them passed."""
+        return bool(self.blocks) and all(block.passed for block in self.blocks)
 
 
 def check_gradients(session: Session) -> GradientReport:
@@ -343,11 +352,11 @@ def _captured_calls(
         try:
             losses = batch_losses(state, next(batches), number, turn)
             state.accelerator.backward(losses.sum())
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             if group == 1:
                 raise
             group //= 2
-            del error
+            state.optimizer.zero_grad()
             continue
         finally:
             for call in calls:
@@ -376,8 +385,8 @@ def _check_all_have_gradients(state: TrainState, expert: Expert | None) -> None:
 def _group_size(call: CapturedCall) -> int:
     """Return the number of blocks that one pass can record in the free device memory."""
     if call.device.type != "cuda":
-        return len(call.outputs) << 16
-    return max(1, int(MEMORY_SHARE * _free_nbytes(call.device)) // call.nbytes)
+        return MAX_GROUP
+    return min(MAX_GROUP, max(1, int(MEMORY_SHARE * _free_nbytes(call.device)) // call.nbytes))
 
 
 def _free_nbytes(device: torch.device) -> int:

@@ -47,21 +47,17 @@ READY = {"never": [False], "always": [True], "alternating": [True, False]}
 
 
 @pytest.fixture(scope="module")
-def explorations(request):
+def explorations(summary_lines):
     results = defaultdict(list)
     yield results
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
-        line = request.config.get_terminal_writer().line
-        line("\n")
-        total = [result for scenario in results.values() for result in scenario]
-        for name, scenario in [*results.items(), *([("in total", total)] if total else [])]:
-            states = sum(result.states for result in scenario)
-            interleavings = in_words(sum(result.interleavings for result in scenario))
-            line(
-                f"{states:>9,} states {interleavings:>7} interleavings "
-                f"{len(scenario):>4} recordings  {name}"
-            )
+    total = [result for scenario in results.values() for result in scenario]
+    for name, scenario in [*results.items(), *([("in total", total)] if total else [])]:
+        states = sum(result.states for result in scenario)
+        interleavings = in_words(sum(result.interleavings for result in scenario))
+        summary_lines.append(
+            f"{states:>9,} states {interleavings:>7} interleavings "
+            f"{len(scenario):>4} recordings  {name}"
+        )
 
 
 def in_words(count):
