@@ -116,6 +116,7 @@ PLANNER_SHAPES = ZImageShapes(
         "n_layers": 12,
         "cap_feat_dim": 16,
         "axes_dims": [4, 6, 6],
+        "axes_lens": [4096, 512, 512],  # positions for more text than a caption has
     },
     supported_models="z_image trains Z-Image and Z-Image-Turbo",
     unsupported_inputs={"siglip_feat_dim": "an image embedding"},  # Z-Image-Omni

@@ -12,13 +12,15 @@ import pytest
 import torch
 from cost_model_factory import SPEEDS, build_candidate, build_model
 
-from gracetune.models.family import PLANNABLE
+from gracetune.models.family import PLANNABLE, planner_shapes
 from gracetune.plan.cost import CostModel
 from gracetune.plan.launch_overhead import (
     OFFLOAD_COSTS,
     PACK_COSTS,
     POLICY_SAVE_COST,
     PROXY_FAMILY,
+    REALISTIC_EDGE,
+    REALISTIC_TOKENS,
     REPEATS,
     STREAM_COSTS,
     VIEW_COST,
@@ -342,3 +344,10 @@ def test_realistic_and_tiny_probe_models_make_the_same_calls(family: str) -> Non
         assert one.eager.keep.backward_calls == other.eager.keep.backward_calls
     assert small.outside.forward_calls == realistic.outside.forward_calls
     assert realistic.kinds[0].input_nbytes > MIB > 100 * small.kinds[0].input_nbytes
+
+
+def test_the_realistic_probe_of_z_image_has_a_position_for_every_token():
+    """A GPU reports a position outside of the table as a device-side assert."""
+    (text_positions, rows, columns) = planner_shapes("z_image").probe_config["axes_lens"]
+    assert text_positions > REALISTIC_TOKENS + 33  # padding, and the image after the text
+    assert min(rows, columns) >= REALISTIC_EDGE // 16
