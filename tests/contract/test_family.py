@@ -103,8 +103,8 @@ def encode_captions(family, captions):
     """Encode captions; a control image, if needed, is the same for all."""
     if not family.takes_control:
         return family.encode_text(captions)
-    width, height = family.control_size(32, 32)
-    return family.encode_text(captions, [torch.zeros(3, height, width)] * len(captions))
+    width, height = family.text_control_size(32, 32)
+    return family.encode_text(captions, [[torch.zeros(3, height, width)]] * len(captions))
 
 
 def conditions_for(family, captions, conditions):
@@ -220,7 +220,7 @@ def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
         seed=3,
         steps=1 if family.takes_control else 2,  # edits are always sampled at a megapixel
         guidance=1.0 if family.takes_control else 2.0,
-        images=[torch.zeros(3, height, width) for width, height in image_sizes],
+        images=[[torch.zeros(3, height, width)] for width, height in image_sizes],
     )
     with torch.no_grad():
         samples = family.sample(request)
@@ -292,7 +292,8 @@ LONG = "a red ring on the box of the blue star " * 80  # 720 tokens
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 SEED, STEPS = 3, 4
 VARIANTS = {name: {} for name, family in MODELS.items() if family} | {
-    "wan22-5b from an image": {"task": "image"}
+    "wan22-5b from an image": {"task": "image"},
+    "qwen-image-edit-2511 with two references": {},
 }
 """Model, then perhaps a remark -> settings of the run file's section `model`."""
 NEGATED = {"z_image"}
@@ -344,6 +345,8 @@ class PhysicalCase:
 
     family: Any
     pipeline: Any
+    references: int = 1
+    """Number of images to edit, for families that edit images."""
 
     @property
     def shape(self):
@@ -375,8 +378,9 @@ def open_case(name, miniature):
     folder = miniature(small)
     section = ModelSection(family=MODELS[small], path=str(folder), **VARIANTS[name])
     family = load_family(section)
-    if small == "qwen-image-edit":
-        return PhysicalCase(family, edit_pipeline(folder, family))
+    if small.startswith("qwen-image-edit"):
+        references = 2 if "two references" in name else 1
+        return PhysicalCase(family, edit_pipeline(folder, family), references)
     is_image = family.starts_from == "image"
     cls = diffusers.WanImageToVideoPipeline if is_image else diffusers.DiffusionPipeline
     with without_progress_bars():
@@ -475,13 +479,18 @@ def assert_same(ours, theirs):
             assert one == other, name
 
 
-def assert_physical(case, monkeypatch, media, prompt, shape, images=(), **options):
-    """Check one sample: sampler, validation and training agree when the predictor is perfect."""
+def assert_physical(case, monkeypatch, media, prompt, shape, images=(), text_images=(), **options):
+    """Check one sample: sampler, validation and training agree when the predictor is perfect.
+
+    `images` and `text_images` are those of the one prompt, for sampling and for the text encoder.
+    """
     family = case.family
     encoded, raw = encode_and_record(case, media, monkeypatch)
-    assert encoded.shape[1:] == family.latent_shape(*shape)
     x0, given = family.split_encoded(encoded)
-    (text,) = family.encode_text([prompt], images) if images else family.encode_text([prompt])
+    channels, *cells = family.latent_shape(*shape)
+    added = case.references * (channels - x0.shape[1])
+    assert encoded.shape[1:] == (x0.shape[1] + added, *cells)
+    (text,) = family.encode_text([prompt], text_images)
     conditions = {**family.stack_text([text]), **given}
     layout = next(iter(training_inputs(family, x0, torch.ones(1), conditions).values()))
 
@@ -529,18 +538,20 @@ def prompts(name):
 @pytest.mark.filterwarnings("ignore:Should have t[ab]")  # torchsde, of Stable Audio's sampler
 def test_the_pipelines_sampler_arrives_at_the_encoded_sample(case, prompt, monkeypatch, tmp_path):
     """Every input of the transformer is the same in training, validation and the pipeline."""
-    shape, media, images, options = case.shape, case.media(1), [], case.options()
+    shape, media, images, text_images = case.shape, case.media(1), [], []
+    options = case.options()
     if case.family.takes_control:
-        media, control, image, shape = edit_sample(case.family, prompt, tmp_path)
-        images = [control]
-        options |= {"image": image, "width": shape[0], "height": shape[1]}
+        media, images, text_images, files, shape = edit_sample(case, prompt, tmp_path)
+        takes_several = case.family.max_controls > 1
+        options |= {"image": files if takes_several else files[0]}
+        options |= {"width": shape[0], "height": shape[1]}
         if case.family.name == "flux":  # it would generate a megapixel
             options["max_area"] = math.prod(shape)
     elif case.family.starts_from == "image":
         media = ((media + 1) * 127.5).round() / 127.5 - 1  # as read from a file
-        images = [media[0, :, 0]]
-        options["image"] = to_pil(images[0])
-    assert_physical(case, monkeypatch, media, prompt, shape, images, **options)
+        images = [[media[0, :, 0]]]
+        options["image"] = to_pil(images[0][0])
+    assert_physical(case, monkeypatch, media, prompt, shape, images, text_images, **options)
 
 
 @pytest.mark.parametrize("case", sorted(VARIANTS), indirect=True)
@@ -550,7 +561,8 @@ def test_a_perfect_prediction_has_no_loss(case):
     media = case.media(2)
     if family.takes_control:
         count = -(-3 * math.prod(family.control_size(width, height)) // (width * height))
-        media = torch.cat([media, media.new_zeros(2, count, height, width)], dim=1)
+        controls = media.new_zeros(2, case.references * count, height, width)
+        media = torch.cat([media, controls], dim=1)
     x0, given = family.split_encoded(family.encode(media))
     conditions = conditions_for(family, [PROMPT, "a box"], given)
     timesteps = torch.tensor([0.15, 0.8])
@@ -577,23 +589,34 @@ EDIT_SIZES = {
 """Prompt -> size to generate, and size of the image file to edit."""
 
 
-def edit_sample(family, prompt, folder):
-    """Return the decoded media, control image and size of a sample, and the image to edit."""
+def edit_sample(case, prompt, folder):
+    """Return the decoded media of a sample, its references in three forms, and its size.
+
+    References are those of the one prompt for sampling, for the text encoder, and as files.
+    """
     size, file_size = EDIT_SIZES[prompt]
-    image = photo(file_size)
-    image.save(folder / "a.png")
-    digest = blake3((folder / "a.png").read_bytes()).hexdigest()
-    companions = (Companion("control", "a.png", digest),)
-    sample = Sample("d", "a.png", prompt, digest, *file_size, companions=companions)
+    files, companions = [], []
+    for number in range(case.references):  # each file is half as large as the one before
+        name = f"{number}.png"
+        files.append(photo([edge // 2**number for edge in file_size], seed=number))
+        files[-1].save(folder / name)
+        digest = blake3((folder / name).read_bytes()).hexdigest()
+        companions.append(Companion("control", name, digest))
+    digest = companions[0].digest
+    sample = Sample("d", "0.png", prompt, digest, *file_size, companions=tuple(companions))
     source = SimpleNamespace(read=lambda key: (folder / key).read_bytes())
-    control_size = family.control_size(*size)
+    control_size = case.family.control_size(*size)
     item = EncodeItem(sample, size, source, control_size=control_size)
-    control = render_control(source.read("a.png"), DEFAULT_TRANSFORM, size, control_size)
-    return decode_item(item, PILLOW)[None], control, image, size
+    images, text_images = (
+        [[render_control(source.read(c.key), DEFAULT_TRANSFORM, size, to) for c in companions]]
+        for to in (control_size, case.family.text_control_size(*size))
+    )
+    return decode_item(item, PILLOW)[None], images, text_images, files, size
 
 
-def photo(size):
-    pixels = torch.rand(size[1] // 4, size[0] // 4, 3, generator=torch.Generator().manual_seed(0))
+def photo(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.rand(size[1] // 4, size[0] // 4, 3, generator=generator)
     return Image.fromarray(pixels.mul(255).byte().numpy()).resize(size)
 
 
@@ -608,7 +631,9 @@ def edit_pipeline(folder, family):
         is_image = (input_ids == encoder.config.image_token_id).int()
         return encoder(input_ids=input_ids, mm_token_type_ids=is_image, **inputs)
 
-    pipeline = diffusers.QwenImageEditPipeline(
+    several = family.max_controls > 1
+    cls = diffusers.QwenImageEditPlusPipeline if several else diffusers.QwenImageEditPipeline
+    pipeline = cls(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
         vae=family.vae,
         text_encoder=None,
@@ -623,19 +648,24 @@ def edit_pipeline(folder, family):
 
 
 def test_the_size_of_an_image_to_edit_is_the_pipelines():
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
     for width in range(16, 4096, 48):
         for height in (width // 4 + 16, 1024, width, 4 * width):
-            theirs = calculate_dimensions(1024 * 1024, width / height)[:2]
-            assert qwen_image.reference_size(width, height) == theirs
+            for area in (qwen_image.REFERENCE_AREA, qwen_image.TEXT_REFERENCE_AREA):
+                theirs = calculate_dimensions(area, width / height)[:2]
+                assert qwen_image.reference_size(width, height, area) == theirs
+    assert qwen_image.REFERENCE_AREA == pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE
+    assert qwen_image.TEXT_REFERENCE_AREA == pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
 
 
 def test_an_edits_cached_entries_are_not_those_of_earlier_versions(miniature):
-    plain, edit = (
+    plain, edit, plus = (
         load_family(ModelSection(family="qwen_image", path=str(miniature(name)))).identity()
-        for name in ("qwen-image", "qwen-image-edit")
+        for name in ("qwen-image", "qwen-image-edit", "qwen-image-edit-2511")
     )
+    assert plus["text"].startswith("qwen-image-edit-1048576-147456-")
     for kind, identity in edit.items():
         assert identity != plain[kind]
         assert identity.startswith("qwen-image-edit-1048576-")

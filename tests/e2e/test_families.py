@@ -75,10 +75,12 @@ def run_of(case, build_run, folder, **sections):
     if kind == "edit":
         write_images(folder / "before")
         Image.new("RGB", (32, 32), (90, 90, 90)).save(folder / "start.png")
+        references, start = str(folder / "before"), str(folder / "start.png")
+        takes_several = model == "qwen-image-edit-2511"
         sections |= {
-            "dataset": {"conditioning_data_dir": str(folder / "before")},
+            "dataset": {"conditioning_data_dir": [references] * 2 if takes_several else references},
             "validation": {
-                "images": [str(folder / "start.png")],
+                "images": [[start] * 2 if takes_several else start],
                 "guidance": 1.0,
                 "sample_steps": 1,
             },
@@ -176,6 +178,36 @@ def test_a_family_trains_a_lokr_and_all_weights(model, adapter, build_run, tmp_p
         ),
         ("qwen-image-edit", {}, r"conditioning_data_dir is missing, but this qwen_image edits"),
         ("flux", {"dataset": {"conditioning_data_dir": "x"}}, r"conditioning_data_dir is 'x', but"),
+        (
+            "flux-kontext",
+            {"dataset": {"conditioning_data_dir": ["x", "y"]}},
+            r"conditioning_data_dir has 2 folders, but this flux takes at most 1 for a sample",
+        ),
+        (
+            "qwen-image-edit",
+            {"dataset": {"conditioning_data_dir": ["x", "y"]}},
+            r"has 2 folders, but this qwen_image takes at most 1 for a sample",
+        ),
+        (
+            "qwen-image-edit",
+            {"dataset": {"conditioning_data_dir": "x"}, "validation": {"images": [["a", "b"]]}},
+            r"validation\.images\[0\] has 2 files, but this qwen_image takes one for a prompt",
+        ),
+        (
+            "qwen-image-edit-2511",
+            {
+                "datasets": [
+                    {"id": "a", "instance_data_dir": "a", "conditioning_data_dir": "x"},
+                    {"id": "b", "instance_data_dir": "b", "conditioning_data_dir": ["x", "y"]},
+                ]
+            },
+            r"datasets\[1\]\.conditioning_data_dir has 2 folders, but that of datasets\[0\] has 1",
+        ),
+        (
+            "qwen-image-edit-2511",
+            {"dataset": {"conditioning_data_dir": "x"}, "validation": {"images": [[]]}},
+            r"validation\.images\[0\] has 0 files, but this qwen_image takes 1 to 8 for a prompt",
+        ),
         ("flux", {"train": {"experts": "high"}}, r"train\.experts is 'high'"),
         ("flux", {"model": {"quantize": "int8"}, "adapter": None}, r"without an adapter"),
     ],

@@ -340,19 +340,22 @@ def _flux(folder: Path, *, is_kontext: bool = False) -> None:
     ).save_pretrained(folder)
 
 
-def _qwen_image_edit(folder: Path) -> None:
-    """Write the text-to-image miniature, add an image processor and change the pipeline class."""
+def _qwen_image_edit(folder: Path, pipeline: str = "QwenImageEditPipeline") -> None:
+    """Write the text-to-image miniature, add an image processor and change the pipeline class.
+
+    `pipeline` is that of the first Qwen-Image-Edit, or of 2511, whose references have timestep 0.
+    """
     import json
 
     from transformers import Qwen2VLImageProcessorPil
 
-    _qwen_image(folder)
+    _qwen_image(folder, zero_cond_t=pipeline == "QwenImageEditPlusPipeline")
     edge = 28
     Qwen2VLImageProcessorPil(min_pixels=edge**2, max_pixels=4 * edge**2).save_pretrained(
         folder / "processor"
     )
     index = folder / "model_index.json"
-    content = json.loads(index.read_text()) | {"_class_name": "QwenImageEditPipeline"}
+    content = json.loads(index.read_text()) | {"_class_name": pipeline}
     content["processor"] = ["transformers", "Qwen2VLProcessor"]
     index.write_text(json.dumps(content, indent=2))
 
@@ -367,9 +370,11 @@ class QwenProcessor:
         from transformers import BatchFeature
 
         seen = self._image_processor(images=images, return_tensors="pt")
-        tokens = int(seen["image_grid_thw"].prod()) // self._image_processor.merge_size**2
-        texts = [one.replace("<|image_pad|>", "<|image_pad|>" * tokens) for one in text]
-        return BatchFeature({**self._tokenizer(texts, **options), **seen})
+        counts = (seen["image_grid_thw"].prod(1) // self._image_processor.merge_size**2).tolist()
+        (start, *others) = text[0].split("<|image_pad|>")
+        pairs = zip(counts, others, strict=True)
+        whole = start + "".join("<|image_pad|>" * count + other for count, other in pairs)
+        return BatchFeature({**self._tokenizer([whole], **options), **seen})
 
 
 def _qwen_vae(channels: int) -> object:
@@ -439,7 +444,7 @@ def _krea2(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _qwen_image(folder: Path) -> None:
+def _qwen_image(folder: Path, zero_cond_t: bool = False) -> None:
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         QwenImagePipeline,
@@ -463,6 +468,7 @@ def _qwen_image(folder: Path) -> None:
             num_attention_heads=2,
             joint_attention_dim=TEXT_WIDTH,
             axes_dims_rope=(4, 4, 8),
+            zero_cond_t=zero_cond_t,
         ),
     ).save_pretrained(folder)
 
@@ -647,6 +653,9 @@ MINIATURES = {
     "flux2-klein": Miniature(partial(_flux2, is_klein=True), "flux2"),
     "qwen-image": Miniature(_qwen_image, "qwen_image"),
     "qwen-image-edit": Miniature(_qwen_image_edit, "qwen_image", "edit"),
+    "qwen-image-edit-2511": Miniature(
+        partial(_qwen_image_edit, pipeline="QwenImageEditPlusPipeline"), "qwen_image", "edit"
+    ),
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),

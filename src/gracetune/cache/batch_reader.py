@@ -60,8 +60,8 @@ class SampleTransforms:
     seed: int
     decoders: Decoders
     control_size: Callable[[int, int], Size] | None = None
-    """Function (width, height) -> size of the control image of such a sample. None: the model takes
-    no control images."""
+    """Function (width, height) -> size of each control image of such a sample, for the VAE. None:
+    the model takes no control images."""
 
     def __call__(self, sample: Sample, epoch: int = NO_EPOCH) -> SampleTransform:
         """Return the crop and augmentations of a sample in a training epoch."""
@@ -74,7 +74,7 @@ class SampleTransforms:
     ) -> EncodeItem:
         """Return everything that is needed to decode a sample for a bucket and an epoch."""
         control_size = None
-        if self.control_size is not None and sample.control is not None:
+        if self.control_size is not None and sample.controls:
             control_size = self.control_size(size[0], size[1])
         return EncodeItem(sample, size, source, self(sample, epoch), tiled, control_size)
 
@@ -87,23 +87,24 @@ class PromptNames:
     """
 
     takes_control: bool
-    """True if the text encoder also sees the sample's control image."""
+    """True if the text encoder also sees the sample's control images."""
     transforms: SampleTransforms
 
     def __call__(self, caption: str, sample: Sample, size: Shape, epoch: int = NO_EPOCH) -> str:
         """Return the cache name of a prompt: its caption.
 
-        If the text encoder also sees a control image, the image's digest, crop and size follow.
+        If the text encoder also sees control images, their digests, crop and size follow.
         """
         if not self.takes_control:
             return caption
-        assert sample.control is not None, f"{sample.key} has no control image"
+        assert sample.controls, f"{sample.key} has no control image"
         # Texts cannot be encoded ahead for an endless sequence of random crops, so only `static`
         # datasets have texts that follow the crop of each augmentation epoch.
         section = self.transforms.sections[sample.dataset]
         epoch = epoch if augmentation_mode(section) == "static" else NO_EPOCH
         geometry = f"{self.transforms(sample, epoch).name} {'x'.join(map(str, size))}"
-        return f"{caption} [control {sample.control.digest} {geometry}]"
+        digests = " ".join(control.digest for control in sample.controls)
+        return f"{caption} [control {digests} {geometry}]"
 
     def epochs(self, sample: Sample) -> range:
         """Return the training epochs for which the prompts of a sample have to be encoded.

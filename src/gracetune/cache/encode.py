@@ -80,11 +80,15 @@ class SampleEncoder(Protocol):
 
     @property
     def takes_control(self) -> bool:
-        """True if prompts are encoded together with a control image."""
+        """True if prompts are encoded together with control images."""
         ...
 
     def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of the control image of a sample of this size."""
+        """Return the width and height of each control image of a sample of this size."""
+        ...
+
+    def text_control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of each control image for the text encoder."""
         ...
 
     @property
@@ -112,9 +116,9 @@ class SampleEncoder(Protocol):
         ...
 
     def encode_text(
-        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+        self, captions: Sequence[str], images: Sequence[Sequence[Tensor]] = ()
     ) -> list[dict[str, Tensor]]:
-        """Encode prompts; `images` has the control image of each prompt, if there are any."""
+        """Encode prompts; `images` has the control images of each prompt, if there are any."""
         ...
 
 
@@ -192,7 +196,7 @@ class EncodeItem:
     tiled: bool = False
     """True if the sample is encoded in tiles."""
     control_size: Size | None = None
-    """Width and height of the sample's control image; None if the model takes none."""
+    """Width and height of each of the sample's control images; None if the model takes none."""
 
 
 def fill_latents(
@@ -301,8 +305,8 @@ def decode_items(
 def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
     """Return the decoded, cropped and augmented sample, or the reason why it is unreadable.
 
-    The values of a control image, which may have another size, follow those of the sample's image
-    as more channels, padded with zeros.
+    The values of control images, which may have another size, follow those of the sample's image as
+    more channels; those of each control image are padded with zeros to whole channels.
     """
     sample, transform = item.sample, item.transform
     try:
@@ -313,13 +317,15 @@ def decode_item(item: EncodeItem, decoders: Decoders) -> Tensor | str:
             return render_audio(data, transform, item.size)
         size = (item.size[0], item.size[1])
         pixels = render(data, transform, size, decoders)
-        if sample.control is None or item.control_size is None:
+        if item.control_size is None:
             return pixels
-        data = read_unchanged(item.source, sample.control.key, sample.control.digest)
-        control = render_control(data, transform, size, item.control_size, decoders)
-        padding = -control.numel() % prod(size)
-        values = torch.cat([pixels.flatten(), control.flatten(), control.new_zeros(padding)])
-        return values.view(-1, *pixels.shape[1:])
+        values = [pixels.flatten()]
+        for companion in sample.controls:
+            data = read_unchanged(item.source, companion.key, companion.digest)
+            control = render_control(data, transform, size, item.control_size, decoders)
+            padding = -control.numel() % prod(size)
+            values += [control.flatten(), control.new_zeros(padding)]
+        return torch.cat(values).view(-1, *pixels.shape[1:])
     except UnreadableSampleError as error:
         return error.reason
     except OSError as error:
@@ -409,7 +415,7 @@ def _chunks(items: Sequence[Item], length: int = ENCODE_BATCH_SIZE) -> Iterable[
 
 
 class _Prompt(NamedTuple):
-    """A caption, and the sample whose control image it is encoded with."""
+    """A caption, and the sample whose control images it is encoded with."""
 
     caption: str
     sample: Sample
@@ -420,7 +426,7 @@ class _Prompt(NamedTuple):
 class PromptEncoder:
     """Collects all prompts of a run, and encodes those with given cache names.
 
-    A prompt's cache name is its caption, plus its control image if the text encoder sees one.
+    A prompt's cache name is its caption, plus its control images if the text encoder sees them.
     """
 
     def __init__(
@@ -455,23 +461,22 @@ class PromptEncoder:
         captions = [prompt.caption for prompt in prompts]
         if not self._encoder.takes_control:
             return self._encoder.encode_text(captions)
-        return self._encoder.encode_text(captions, [self._control(prompt) for prompt in prompts])
+        return self._encoder.encode_text(captions, [self._controls(prompt) for prompt in prompts])
 
-    def _control(self, prompt: _Prompt) -> Tensor:
-        """Decode a prompt's control image, cropped and augmented like its sample."""
+    def _controls(self, prompt: _Prompt) -> list[Tensor]:
+        """Decode a prompt's control images, cropped and augmented like its sample."""
         sample, size = prompt.sample, (prompt.size[0], prompt.size[1])
-        assert sample.control is not None, f"{sample.key} has no control image"
         transform, decoders = self._transforms(sample, prompt.epoch), self._transforms.decoders
-        try:
-            data = read_unchanged(
-                self._sources[sample.dataset], sample.control.key, sample.control.digest
-            )
-            control_size = self._encoder.control_size(*size)
-            return render_control(data, transform, size, control_size, decoders)
-        except (UnreadableSampleError, OSError) as error:
-            raise unreadable_now(
-                sample, f"its control image {sample.control.key}: {error}"
-            ) from error
+        source, control_size = self._sources[sample.dataset], self._encoder.text_control_size(*size)
+        rendered = []
+        for control in sample.controls:
+            try:
+                data = read_unchanged(source, control.key, control.digest)
+                rendered.append(render_control(data, transform, size, control_size, decoders))
+            except (UnreadableSampleError, OSError) as error:
+                reason = f"its control image {control.key}: {error}"
+                raise unreadable_now(sample, reason) from error
+        return rendered
 
 
 # Tiling. Encoding large images and clips in tiles needs far less memory; the latents differ

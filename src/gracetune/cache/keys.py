@@ -59,7 +59,7 @@ def latent_key(
 ) -> CacheKey:
     """Return the key of a sample's latents.
 
-    The key depends on the bytes of the sample and its control image, the crop, augmentations and
+    The key depends on the bytes of the sample and its control images, the crop, augmentations and
     bucket size, the encoder's id, and on whether the sample is encoded in tiles.
     """
     geometry = f"{transform.name} {'x'.join(map(str, size))}"

@@ -404,9 +404,9 @@ class ValidationSection(Section):
     seconds: PositiveFloat | None = None
     """Length of generated audio in seconds. Default: the longest clip length of the first
     dataset."""
-    images: tuple[str, ...] | None = None
-    """Paths of input images, one for each of `prompts`, for models that animate or edit an
-    image."""
+    images: tuple[str | tuple[str, ...], ...] | None = None
+    """Paths of input images, one for each of `prompts`, for models that animate or edit an image.
+    For models that take several, a list of paths can stand in place of each path."""
     holdout: Fraction = 0.0
     """Fraction of the samples that is not trained on. Each validation measures the loss on them,
     always with the same noise; set it, for example to 0.05, to see overfitting."""
@@ -569,9 +569,10 @@ class DatasetSection(Section):
     instance_data_dir: str | None = None
     """Location of the samples: a folder, a tar or parquet file, a pattern of such files, a saved
     Hugging Face dataset, or a remote address such as `s3://...`."""
-    conditioning_data_dir: str | None = None
+    conditioning_data_dir: str | tuple[str, ...] | None = None
     """Folder of control images, for models that take an input image: one for each sample, with the
-    same file name except for the suffix."""
+    same file name except for the suffix. A list of folders gives each sample one control image from
+    each, in this order, for models that take several."""
     mask_data_dir: str | None = None
     """Folder of masks, to train on a part of each image: one for each sample, with the same file
     name except for the suffix. White is trained on, black is not."""
@@ -671,6 +672,12 @@ class DatasetSection(Section):
     variants: PositiveInt = 1
     """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.
     Epochs use them in turn."""
+
+    @property
+    def control_folders(self) -> tuple[str, ...]:
+        """The folders of `conditioning_data_dir`; every sample has one control image in each."""
+        folders = self.conditioning_data_dir or ()
+        return (folders,) if isinstance(folders, str) else folders
 
 
 class RunFile(Section):

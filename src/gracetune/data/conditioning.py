@@ -1,4 +1,4 @@
-"""Find the companions of each sample: its control image and its mask.
+"""Find the companions of each sample: its control images and its mask.
 
 A companion lies in a folder of its own and has the file name of its sample, except for the suffix.
 """
@@ -103,23 +103,24 @@ def find_companions(
     keys: Sequence[str],
     open_folder: Callable[[str, str], Source],
 ) -> Companions:
-    """Find the control image and mask of every sample, if the dataset has folders for them.
+    """Find the control images and mask of every sample, if the dataset has folders for them.
 
     Raises an error if a file is missing. `source` and `keys` are those of the samples.
     `open_folder(folder, setting)` opens the folder of the control images or masks.
     """
-    roles: dict[Role, tuple[str, str | None]] = {
-        "control": ("conditioning_data_dir", section.conditioning_data_dir),
-        "mask": ("mask_data_dir", section.mask_data_dir),
-    }
+    folders: list[tuple[Role, str, str]] = [
+        ("control", "conditioning_data_dir", folder) for folder in section.control_folders
+    ]
+    if section.mask_data_dir is not None:
+        folders.append(("mask", "mask_data_dir", section.mask_data_dir))
     parts: dict[str, Source] = {"": source}
     found: dict[str, list[tuple[Role, str]]] = {key: [] for key in keys}
-    for role, (name, folder) in roles.items():
-        if folder is None:
-            continue
-        parts[f"({role}) "] = beside = _opened(open_folder, folder, setting, name)
+    for index, (role, name, folder) in enumerate(folders):
+        number = f" {index + 1}" if role == "control" and index > 0 else ""
+        prefix = f"({role}{number}) "
+        parts[prefix] = beside = _opened(open_folder, folder, setting, name)
         for key, match in _by_stem(keys, beside, f"{setting}.{name}", folder).items():
-            found[key].append((role, f"({role}) {match}"))
+            found[key].append((role, prefix + match))
     if len(parts) == 1:
         return Companions(source)
     return Companions(JoinedSource(parts), {key: tuple(pairs) for key, pairs in found.items()})

@@ -231,7 +231,7 @@ def _sample_keys(
 def _probe(
     source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
 ) -> _Probe | str:
-    """Read a sample and its control image and mask; return their sizes, duration and digests.
+    """Read a sample and its control images and mask; return their sizes, duration and digests.
 
     Returns the reason as text if one of them is unreadable.
     """

@@ -25,6 +25,12 @@ def check_data(run: RunFile, family: Family) -> None:
     for index, section in enumerate(run.datasets):
         check_kind(section, index, family)
         check_fit(section, index, section.bucket_step or family.pixel_step, family)
+        first, other = len(run.datasets[0].control_folders), len(section.control_folders)
+        if first != other:  # samples of several datasets share a batch
+            raise ConfigError(
+                f"datasets[{index}].conditioning_data_dir has {other} folders, but that of "
+                f"datasets[0] has {first}. Set the same number for all datasets."
+            )
 
 
 def check_kind(section: DatasetSection, index: int, family: Family) -> None:
@@ -39,16 +45,21 @@ def check_kind(section: DatasetSection, index: int, family: Family) -> None:
             f"dataset_type: {family.kinds[0]}, or choose another model.family."
         )
     _check_mask(section, index)
-    control = section.conditioning_data_dir
-    if not family.takes_control and control is not None:
+    controls = section.control_folders
+    if not family.takes_control and controls:
         raise ConfigError(
-            f"datasets[{index}].conditioning_data_dir is {control!r}, but {family.name} does not "
-            "use control images. Remove it."
+            f"datasets[{index}].conditioning_data_dir is {controls[0]!r}, but {family.name} does "
+            "not use control images. Remove it."
         )
-    if family.takes_control and control is None:
+    if family.takes_control and not controls:
         raise ConfigError(
             f"datasets[{index}].conditioning_data_dir is missing, but this {family.name} edits "
             "images. Set it to a folder with the images to edit, named like the samples."
+        )
+    if family.takes_control and len(controls) > family.max_controls:
+        raise ConfigError(
+            f"datasets[{index}].conditioning_data_dir has {len(controls)} folders, but this "
+            f"{family.name} takes at most {family.max_controls} for a sample. Remove the others."
         )
 
 

@@ -30,7 +30,7 @@ class UnreadableSampleError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """The control image or the mask of a sample. It is cropped and flipped like the sample."""
+    """A control image or the mask of a sample. It is cropped and flipped like the sample."""
 
     role: Literal["control", "mask"]
     key: str
@@ -62,7 +62,7 @@ class Sample:
     fps: float = 0.0
     """Average frame rate of a video in frames per second; 0 for images and audio."""
     companions: tuple[Companion, ...] = ()
-    """The control image and the mask of the sample, if its dataset has them."""
+    """The control images and the mask of the sample, if its dataset has them."""
 
     @property
     def mask(self) -> Companion | None:
@@ -70,9 +70,9 @@ class Sample:
         return next((one for one in self.companions if one.role == "mask"), None)
 
     @property
-    def control(self) -> Companion | None:
-        """The control image of the sample; None if its dataset has no control images."""
-        return next((one for one in self.companions if one.role == "control"), None)
+    def controls(self) -> tuple[Companion, ...]:
+        """The control images of the sample; empty if its dataset has none."""
+        return tuple(one for one in self.companions if one.role == "control")
 
 
 @dataclass(frozen=True, slots=True)

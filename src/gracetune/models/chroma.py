@@ -141,7 +141,7 @@ class Chroma(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption: T5's token embeddings (`tokens`), and their `mask`."""
         tokens, _, mask, *_ = self.parts.pipeline().encode_prompt(

@@ -65,7 +65,7 @@ class DiffusersFamily:
     kinds: tuple[MediaKind, ...] = ("image",)
     audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
-    takes_control: bool = False
+    max_controls: int = 0
     max_edge: int = 4096
     prediction: PredictionType = "flow"
     patch_size: int = PATCH_SIZE
@@ -108,6 +108,11 @@ class DiffusersFamily:
     def tokenizer(self) -> Any:
         """The tokenizer of the text encoder that limits the length of a caption."""
         return self.parts.components["tokenizer"]
+
+    @property
+    def takes_control(self) -> bool:
+        """True if every training image comes with control images, such as the one to edit."""
+        return self.max_controls > 0
 
     @property
     def vae_scale(self) -> int:
@@ -202,6 +207,10 @@ class DiffusersFamily:
         """Return the sample's size: a control image has the same size, unless a family differs."""
         return width, height
 
+    def text_control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size that the VAE encodes: the text encoder's is equal, unless it differs."""
+        return self.control_size(width, height)
+
     def encode_image(self, vae: Any, pixels: Tensor) -> Tensor:
         """Encode images to latents: the mode of the VAE's distribution, shifted and scaled."""
         if self.video_vae:
@@ -216,33 +225,35 @@ class DiffusersFamily:
         if not self.takes_control:
             return latents
         width, height = self.control_size(media.shape[-1], media.shape[-2])
-        references = restore_appended(media[:, 3:], (3, height, width))
         # One at a time and not in tiles: the caller decides both for the size to generate.
         vae = copy.copy(self.vae)
         vae.disable_tiling()
-        encoded = [self.encode_image(vae, reference[None]) for reference in references]
-        return append_channels(latents, torch.cat(encoded))
+        for references in restore_all_appended(media[:, 3:], (3, height, width)):
+            encoded = [self.encode_image(vae, reference[None]) for reference in references]
+            latents = append_channels(latents, torch.cat(encoded))
+        return latents
 
     def split_encoded(self, encoded: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the latents to add noise to, and those of a control image as `reference`."""
+        """Return the latents to add noise to, and those of control images: `references` (BNCHW)."""
         if not self.takes_control:
             return encoded, {}
         shape = self._reference_shape(*encoded.shape[-2:])
         channels = self._plain_shape(*encoded.shape[-2:])[0]
-        reference = restore_appended(encoded[:, channels:], shape)
-        return encoded[:, :channels], {"reference": reference}
+        references = restore_all_appended(encoded[:, channels:], shape)
+        return encoded[:, :channels], {"references": torch.stack(references, dim=1)}
 
     def latent_shape(self, *shape: int) -> tuple[int, ...]:
         """Return the shape of an encoded image: channels, rows, columns.
 
-        If there is a control image, more channels hold its latents.
+        If the model takes control images, more channels hold the latents of one. Each further one
+        adds as many channels.
         """
         width, height = shape
         channels, rows, columns = self._plain_shape(
             height // self.vae_scale, width // self.vae_scale
         )
         if self.takes_control:
-            channels += -(-math.prod(self._reference_shape(rows, columns)) // (rows * columns))
+            channels += num_appended(self._reference_shape(rows, columns), (rows, columns))
         return (channels, rows, columns)
 
     def _plain_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
@@ -254,7 +265,7 @@ class DiffusersFamily:
         return self._plain_shape(height // self.vae_scale, width // self.vae_scale)
 
     def num_tokens(self, latent_shape: Sequence[int]) -> int:
-        """Return the number of patches, each one token, without those of a control image."""
+        """Return the number of patches, each one token, without those of control images."""
         *_, height, width = latent_shape
         return (height // self.patch_size) * (width // self.patch_size)
 
@@ -265,16 +276,16 @@ class DiffusersFamily:
         return captions_longer_than(self.tokenizer, captions, self.text_length)
 
     def encode_text(
-        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+        self, captions: Sequence[str], images: Sequence[Sequence[Tensor]] = ()
     ) -> list[dict[str, Tensor]]:
-        """Encode each caption on its own, with its control image if the model takes one."""
+        """Encode each caption on its own, with its control images if the model takes any."""
         with torch.no_grad(), without_progress_bars():
             if not images:
                 return [self.encode_caption(caption) for caption in captions]
             pairs = zip(captions, images, strict=True)
-            return [self.encode_caption(caption, image) for caption, image in pairs]
+            return [self.encode_caption(caption, controls) for caption, controls in pairs]
 
-    def encode_caption(self, caption: str, image: Tensor | None = None) -> dict[str, Tensor]:
+    def encode_caption(self, caption: str, images: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         """Return the embeddings of one caption, without padding; `tokens` has one per token."""
         raise NotImplementedError
 
@@ -320,8 +331,10 @@ class DiffusersFamily:
         """
         raise NotImplementedError
 
-    def image_arguments(self, pipeline: Any, image: Tensor, width: int, height: int) -> Any:
-        """Return the pipeline's arguments for a control image or a first frame."""
+    def image_arguments(
+        self, pipeline: Any, images: Sequence[Tensor], width: int, height: int
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments for control images or a first frame."""
         raise NotImplementedError
 
     def sampling_pipeline(self, request: SampleRequest) -> Any:
@@ -357,7 +370,7 @@ class DiffusersFamily:
                 }
                 for one in pair
             )
-            start = {}
+            start: dict[str, Any] = {}
             if request.images:
                 start = self.image_arguments(pipeline, request.images[number], width, height)
             image = pipeline(
@@ -457,6 +470,22 @@ def append_channels(grid: Tensor, values: Tensor) -> Tensor:
     flat = values.flatten(1)
     padded = nn.functional.pad(flat, (0, -flat.shape[1] % math.prod(cells)))
     return torch.cat([grid, padded.view(count, -1, *cells)], dim=1)
+
+
+def num_appended(shape: Sequence[int], cells: Sequence[int]) -> int:
+    """Return the number of channels of this many cells that hold values of a shape."""
+    return -(-math.prod(shape) // math.prod(cells))
+
+
+def restore_all_appended(channels: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """Return what `append_channels` appended in several calls, each with values of this shape."""
+    parts = torch.split(channels, num_appended(shape, channels.shape[2:]), dim=1)
+    return [restore_appended(part, shape) for part in parts]
+
+
+def references_of(conditions: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the latents of each control image (BCHW), from the conditions of a prediction."""
+    return list(conditions["references"].unbind(1)) if "references" in conditions else []
 
 
 def restore_appended(channels: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -96,11 +96,23 @@ class Family(Protocol):
 
     @property
     def takes_control(self) -> bool:
-        """True if every training image comes with a control image, such as the one to edit."""
+        """True if every training image comes with control images, such as the one to edit."""
+        ...
+
+    @property
+    def max_controls(self) -> int:
+        """The largest number of control images of one sample. Read only if `takes_control`."""
         ...
 
     def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of the control image of a sample of this size.
+        """Return the width and height of each control image of a sample of this size.
+
+        `encode` gets control images of this size. Called only if `takes_control` is true.
+        """
+        ...
+
+    def text_control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of each control image that `encode_text` gets.
 
         Called only if `takes_control` is true.
         """
@@ -165,8 +177,9 @@ class Family(Protocol):
         """Encode a batch of images, clips or audio to the latents that are cached.
 
         Images have the shape BCHW and clips BCFHW, both in [-1, 1]; audio has the shape BCN. The
-        values of a control image, such as the one to edit, follow those of its image as more
-        channels, padded with zeros: it may have another size (`control_size`).
+        values of control images, such as the one to edit, follow those of the image as more
+        channels. Each may have another size (`control_size`), and is padded with zeros to whole
+        channels, so that the number of channels tells how many there are.
         """
         ...
 
@@ -196,12 +209,12 @@ class Family(Protocol):
         ...
 
     def encode_text(
-        self, captions: Sequence[str], images: Sequence[Tensor] = ()
+        self, captions: Sequence[str], images: Sequence[Sequence[Tensor]] = ()
     ) -> list[dict[str, Tensor]]:
         """Return the embeddings of each caption, encoded on its own and without padding.
 
-        If the model takes control images, `images` holds that of each caption: CHW in [-1, 1], of
-        the size that `control_size` returns.
+        If the model takes control images, `images` holds those of each caption: CHW in [-1, 1], of
+        the size that `text_control_size` returns.
         """
         ...
 
@@ -290,11 +303,12 @@ class SampleRequest:
     """Steps of the sampler."""
     guidance: float
     """Scale of classifier-free guidance. 1 turns it off."""
-    images: Sequence[Tensor] = ()
-    """First frame, or image to edit of the size `Family.control_size`, for each prompt: CHW in
+    images: Sequence[Sequence[Tensor]] = ()
+    """First frame, or images to edit of the size `Family.control_size`, for each prompt: CHW in
     [-1, 1]. Empty for families that generate from text alone."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
-    """The empty caption encoded with each image, for families that encode text with an image."""
+    """The empty caption encoded with the images of each prompt, for families that encode text with
+    images."""
     tiled: bool = False
     """True to decode in tiles, which saves memory, if the family supports it."""
 
@@ -358,8 +372,8 @@ class SampleShape:
     width: int
     height: int
     frames: int = 1
-    has_control: bool = False
-    """True if the sample comes with a control image, such as the one to edit."""
+    controls: int = 0
+    """Number of control images that the sample comes with, such as the one to edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +384,7 @@ class EncodedShape:
     text_shape: tuple[int, int]
     """Number of tokens of the longest caption, with padding, and width of a token's embedding."""
     control_shape: tuple[int, ...] = ()
-    """Shape of the latents of the control image; empty without one."""
+    """Number of control images, then the shape of the latents of each; empty without any."""
 
 
 @dataclass(frozen=True)
@@ -467,7 +481,8 @@ class PlannerShapes:
         tokens = {"tokens": torch.empty(batch_size, *encoded.text_shape, dtype=dtype)}
         if not encoded.control_shape:
             return tokens
-        return {**tokens, "reference": torch.empty(batch_size, *encoded.control_shape, dtype=dtype)}
+        references = torch.empty(batch_size, *encoded.control_shape, dtype=dtype)
+        return {**tokens, "references": references}
 
     def inputs(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype

@@ -22,6 +22,7 @@ from gracetune.models.diffusers_family import (
     pack_latents,
     packed_shape,
     patch_positions,
+    references_of,
     to_pil,
     unpack_latents,
 )
@@ -79,11 +80,11 @@ class FluxShapes(PlannerShapes):
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and of the padded T5 embedding of a sample."""
         shape = packed_shape(config, sample, TEXT_LENGTH)
-        if not sample.has_control:
+        if not sample.controls:
             return shape
         reference = SampleShape(*kontext_size(sample.width, sample.height))
         control = packed_shape(config, reference, TEXT_LENGTH).latent_shape
-        return replace(shape, control_shape=control)
+        return replace(shape, control_shape=(sample.controls, *control))
 
     def conditions(
         self, config: Config, encoded: EncodedShape, batch_size: int, dtype: torch.dtype
@@ -104,7 +105,7 @@ class FluxShapes(PlannerShapes):
 
         The rows of the image to edit follow those of the noisy image, with a position of their own.
         """
-        images = [noisy, *([conditions["reference"]] if "reference" in conditions else [])]
+        images = [noisy, *references_of(conditions)]
         positions = [
             patch_positions(x.shape[2] // PATCH_SIZE, x.shape[3] // PATCH_SIZE, sigmas, number)
             for number, x in enumerate(images)
@@ -153,7 +154,7 @@ class Flux(DiffusersFamily):
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)
-        self.takes_control = parts.index["_class_name"] == KONTEXT_PIPELINE
+        self.max_controls = int(parts.index["_class_name"] == KONTEXT_PIPELINE)
         self.cache_name = "flux-kontext" if self.takes_control else "flux"
 
     def control_size(self, width: int, height: int) -> tuple[int, int]:
@@ -167,7 +168,7 @@ class Flux(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption: T5's token embeddings (`tokens`), CLIP's pooled one (`pooled`)."""
         tokens, pooled, _ = self.parts.pipeline().encode_prompt(
@@ -195,7 +196,7 @@ class Flux(DiffusersFamily):
     def image_arguments(
         self,
         pipeline: Any,  # noqa: ARG002
-        image: Tensor,
+        images: Sequence[Tensor],
         width: int,
         height: int,
     ) -> dict[str, Any]:
@@ -203,6 +204,7 @@ class Flux(DiffusersFamily):
 
         By default, the pipeline would generate an image of one megapixel.
         """
+        (image,) = images
         return {"image": to_pil(image), "_auto_resize": False, "max_area": width * height}
 
 

@@ -159,7 +159,7 @@ class Flux2(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption to hidden states of three layers of the language model (`tokens`)."""
         tokens, _ = self.parts.pipeline().encode_prompt(

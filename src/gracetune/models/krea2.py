@@ -138,7 +138,7 @@ class Krea2(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption: hidden states without those of padding (`tokens`), and their `mask`.
 

@@ -2,9 +2,11 @@
 
 Latents have C channels, H rows and W columns; a cell is eight pixels wide. The transformer reads
 patches of 2x2 cells as tokens. An edit model also reads the tokens of the image to edit (the
-reference), after those of the noisy image. The reference has an area of one megapixel whatever the
-size of the noisy image, as in diffusers' pipeline. diffusers is imported inside functions because
-the adapter commands read `KEY_TABLE` from here and should not wait seconds for that import.
+reference), after those of the noisy image; Qwen-Image-Edit-2509 and 2511 read several references.
+A reference has an area of one megapixel whatever the size of the noisy image, as in diffusers'
+pipelines, and the language model of 2509 and 2511 sees a smaller copy. diffusers is imported inside
+functions because the adapter commands read `KEY_TABLE` from here and should not wait seconds for
+that import.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from gracetune.models.diffusers_family import (
     num_patches,
     pack_latents,
     packed_shape,
+    references_of,
     to_pil,
     tokenize,
     unpack_latents,
@@ -45,9 +48,17 @@ if TYPE_CHECKING:
     from gracetune.models.family import Config
 
 EDIT_PIPELINE = "QwenImageEditPipeline"
-SUPPORTED_MODELS = "qwen_image trains Qwen-Image and Qwen-Image-Edit with one reference"
+EDIT_PLUS_PIPELINE = "QwenImageEditPlusPipeline"
+"""Pipeline of Qwen-Image-Edit-2509 and 2511, which take several references."""
+SUPPORTED_MODELS = "qwen_image trains Qwen-Image and Qwen-Image-Edit, also 2509 and 2511"
 REFERENCE_AREA = 1024 * 1024
-"""Pixels of the image to edit, for the VAE and for the language model. See `reference_size`."""
+"""Pixels of a reference for the VAE, and for the language model of the first Qwen-Image-Edit. See
+`reference_size`."""
+TEXT_REFERENCE_AREA = 384 * 384
+"""Pixels of a reference for the language model of Qwen-Image-Edit-2509 and 2511."""
+MAX_REFERENCES = 8
+"""Largest number of references of 2509 and 2511: the transformer has positions for 4096 tokens of
+text and images, a caption takes up to 2048, and each reference about 210 of the others."""
 REFERENCE_STEP = 32
 TARGETS = (
     "attn.to_q",
@@ -67,24 +78,27 @@ TARGETS = (
 
 def load(section: ModelSection) -> QwenImage:
     """Load the Qwen-Image pipeline that `model.path` names."""
-    pipelines = ("QwenImagePipeline", EDIT_PIPELINE)
+    pipelines = ("QwenImagePipeline", EDIT_PIPELINE, EDIT_PLUS_PIPELINE)
     return QwenImage(read_parts(section, PLANNER_SHAPES, pipelines, "AutoencoderKLQwenImage"))
 
 
-def reference_size(width: int, height: int) -> tuple[int, int]:
-    """Return the size of the image to edit, for an image to generate of this size.
+def reference_size(width: int, height: int, area: int) -> tuple[int, int]:
+    """Return the size of a reference with about this area in pixels.
 
-    As in diffusers' pipeline: the aspect ratio is kept, except for rounding.
+    It has the aspect ratio of the image to generate, whose size is given, except for rounding. The
+    formula is that of diffusers' pipelines.
     """
     ratio = width / height
-    exact = math.sqrt(REFERENCE_AREA * ratio), math.sqrt(REFERENCE_AREA * ratio) / ratio
+    exact = math.sqrt(area * ratio), math.sqrt(area * ratio) / ratio
     rounded_width, rounded_height = (round(e / REFERENCE_STEP) * REFERENCE_STEP for e in exact)
     return rounded_width, rounded_height
 
 
-def _same_image(image: Image.Image, *_: object, **__: object) -> Image.Image:
-    """Return the first argument, in place of a resized image."""
-    return image
+def _resized_already(
+    references: Mapping[int, Image.Image], image: Image.Image, *_: object, **__: object
+) -> Image.Image:
+    """Return the reference that an image stands for, by the image's id, or the image itself."""
+    return references.get(id(image), image)
 
 
 def _patch_grid(latent_shape: Sequence[int]) -> tuple[int, int, int]:
@@ -112,15 +126,17 @@ TEMPLATE = (
 TEMPLATE_TOKENS = 34
 """Number of tokens of the prompt template before the caption; their hidden states are dropped."""
 IMAGE_TOKEN = "<|image_pad|>"
+IMAGE_TEMPLATE = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
     "texture, objects, background), then explain how the user's text instruction should alter or "
     "modify the image. Generate a new image that meets the user's requirements while maintaining "
     "consistency with the original input where appropriate.<|im_end|>\n<|im_start|>user\n"
-    "<|vision_start|><|image_pad|><|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n"
+    "{}{}<|im_end|>\n<|im_start|>assistant\n"
 )
+"""Prompt template of an edit, into which `edit_text` puts the references and the caption."""
 EDIT_TEMPLATE_TOKENS = 64
-"""Number of tokens of the prompt template before the image to edit; their hidden states are
+"""Number of tokens of the prompt template before the first reference; their hidden states are
 dropped."""
 
 
@@ -130,24 +146,39 @@ def encode_caption(encoder: Any, tokenizer: Any, caption: str) -> Tensor:
     return _hidden_states(encoder, tokens)[TEMPLATE_TOKENS:][:TEXT_LENGTH]
 
 
+def edit_text(caption: str, image_tokens: Sequence[int], *, numbered: bool) -> str:
+    """Return the text of an edit: the template, the tokens of each reference, and the caption.
+
+    The references of Qwen-Image-Edit-2509 and 2511 are numbered.
+    """
+    references = [
+        (f"Picture {number}: " if numbered else "")
+        + IMAGE_TEMPLATE.replace(IMAGE_TOKEN, IMAGE_TOKEN * count)
+        for number, count in enumerate(image_tokens, start=1)
+    ]
+    return EDIT_TEMPLATE.format("".join(references), caption)
+
+
 def encode_edit(
     encoder: Any,
     tokenizer: Any,
     image_processor: Any,
     caption: str,
-    image_CHW: Tensor,  # noqa: N803
+    images: Sequence[Tensor],
+    *,
+    numbered: bool = False,
 ) -> Tensor:
-    """Return the joint embedding of an edit instruction and the image to edit.
+    """Return the joint embedding of an edit instruction and the references (CHW in [-1, 1]).
 
-    The pixels are in [-1, 1]. `mm_token_type_ids` give the image's tokens positions in rows and
-    columns, as in the training of Qwen-Image-Edit. With transformers 5, the pipeline of diffusers
-    up to at least 0.42 does not pass them, and its image tokens have positions like text
+    `mm_token_type_ids` give the image's tokens positions in rows and columns, as in the training of
+    Qwen-Image-Edit. With transformers 5, the pipeline of diffusers up to at least 0.42 does not
+    pass them, and its image tokens have positions like text
     (https://github.com/huggingface/diffusers/issues/14194).
     """
-    processed = image_processor(images=[to_pil(image_CHW)], return_tensors="pt")
-    image_tokens = int(processed["image_grid_thw"].prod()) // image_processor.merge_size**2
-    text = EDIT_TEMPLATE.format(caption).replace(IMAGE_TOKEN, IMAGE_TOKEN * image_tokens)
-    length = EDIT_TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + image_tokens
+    processed = image_processor(images=[to_pil(image) for image in images], return_tensors="pt")
+    image_tokens = (processed["image_grid_thw"].prod(1) // image_processor.merge_size**2).tolist()
+    text = edit_text(caption, image_tokens, numbered=numbered)
+    length = EDIT_TEXT_LENGTH + EDIT_TEMPLATE_TOKENS + sum(image_tokens)
     tokens = dict(tokenize(tokenizer, text, length))
     is_image = tokens["input_ids"] == encoder.config.image_token_id
     inputs = {**tokens, **processed, "mm_token_type_ids": is_image.int()}
@@ -177,15 +208,22 @@ class QwenImageShapes(PlannerShapes):
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of a sample's latents and of the embedding of a long caption.
 
-        The embedding of an edit also has tokens of the image to edit.
+        The embedding of an edit also has tokens of the references. With one reference, the
+        transformers of the first Qwen-Image-Edit and of 2509 are the same, and the first has more.
         """
-        shape = packed_shape(config, sample, TEXT_LENGTH)
-        if not sample.has_control:
+        shape, count = packed_shape(config, sample, TEXT_LENGTH), sample.controls
+        if not count:
             return shape
-        size = reference_size(sample.width, sample.height)
-        tokens = TEXT_LENGTH + math.prod(round(edge / LANGUAGE_PATCH) for edge in size)
-        reference = packed_shape(config, SampleShape(*size), tokens)
-        return EncodedShape(shape.latent_shape, reference.text_shape, reference.latent_shape)
+        is_plus = count > 1 or config["zero_cond_t"]  # 2511 sets zero_cond_t
+        area = TEXT_REFERENCE_AREA if is_plus else REFERENCE_AREA
+        size, text_size = (
+            reference_size(sample.width, sample.height, a) for a in (REFERENCE_AREA, area)
+        )
+        tokens = math.prod(round(edge / LANGUAGE_PATCH) for edge in text_size)
+        reference = packed_shape(config, SampleShape(*size), TEXT_LENGTH + count * tokens)
+        return EncodedShape(
+            shape.latent_shape, reference.text_shape, (count, *reference.latent_shape)
+        )
 
     def arguments(
         self,
@@ -197,9 +235,9 @@ class QwenImageShapes(PlannerShapes):
     ) -> dict[str, Any]:
         """Return the transformer's arguments; timesteps are from 0 to 1, like sigmas.
 
-        The rows of the image to edit follow those of the noisy image.
+        The rows of the references follow those of the noisy image.
         """
-        images = [noisy, *([conditions["reference"]] if "reference" in conditions else [])]
+        images = [noisy, *references_of(conditions)]
         return {
             "hidden_states": torch.cat([pack_latents(x) for x in images], dim=1).to(dtype),
             "timestep": sigmas.to(dtype),
@@ -219,8 +257,9 @@ class QwenImageShapes(PlannerShapes):
 
 
 def _image_shapes(encoded: EncodedShape) -> list[tuple[int, ...]]:
-    """Return the shapes of the latents of the noisy image and, for an edit, of its reference."""
-    return [shape for shape in (encoded.latent_shape, encoded.control_shape) if shape]
+    """Return the shapes of the latents of the noisy image and, for an edit, of its references."""
+    references, *shape = encoded.control_shape or (0,)
+    return [encoded.latent_shape, *[tuple(shape)] * references]
 
 
 PLANNER_SHAPES = QwenImageShapes(
@@ -251,30 +290,41 @@ class QwenImage(DiffusersFamily):
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)
-        self.takes_control = parts.index["_class_name"] == EDIT_PIPELINE
+        pipeline = parts.index["_class_name"]
+        self.is_plus = pipeline == EDIT_PLUS_PIPELINE
+        self.max_controls = MAX_REFERENCES if self.is_plus else int(pipeline == EDIT_PIPELINE)
         self.text_length = EDIT_TEXT_LENGTH if self.takes_control else TEXT_LENGTH
-        edit = f"qwen-image-edit-{REFERENCE_AREA}"
-        self.cache_name = edit if self.takes_control else "qwen-image"
+        self.cache_name = "qwen-image"
+        if self.takes_control:
+            sizes = f"{REFERENCE_AREA}-{TEXT_REFERENCE_AREA}" if self.is_plus else REFERENCE_AREA
+            self.cache_name = f"qwen-image-edit-{sizes}"
 
     @property
     def image_processor(self) -> Any:
-        """The processor of the image to edit, for the text encoder."""
+        """The processor of references, for the text encoder."""
         return self.parts.components["processor"]
 
     def text_digest(self, *others: str) -> str:
-        """Hash the files that the text encoder and the image to edit are read with."""
+        """Hash the files that the text encoder and the references are read with."""
         return super().text_digest(*others, *(["processor"] if self.takes_control else []))
 
     def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height of the image to edit, for a generated image of this size."""
-        return reference_size(width, height)
+        """Return the width and height of a reference, for a generated image of this size."""
+        return reference_size(width, height, REFERENCE_AREA)
 
-    def encode_caption(self, caption: str, image: Tensor | None = None) -> dict[str, Tensor]:
+    def text_control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of a reference for the text encoder."""
+        area = TEXT_REFERENCE_AREA if self.is_plus else REFERENCE_AREA
+        return reference_size(width, height, area)
+
+    def encode_caption(self, caption: str, images: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         """Encode a caption to the last hidden states of the vision-language model (`tokens`)."""
         (encoder,) = self.text_encoders
-        if image is None:
+        if not images:
             return {"tokens": encode_caption(encoder, self.tokenizer, caption)}
-        tokens = encode_edit(encoder, self.tokenizer, self.image_processor, caption, image)
+        tokens = encode_edit(
+            encoder, self.tokenizer, self.image_processor, caption, images, numbered=self.is_plus
+        )
         return {"tokens": tokens}
 
     def prompt_arguments(
@@ -292,16 +342,22 @@ class QwenImage(DiffusersFamily):
             **(negative if guidance > 1 else {}),
         }
 
-    def image_arguments(self, pipeline: Any, image: Tensor, width: int, height: int) -> Any:
-        """Return the pipeline's argument for an image to edit.
+    def image_arguments(
+        self, pipeline: Any, images: Sequence[Tensor], width: int, height: int
+    ) -> dict[str, Any]:
+        """Return the pipeline's argument for the references.
 
-        The pipeline would resize it, by its aspect ratio, which rounding has changed. It is resized
-        already, so pass an image with the aspect ratio of the image to generate.
+        The pipeline would resize them, by their aspect ratio, which rounding has changed. They are
+        resized already, so pass blank images with the aspect ratio of the image to generate, and
+        replace each by its reference where the pipeline resizes it.
         """
-        reference = to_pil(image)
-        assert reference.size == self.control_size(width, height), reference.size
-        pipeline.image_processor.resize = partial(_same_image, reference)
-        return {"image": Image.new("RGB", (width, height))}
+        references = [to_pil(image) for image in images]
+        for reference in references:
+            assert reference.size == self.control_size(width, height), reference.size
+        blanks = [Image.new("RGB", (width, height)) for _ in references]
+        by_id = {id(b): reference for b, reference in zip(blanks, references, strict=True)}
+        pipeline.image_processor.resize = partial(_resized_already, by_id)
+        return {"image": blanks if self.is_plus else blanks[0]}
 
 
 # Key names in other tools. Qwen-Image was published with diffusers' names, so they are the same.

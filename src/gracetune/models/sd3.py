@@ -126,7 +126,7 @@ class SD3(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption: embeddings of CLIP and T5 (`tokens`), CLIP's pooled ones (`pooled`)."""
         tokens, _, pooled, _ = self.parts.pipeline().encode_prompt(

@@ -143,7 +143,7 @@ class StableAudio(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption to the hidden states of T5 (`tokens`); an empty one has no tokens."""
         (encoder,) = self.text_encoders

@@ -106,6 +106,7 @@ class Tiny:
     audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
     takes_control: bool = False
+    max_controls: int = 0
     pixel_step: int = CELL
     max_edge: int = CELL * MAX_CELLS
     prediction: PredictionType = "flow"
@@ -189,7 +190,7 @@ class Tiny:
     def encode_text(
         self,
         captions: Sequence[str],
-        images: Sequence[Tensor] = (),  # noqa: ARG002
+        images: Sequence[Sequence[Tensor]] = (),  # noqa: ARG002
     ) -> list[dict[str, Tensor]]:
         """Encode each word of a caption (`tokens`) as the sum of a word and a position vector."""
         return [{"tokens": self._tokens(caption.lower().split())} for caption in captions]

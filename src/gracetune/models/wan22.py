@@ -320,7 +320,7 @@ class Wan22(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption to the last hidden states of UMT5 (`tokens`)."""
         (encoder,) = self.text_encoders
@@ -406,7 +406,7 @@ class Wan22(DiffusersFamily):
             tokens = self.stack_text([text, request.empty_text])["tokens"].to(device)
             image = {}
             if request.images:  # CLIP's processor expects PIL images
-                pixels = request.images[number]
+                (pixels,) = request.images[number]
                 is_embedded = self.image_encoder is not None
                 image["image"] = to_pil(pixels) if is_embedded else (pixels[None] + 1) / 2
             video = pipeline(

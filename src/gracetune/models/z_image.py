@@ -149,7 +149,7 @@ class ZImage(DiffusersFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption to hidden states of the language model (`tokens`)."""
         (tokens,), _ = self.parts.pipeline().encode_prompt(

@@ -207,8 +207,10 @@ def largest_sample(run: RunFile) -> SampleShape:
             "datasets is empty, so the planner does not know the size of a sample. Add a dataset "
             "with a resolution."
         )
-    samples = map(_largest_sample_of, run.datasets)
-    return max(samples, key=lambda sample: sample.width * sample.height * sample.frames)
+    samples = [_largest_sample_of(section) for section in run.datasets]
+    largest = max(samples, key=lambda sample: sample.width * sample.height * sample.frames)
+    # A smaller sample may have more control images, which have a size of their own.
+    return replace(largest, controls=max(sample.controls for sample in samples))
 
 
 def _largest_sample_of(section: DatasetSection) -> SampleShape:
@@ -219,7 +221,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
     width = edge
     if section.resolution_type == "edge":  # the longer edge of the widest bucket
         width = int(edge * section.max_aspect)
-    return SampleShape(width, edge, frames, section.conditioning_data_dir is not None)
+    return SampleShape(width, edge, frames, len(section.control_folders))
 
 
 def constraints_of(run: RunFile) -> Constraints:

@@ -190,8 +190,16 @@ def build_validation(
         prompts = tuple(captions)[: section.num_prompts]
         text = f"validation.prompts is empty: validating with the first {len(prompts)} captions, "
         emit(Notice(text + "; ".join(map(repr, prompts))))
-    images = [_read_image(path, (shape[0], shape[1]), family) for path in section.images or ()]
-    texts, empty_texts = _encode_prompts(family, prompts, images)
+    images: list[list[Tensor]] = []
+    text_images: list[list[Tensor]] = []
+    for paths in map(_image_paths, section.images or ()):
+        size = (shape[0], shape[1])
+        if family.takes_control:
+            images.append(_read_images(paths, size, family.control_size(*size)))
+            text_images.append(_read_images(paths, size, family.text_control_size(*size)))
+        else:
+            images.append(_read_images(paths, size))
+    texts, empty_texts = _encode_prompts(family, prompts, text_images)
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
         prompts=prompts,
@@ -211,12 +219,12 @@ def build_validation(
 
 
 def _encode_prompts(
-    family: Family, prompts: Sequence[str], images: Sequence[Tensor]
+    family: Family, prompts: Sequence[str], images: Sequence[Sequence[Tensor]]
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Encode the prompts and the empty prompt, which classifier-free guidance needs.
 
     If the family encodes prompts together with control images, there is one empty prompt for each
-    image, otherwise a single one.
+    prompt, otherwise a single one.
     """
     if not family.takes_control:
         *texts, empty = map(_to_host, family.encode_text([*prompts, EMPTY_PROMPT]))
@@ -278,20 +286,41 @@ def _check_images(run: RunFile, family: Family) -> None:
             f"but this {family.name} needs an image for each prompt. Set both to the same number, "
             "or set validation.every: 0."
         )
+    limit = family.max_controls if family.takes_control else 1
+    for index, paths in enumerate(map(_image_paths, images or ())):
+        if not 1 <= len(paths) <= limit:
+            raise ConfigError(
+                f"validation.images[{index}] has {len(paths)} files, but this {family.name} takes "
+                f"{'one' if limit == 1 else f'1 to {limit}'} for a prompt. Change the list."
+            )
 
 
-def _read_image(path: str, size: tuple[int, int], family: Family) -> Tensor:
-    """Read a first frame or image to edit, cropped and resized like those that are trained on."""
-    try:
-        data = Path(path).read_bytes()
-        probe(data)
-        if family.takes_control:
-            return render_control(data, DEFAULT_TRANSFORM, size, family.control_size(*size))
-        return render(data, DEFAULT_TRANSFORM, size)
-    except (OSError, UnreadableSampleError) as error:
-        raise ConfigError(
-            f"validation.images: {path!r} cannot be read: {error}. Check the path and the file."
-        ) from error
+def _image_paths(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths of the input images of one prompt."""
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _read_images(
+    paths: Sequence[str], size: tuple[int, int], control_size: tuple[int, int] | None = None
+) -> list[Tensor]:
+    """Read first frames, or images to edit of `control_size`.
+
+    They are cropped and resized like those that are trained on.
+    """
+    images = []
+    for path in paths:
+        try:
+            data = Path(path).read_bytes()
+            probe(data)
+            if control_size is not None:
+                images.append(render_control(data, DEFAULT_TRANSFORM, size, control_size))
+            else:
+                images.append(render(data, DEFAULT_TRANSFORM, size))
+        except (OSError, UnreadableSampleError) as error:
+            raise ConfigError(
+                f"validation.images: {path!r} cannot be read: {error}. Check the path and the file."
+            ) from error
+    return images
 
 
 def require_packages(kind: MediaKind) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -319,6 +320,18 @@ def test_a_control_image_is_encoded_for_each_bucket():
     _, prompts = prompt_encoder(False, groups)
     assert len(prompts.names) == 2
     assert EMPTY_PROMPT in prompts.names
+
+
+def test_the_name_of_a_prompt_has_every_control_image_in_order():
+    names, _ = prompt_encoder(True, [])
+    other = replace(CONTROL, key="e.png", digest="another digest")
+    one, two, swapped = (
+        names("make it red", replace(EDITED, companions=controls), (64, 64))
+        for controls in ((CONTROL,), (CONTROL, other), (other, CONTROL))
+    )
+    assert one.startswith("make it red [control digest of the control ")
+    assert two.startswith("make it red [control digest of the control another digest ")
+    assert len({one, two, swapped}) == 3
 
 
 def test_prompts_follow_the_variants_of_a_control_but_not_an_endless_sequence():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +67,37 @@ def test_companions_are_found_by_stem_and_read_from_one_source(folders: Path, ki
             on_disk = folders / folder / companion.key.partition(") ")[2]
             assert dataset.source.read(companion.key) == on_disk.read_bytes()
     assert len({c.digest for sample in dataset.samples for c in sample.companions}) == 4
+
+
+def test_every_folder_gives_a_control_image_in_the_order_of_the_list(folders: Path) -> None:
+    shutil.copytree(folders / "masks", folders / "materials")
+    both = [str(folders / "controls"), str(folders / "materials")]
+    dataset, _ = _open(folders, conditioning_data_dir=both)
+    pairs = [[(c.role, c.key) for c in sample.companions] for sample in dataset.samples]
+    assert pairs[0] == [
+        ("control", "(control) a.webp"),
+        ("control", "(control 2) a.PNG"),
+        ("mask", "(mask) a.PNG"),
+    ]
+    sample = dataset.samples[0]
+    names = ["controls/a.webp", "materials/a.PNG"]
+    assert [dataset.source.read(c.key) for c in sample.controls] == [
+        (folders / name).read_bytes() for name in names
+    ]
+
+
+def test_a_list_of_one_folder_is_that_folder(folders: Path) -> None:
+    folder = str(folders / "controls")
+    one, listed = (_open(folders, conditioning_data_dir=x)[0] for x in (folder, [folder]))
+    assert one.samples == listed.samples
+
+
+def test_a_missing_control_image_is_an_error_that_names_its_folder(folders: Path) -> None:
+    (folders / "materials").mkdir()
+    shutil.copy(folders / "masks/a.PNG", folders / "materials")
+    both = [str(folders / "controls"), str(folders / "materials")]
+    with pytest.raises(DataError, match=r"conditioning_data_dir is '.*materials': 1 of 2 samples"):
+        _open(folders, conditioning_data_dir=both)
 
 
 def test_image_control_and_mask_are_augmented_alike(folders: Path) -> None:

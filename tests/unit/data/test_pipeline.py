@@ -327,7 +327,7 @@ def test_only_the_listed_bytes_of_companions_are_decoded(tmp_path, role):
     names = PromptNames(True, transforms)
     group = BucketGroup(dataset.samples, 1, 0.0, (32, 32))
     encoder = SimpleNamespace(
-        takes_control=True, encode_text=lambda *_: [], control_size=lambda *size: size
+        takes_control=True, encode_text=lambda *_: [], text_control_size=lambda *size: size
     )
     prompts = PromptEncoder(encoder, [group], {"d": dataset.source}, names)
     with pytest.raises(RunFailedError, match=rf"'d': a\.png .* its control image .*{changed}"):

@@ -46,8 +46,15 @@ def test_captions_of_a_batch_are_masked_to_their_lengths(miniature):
     assert (stacked["tokens"][1, lengths[1] :] == 0).all()
 
 
-def test_the_edit_template_matches_its_pipeline():
-    pipeline = diffusers.QwenImageEditPipeline(
+@pytest.mark.parametrize(
+    ("pipeline_class", "references"),
+    [
+        (diffusers.QwenImageEditPipeline, qwen_image.IMAGE_TEMPLATE),
+        (diffusers.QwenImageEditPlusPipeline, ""),
+    ],
+)
+def test_the_edit_template_matches_its_pipeline(pipeline_class, references):
+    pipeline = pipeline_class(
         scheduler=None,
         vae=None,
         text_encoder=None,
@@ -55,14 +62,14 @@ def test_the_edit_template_matches_its_pipeline():
         processor=None,
         transformer=None,
     )
-    assert pipeline.prompt_template_encode == qwen_image.EDIT_TEMPLATE
+    assert pipeline.prompt_template_encode == qwen_image.EDIT_TEMPLATE.format(references, "{}")
     assert pipeline.prompt_template_encode_start_idx == qwen_image.EDIT_TEMPLATE_TOKENS
 
 
 def test_the_text_of_an_edit_depends_on_the_image(miniature):
     family = load("qwen_image", miniature("qwen-image-edit"))
     image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    one, other, again = family.encode_text([PROMPT] * 3, [image, -image, image])
+    one, other, again = family.encode_text([PROMPT] * 3, [[image], [-image], [image]])
     assert torch.equal(one["tokens"], again["tokens"])
     assert not torch.equal(one["tokens"], other["tokens"])
 
@@ -75,7 +82,30 @@ def test_the_reference_image_of_an_edit_gets_no_noise(miniature, monkeypatch):
     x0, conditions = family.split_encoded(family.encode(media))
     plain = load("qwen_image", miniature("qwen-image"))
     torch.testing.assert_close(x0, plain.encode(pixels))
-    torch.testing.assert_close(conditions["reference"], plain.encode(reference))
+    torch.testing.assert_close(conditions["references"][:, 0], plain.encode(reference))
+
+
+def test_every_reference_of_a_sample_keeps_its_place(miniature, monkeypatch):
+    family = load("qwen_image", miniature("qwen-image-edit-2511"))
+    monkeypatch.setattr(qwen_image, "REFERENCE_AREA", 64 * 64)
+    media = pixels = torch.rand(2, 3, 32, 80) * 2 - 1  # references are padded to 4 channels
+    first, second = (torch.rand(2, 3, 32, 96) * 2 - 1 for _ in range(2))
+    for reference in (first, second):
+        media = append_channels(media, reference)
+    x0, conditions = family.split_encoded(family.encode(media))
+    torch.testing.assert_close(x0, family.encode_image(family.vae, pixels))
+    for reference, latents in zip((first, second), conditions["references"].unbind(1), strict=True):
+        torch.testing.assert_close(latents, family.encode_image(family.vae, reference))
+
+
+def test_the_text_of_an_edit_depends_on_the_order_of_its_references(miniature):
+    family = load("qwen_image", miniature("qwen-image-edit-2511"))
+    image = torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    one, other, again = family.encode_text(
+        [PROMPT] * 3, [[image, -image], [-image, image], [image, -image]]
+    )
+    assert torch.equal(one["tokens"], again["tokens"])
+    assert not torch.equal(one["tokens"], other["tokens"])
 
 
 def test_the_empty_caption_of_stable_audio_matches_its_pipeline(miniature, monkeypatch):

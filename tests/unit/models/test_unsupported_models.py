@@ -80,7 +80,6 @@ def test_a_single_file_of_such_a_model_is_refused(name, miniature, tmp_path):
         ("flux", "FluxControlPipeline"),
         ("flux", "Flux2Pipeline"),
         ("flux", "StableDiffusionXLInpaintPipeline"),
-        ("qwen-image-edit", "QwenImageEditPlusPipeline"),
         ("qwen-image-edit", "QwenImageEditInpaintPipeline"),
         ("qwen-image", "QwenImageLayeredPipeline"),
         ("qwen-image", "QwenImage21Pipeline"),

@@ -74,16 +74,26 @@ def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) ->
 
 
 def test_an_edit_has_tokens_of_the_image_to_edit() -> None:
-    edit = SampleShape(512, 512, has_control=True)
+    edit = SampleShape(512, 512, controls=1)
     shape = build_meta_model(ModelSection(family="qwen_image"), edit, SMALL["qwen_image"])
     assert shape.encoded.latent_shape == (16, 64, 64)
-    assert shape.encoded.control_shape == (16, 128, 128)  # a megapixel, whatever is generated
+    assert shape.encoded.control_shape == (1, 16, 128, 128)  # a megapixel, whatever is generated
     assert shape.encoded.text_shape[0] == 512 + 37 * 37
     assert shape.trace_target().inputs(2)["hidden_states"].shape[1] == 32 * 32 + 64 * 64
     assert shape.shapes.extra_arguments(shape.encoded, 1) == {
         "img_shapes": [[(1, 32, 32), (1, 64, 64)]]
     }
     assert cached_sample_nbytes(shape)[0] == 2 * 16 * (64**2 + 128**2)
+    assert trace_model(shape.trace_target(), 1).order == (0, 0)
+
+
+def test_every_reference_of_an_edit_has_tokens() -> None:
+    edit, changes = SampleShape(512, 512, controls=2), {**SMALL["qwen_image"], "zero_cond_t": True}
+    shape = build_meta_model(ModelSection(family="qwen_image"), edit, changes)
+    assert shape.encoded.control_shape == (2, 16, 128, 128)
+    assert shape.encoded.text_shape[0] == 512 + 2 * 14 * 14  # a copy of 384x384 pixels of each
+    assert shape.trace_target().inputs(2)["hidden_states"].shape[1] == 32 * 32 + 2 * 64 * 64
+    assert cached_sample_nbytes(shape)[0] == 2 * 16 * (64**2 + 2 * 128**2)
     assert trace_model(shape.trace_target(), 1).order == (0, 0)
 
 
@@ -157,13 +167,12 @@ def test_every_model_is_planned_like_it_is_trained(name: str, miniature: Any) ->
     is_video, is_edit = "video" in family.kinds, family.takes_control
     width, height = 32, 64
     shape = (width, height, 5) if is_video else (width, height)
-    images = [torch.zeros(3, *reversed(family.control_size(width, height)))] if is_edit else []
-    texts = (
-        family.encode_text(["a red ring"], images) if is_edit else family.encode_text(["a ring"])
-    )
-    text = family.stack_text(texts)
+    images = []
+    if is_edit:
+        images = [[torch.zeros(3, *reversed(family.text_control_size(width, height)))]]
+    text = family.stack_text(family.encode_text(["a red ring"], images))
     traced = trace_model(family_trace_target(family, family.latent_shape(*shape), text), 2)
-    sample = SampleShape(width, height, 5 if is_video else 1, is_edit)
+    sample = SampleShape(width, height, 5 if is_video else 1, int(is_edit))
     planned = trace_model(build_meta_model(section, sample).trace_target(), 2)
     assert planned.order == traced.order
     assert planned.frozen_nbytes == traced.frozen_nbytes

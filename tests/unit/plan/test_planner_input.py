@@ -46,6 +46,8 @@ def test_the_largest_sample_is_planned() -> None:
         480, 480, 81
     )
     assert largest_sample(run_file()) == SampleShape(1024, 1024)
+    edits = [{"resolution": 512, "conditioning_data_dir": ["a", "b"]}, {"resolution": 1024}]
+    assert largest_sample(run_file(datasets=edits)) == SampleShape(1024, 1024, controls=2)
     wide = {"resolution": 512, "resolution_type": "edge", "max_aspect": 2.0}
     assert largest_sample(run_file(datasets=[wide])) == SampleShape(1024, 512)
     made = {"type": "shapes", "shapes": {"size": 24}}
