@@ -323,7 +323,8 @@ def read_transformer(
         raise ModelError(f"{setting} is {file!r}, but there is no such file. Correct the path.")
     dtype = _weights_dtype(section, lambda: [path])
     try:
-        weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
+        stored = load_file(path)
+        weights = {key.removeprefix(COMFYUI_PREFIX): tensor for key, tensor in stored.items()}
         parts = () if shapes is None else shapes.foreign_weights(config)
         foreign = next((key for key in weights if any(part in key for part in parts)), None)
         if shapes is not None and foreign is not None:
@@ -331,6 +332,9 @@ def read_transformer(
                 f"{setting} is {file!r}, which has weights of an unsupported model: "
                 f"{foreign}. {shapes.supported_models}. Name another file."
             )
+        if name == "unet":  # diffusers finds it by the prefix, also in a file with a whole model
+            is_found = any(key.startswith(COMFYUI_PREFIX) for key in stored)
+            weights = stored if is_found else {COMFYUI_PREFIX + k: t for k, t in stored.items()}
         # The file has only weights; the configuration comes from the folder.
         transformer = cls.from_single_file(
             weights,
