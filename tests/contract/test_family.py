@@ -418,7 +418,8 @@ def run_pipeline(case, predictor, monkeypatch, **options):
     """Return the latents that the pipeline's sampler hands to the VAE."""
     pipeline = case.pipeline
     pipeline.set_progress_bar_config(disable=True)
-    transformers = [pipeline.transformer, getattr(pipeline, "transformer_2", None)]
+    names = (case.family.shapes.component, "transformer_2")
+    transformers = [getattr(pipeline, name, None) for name in names]
     with monkeypatch.context() as patch, pytest.raises(DecodedError) as decoded, torch.no_grad():
         capture(patch, pipeline.vae, *filter(None, transformers), predictor=predictor)
         generator = torch.Generator().manual_seed(SEED)
@@ -461,7 +462,8 @@ def training_inputs(family, noisy, timesteps, conditions):
 def assert_same(ours, theirs):
     """Compare arguments. One that is not given is None; so is a mask of a batch without padding.
 
-    Embeddings of tokens that a boolean mask hides are not compared.
+    Embeddings of tokens that a boolean mask hides are not compared. A pipeline may give one
+    timestep for all samples.
     """
     mask = theirs.get("encoder_attention_mask")
     if mask is not None and mask.dtype == torch.bool:
@@ -471,9 +473,11 @@ def assert_same(ours, theirs):
         )
     for name in ours.keys() | theirs.keys():
         one, other = ours.get(name), theirs.get(name)
+        if name == "timestep" and other.ndim == 0:
+            one, other = one.reshape(-1), other.expand(one.numel())
         if name.endswith("_mask") and (one is None or other is None):
             assert all(mask is None or mask.all() for mask in (one, other)), name
-        elif isinstance(one, torch.Tensor | list | tuple):
+        elif isinstance(one, torch.Tensor | list | tuple | dict):
             torch.testing.assert_close(one, other, **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
         elif not name.endswith("attention_kwargs"):  # of LoRA files and attention processors
             assert one == other, name

@@ -128,9 +128,10 @@ def test_diffusers_loads_every_layer_of_an_exported_lora(model, build_run, minia
         pipeline = DiffusionPipeline.from_pretrained(miniature(model), local_files_only=True)
         pipeline.load_lora_weights(file)
     layers = read_adapter(file, TABLES).layers
+    component = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
     loaded = {
         name: module
-        for name, module in pipeline.transformer.named_modules()
+        for name, module in component.named_modules()
         if isinstance(module, BaseTunerLayer)
     }
     assert loaded.keys() == {path.module for path in layers}

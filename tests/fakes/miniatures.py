@@ -103,10 +103,13 @@ def _clip(*, projected: bool = False) -> object:
     ).eval()
 
 
-def _kl_vae(channels: int, blocks: int = 2) -> object:
+def _kl_vae(
+    channels: int, blocks: int = 2, *, shift: float | None = 0.1159, tile: int = 32
+) -> object:
     """Return the VAE of FLUX.1, whose latents are shifted and scaled.
 
-    The published one has four blocks, and cells of eight pixels.
+    The published one has four blocks, and cells of eight pixels. Older models have no shift.
+    Larger images than `tile` are encoded in tiles.
     """
     from diffusers import AutoencoderKL
 
@@ -121,9 +124,9 @@ def _kl_vae(channels: int, blocks: int = 2) -> object:
         latent_channels=channels,
         use_quant_conv=False,
         use_post_quant_conv=False,
-        shift_factor=0.1159,
+        shift_factor=shift,
         scaling_factor=0.3611,
-        sample_size=32 if blocks == 2 else 1024,  # of a tile
+        sample_size=tile if blocks == 2 else 1024,
     )
 
 
@@ -139,6 +142,68 @@ def _shifting_scheduler() -> object:
         base_image_seq_len=256,
         max_image_seq_len=4096,
     )
+
+
+def _unet(folder: Path, *, is_sdxl: bool, prediction: str = "epsilon") -> None:
+    """Write SD 1.5 or SDXL, with all stages of the published U-Net.
+
+    A model that predicts v has a schedule that ends in pure noise. The scheduler is SDXL's: with
+    the one of SD 1.5 a sampler ends before the clean latents.
+    """
+    from diffusers import (
+        EulerDiscreteScheduler,
+        StableDiffusionPipeline,
+        StableDiffusionXLPipeline,
+        UNet2DConditionModel,
+    )
+
+    channels, time_width, with_attention = 4, 4, 2 if is_sdxl else 3
+    stages = ["CrossAttn{}Block2D"] * with_attention
+    down = ["{}Block2D", *stages] if is_sdxl else [*stages, "{}Block2D"]
+    sdxl: dict[str, Any] = {
+        "transformer_layers_per_block": (1, 1, 2),
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": time_width,
+        "projection_class_embeddings_input_dim": TEXT_WIDTH + 6 * time_width,
+    }
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=tuple(name.format("Down") for name in down),
+        up_block_types=tuple(name.format("Up") for name in reversed(down)),
+        block_out_channels=(8,) * len(down),
+        norm_num_groups=2,
+        attention_head_dim=2,
+        cross_attention_dim=(2 if is_sdxl else 1) * TEXT_WIDTH,
+        **sdxl if is_sdxl else {},
+    )
+    scheduler = EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type=prediction,
+        rescale_betas_zero_snr=prediction == "v_prediction",
+        timestep_spacing="leading",
+        steps_offset=1,
+    )
+    common = {
+        "scheduler": scheduler,
+        "vae": _kl_vae(channels, shift=None, tile=64),
+        "text_encoder": _clip(),
+        "tokenizer": _tokenizer(length=77),
+        "unet": unet,
+    }
+    pipeline: Any
+    if is_sdxl:
+        second = {"text_encoder_2": _clip(projected=True), "tokenizer_2": _tokenizer(length=77)}
+        pipeline = StableDiffusionXLPipeline(**common, **second)
+    else:
+        pipeline = StableDiffusionPipeline(
+            **common, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    pipeline.save_pretrained(folder)
 
 
 def _sd3(folder: Path, *, is_medium: bool) -> None:
@@ -656,6 +721,9 @@ MINIATURES = {
     "qwen-image-edit-2511": Miniature(
         partial(_qwen_image_edit, pipeline="QwenImageEditPlusPipeline"), "qwen_image", "edit"
     ),
+    "sd15": Miniature(partial(_unet, is_sdxl=False), "sd15"),
+    "sdxl": Miniature(partial(_unet, is_sdxl=True), "sdxl"),
+    "sdxl-v": Miniature(partial(_unet, is_sdxl=True, prediction="v_prediction"), "sdxl"),
     "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),

@@ -68,6 +68,7 @@ class DiffusersFamily:
     max_controls: int = 0
     max_edge: int = 4096
     prediction: PredictionType = "flow"
+    noise_schedule: Tensor | None = None
     patch_size: int = PATCH_SIZE
     """Latent cells along the edge of a patch, which is one token."""
     video_vae: bool = False
@@ -83,7 +84,7 @@ class DiffusersFamily:
         self.parts = parts
         self.folder = parts.folder
         self.vae = parts.components["vae"]
-        self.transformer = parts.components["transformer"]
+        self.transformer = parts.components[self.shapes.component]
         check_channels(
             parts.folder,
             self.transformer,
@@ -171,8 +172,7 @@ class DiffusersFamily:
         return [
             block
             for transformer in self._transformers.values()
-            for name in self.shapes.blocks
-            for block in transformer.get_submodule(name)
+            for block in self.shapes.find_blocks(transformer)
         ]
 
     def enable_gradient_checkpointing(self) -> None:
@@ -183,7 +183,7 @@ class DiffusersFamily:
     def to(self, device: torch.device) -> None:
         """Move all models but the transformers, if they were not released, to a device."""
         for name, component in self.parts.components.items():
-            if isinstance(component, nn.Module) and not name.startswith("transformer"):
+            if isinstance(component, nn.Module) and not name.startswith(self.shapes.component):
                 component.to(device)
 
     def release_text_encoder(self) -> None:
@@ -192,9 +192,10 @@ class DiffusersFamily:
 
     def export(self, folder: Path) -> None:
         """Write a whole pipeline folder. Components that were not trained are linked or copied."""
+        folders = TRANSFORMER_FOLDERS | {"": self.shapes.component}
         for expert, transformer in self._transformers.items():
-            transformer.save_pretrained(folder / TRANSFORMER_FOLDERS[expert])
-        copy_other_components(self.folder, folder, exclude=TRANSFORMER_FOLDERS.values())
+            transformer.save_pretrained(folder / folders[expert])
+        copy_other_components(self.folder, folder, exclude=folders.values())
 
     # Images
 

@@ -134,6 +134,15 @@ class Family(Protocol):
         ...
 
     @property
+    def noise_schedule(self) -> Tensor | None:
+        """The timesteps of a discrete noise schedule, in rising order.
+
+        A run draws positions in it: 0 is its first timestep and 1 its last. None for a model that
+        is trained on any timestep in [0, 1]; the drawn positions are then the timesteps.
+        """
+        ...
+
+    @property
     def adapter_targets(self) -> Sequence[str]:
         """Name endings of the modules that an adapter is placed on by default."""
         ...
@@ -413,6 +422,8 @@ class PlannerShapes:
     The planner times kernel launches on it. With fewer blocks, all of their Python objects would
     fit into the CPU's caches, and launches would look faster than in a real model.
     """
+    component: str = "transformer"
+    """Name of the transformer in the pipeline, and of its folder: `unet` for a U-Net."""
     experts: int = 1
     """Number of transformers with this configuration: 2 for a model with a high-noise and a
     low-noise transformer."""
@@ -445,6 +456,10 @@ class PlannerShapes:
     def foreign_weights(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002
         """Return parts of weight names that mark a file of another model than this config's."""
         return self.unsupported_weights
+
+    def find_blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """Return the repeated blocks of a transformer in forward order."""
+        return [b for name in self.blocks for b in transformer.get_submodule(name).children()]
 
     def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
         """Return the shapes of the latents and the text embedding of a training sample."""

@@ -151,7 +151,7 @@ def read_parts(
     transformers: Mapping[str, Any] | None = None,
     ignored: Sequence[str] = (),
 ) -> PipelineParts:
-    """Read all components of the pipeline that `model.path` names, except those in `ignored`.
+    """Read all components of the pipeline that `model.path` names; those in `ignored` are None.
 
     `pipelines` are the classes of pipelines that the family reads, and `vae` is its VAE's class.
     `transformers`, if given, are used instead of those in the folder.
@@ -163,13 +163,14 @@ def read_parts(
     check_pipeline_class(folder, index, pipelines, section.family)
     components: dict[str, Any] = {}
     for name, entry in index.items():
-        if name in ignored or not _is_component(entry):
+        if not _is_component(entry):
             continue
         library, cls_name = entry
-        if cls_name is None or name in (transformers or {}):
+        if cls_name is None or name in ignored or name in (transformers or {}):
             components[name] = (transformers or {}).get(name)
-        elif name.startswith("transformer"):
-            file = section.transformer_file if name == "transformer" else section.transformer_2_file
+        elif name.startswith(shapes.component):
+            is_second = name == "transformer_2"
+            file = section.transformer_2_file if is_second else section.transformer_file
             cls = getattr(diffusers, shapes.class_name)
             components[name] = read_transformer(cls, section, folder, name, file, shapes)
         elif name == "vae":
@@ -183,7 +184,7 @@ def read_parts(
             f"model.transformer_2_file is {section.transformer_2_file!r}, but {folder} has one "
             "transformer. Remove the setting, or name a folder with two transformers."
         )
-    for name in ("vae", "transformer"):
+    for name in ("vae", shapes.component):
         if components.get(name) is None:
             raise ModelError(
                 f"{folder / MODEL_INDEX} names no {name}. Download the model again, or name "
@@ -317,20 +318,23 @@ def read_transformer(
             )
         return _check_complete(transformer, folder / name)
     path = Path(file)
+    setting = "model.transformer_2_file" if name == "transformer_2" else "model.transformer_file"
     if not path.is_file():
-        raise ModelError(
-            f"model.{name}_file is {file!r}, but there is no such file. Correct the path."
-        )
+        raise ModelError(f"{setting} is {file!r}, but there is no such file. Correct the path.")
     dtype = _weights_dtype(section, lambda: [path])
     try:
-        weights = {k.removeprefix(COMFYUI_PREFIX): tensor for k, tensor in load_file(path).items()}
+        stored = load_file(path)
+        weights = {key.removeprefix(COMFYUI_PREFIX): tensor for key, tensor in stored.items()}
         parts = () if shapes is None else shapes.foreign_weights(config)
         foreign = next((key for key in weights if any(part in key for part in parts)), None)
         if shapes is not None and foreign is not None:
             raise ModelError(
-                f"model.{name}_file is {file!r}, which has weights of an unsupported model: "
+                f"{setting} is {file!r}, which has weights of an unsupported model: "
                 f"{foreign}. {shapes.supported_models}. Name another file."
             )
+        if name == "unet":  # diffusers finds it by the prefix, also in a file with a whole model
+            is_found = any(key.startswith(COMFYUI_PREFIX) for key in stored)
+            weights = stored if is_found else {COMFYUI_PREFIX + k: t for k, t in stored.items()}
         # The file has only weights; the configuration comes from the folder.
         transformer = cls.from_single_file(
             weights,
@@ -341,7 +345,7 @@ def read_transformer(
         )
     except READ_ERRORS as error:
         raise ModelError(
-            f"model.{name}_file is {file!r}, which does not fit {folder / name} ({error}). Name a "
+            f"{setting} is {file!r}, which does not fit {folder / name} ({error}). Name a "
             "file with the weights of that model."
         ) from error
     return _check_complete(transformer, path)

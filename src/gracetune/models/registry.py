@@ -57,6 +57,8 @@ FAMILIES: Mapping[str, FamilyInfo] = {
             "transformer_blocks.{last}.txt_mlp.*",
         ),
     ),
+    "sd15": FamilyInfo("gracetune.models.sd15", has_key_table=True),
+    "sdxl": FamilyInfo("gracetune.models.sdxl", has_key_table=True),
     "sd3": FamilyInfo("gracetune.models.sd3"),
     "chroma": FamilyInfo("gracetune.models.chroma"),
     "z_image": FamilyInfo("gracetune.models.z_image"),

@@ -110,6 +110,7 @@ class Tiny:
     pixel_step: int = CELL
     max_edge: int = CELL * MAX_CELLS
     prediction: PredictionType = "flow"
+    noise_schedule: None = None
     adapter_targets: tuple[str, ...] = (
         "attn.to_q",
         "attn.to_k",

@@ -48,9 +48,7 @@ class MetaModel:
 
         Add the adapter to the model before this call.
         """
-        blocks = [
-            b for name in self.shapes.blocks for b in self.model.get_submodule(name).children()
-        ]
+        blocks = self.shapes.find_blocks(self.model)
         return TraceTarget(self.name, self.model, blocks, self._inputs, self._predict, self.dtype)
 
     def _inputs(self, batch: int) -> dict[str, Tensor]:
@@ -81,7 +79,7 @@ def build_meta_model(
         )
     shapes = planner_shapes(section.family)
     config, experts, source = shapes.published_config, shapes.experts, shapes.published_name
-    file = None if section.path is None else Path(section.path) / "transformer" / "config.json"
+    file = None if section.path is None else Path(section.path) / shapes.component / "config.json"
     if file is not None and file.is_file():
         model_name = f"transformer of {section.family}"
         config = read_model_config(file.parent, shapes.class_name, model_name)

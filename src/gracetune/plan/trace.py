@@ -71,7 +71,8 @@ class TracedCall:
     spec: TreeSpec
     hidden: tuple[int, ...]
     """Positions of the hidden states in `leaves`. They come from earlier blocks, or are shaped like
-    the outputs: those of the first block, and those made of several outputs of earlier blocks."""
+    the outputs: those of the first block, and those made of several outputs of earlier blocks. If
+    there are none, the first tensor is taken, which a block of a U-Net turns into another shape."""
     outputs: tuple[Any, ...]
     """The flattened outputs of the block; the last block may return None for unused ones."""
     out_spec: TreeSpec
@@ -401,6 +402,8 @@ def record_block_calls(
             places = [i for i, leaf in tensors if storage_id(leaf) in hidden_storages]
             if not places:  # the first block, or one after outputs were concatenated
                 places = [i for i, leaf in tensors if _like_any(leaf, outputs)]
+            if not places:  # a block that changes the size of its input
+                places = [i for i, _ in tensors[:1]]
             hidden_storages.update(storage_id(tensor) for tensor in tensors_of(outputs))
             seen[block] = TracedCall(tuple(leaves), spec, tuple(places), tuple(outputs), out_spec)
             return tree_unflatten(outputs, out_spec)

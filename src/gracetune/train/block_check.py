@@ -170,6 +170,7 @@ class CapturedCall:
         self._weight_gradients: dict[nn.Parameter, Tensor] = {}
         self._differentiable: list[int] = []
         """Indices of the inputs that require a gradient."""
+        self._has_trained = bool(reference.trained)
         block = reference.block
         self._handles: list[RemovableHandle] = [
             block.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -183,9 +184,13 @@ class CapturedCall:
         ]
 
     @property
-    def has_backward(self) -> bool:
-        """True if the block was called and its backward has run."""
-        return bool(self._output_gradients)
+    def is_complete(self) -> bool:
+        """True if the block was called, and its backward has run if it has gradients to compute.
+
+        It has none in front of all trained weights, as the first blocks of a U-Net with an adapter.
+        """
+        has_gradients = self._has_trained or bool(self._differentiable)
+        return bool(self._output_gradients if has_gradients else self.outputs)
 
     @property
     def is_half_precision(self) -> bool:
@@ -368,6 +373,8 @@ def _gradients(
         for output, gradient in zip(outputs, output_gradients, strict=True)
         if gradient is not None and output.requires_grad
     ]
+    if not used:
+        return (None,) * len(of)
     return torch.autograd.grad(
         [output for output, _ in used],
         of,

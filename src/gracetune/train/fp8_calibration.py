@@ -20,7 +20,12 @@ from gracetune.models.family import EXPERTS, Experts, bind_expert
 from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
 from gracetune.train import objective
 from gracetune.train.step import PositionalRng
-from gracetune.train.timesteps import FULL_WINDOW, expert_windows, sample_timesteps
+from gracetune.train.timesteps import (
+    FULL_WINDOW,
+    expert_windows,
+    sample_timesteps,
+    scheduled_timesteps,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +123,8 @@ def forward_once(
     if expert is not None and family.boundary is not None:
         window = expert_windows(family.boundary)[expert]
     tokens = family.num_tokens(x0.shape[1:])
-    timesteps = sample_timesteps(run.train, len(batch), generator, window, tokens)
+    positions = sample_timesteps(run.train, len(batch), generator, window, tokens)
+    timesteps = scheduled_timesteps(positions, family.noise_schedule)
     noise = torch.randn(x0.shape, generator=generator, device=device)
     noisy = objective.add_noise(x0, noise, timesteps, family.prediction)
     conditions = {**batch.text, **given}

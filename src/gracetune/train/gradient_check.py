@@ -181,7 +181,7 @@ class FirstStepCheck:
         began = time.monotonic()
         # All ranks must call it, so it comes before everything that can fail on one of them.
         reduced = _reduction_error(self._state.accelerator, reference, call)
-        if not call.has_backward:
+        if not call.is_complete:
             return f"backward did not reach block {reference.name} in the first step"
         try:
             results = reference.compare(call)
@@ -238,9 +238,8 @@ def _reduction_error(
 
 
 def _reduction_limit(reference: BlockReference) -> float:
-    return max(
-        MIN_LIMIT, *(torch.finfo(parameter.dtype).eps for parameter in reference.trained.values())
-    )
+    rounding = [torch.finfo(parameter.dtype).eps for parameter in reference.trained.values()]
+    return max(MIN_LIMIT, *rounding, 0.0)
 
 
 # The command
@@ -366,7 +365,7 @@ def _captured_calls(
         del waiting[: len(chosen)]
         for reference in chosen:
             call = calls.pop(0)
-            if not call.has_backward:
+            if not call.is_complete:
                 raise RunFailedError(f"backward did not reach block {reference.name}")
             group = max(group, _group_size(call))
             yield reference, call

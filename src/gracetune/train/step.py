@@ -25,7 +25,7 @@ from gracetune.optim.schedule import (
 )
 from gracetune.train import objective
 from gracetune.train.experts import SINGLE_TRANSFORMER
-from gracetune.train.timesteps import sample_timesteps
+from gracetune.train.timesteps import sample_timesteps, scheduled_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -193,7 +193,8 @@ def batch_losses(
         state.dropout.set(derive_seed(state.run.seed, "dropout", micro_batch, rank))
     x0, _ = family.split_encoded(batch.latents)
     num_tokens = family.num_tokens(x0.shape[1:])
-    timesteps = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)
+    positions = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)
+    timesteps = scheduled_timesteps(positions, family.noise_schedule)
     noise = torch.randn(x0.shape, generator=generator, device=generator.device)
     losses = losses_given_noise(state, batch, timesteps, noise, turn.expert)
     weights = objective.loss_weights(timesteps, train, family.prediction)

@@ -72,6 +72,18 @@ def sample_timesteps(
     return apply_shift(unshifted, shift).float().clamp(*fp32_bounds(window))
 
 
+def scheduled_timesteps(positions: Tensor, schedule: Tensor | None) -> Tensor:
+    """Return the timesteps at positions in [0, 1] of a discrete noise schedule.
+
+    With equal probability for each position, each of the schedule's timesteps is equally likely.
+    Without a schedule, the positions are the timesteps.
+    """
+    if schedule is None:
+        return positions
+    index = (positions * len(schedule)).long().clamp(max=len(schedule) - 1)
+    return schedule.to(positions.device)[index]
+
+
 def window_probability(section: TrainSection, window: TimestepWindow, num_tokens: int = 1) -> float:
     """Return the probability that a timestep drawn by this run falls into `window`."""
     shift, allowed = shift_for(section, num_tokens), TimestepWindow(*section.timestep_window)

@@ -31,6 +31,7 @@ from gracetune.events.types import Notice, Validated
 from gracetune.models.family import SampleRequest
 from gracetune.train.experts import SINGLE_TRANSFORMER, ExpertTurn
 from gracetune.train.step import derive_seed, losses_given_noise
+from gracetune.train.timesteps import scheduled_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -117,7 +118,8 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
             # In fp32, as in training; latents imported from another tool's cache may be in bf16.
             noise = torch.randn(x0.shape, generator=generator).to(x0.device)
             shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
-            timesteps = turn.window.low + (turn.window.high - turn.window.low) * shares
+            positions = turn.window.low + (turn.window.high - turn.window.low) * shares
+            timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
             losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
             loss += losses.sum()
             seen += len(batch)

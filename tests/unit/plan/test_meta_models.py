@@ -25,6 +25,7 @@ SMALL = {
     "wan22": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
     "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 2},
     "qwen_image": {"num_layers": 2, "num_attention_heads": 2},
+    "sdxl": {"block_out_channels": (32, 32, 32), "transformer_layers_per_block": 1},
 }
 """Narrow models of the published classes."""
 
@@ -36,6 +37,8 @@ SMALL = {
         ("flux", 11.90, 1, (16, 128, 128)),
         ("qwen_image", 20.43, 1, (16, 128, 128)),
         ("flux2", 32.22, 1, (128, 64, 64)),
+        ("sd15", 0.86, 1, (4, 128, 128)),
+        ("sdxl", 2.57, 1, (4, 128, 128)),
         ("sd3", 8.06, 1, (16, 128, 128)),
         ("chroma", 8.90, 1, (16, 128, 128)),
         ("z_image", 6.15, 1, (16, 128, 128)),
@@ -57,8 +60,14 @@ def test_published_configurations_have_their_published_size(
     assert in_fp32 <= set(shape.shapes.fp32_layers)
 
 
+UNET_KINDS = (0, 0, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4, 3, 5, 4, 5, 4, 5, 4, 6, 2, 6, 2, 6, 2, 7, 7, 7)
+"""Kinds of the blocks of a narrow SDXL: ResNets and transformer blocks at three resolutions. Those
+of the decoder have twice as many input channels."""
+
+
 @pytest.mark.parametrize(
-    ("family", "kinds"), [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0))]
+    ("family", "kinds"),
+    [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0)), ("sdxl", UNET_KINDS)],
 )
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
     shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
@@ -136,8 +145,8 @@ def test_a_folder_with_another_model_is_an_error(text: str, complaint: str, tmp_
 
 
 def test_the_error_for_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'sdxl'.*flux, .*qwen_image, .*wan22.*trace_model"):
-        build_meta_model(ModelSection(family="sdxl"), SQUARE)
+    with pytest.raises(ConfigError, match=r"'hunyuan'.*flux, .*qwen_image, .*wan22.*trace_model"):
+        build_meta_model(ModelSection(family="hunyuan"), SQUARE)
 
 
 def test_a_loaded_family_is_traced_like_its_configuration() -> None:

@@ -1,6 +1,7 @@
 """Gradients and updates of every family, in every mode, are those of plain blocks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,9 @@ def test_every_family_passes_in_every_mode(session, mode):
     assert report.passed, "\n".join(table_lines(report))
     assert len(report.blocks) == len(session.state.family.blocks())
     for block in report.blocks:
-        assert block.update_error == 0.0, "the same kernels give the same bits"
+        is_trained = any(name.startswith(f"{block.name}.") for name in session.state.parameters)
+        expected = 0.0 if is_trained else None
+        assert block.update_error == expected, "the same kernels give the same bits"
         assert all(result.eager_error > 0 for result in block.results[:1]), "something was compared"
     applied = session.plan_controller._applied
     assert (applied.ring is not None) == (mode != "eager")
@@ -72,7 +75,7 @@ def test_every_family_passes_in_every_mode(session, mode):
 
 def check_first_step(session):
     """Run one step as the loop does, with the check of a block for each transformer."""
-    check = FirstStepCheck(session)
+    check = FirstStepCheck(replace(session, references=list(session.references)))
     texts = []
     check._emit = lambda notice: texts.append(notice.text)
     stream = session.pipeline.batches(0, 1, 0)

@@ -17,6 +17,7 @@ from gracetune.train.timesteps import (
     fp32_bounds,
     intersect,
     sample_timesteps,
+    scheduled_timesteps,
     shift_for,
     window_probability,
 )
@@ -206,3 +207,11 @@ def test_larger_images_are_drawn_noisier():
         for n in (256, 4096)
     )
     assert large > small + 0.05
+
+
+def test_positions_in_a_discrete_schedule_are_its_timesteps():
+    schedule = torch.tensor([0.02, 0.1, 0.5, 0.95])
+    positions = torch.tensor([0.0, 0.24, 0.25, 0.5, 0.76, 1.0])
+    expected = torch.tensor([0.02, 0.02, 0.1, 0.5, 0.95, 0.95])
+    assert torch.equal(scheduled_timesteps(positions, schedule), expected)
+    assert scheduled_timesteps(positions, None) is positions

@@ -1,0 +1,220 @@
+"""Common code of the families whose model is a U-Net: Stable Diffusion 1.5 and SDXL.
+
+A U-Net consists of ResNets and transformer blocks. They are the units of weight streaming and
+recomputation, because its stages (`down_blocks`, `mid_block`, `up_blocks`) differ greatly in size.
+
+The model is trained on the discrete timesteps of its scheduler. A sigma of the trainer is the place
+t of a timestep in [0, 1] (`train/objective.py`), and the U-Net takes the number of the timestep.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gracetune.errors import ModelError
+from gracetune.models.diffusers_family import DiffusersFamily
+from gracetune.models.family import EncodedShape, PlannerShapes, PredictionType
+from gracetune.models.key_tables import IN_ORIGINAL_NAMES
+from gracetune.models.pipeline_folder import PipelineParts, read_scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from gracetune.models.family import Config, Forward, SampleShape
+    from gracetune.models.key_tables import ComfyuiPrefixes
+
+CLIP_LENGTH = 77
+"""Number of tokens of every caption. CLIP runs without a mask, so padding is embedded as well."""
+VAE_SCALE = 8
+PREDICTIONS: Mapping[str, PredictionType] = {"epsilon": "epsilon", "v_prediction": "v"}
+"""The setting `prediction_type` of a scheduler -> the quantity that the model predicts."""
+UNSUPPORTED_INPUTS = {
+    "time_cond_proj_dim": "an embedding of the guidance scale, as models of LCM do",
+    "encoder_hid_dim_type": "embeddings of images",
+    "class_embed_type": "a class",
+}
+OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
+"""Components that training and validation do not need."""
+
+
+class UNetShapes(PlannerShapes):
+    """Describes the U-Net of a Stable Diffusion model to the memory planner."""
+
+    def find_blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """Return the ResNets and the transformer blocks of a U-Net in forward order."""
+        unet: Any = transformer
+        blocks: list[nn.Module] = []
+        for stage in (*unet.down_blocks, unet.mid_block, *unet.up_blocks):
+            attentions = dict(stage.named_children()).get("attentions", ())
+            for resnet, attention in zip_longest(stage.resnets, attentions):
+                blocks += [resnet, *(() if attention is None else attention.transformer_blocks)]
+        return blocks
+
+    def encoded_shape(self, config: Config, sample: SampleShape) -> EncodedShape:
+        """Return the shapes of a sample's latents and of the embedding of its caption."""
+        cells = sample.height // VAE_SCALE, sample.width // VAE_SCALE
+        text = (CLIP_LENGTH, config["cross_attention_dim"])
+        return EncodedShape((config["in_channels"], *cells), text)
+
+    def arguments(
+        self,
+        config: Config,  # noqa: ARG002
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+        dtype: torch.dtype,
+    ) -> dict[str, Any]:
+        """Return the U-Net's arguments; `sigmas` are the numbers of timesteps, from 0."""
+        return {
+            "sample": noisy.to(dtype),
+            "timestep": sigmas,
+            "encoder_hidden_states": conditions["tokens"].to(dtype),
+        }
+
+
+class UNetFamily(DiffusersFamily):
+    """A loaded model with a U-Net. A family's class adds its text encoders."""
+
+    text_length = CLIP_LENGTH
+    noise_schedule: Tensor
+
+    def __init__(self, parts: PipelineParts) -> None:
+        super().__init__(parts)
+        self.patch_size = 2 ** (len(self.transformer.config.block_out_channels) - 1)
+        self.noise_schedule, self.prediction = _read_schedule(parts)
+
+    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack the embeddings of captions into a batch; all have the same length."""
+        return {key: torch.stack([text[key] for text in texts]) for key in texts[0]}
+
+    def predict(
+        self,
+        transformer: Forward,
+        noisy: Tensor,
+        sigmas: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Run the U-Net at the timesteps that are nearest to the sigmas."""
+        middles = (self.noise_schedule[1:] + self.noise_schedule[:-1]) / 2
+        numbers = torch.bucketize(sigmas, middles.to(sigmas))
+        return super().predict(transformer, noisy, numbers.to(sigmas), conditions)
+
+
+def _read_schedule(parts: PipelineParts) -> tuple[Tensor, PredictionType]:
+    """Return the place of each timestep between latents (0) and noise (1), and the prediction."""
+    scheduler = read_scheduler(parts.folder)
+    name = f"The scheduler of {str(parts.folder)!r}, {type(scheduler).__name__},"
+    kind = scheduler.config.get("prediction_type", "epsilon")
+    if kind not in PREDICTIONS:
+        raise ModelError(
+            f"{name} has the prediction_type {kind!r}, but training supports "
+            f"{' and '.join(PREDICTIONS)}. Name another model.path."
+        )
+    if not hasattr(scheduler, "alphas_cumprod"):
+        raise ModelError(
+            f"{name} has no table of discrete timesteps (alphas_cumprod), on which U-Nets are "
+            "trained. Name another model.path."
+        )
+    alphas = scheduler.alphas_cumprod.double()  # alpha^2 and 1 - sigma^2 of objective.py
+    angles = torch.atan2((1 - alphas).sqrt(), alphas.sqrt())
+    return (angles * (2 / math.pi)).float(), PREDICTIONS[kind]
+
+
+# Names in adapter files. The original names count all layers of the encoder and of the decoder.
+
+RESNET_NAMES = (
+    ("in_layers.0", "norm1"),
+    ("in_layers.2", "conv1"),
+    ("emb_layers.1", "time_emb_proj"),
+    ("out_layers.0", "norm2"),
+    ("out_layers.3", "conv2"),
+)
+ATTENTION_LINEARS = tuple(f"attn{n}.to_{x}" for n in (1, 2) for x in ("q", "k", "v", "out.0"))
+FEED_FORWARD_LINEARS = ("ff.net.0.proj", "ff.net.2")
+LAYERS_PER_BLOCK = 2
+
+
+def unet_rows(widths: Sequence[int], depths: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """Return the original name and diffusers' name of each module of a U-Net.
+
+    `widths` are the channels of each resolution and `depths` the transformer blocks in its
+    attention layers, 0 without attention. The middle has the largest depth.
+    """
+    return (
+        ("input_blocks.0.0", "conv_in"),
+        ("time_embed.0", "time_embedding.linear_1"),
+        ("time_embed.2", "time_embedding.linear_2"),
+        *_encoder_rows(widths, depths),
+        *_resnet_rows("middle_block.0", "mid_block.resnets.0", False),
+        *_attention_rows("middle_block.1", "mid_block.attentions.0", max(depths)),
+        *_resnet_rows("middle_block.2", "mid_block.resnets.1", False),
+        *_decoder_rows(depths),
+        ("out.0", "conv_norm_out"),
+        ("out.2", "conv_out"),
+    )
+
+
+def _encoder_rows(widths: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[str, str]]:
+    number = 1
+    for level, depth in enumerate(depths):
+        block = f"down_blocks.{level}"
+        for layer in range(LAYERS_PER_BLOCK):
+            original = f"input_blocks.{number}"
+            has_shortcut = layer == 0 and level > 0 and widths[level] != widths[level - 1]
+            yield from _resnet_rows(f"{original}.0", f"{block}.resnets.{layer}", has_shortcut)
+            yield from _attention_rows(f"{original}.1", f"{block}.attentions.{layer}", depth)
+            number += 1
+        if level < len(depths) - 1:
+            yield f"input_blocks.{number}.0.op", f"{block}.downsamplers.0.conv"
+            number += 1
+
+
+def _decoder_rows(depths: Sequence[int]) -> Iterator[tuple[str, str]]:
+    number = 0
+    for level, depth in enumerate(reversed(depths)):
+        block = f"up_blocks.{level}"
+        for layer in range(LAYERS_PER_BLOCK + 1):
+            original = f"output_blocks.{number}"
+            yield from _resnet_rows(f"{original}.0", f"{block}.resnets.{layer}", True)
+            yield from _attention_rows(f"{original}.1", f"{block}.attentions.{layer}", depth)
+            number += 1
+        if level < len(depths) - 1:
+            position = 2 if depth else 1
+            yield f"{original}.{position}.conv", f"{block}.upsamplers.0.conv"
+
+
+def _resnet_rows(original: str, ours: str, has_shortcut: bool) -> Iterator[tuple[str, str]]:
+    for theirs, name in RESNET_NAMES:
+        yield f"{original}.{theirs}", f"{ours}.{name}"
+    if has_shortcut:
+        yield f"{original}.skip_connection", f"{ours}.conv_shortcut"
+
+
+def _attention_rows(original: str, ours: str, depth: int) -> Iterator[tuple[str, str]]:
+    norms = ("norm1", "norm2", "norm3")
+    names = [
+        f"transformer_blocks.{number}.{name}"
+        for number in range(depth)
+        for name in (*ATTENTION_LINEARS, *FEED_FORWARD_LINEARS, *norms)
+    ]
+    for name in (*(("norm", "proj_in", "proj_out") if depth else ()), *names):
+        yield f"{original}.{name}", f"{ours}.{name}"
+
+
+def unet_linears(rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return diffusers' names of the linear modules of a U-Net's transformer blocks."""
+    names = (*ATTENTION_LINEARS, *FEED_FORWARD_LINEARS)
+    return tuple(ours for _, ours in rows if ours.endswith(names))
+
+
+UNET_PREFIXES: ComfyuiPrefixes = (
+    *IN_ORIGINAL_NAMES,
+    ("lora_unet_", "_", "diffusers"),
+    ("lycoris_", "_", "diffusers"),
+)
