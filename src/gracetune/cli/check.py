@@ -175,6 +175,9 @@ def table_lines(report: GradientReport) -> Iterator[str]:
         )
         if block.reduction_error is not None:
             yield f"{block.name}: distance from the mean over ranks {block.reduction_error:.2g}"
+    if not report.blocks:
+        yield "failed: no block was compared"
+        return
     ratio = max(block.ratio for block in report.blocks)
     verdict = f"{len(failed)} of {len(report.blocks)} blocks failed" if failed else "passed"
     yield f"{verdict}: {len(report.blocks)} blocks, at most {ratio:.2f} times the plain error"

@@ -24,7 +24,7 @@ from gracetune.models.unet import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -69,7 +69,7 @@ class SD15(UNetFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption to the hidden states of CLIP (`tokens`)."""
         tokens, _ = self.parts.pipeline().encode_prompt(caption, self.encoder_device(), 1, False)

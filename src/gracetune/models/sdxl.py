@@ -25,7 +25,7 @@ from gracetune.models.unet import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -139,7 +139,7 @@ class SDXL(UNetFamily):
     def encode_caption(
         self,
         caption: str,
-        image: Tensor | None = None,  # noqa: ARG002
+        images: Sequence[Tensor] = (),  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Encode a caption: embeddings of both CLIP models (`tokens`), and the pooled one."""
         tokens, _, pooled, _ = self.parts.pipeline().encode_prompt(
