@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gracetune.adapters.files.keys import KeyTable
+from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
@@ -24,7 +24,7 @@ from gracetune.models.unet import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -48,6 +48,7 @@ PLANNER_SHAPES = UNetShapes(
     input_layer="conv_in",
     probe_config={
         "block_out_channels": (32, 32, 32, 32),
+        "norm_num_groups": 16,
         "attention_head_dim": 2,
         "cross_attention_dim": 16,
     },
@@ -86,6 +87,22 @@ class SD15(UNetFamily):
         }
 
 
+def _adapter_pipeline(unet: Callable[[Any], Any]) -> Any:
+    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+    return StableDiffusionPipeline(
+        scheduler=None,
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet(UNet2DConditionModel),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
 ROWS = unet_rows((320, 640, 1280, 1280), (1, 1, 1, 0))
 KEY_TABLE = KeyTable(
     family="sd15",
@@ -97,4 +114,5 @@ KEY_TABLE = KeyTable(
     # sd-scripts trains diffusers' U-Net of SD 1.5, and diffusers reads no other names for it.
     default_formats=(("other", "kohya-diffusers"),),
     comfyui_prefixes=UNET_PREFIXES,
+    pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gracetune.adapters.files.keys import KeyTable
+from gracetune.adapters.files.keys import KeyTable, PipelineSpec
 from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
@@ -25,7 +25,7 @@ from gracetune.models.unet import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -118,6 +118,7 @@ PLANNER_SHAPES = SDXLShapes(
     input_layer="conv_in",
     probe_config={
         "block_out_channels": (32, 32, 32),
+        "norm_num_groups": 16,
         "transformer_layers_per_block": 1,
         "attention_head_dim": 2,
         "cross_attention_dim": 16,
@@ -178,6 +179,21 @@ class SDXL(UNetFamily):
         }
 
 
+def _adapter_pipeline(unet: Callable[[Any], Any]) -> Any:
+    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+
+    return StableDiffusionXLPipeline(
+        scheduler=None,
+        vae=None,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        unet=unet(UNet2DConditionModel),
+    )
+
+
 ROWS = (
     *unet_rows((320, 640, 1280), (0, 2, 10)),
     ("label_emb.0.0", "add_embedding.linear_1"),
@@ -191,4 +207,5 @@ KEY_TABLE = KeyTable(
     block_linears=unet_linears(ROWS),
     default_formats=(("other", "kohya"),),
     comfyui_prefixes=UNET_PREFIXES,
+    pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
 )

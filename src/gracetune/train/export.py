@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from blake3 import blake3
 
@@ -131,9 +131,12 @@ def _check_files(
 
     adapter, tables = _trained_adapter(state, modules), key_tables()
     form, table = default_format(adapter).name, adapter.table
+    config = None
+    if table.component == "unet":  # the widths of its stages cannot be derived from a file
+        config = dict(cast("Any", state.family.transformer).config)
     for stage, path in files.items():
         expected = modules[stage or ""]
-        check = check_file(path, tables, table=table, stage=stage, modules=expected)
+        check = check_file(path, tables, table=table, stage=stage, modules=expected, config=config)
         text = f"{path.name} is written as {form}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
 
