@@ -112,7 +112,7 @@ SMALL_MODELS = {
         up_block_types=SD15_UP,
     ),
 }
-"""Tiny models of the families that have no file of their own yet."""
+"""Tiny models by family. SDXL and SD 1.5 have tables and no family yet."""
 ALL_TABLES = TABLES | PREPARED_TABLES
 with torch.device("meta"):
     MODELS = {
@@ -153,14 +153,16 @@ def test_block_linears_of_prepared_tables_are_linear_modules(family):
 @pytest.mark.parametrize("family", TABLES)
 def test_block_linears_are_the_linear_modules_of_blocks(family):
     table = TABLES[family]
+    blocks = tuple(f"{kind}.{{}}." for kind, _ in table.max_blocks)
     inside = {
-        template_of(name)[0]
+        template
         for name, module in MODELS[family].named_modules()
-        if isinstance(module, nn.Linear) and "blocks." in name
+        if isinstance(module, nn.Linear) and (template := template_of(name)[0]).startswith(blocks)
     }
     assert set(table.block_linears) <= inside
     left_out = {name.rpartition("}.")[2] for name in inside - set(table.block_linears)}
     modulation = {"norm1.linear", "norm1_context.linear", "norm.linear", "img_mod.1", "txt_mod.1"}
+    modulation |= {"adaLN_modulation.0"}
     assert left_out <= modulation | {"attn2.add_k_proj", "attn2.add_v_proj"}
 
 
@@ -272,7 +274,7 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
     assert [target.matched for target in found.results] == [7, 7], found.lines()
 
 
-# Families without a file of their own
+# Conversion to original names, and loading in diffusers
 
 
 def original_checkpoint(table, state):
@@ -318,8 +320,8 @@ def small_models():
 
 
 @pytest.mark.parametrize("family", CONVERTERS)
-def test_prepared_tables_match_diffusers_converters(family, small_models):
-    model, table = small_models[family], PREPARED_TABLES[family]
+def test_tables_match_diffusers_converters(family, small_models):
+    model, table = small_models[family], ALL_TABLES[family]
     state = model.state_dict()
     checkpoint = original_checkpoint(table, state)
     converted = CONVERTERS[family](dict(checkpoint), model.config)
@@ -335,10 +337,10 @@ def test_prepared_tables_match_diffusers_converters(family, small_models):
 
 
 def test_chroma_has_the_names_of_flux():
-    flux, chroma = dict(TABLES["flux"].rows), dict(PREPARED_TABLES["chroma"].rows)
+    flux, chroma = dict(TABLES["flux"].rows), dict(TABLES["chroma"].rows)
     shared = {theirs: ours for theirs, ours in chroma.items() if "guidance" not in theirs}
     assert shared.items() <= flux.items()
-    assert PREPARED_TABLES["chroma"].fused == TABLES["flux"].fused
+    assert TABLES["chroma"].fused == TABLES["flux"].fused
 
 
 LORA_LOADERS = {
@@ -355,7 +357,7 @@ LORA_LOADERS = {
 
 def small_adapter(family, model):
     generator = torch.Generator().manual_seed(2)
-    table = PREPARED_TABLES[family]
+    table = ALL_TABLES[family]
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layers = {
         LayerPath(None, name): make_lora(*m.weight.shape, generator, alpha=2.0)
@@ -366,7 +368,7 @@ def small_adapter(family, model):
 
 
 @pytest.mark.parametrize(("family", "form"), LORA_LOADERS)
-def test_diffusers_reads_the_same_lora_from_prepared_formats(family, form, small_models, tmp_path):
+def test_diffusers_reads_the_same_lora_from_other_formats(family, form, small_models, tmp_path):
     """diffusers' own conversion of the keys gives the dW of the adapter for every module."""
     model = small_models[family]
     adapter = small_adapter(family, model)
@@ -382,11 +384,11 @@ def test_diffusers_reads_the_same_lora_from_prepared_formats(family, form, small
         torch.testing.assert_close(delta(found.layers[place]), delta(layer), msg=str(place))
 
 
-@pytest.mark.parametrize("family", PREPARED_TABLES)
+@pytest.mark.parametrize("family", SMALL_MODELS)
 @pytest.mark.parametrize(
     "form", ["comfyui", "diffusers", "kohya", "kohya-diffusers", "lycoris", "peft", "bare-original"]
 )
-def test_prepared_families_are_read_in_all_formats(family, form, small_models, tmp_path):
+def test_families_are_read_in_all_formats(family, form, small_models, tmp_path):
     adapter = small_adapter(family, small_models[family])
     name = "folder" if form == "peft" else "a.safetensors"
     path = write_adapter(tmp_path / name, adapter, form)
@@ -490,8 +492,8 @@ LITERAL_KEYS = {
     ("family", "key", "module"),
     [(family, *case) for family, cases in LITERAL_KEYS.items() for case in cases],
 )
-def test_literal_keys_of_prepared_families_are_parsed(family, key, module):
-    found = parse_key(key, KeyIndex(PREPARED_TABLES[family]))
+def test_literal_keys_are_parsed(family, key, module):
+    found = parse_key(key, KeyIndex(ALL_TABLES[family]))
     assert found.path == LayerPath(None, module)
 
 
@@ -513,7 +515,7 @@ def test_families_with_the_same_keys_are_told_apart_by_sizes(small_models, tmp_p
 def test_the_last_text_norm_of_sd3_is_swapped(small_models, tmp_path):
     """It has (scale, shift) in diffusers and (shift, scale) in the original; others have six."""
     generator = torch.Generator().manual_seed(3)
-    table = PREPARED_TABLES["sd3"]
+    table = TABLES["sd3"]
     rows = {
         "transformer_blocks.0.norm1_context.linear": 6,
         "transformer_blocks.1.norm1_context.linear": 2,
