@@ -253,8 +253,13 @@ KEY_TABLE = KeyTable(
         (f"{SINGLE}.attn.to_qkv_mlp_proj", 9),
     ),
     widths=(6144, 4096, 3072),
-    # diffusers reads the original names, and every ComfyUI with FLUX.2 knows them.
-    default_formats=(("other", "comfyui"),),
+    # diffusers reads a LoRA in original names, and every ComfyUI with FLUX.2 knows them. LoHa and
+    # LoKr of query, key and value have no exact form in these names.
+    default_formats=(
+        ("lokr", "diffusers"),
+        ("loha", "lycoris"),
+        ("other", "comfyui"),
+    ),
     comfyui_prefixes=FLUX_PREFIXES,
     not_in_comfyui=frozenset(ours for _, ours in CONDITION_ROWS),
     pipeline=pipeline_spec("Flux2Pipeline", "Flux2Transformer2DModel", _adapter_config),

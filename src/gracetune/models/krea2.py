@@ -253,8 +253,8 @@ KEY_TABLE = KeyTable(
     block_linears=tuple(f"{DOUBLE}.{ours}" for _, ours in LINEARS),
     max_blocks=(("transformer_blocks", 28),),
     widths=(6144,),
-    # diffusers reads the original names, which are those of ComfyUI.
-    default_formats=(("other", "comfyui"),),
+    # diffusers reads a LoRA in the original names, which are those of ComfyUI, but no LoKr.
+    default_formats=(("lokr", "diffusers"), ("other", "comfyui")),
     comfyui_prefixes=(
         *IN_ORIGINAL_NAMES,
         ("diffusion_model.", ".", "diffusers"),

@@ -55,7 +55,7 @@ from gracetune.adapters.files.layers import (
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -285,24 +285,35 @@ def _load_in_diffusers(
 ) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
-    # Pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
-    by_transformer = algorithms == {"lokr"} and adapter.format == "diffusers"
-    if "lora" not in algorithms and not by_transformer:
-        reason = NO_LOADER[min(algorithms)]
-        return ToolResult("diffusers", 0, expected, reason, next(iter(layers)))
+    only_lokr = algorithms == {"lokr"}
+    unknown = ToolResult("diffusers", 0, expected, NO_LOADER.get(min(algorithms), ""), min(layers))
+    if "lora" not in algorithms and not only_lokr:
+        return unknown
+    refusal = _refusal(lambda: _load(pipeline, path, stage))
+    # Most pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
+    by_transformer = bool(refusal) and only_lokr and adapter.format == "diffusers"
+    if by_transformer:
+        component = adapter.table.component
+        refusal = _refusal(
+            lambda: model.load_lora_adapter(
+                dict(tensors), prefix=component, adapter_name=ADAPTER_NAME
+            )
+        )
+    if refusal:
+        return unknown if only_lokr else ToolResult("diffusers", 0, expected, refusal)
+    result = _compare_loaded(model, layers, by_transformer)
+    return unknown if only_lokr and result.matched == 0 and not result.is_wrong else result
+
+
+def _refusal(load: Callable[[], None]) -> str:
+    """Run a loader of diffusers, and return its error as a text; empty if it has none."""
     try:
         with _quiet_diffusers():
-            if by_transformer:
-                model.load_lora_adapter(
-                    dict(tensors), prefix="transformer", adapter_name=ADAPTER_NAME
-                )
-            else:
-                _load(pipeline, path, stage)
+            load()
     except LOADER_ERRORS as error:
         text = str(error).replace("\n", " ")[:200]
-        reason = f"it refuses the file: {type(error).__name__} {text}"
-        return ToolResult("diffusers", 0, expected, reason)
-    return _compare_loaded(model, layers, by_transformer)
+        return f"it refuses the file: {type(error).__name__} {text}"
+    return ""
 
 
 def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
@@ -338,6 +349,10 @@ def _compare_loaded(
         matched = expected - len(lost)
         reason = f"{lost[0]} is lost" if matched else "it loads nothing, without an error"
         return ToolResult("diffusers", matched, expected, reason, lost[0])
+    for name, module in loaded.items():
+        if name not in layers and ADAPTER_NAME in getattr(module, "lora_magnitude_vector", ()):
+            reason = f"it adds {name}, which has no magnitudes (DoRA) in the file, and it needs all"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
         magnitudes = getattr(loaded[name], "lora_magnitude_vector", ())
@@ -350,7 +365,9 @@ def _compare_loaded(
         if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-    reason = "with transformer.load_lora_adapter; pipelines refuse LoKr" if by_transformer else ""
+    reason = (
+        "with transformer.load_lora_adapter; the pipeline refuses LoKr" if by_transformer else ""
+    )
     return ToolResult("diffusers", expected, expected, reason)
 
 
