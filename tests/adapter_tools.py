@@ -50,8 +50,6 @@ SIZES = {
     "flux": {"attention_head_dim": 12, "axes_dims_rope": (4, 4, 4)},
     "qwen_image": {"num_layers": 1, "attention_head_dim": 12, "axes_dims_rope": (4, 4, 4)},
     "z_image": {"dim": WIDTH, "axes_dims": (4, 4, 4)},  # MLPs with a multiple of four rows
-    # ComfyUI takes the hidden size for 64 times the number of blocks.
-    "sd3": {"num_attention_heads": 16, "caption_projection_dim": 128},
     "krea2": {"num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
 }
 """Settings in which the transformers differ from the miniatures, by family."""
@@ -181,6 +179,7 @@ def adapted_modules(family, model, outside=False):
 def make_adapter(family, kind, model, alpha=None, outside=False):
     """Return an adapter for a model, of a size that changes its output by about the output."""
     generator = torch.Generator().manual_seed(3)
+    scale = 0.5 if kind == "lokr-both" else 0.25  # it multiplies four tensors
     layers = {}
     for name in adapted_modules(family, model, outside):
         rows, columns = model.get_submodule(name).weight.shape
@@ -190,7 +189,7 @@ def make_adapter(family, kind, model, alpha=None, outside=False):
             layer = MAKERS[kind](rows, columns, generator, alpha=alpha)
         if model.get_submodule(name).bias is None:
             layer.tensors.pop("diff_b", None)
-        layers[LayerPath(None, name)] = map_tensors(layer, lambda t: t * 0.25)
+        layers[LayerPath(None, name)] = map_tensors(layer, lambda t: t * scale)
     return Adapter(table_of(family), layers)
 
 

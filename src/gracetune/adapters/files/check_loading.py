@@ -349,19 +349,20 @@ def _compare_loaded(
         matched = expected - len(lost)
         reason = f"{lost[0]} is lost" if matched else "it loads nothing, without an error"
         return ToolResult("diffusers", matched, expected, reason, lost[0])
-    for name, module in loaded.items():
-        if name not in layers and ADAPTER_NAME in getattr(module, "lora_magnitude_vector", ()):
-            reason = f"it adds {name}, which has no magnitudes (DoRA) in the file, and it needs all"
+    for name, module in loaded.items():  # diffusers adds modules to some files
+        has_magnitudes = ADAPTER_NAME in getattr(module, "lora_magnitude_vector", ())
+        if has_magnitudes and not (name in layers and layers[name].is_dora):
+            reason = f"{name} has no magnitudes (DoRA), but others have, and it needs all or none"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        empty = [key for key, parameter in module.named_parameters() if parameter.is_meta]
+        if empty:
+            reason = f"it adapts {name} without a value for {empty[0].partition('.')[0]}"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        if name in layers and layers[name].is_dora and not has_magnitudes:
+            reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
     generator = torch.Generator().manual_seed(0)
     for name, layer in layers.items():
-        magnitudes = getattr(loaded[name], "lora_magnitude_vector", ())
-        if layer.is_dora and ADAPTER_NAME not in magnitudes:
-            reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-        if ADAPTER_NAME in magnitudes and not layer.is_dora:
-            reason = f"{name} has no magnitudes (DoRA), but others have, and it needs all or none"
-            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
         if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
