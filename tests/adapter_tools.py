@@ -4,25 +4,24 @@ Each tool gets a copy of a real, tiny transformer. `Effect.error` compares its o
 the weights that the adapter's formulas give, relative to the effect of the adapter.
 """
 
+import ast
 import copy
 import importlib
+import inspect
+import json
 import math
 import sys
+import warnings
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 
+import diffusers
 import torch
 from adapter_examples import MAKERS, TABLES, make_lora, map_tensors
-from diffusers import (
-    FluxPipeline,
-    FluxTransformer2DModel,
-    QwenImageEditPlusPipeline,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-    StableAudioDiTModel,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from fakes.miniatures import MINIATURES, write_miniature
 from safetensors.torch import load_file
 
 from gracetune.adapters.files.check_loading import LOADER_ERRORS
@@ -39,63 +38,60 @@ from gracetune.adapters.files.layers import (
 )
 from gracetune.adapters.inject import adapter_from_model, add_adapter
 from gracetune.config.schema import AdapterSection
+from gracetune.models.family import SampleShape, planner_shapes
+from gracetune.models.pipeline_folder import without_progress_bars
+from gracetune.models.registry import FAMILIES
 
 MAX_ERROR = 1e-5
 """Largest difference of outputs that counts as equal, relative to the effect of the adapter."""
-TEXT, HEADS, HEAD_WIDTH = 16, 2, 12
-WIDTH = HEADS * HEAD_WIDTH
-CHANNELS = 8
-ATTENTION = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_WIDTH}
+WIDTH = 24
+"""Hidden size of the transformers of `wan`, `flux` and `qwen_image`."""
+SIZES = {
+    "flux": {"attention_head_dim": 12, "axes_dims_rope": (4, 4, 4)},
+    "qwen_image": {"num_layers": 1, "attention_head_dim": 12, "axes_dims_rope": (4, 4, 4)},
+    "z_image": {"dim": WIDTH, "axes_dims": (4, 4, 4)},  # MLPs with a multiple of four rows
+    "krea2": {"num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
+}
+"""Settings in which the transformers differ from the miniatures, by family."""
+OTHER_NAMES = {
+    "wan": "wan21-t2v",
+    "qwen_image": "qwen-image",
+    "qwen_image_edit": "qwen-image-edit",
+    "stable_audio": "stable-audio",
+    "flux2": "flux2-dev",
+    "sd3": "sd35-medium",
+    "z_image": "z-image",
+}
+"""Name of a key table -> its miniature, if that has another name."""
+VARIANTS = [
+    name
+    for name, small in MINIATURES.items()
+    if small.family and FAMILIES[small.family].has_key_table
+]
+"""Miniatures with a key table."""
 
 
-def build_transformer(family):
-    """Return a tiny transformer with random weights, biases and norms included."""
+def family_of(name):
+    """Return the family of a miniature, or of the name of a key table."""
+    return MINIATURES[OTHER_NAMES.get(name, name)].family
+
+
+def build_transformer(name):
+    """Return the transformer of a miniature, with random weights, biases and norms included.
+
+    `name` is a miniature, or a key table with a miniature. The attribute `pipeline_class` of the
+    result is the class of its diffusers pipeline.
+    """
+    with TemporaryDirectory() as folder:
+        path = write_miniature(OTHER_NAMES.get(name, name), Path(folder) / "model")
+        index = json.loads((path / "model_index.json").read_text())
+        config = json.loads((path / "transformer" / "config.json").read_text())
     torch.manual_seed(1)
-    if family == "wan":
-        model = WanTransformer3DModel(
-            **ATTENTION,
-            num_layers=2,
-            ffn_dim=48,
-            in_channels=4,
-            out_channels=4,
-            text_dim=TEXT,
-            freq_dim=TEXT,
+    with without_progress_bars():
+        model = getattr(diffusers, config["_class_name"]).from_config(
+            config, **SIZES.get(family_of(name), {})
         )
-    elif family == "flux":
-        model = FluxTransformer2DModel(
-            **ATTENTION,
-            patch_size=1,
-            in_channels=CHANNELS,
-            num_layers=1,
-            num_single_layers=1,
-            joint_attention_dim=TEXT,
-            pooled_projection_dim=TEXT,
-            axes_dims_rope=(4, 4, 4),
-            guidance_embeds=True,
-        )
-    elif family in ("qwen_image", "qwen_image_edit"):
-        model = QwenImageTransformer2DModel(
-            **ATTENTION,
-            patch_size=2,
-            in_channels=CHANNELS,
-            out_channels=CHANNELS // 4,
-            num_layers=1,
-            joint_attention_dim=TEXT,
-            axes_dims_rope=(4, 4, 4),
-        )
-    else:
-        model = StableAudioDiTModel(
-            **ATTENTION,
-            sample_size=16,
-            in_channels=4,
-            out_channels=4,
-            num_layers=1,
-            num_key_value_attention_heads=1,
-            cross_attention_dim=TEXT,
-            cross_attention_input_dim=TEXT,
-            global_states_input_dim=TEXT,
-            time_proj_dim=8,
-        )
+    model.pipeline_class = getattr(diffusers, index["_class_name"])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -111,51 +107,63 @@ def predict(family, model):
     def randn(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    if family == "wan":
-        inputs = {"hidden_states": randn(1, 4, 1, 4, 4), "timestep": torch.tensor([500.0])}
-        inputs["encoder_hidden_states"] = randn(1, 3, TEXT)
-    elif family == "flux":
-        inputs = {
-            "hidden_states": randn(1, 4, CHANNELS),
-            "encoder_hidden_states": randn(1, 3, TEXT),
-            "pooled_projections": randn(1, TEXT),
-            "timestep": torch.tensor([0.5], dtype=torch.float64),
-            "guidance": torch.tensor([1.0], dtype=torch.float64),
-            "img_ids": torch.arange(12.0).reshape(4, 3),
-            "txt_ids": torch.zeros(3, 3),
-        }
-    elif family in ("qwen_image", "qwen_image_edit"):
-        inputs = {
-            "hidden_states": randn(1, 4, CHANNELS),
-            "encoder_hidden_states": randn(1, 3, TEXT),
-            "encoder_hidden_states_mask": torch.ones(1, 3, dtype=torch.bool),
-            "timestep": torch.tensor([0.5], dtype=torch.float64),
-            "img_shapes": [[(1, 2, 2)]],
-        }
-    else:
-        inputs = {
-            "hidden_states": randn(1, 4, 16),
-            "timestep": torch.tensor([0.5], dtype=torch.float64),
-            "encoder_hidden_states": randn(1, 3, TEXT),
-            "global_hidden_states": randn(1, 1, TEXT),
-            "rotary_embedding": (torch.ones(17, 6).double(), torch.zeros(17, 6).double()),
-        }
-    return model(**inputs, return_dict=False)[0]
+    if family == "stable_audio":
+        config = model.config
+        rotary = torch.ones(17, config.attention_head_dim // 2, dtype=torch.float64)
+        return model(
+            hidden_states=randn(1, config.in_channels, 16),
+            timestep=torch.tensor([0.5], dtype=torch.float64),
+            encoder_hidden_states=randn(1, 3, config.cross_attention_input_dim),
+            global_hidden_states=randn(1, 1, config.global_states_input_dim),
+            rotary_embedding=(rotary, torch.zeros_like(rotary)),
+            return_dict=False,
+        )[0]
+    shapes = planner_shapes(family_of(family))
+    encoded = shapes.encoded_shape(model.config, SampleShape(32, 32))
+    encoded = replace(encoded, text_shape=(5, encoded.text_shape[1]))
+    with uninitialised_is_nan():
+        inputs = shapes.inputs(model.config, encoded, 1, torch.float64)
+    for name, tensor in inputs.items():
+        values = randn(*tensor.shape) if tensor.dim() > 1 else torch.full(tensor.shape, 0.5)
+        inputs[name] = torch.where(tensor.isnan(), values, tensor).to(tensor.dtype)
+    with warnings.catch_warnings():
+        # Some models compute norms in float32.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
+        return shapes.call(model, encoded, inputs)
+
+
+@contextmanager
+def uninitialised_is_nan():
+    """Let `torch.empty` return NaN and True, so that values can be set where there are none."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def table_of(family):
-    if family == "stable_audio":
-        return any_name_table(family)
-    return TABLES["qwen_image" if family == "qwen_image_edit" else family]
+    table = {"wan22": "wan"}.get(family_of(family), family_of(family))
+    return TABLES[table] if table in TABLES else any_name_table(table)
 
 
 OUTSIDE = {
     "wan": ("proj_out", "condition_embedder.time_proj"),
     "flux": ("norm_out.linear", "x_embedder"),
+    "flux2": ("norm_out.linear", "x_embedder", "single_stream_modulation.linear"),
+    "chroma": ("x_embedder", "distilled_guidance_layer.in_proj"),
     "qwen_image": ("img_in",),
-    "qwen_image_edit": ("img_in",),
+    "sd3": (
+        "norm_out.linear",
+        "context_embedder",
+        "transformer_blocks.0.norm1_context.linear",
+        "transformer_blocks.1.norm1_context.linear",
+    ),
+    "z_image": ("all_x_embedder.2-1", "layers.0.adaLN_modulation.0"),
+    "krea2": ("img_in", "time_mod_proj", "text_fusion.refiner_blocks.0.attn.to_q"),
 }
-"""Modules outside of the blocks that an adapter may change, too."""
+"""Modules outside of the blocks, or that a default run does not train, by key table."""
 
 
 def adapted_modules(family, model, outside=False):
@@ -163,14 +171,15 @@ def adapted_modules(family, model, outside=False):
     linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     if family == "stable_audio":
         return [name for name in linear if "transformer_blocks" in name]
-    known = table_of(family).block_linears
-    found = [name for name in linear if template_of(name)[0] in known]
-    return [*found, *OUTSIDE[family]] if outside else found
+    table = table_of(family)
+    found = [name for name in linear if template_of(name)[0] in table.block_linears]
+    return [*found, *OUTSIDE[table.family]] if outside else found
 
 
 def make_adapter(family, kind, model, alpha=None, outside=False):
     """Return an adapter for a model, of a size that changes its output by about the output."""
     generator = torch.Generator().manual_seed(3)
+    scale = 0.5 if kind == "lokr-both" else 0.25  # it multiplies four tensors
     layers = {}
     for name in adapted_modules(family, model, outside):
         rows, columns = model.get_submodule(name).weight.shape
@@ -178,7 +187,9 @@ def make_adapter(family, kind, model, alpha=None, outside=False):
             layer = make_lora(rows, columns, generator, alpha=alpha, dora=True)
         else:
             layer = MAKERS[kind](rows, columns, generator, alpha=alpha)
-        layers[LayerPath(None, name)] = map_tensors(layer, lambda t: t * 0.25)
+        if model.get_submodule(name).bias is None:
+            layer.tensors.pop("diff_b", None)
+        layers[LayerPath(None, name)] = map_tensors(layer, lambda t: t * scale)
     return Adapter(table_of(family), layers)
 
 
@@ -247,9 +258,10 @@ def unusual_adapters(family, model):
         layers = {path: function(x, generator) for path, x in plain[kind].layers.items()}
         return Adapter(table, layers)
 
+    first = next(iter(plain["lora"].layers)).module
+    biased = ("lora", "loha") if model.get_submodule(first).bias is not None else ()
     found = {
-        "lora with biases": change("lora", with_bias),
-        "loha with biases": change("loha", with_bias),
+        **{f"{kind} with biases": change(kind, with_bias) for kind in biased},
         "lora, dora by columns": change("lora", with_column_magnitudes),
         "loha, dora by columns": change("loha", with_column_magnitudes),
     }
@@ -310,22 +322,13 @@ class Effect:
 
 
 def load_in_diffusers(family, model, path):
-    build = {
-        "wan": (WanPipeline, ("tokenizer", "text_encoder", "vae", "scheduler")),
-        "flux": (
-            FluxPipeline,
-            ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-        ),
-        "qwen_image": (QwenImagePipeline, ("scheduler", "vae", "text_encoder", "tokenizer")),
-        "qwen_image_edit": (
-            QwenImageEditPlusPipeline,
-            ("scheduler", "vae", "text_encoder", "tokenizer", "processor"),
-        ),
-    }
-    cls, empty = build[family]
     model = copy.deepcopy(model)
-    pipeline = cls(transformer=model, **dict.fromkeys(empty))
-    pipeline.load_lora_weights(str(path.parent), weight_name=path.name, local_files_only=True)
+    parameters = inspect.signature(model.pipeline_class).parameters.values()
+    components = {p.name: None for p in parameters if p.default is p.empty}
+    pipeline = model.pipeline_class(**components | {"transformer": model})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # some keys do not match a module
+        pipeline.load_lora_weights(str(path.parent), weight_name=path.name, local_files_only=True)
     return model
 
 
@@ -364,20 +367,26 @@ def comfyui_modules(folder):
     """Import ComfyUI's loader of adapters from a copy of its sources.
 
     Its model classes and its device management need a GPU's packages and are replaced: the loader
-    uses the former only for `isinstance` and the latter only to move tensors.
+    uses the former only for `isinstance`, with the base classes of the sources, and the latter only
+    to move tensors.
     """
     before = set(sys.modules)
     model_base = ModuleType("comfy.model_base")
-    classes = {}
-    model_base.__getattr__ = lambda name: classes.setdefault(name, type(name, (), {}))
+    source = ast.parse((folder / "comfy" / "model_base.py").read_text())
+    for node in source.body:
+        if isinstance(node, ast.ClassDef):
+            names = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            bases = tuple(vars(model_base)[name] for name in names if hasattr(model_base, name))
+            setattr(model_base, node.name, type(node.name, bases, {}))
     management = ModuleType("comfy.model_management")
     management.cast_to_device = lambda tensor, device, dtype, copy=False: tensor.to(
         device, dtype, copy=copy
     )
+    buffers = ModuleType("comfy.memory_management")  # not used by the loader
     sys.path.insert(0, str(folder))
     try:
         package = importlib.import_module("comfy")
-        for stub in (model_base, management):
+        for stub in (model_base, management, buffers):
             sys.modules[stub.__name__] = stub
             setattr(package, stub.__name__.rpartition(".")[2], stub)
         yield SimpleNamespace(
@@ -393,35 +402,70 @@ def comfyui_modules(folder):
 
 
 def original_weights(family, model):
-    """Return a model's weights with the names and shapes of the original checkpoint."""
+    """Return the weights of a model in their original form, by original names.
+
+    Each comes with the names of its parts in diffusers, and with True if its halves are swapped.
+    """
     table = table_of(family)
     weights = dict(model.named_parameters())
     parts_of = {fused.whole: [part for part, _ in fused.parts] for fused in table.fused}
     found = {}
     for theirs, ours in table.rows:
         for number in (0, 1):
+            modules = [part.format(number) for part in parts_of.get(ours, [ours])]
             for kind in (".weight", ".bias", ""):
-                names = [f"{p.format(number)}{kind}" for p in parts_of.get(ours, [ours])]
+                names = [f"{module}{kind}" for module in modules]
                 if all(name in weights for name in names):
-                    whole = torch.cat([weights[name].detach() for name in names])
-                    whole = _swap(whole) if ours in table.swapped_halves else whole
-                    found[f"{theirs.format(number)}{kind}"] = (whole.clone(), names)
+                    whole = torch.cat([weights[name].detach() for name in names]).clone()
+                    is_swapped = ours in table.swapped_halves and _has_two_outputs(
+                        weights[f"{modules[0]}.weight"]
+                    )
+                    whole = _swap(whole) if is_swapped else whole
+                    found[f"{theirs.format(number)}{kind}"] = (whole, names, is_swapped)
     return found
+
+
+def _has_two_outputs(weight):
+    return weight.shape[0] == 2 * weight.shape[1]
 
 
 def _swap(tensor):
     return torch.cat(tensor.chunk(2)[::-1])
 
 
+COMFYUI_CLASSES = {
+    "wan": "WAN21",
+    "flux": "Flux",
+    "flux2": "Flux2",
+    "chroma": "Chroma",
+    "qwen_image": "QwenImage",
+    "sd3": "SD3",
+    "z_image": "Lumina2",
+    "krea2": "Krea2",
+}
+"""Key table -> ComfyUI's class of the model."""
+
+
+def comfyui_config(config):
+    """Return the settings that ComfyUI's loader reads, from those of a diffusers transformer."""
+    if "dim" in config:  # Z-Image
+        return {name: config[name] for name in ("dim", "n_layers", "n_refiner_layers")}
+    return {
+        "hidden_size": config.num_attention_heads * config.attention_head_dim,
+        "depth": config.num_layers,
+        "depth_single_blocks": config.get("num_single_layers", 0),
+        "layers": config.num_layers,  # Krea 2
+    }
+
+
 @torch.no_grad()
 def load_in_comfyui(comfy, family, model, path):
     """Patch the weights as ComfyUI does, and return a diffusers model with the patched weights."""
     originals = original_weights(family, model)
-    class_name = {"wan": "WAN21", "flux": "Flux"}.get(family, "QwenImage")
-    comfy_model = getattr(comfy.model_base, class_name)()
-    comfy_model.state_dict = lambda: {f"diffusion_model.{k}": w for k, (w, _) in originals.items()}
-    config = {"depth": 1, "depth_single_blocks": 1, "hidden_size": WIDTH}
-    comfy_model.model_config = SimpleNamespace(unet_config=config)
+    comfy_model = getattr(comfy.model_base, COMFYUI_CLASSES[table_of(family).family])()
+    state = {f"diffusion_model.{key}": weight for key, (weight, *_) in originals.items()}
+    comfy_model.state_dict = lambda: state
+    comfy_model.model_config = SimpleNamespace(unet_config=comfyui_config(model.config))
     key_map = comfy.lora.model_lora_keys_unet(comfy_model, {})
     patches = comfy.lora.load_lora(comfy.convert.convert_lora(load_file(path)), key_map)
     by_weight = {}
@@ -434,11 +478,10 @@ def load_in_comfyui(comfy, family, model, path):
         by_weight.setdefault(key, []).append((1.0, patch, 1.0, offset, function))
     model = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
-    swapped = table_of(family).swapped_halves
-    for key, (weight, names) in originals.items():
+    for key, (weight, names, is_swapped) in originals.items():
         full = f"diffusion_model.{key}"
         changed = comfy.lora.calculate_weight(by_weight.get(full, []), weight.clone(), full)
-        changed = _swap(changed) if names[0].rpartition(".")[0] in swapped else changed
+        changed = _swap(changed) if is_swapped else changed
         for name, part in zip(
             names, changed.split([len(parameters[n]) for n in names]), strict=True
         ):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from fakes.miniatures import MINIATURES
 from pydantic import BaseModel
 
 from gracetune.cli.main import VERBS
@@ -146,3 +147,11 @@ def test_the_figures_of_the_readme_match_the_result_files():
     for about, figure in rows:
         (known,) = [value for start, value in expected.items() if about.startswith(start)]
         assert figure == known, about
+
+
+def test_the_table_of_families_lists_every_miniature():
+    """`scripts/family_table.py --write` makes the table; its values are not checked here."""
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- family table -->")[2].partition("<!-- end of the family table")[0]
+    rows = re.findall(r"^\| (\S+) \| `(\w+)` \|", table, re.M)
+    assert rows == [(name, small.family) for name, small in MINIATURES.items() if small.family]

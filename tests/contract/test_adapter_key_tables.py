@@ -38,7 +38,6 @@ from gracetune.adapters.files.io import read_adapter, write_adapter
 from gracetune.adapters.files.keys import KeyIndex, LayerPath, parse_key, template_of
 from gracetune.adapters.files.layers import Adapter, delta
 from gracetune.adapters.files.merge_into_model import merge_into, open_model
-from gracetune.models.key_tables import PREPARED_TABLES
 
 SMALL = {"num_attention_heads": 2, "attention_head_dim": 8}
 SD15_DOWN = ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",)
@@ -112,9 +111,7 @@ SMALL_MODELS = {
         up_block_types=SD15_UP,
     ),
 }
-"""Tiny models of the families whose tables are tested with diffusers' converters."""
-ALL_TABLES = TABLES | PREPARED_TABLES
-SMALL_TABLES = {family: ALL_TABLES[family] for family in SMALL_MODELS}
+"""Tiny models by family."""
 with torch.device("meta"):
     MODELS = {
         "wan": WanTransformer3DModel(num_layers=2, image_dim=16, added_kv_proj_dim=16),
@@ -129,39 +126,41 @@ def names_of(table):
     return ({ours for _, ours in table.rows} | set(table.unfused)) - wholes
 
 
-@pytest.mark.parametrize("family", ALL_TABLES)
+@pytest.mark.parametrize("family", TABLES)
 def test_every_linear_module_of_a_model_is_in_the_table(family):
-    known = names_of(ALL_TABLES[family])
+    known = names_of(TABLES[family])
     linear = (nn.Linear, nn.Conv2d, nn.Conv3d)
     modules = [name for name, m in MODELS[family].named_modules() if isinstance(m, linear)]
     assert not [name for name in modules if not {name, template_of(name)[0]} & known]
 
 
-@pytest.mark.parametrize("family", ALL_TABLES)
+@pytest.mark.parametrize("family", TABLES)
 def test_every_name_in_the_table_is_in_the_model(family):
     parameters = {name.removesuffix(".weight") for name, _ in MODELS[family].named_parameters()}
-    assert not [name for name in names_of(ALL_TABLES[family]) if name.format(0) not in parameters]
+    assert not [name for name in names_of(TABLES[family]) if name.format(0) not in parameters]
 
 
-@pytest.mark.parametrize("family", SMALL_TABLES)
+@pytest.mark.parametrize("family", SMALL_MODELS)
 def test_block_linears_of_prepared_tables_are_linear_modules(family):
-    table = SMALL_TABLES[family]
+    table = TABLES[family]
     linears = {name for name, m in MODELS[family].named_modules() if isinstance(m, nn.Linear)}
     assert {name.format(0) for name in table.block_linears} <= linears
     assert set(table.block_linears) <= names_of(table)
 
 
-@pytest.mark.parametrize("family", sorted(TABLES.keys() - SMALL_TABLES.keys()))
+@pytest.mark.parametrize("family", sorted(TABLES.keys() - SMALL_MODELS.keys()))
 def test_block_linears_are_the_linear_modules_of_blocks(family):
     table = TABLES[family]
+    blocks = tuple(f"{kind}.{{}}." for kind, _ in table.max_blocks)
     inside = {
-        template_of(name)[0]
+        template
         for name, module in MODELS[family].named_modules()
-        if isinstance(module, nn.Linear) and "blocks." in name
+        if isinstance(module, nn.Linear) and (template := template_of(name)[0]).startswith(blocks)
     }
     assert set(table.block_linears) <= inside
     left_out = {name.rpartition("}.")[2] for name in inside - set(table.block_linears)}
     modulation = {"norm1.linear", "norm1_context.linear", "norm.linear", "img_mod.1", "txt_mod.1"}
+    modulation |= {"adaLN_modulation.0"}
     assert left_out <= modulation | {"attn2.add_k_proj", "attn2.add_v_proj"}
 
 
@@ -273,7 +272,7 @@ def test_a_flux_lora_of_fused_projections_loads_in_diffusers(form, tmp_path):
     assert [target.matched for target in found.results] == [7, 7], found.lines()
 
 
-# Families without a file of their own
+# Conversion to original names, and loading in diffusers
 
 
 def original_checkpoint(table, state):
@@ -319,8 +318,8 @@ def small_models():
 
 
 @pytest.mark.parametrize("family", CONVERTERS)
-def test_prepared_tables_match_diffusers_converters(family, small_models):
-    model, table = small_models[family], SMALL_TABLES[family]
+def test_tables_match_diffusers_converters(family, small_models):
+    model, table = small_models[family], TABLES[family]
     state = model.state_dict()
     checkpoint = original_checkpoint(table, state)
     converted = CONVERTERS[family](dict(checkpoint), model.config)
@@ -336,10 +335,10 @@ def test_prepared_tables_match_diffusers_converters(family, small_models):
 
 
 def test_chroma_has_the_names_of_flux():
-    flux, chroma = dict(TABLES["flux"].rows), dict(SMALL_TABLES["chroma"].rows)
+    flux, chroma = dict(TABLES["flux"].rows), dict(TABLES["chroma"].rows)
     shared = {theirs: ours for theirs, ours in chroma.items() if "guidance" not in theirs}
     assert shared.items() <= flux.items()
-    assert SMALL_TABLES["chroma"].fused == TABLES["flux"].fused
+    assert TABLES["chroma"].fused == TABLES["flux"].fused
 
 
 LORA_LOADERS = {
@@ -356,7 +355,7 @@ LORA_LOADERS = {
 
 def small_adapter(family, model):
     generator = torch.Generator().manual_seed(2)
-    table = SMALL_TABLES[family]
+    table = TABLES[family]
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layers = {
         LayerPath(None, name): make_lora(*m.weight.shape, generator, alpha=2.0)
@@ -367,7 +366,7 @@ def small_adapter(family, model):
 
 
 @pytest.mark.parametrize(("family", "form"), LORA_LOADERS)
-def test_diffusers_reads_the_same_lora_from_prepared_formats(family, form, small_models, tmp_path):
+def test_diffusers_reads_the_same_lora_from_other_formats(family, form, small_models, tmp_path):
     """diffusers' own conversion of the keys gives the dW of the adapter for every module."""
     model = small_models[family]
     adapter = small_adapter(family, model)
@@ -383,24 +382,24 @@ def test_diffusers_reads_the_same_lora_from_prepared_formats(family, form, small
         torch.testing.assert_close(delta(found.layers[place]), delta(layer), msg=str(place))
 
 
-@pytest.mark.parametrize("family", SMALL_TABLES)
+@pytest.mark.parametrize("family", SMALL_MODELS)
 @pytest.mark.parametrize(
     "form", ["comfyui", "diffusers", "kohya", "kohya-diffusers", "lycoris", "peft", "bare-original"]
 )
-def test_prepared_families_are_read_in_all_formats(family, form, small_models, tmp_path):
+def test_families_are_read_in_all_formats(family, form, small_models, tmp_path):
     adapter = small_adapter(family, small_models[family])
     name = "folder" if form == "peft" else "a.safetensors"
     path = write_adapter(tmp_path / name, adapter, form)
     tensors = load_file(path)
     save_file(tensors, path)  # without the header, which names the family
-    found = read_adapter(path, ALL_TABLES)
+    found = read_adapter(path, TABLES)
     # Chroma's names are a part of Flux's, which is assumed.
     assert found.table.family == ("flux" if family == "chroma" else family)
-    found = read_adapter(path, ALL_TABLES, adapter.table)
+    found = read_adapter(path, TABLES, adapter.table)
     back = write_adapter(tmp_path / "back.safetensors", found, "diffusers")
     start = "unet." if family.startswith("sd1") or family == "sdxl" else "transformer."
     assert all(key.startswith(start) for key in load_file(back))
-    found = read_adapter(back, ALL_TABLES)
+    found = read_adapter(back, TABLES)
     assert set(found.layers) == set(adapter.layers)
     for place, layer in adapter.layers.items():
         torch.testing.assert_close(delta(found.layers[place]), delta(layer), msg=str(place))
@@ -491,8 +490,8 @@ LITERAL_KEYS = {
     ("family", "key", "module"),
     [(family, *case) for family, cases in LITERAL_KEYS.items() for case in cases],
 )
-def test_literal_keys_of_prepared_families_are_parsed(family, key, module):
-    found = parse_key(key, KeyIndex(SMALL_TABLES[family]))
+def test_literal_keys_are_parsed(family, key, module):
+    found = parse_key(key, KeyIndex(TABLES[family]))
     assert found.path == LayerPath(None, module)
 
 
@@ -501,20 +500,20 @@ def test_families_with_the_same_keys_are_told_apart_by_sizes(small_models, tmp_p
     path = write_adapter(tmp_path / "a.safetensors", adapter, "kohya")
     tensors = load_file(path)
     save_file(tensors, path)
-    assert read_adapter(path, ALL_TABLES).table.family == "flux2"
+    assert read_adapter(path, TABLES).table.family == "flux2"
     attention = {key: t for key, t in tensors.items() if "img_attn_qkv" in key}
     save_file(attention, path)
-    found = read_adapter(path, ALL_TABLES)
+    found = read_adapter(path, TABLES)
     assert found.table.family == "flux"
     assert "flux is assumed" in found.notices[0]
     save_file(attention, path, metadata={"modelspec.architecture": "Flux-2-dev/lora"})
-    assert read_adapter(path, ALL_TABLES).table.family == "flux2"
+    assert read_adapter(path, TABLES).table.family == "flux2"
 
 
 def test_the_last_text_norm_of_sd3_is_swapped(small_models, tmp_path):
     """It has (scale, shift) in diffusers and (shift, scale) in the original; others have six."""
     generator = torch.Generator().manual_seed(3)
-    table = SMALL_TABLES["sd3"]
+    table = TABLES["sd3"]
     rows = {
         "transformer_blocks.0.norm1_context.linear": 6,
         "transformer_blocks.1.norm1_context.linear": 2,

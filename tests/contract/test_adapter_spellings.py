@@ -265,18 +265,19 @@ def test_keys_of_text_encoders_are_left_out_with_one_line(
     }
     path = write_spelling(tmp_path / "a.safetensors", adapter, "kohya", lambda key: key, extra)
     out = tmp_path / "out.safetensors"
-    code, result = run_cli(capsys, "convert", path, "--to", "diffusers", "-o", out)
+    known = ("--family", family)
+    code, result = run_cli(capsys, "convert", path, "--to", "diffusers", "-o", out, *known)
     assert code == 0
     (notice,) = result["notices"]
     assert notice.startswith("3 keys of text encoders are left out")
     assert effect.error(lambda: load_in_diffusers(family, transformers[family], out)) <= MAX_ERROR
-    _, described = run_cli(capsys, "inspect", path)
+    _, described = run_cli(capsys, "inspect", path, *known)
     assert described["notices"] == [notice]
-    _, (report,) = run_cli(capsys, "check", path)
+    _, (report,) = run_cli(capsys, "check", path, *known)
     assert report["notices"] == [notice]
     comfyui = next(target for target in report["targets"] if target["tool"] == "comfyui")
     assert comfyui["loads"]
-    code, result = run_cli(capsys, "merge", path, path, "-o", tmp_path / "sum.safetensors")
+    code, result = run_cli(capsys, "merge", path, path, "-o", tmp_path / "sum.safetensors", *known)
     assert result["notices"] == [notice, notice]
 
 
@@ -355,7 +356,7 @@ def test_rounded_weights_have_their_own_effect(kind, form, dtype, transformers, 
     tensors = {k: t if k.endswith("alpha") else t.to(dtype) for k, t in load_file(source).items()}
     path = tmp_path / "small.safetensors"
     save_file(tensors, path)
-    found = read_adapter(path, TABLES)
+    found = read_adapter(path, TABLES, adapter.table)
     assert effect.error(lambda: merge(copy.deepcopy(model), found)) <= MAX_ERROR
     assert len(found.notices) == (dtype.itemsize == 1)
 

@@ -7,6 +7,7 @@ what that test found.
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from adapter_examples import make_lokr, make_lora, map_tensors
 from adapter_tools import (
     MAX_ERROR,
     TABLES,
+    VARIANTS,
     WIDTH,
     Effect,
     build_transformer,
@@ -36,26 +38,40 @@ from gracetune.cli.main import main
 from gracetune.errors import AdapterError
 
 KINDS = ("lora", "dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
-FAMILIES = ("wan", "flux", "qwen_image")
+FAMILIES = ("wan", "flux", "qwen_image", "flux2", "chroma", "sd3", "z_image", "krea2")
 FORMS = ("comfyui", "lightning", "diffusers", "kohya", "lycoris", "onetrainer", "bare")
+ORIGINAL = {"comfyui", "lightning", "kohya"}
+"""Formats with original names, which ComfyUI reads for every model that it knows."""
 IN_COMFYUI = {
-    "wan": {"comfyui", "lightning", "kohya"},
-    "flux": {"comfyui", "lightning", "diffusers", "kohya", "lycoris", "onetrainer"},
-    "qwen_image": {"comfyui", "lightning", "diffusers", "kohya", "lycoris", "bare"},
+    "wan": set(),
+    "flux": {"diffusers", "lycoris", "onetrainer", "bare"},
+    "flux2": {"diffusers", "lycoris", "onetrainer", "bare"},
+    "chroma": {"diffusers", "lycoris", "onetrainer", "bare"},
+    "qwen_image": {"diffusers", "lycoris", "bare"},
+    "sd3": {"diffusers", "lycoris", "onetrainer"},
+    "z_image": {"diffusers", "lycoris", "bare"},
+    "krea2": {"diffusers", "lycoris", "bare"},
 }
-"""Formats that ComfyUI reads, by family."""
+"""Formats with diffusers' names that ComfyUI reads, by family."""
+
+
+def test_every_key_table_is_tested():
+    assert set(FAMILIES) == set(TABLES)
 
 
 @pytest.fixture(scope="module")
 def transformers():
-    names = (*FAMILIES, "qwen_image_edit", "stable_audio")
-    return {family: build_transformer(family) for family in names}
+    return {family: build_transformer(family) for family in (*FAMILIES, "stable_audio")}
 
 
-def loads_in_comfyui(family, kind, form):
+def loads_in_comfyui(family, kind, form, outside):
     """Return whether ComfyUI computes such a file right, by its own functions."""
-    loses_bias = family == "flux" and form in ("lycoris", "onetrainer") and kind == "full"
-    return form in IN_COMFYUI[family] and kind != "dora" and not loses_bias
+    by_diffusers_names = form in IN_COMFYUI[family]
+    if outside and table_of(family).not_in_comfyui:
+        by_diffusers_names = False
+    fused_biases = family in ("flux", "chroma", "sd3") and kind == "full"
+    known = form in ORIGINAL or (by_diffusers_names and not fused_biases)
+    return known and kind != "dora"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +85,6 @@ def test_a_file_loads_if_and_only_if_its_output_is_right(
     model = transformers[family]
     adapter = make_adapter(family, kind, model, alpha, outside)
     effect = Effect(family, model, adapter)
-    by_transformer = kind.startswith("lokr")
     for form in FORMS:
         try:
             path = write_adapter(tmp_path / f"{form}.safetensors", adapter, form)
@@ -78,12 +93,13 @@ def test_a_file_loads_if_and_only_if_its_output_is_right(
             assert any(word in reason for word in ("DoRA", "exactly", "cannot hold", "sizes")), form
             continue
         diffusers, comfyui = check_file(path, TABLES, table=table_of(family)).results
-        load = load_in_diffusers
-        if by_transformer and form == "diffusers":
-            load = load_in_diffusers_transformer
-        error = effect.error(lambda path=path, load=load: load(family, model, path))
+        loaders = [load_in_diffusers]
+        if kind.startswith("lokr") and form == "diffusers":
+            loaders.append(load_in_diffusers_transformer)
+        error = min(effect.error(partial(load, family, model, path)) for load in loaders)
         assert diffusers.loads == (error <= MAX_ERROR), (form, error, diffusers)
-        assert comfyui.loads == loads_in_comfyui(family, kind, form), (form, comfyui)
+        in_comfyui = loads_in_comfyui(family, kind, form, outside)
+        assert comfyui.loads == in_comfyui, (form, comfyui)
         if form == "lycoris":
             for merged in (False, True):
                 error = effect.error(
@@ -142,13 +158,17 @@ def test_unusual_adapters_load_only_if_their_output_is_right(family, transformer
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_of_qwen_image_load_in_the_edit_pipeline(kind, transformers, tmp_path):
-    family = "qwen_image_edit"
-    model = transformers[family]
-    adapter = make_adapter(family, kind, model, 3.0, outside=True)
+@pytest.mark.parametrize("model", VARIANTS)
+def test_default_files_load_in_the_pipeline_of_every_variant(model, kind, tmp_path):
+    transformer = build_transformer(model)
+    adapter = make_adapter(model, kind, transformer, 3.0)
     path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
-    effect = Effect(family, model, adapter)
-    assert effect.error(lambda: load_in_diffusers(family, model, path)) <= MAX_ERROR
+    effect = Effect(model, transformer, adapter)
+    error = effect.error(lambda: load_in_diffusers(model, transformer, path))
+    result = check_file(path, TABLES, config=transformer.config).results[0]
+    # diffusers adds modules for the image to the file of Wan 2.1 I2V, without magnitudes.
+    loads = (model, kind) != ("wan21-i2v", "dora")
+    assert (error <= MAX_ERROR, result.loads) == (loads, loads), (error, result)
 
 
 def test_no_tool_loads_the_default_file_of_stable_audio(transformers, tmp_path):

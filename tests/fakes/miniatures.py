@@ -207,7 +207,10 @@ def _unet(folder: Path, *, is_sdxl: bool, prediction: str = "epsilon") -> None:
 
 
 def _sd3(folder: Path, *, is_medium: bool) -> None:
-    """Write SD3.5: large, or medium, which has blocks with two kinds of attention."""
+    """Write SD3.5: large, or medium, which has blocks with two kinds of attention.
+
+    ComfyUI takes the hidden size for 64 times the number of blocks.
+    """
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
         SD3Transformer2DModel,
@@ -231,9 +234,9 @@ def _sd3(folder: Path, *, is_medium: bool) -> None:
             out_channels=channels,
             num_layers=2,
             attention_head_dim=8,
-            num_attention_heads=4,
+            num_attention_heads=16,
             joint_attention_dim=2 * TEXT_WIDTH,
-            caption_projection_dim=32,
+            caption_projection_dim=128,
             pooled_projection_dim=2 * TEXT_WIDTH,
             pos_embed_max_size=32,
             dual_attention_layers=(0,) if is_medium else (),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -19,6 +20,16 @@ from gracetune.models.diffusers_family import (
     unpack_latents,
 )
 from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes
+from gracetune.models.key_tables import (
+    FLUX_BLOCK_LINEARS,
+    FLUX_FUSED,
+    FLUX_PREFIXES,
+    FLUX_ROW_RATIOS,
+    FLUX_ROWS,
+    flux_config,
+    part_names,
+    pipeline_spec,
+)
 from gracetune.models.pipeline_folder import read_parts
 from gracetune.offload.checkpointing import wrap_blocks
 
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, EncodedShape, SampleShape
 
@@ -167,3 +179,44 @@ class Chroma(DiffusersFamily):
             "negative_prompt_attention_mask": empty["mask"],
             "guidance_scale": guidance,
         }
+
+
+# Key names in other tools: those of FLUX.1, without modulations and with a guidance network
+
+GUIDANCE = "distilled_guidance_layer"
+GUIDANCE_ROWS = (
+    (f"{GUIDANCE}.in_proj", f"{GUIDANCE}.in_proj"),
+    (f"{GUIDANCE}.out_proj", f"{GUIDANCE}.out_proj"),
+    (f"{GUIDANCE}.layers.{{}}.in_layer", f"{GUIDANCE}.layers.{{}}.linear_1"),
+    (f"{GUIDANCE}.layers.{{}}.out_layer", f"{GUIDANCE}.layers.{{}}.linear_2"),
+)
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    layers = [f"{GUIDANCE}.{x}" for x in ("in_proj", "layers.linear_1", "layers.linear_2")]
+    hidden = shapes.size(0, 0, *layers) or shapes.size(1, 5120, f"{GUIDANCE}.out_proj")
+    return {
+        **flux_config(shapes),
+        "joint_attention_dim": shapes.size(1, 4096, "context_embedder"),
+        "in_channels": shapes.size(1, 64, "x_embedder"),
+        "approximator_num_channels": shapes.size(1, 64, f"{GUIDANCE}.in_proj"),
+        "approximator_hidden_dim": hidden,
+        "approximator_layers": shapes.num_blocks(f"{GUIDANCE}.layers"),
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="chroma",
+    header_words=("chroma",),
+    rows=(*FLUX_ROWS, *GUIDANCE_ROWS),
+    unfused=part_names(FLUX_FUSED),
+    fused=FLUX_FUSED,
+    block_linears=FLUX_BLOCK_LINEARS,
+    max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
+    row_ratios=FLUX_ROW_RATIOS,
+    widths=(3072,),
+    comfyui_prefixes=FLUX_PREFIXES,
+    not_in_comfyui=frozenset(ours for _, ours in GUIDANCE_ROWS),
+    pipeline=pipeline_spec("ChromaPipeline", "ChromaTransformer2DModel", _adapter_config),
+)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gracetune.adapters.files.keys import FusedProjection, KeyTable, PipelineSpec
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -27,10 +27,23 @@ from gracetune.models.diffusers_family import (
     unpack_latents,
 )
 from gracetune.models.family import PROBE_JOINT_ATTENTION, PlannerShapes, SampleShape
+from gracetune.models.key_tables import (
+    DOUBLE,
+    FLUX_BLOCK_LINEARS,
+    FLUX_FUSED,
+    FLUX_PREFIXES,
+    FLUX_ROW_RATIOS,
+    FLUX_ROWS,
+    SINGLE,
+    flux_config,
+    fuse_qkv,
+    part_names,
+    pipeline_spec,
+)
 from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -217,62 +230,13 @@ def kontext_size(width: int, height: int) -> tuple[int, int]:
     return size[0], size[1]
 
 
-# Key names in other tools. The original checkpoint fuses query, key and value (and, in single
-# blocks, the MLP) into one projection; diffusers keeps them separate.
-
-DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
-FUSED_PROJECTIONS = (
-    FusedProjection(
-        f"{DOUBLE}.attn.to_qkv",
-        ((f"{DOUBLE}.attn.to_q", 1), (f"{DOUBLE}.attn.to_k", 1), (f"{DOUBLE}.attn.to_v", 1)),
-    ),
-    FusedProjection(
-        f"{DOUBLE}.attn.to_added_qkv",
-        (
-            (f"{DOUBLE}.attn.add_q_proj", 1),
-            (f"{DOUBLE}.attn.add_k_proj", 1),
-            (f"{DOUBLE}.attn.add_v_proj", 1),
-        ),
-    ),
-    FusedProjection(
-        f"{SINGLE}.attn.to_qkv_mlp_proj",
-        (
-            (f"{SINGLE}.attn.to_q", 1),
-            (f"{SINGLE}.attn.to_k", 1),
-            (f"{SINGLE}.attn.to_v", 1),
-            (f"{SINGLE}.proj_mlp", 4),
-        ),
-    ),
-)
-"""Projections that are one module in the original FLUX.1, such as qkv, and their parts, with the
-names that diffusers gives both."""
-
-
-def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:
-    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
-    from diffusers import FluxPipeline, FluxTransformer2DModel
-
-    return FluxPipeline(
-        scheduler=None,
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=transformer(FluxTransformer2DModel),
-    )
+# Key names in other tools
 
 
 def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
     """Return the configuration of a transformer that fits the layers of an adapter file."""
-    double, single = "transformer_blocks", "single_transformer_blocks"
-    names = [f"{double}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
-    names += [f"{double}.attn.add_{x}_proj" for x in "qkv"]
-    names += [f"{single}.attn.to_{x}" for x in "qkv"] + [f"{single}.proj_out", "x_embedder"]
     return {
-        **shapes.heads(shapes.size(0, 3072, *names)),
-        "num_layers": shapes.num_blocks(double),
-        "num_single_layers": shapes.num_blocks(single),
+        **flux_config(shapes),
         "joint_attention_dim": shapes.size(1, 4096, "context_embedder"),
         "pooled_projection_dim": shapes.size(1, 768, "time_text_embed.text_embedder.linear_1"),
         "in_channels": shapes.size(1, 64, "x_embedder"),
@@ -284,21 +248,10 @@ KEY_TABLE = KeyTable(
     family="flux",
     aliases=("flux1",),
     rows=(
-        ("double_blocks.{}.img_attn.qkv", f"{DOUBLE}.attn.to_qkv"),
-        ("double_blocks.{}.txt_attn.qkv", f"{DOUBLE}.attn.to_added_qkv"),
-        ("double_blocks.{}.img_attn.proj", f"{DOUBLE}.attn.to_out.0"),
-        ("double_blocks.{}.txt_attn.proj", f"{DOUBLE}.attn.to_add_out"),
-        ("double_blocks.{}.img_mlp.0", f"{DOUBLE}.ff.net.0.proj"),
-        ("double_blocks.{}.img_mlp.2", f"{DOUBLE}.ff.net.2"),
-        ("double_blocks.{}.txt_mlp.0", f"{DOUBLE}.ff_context.net.0.proj"),
-        ("double_blocks.{}.txt_mlp.2", f"{DOUBLE}.ff_context.net.2"),
+        *FLUX_ROWS,
         ("double_blocks.{}.img_mod.lin", f"{DOUBLE}.norm1.linear"),
         ("double_blocks.{}.txt_mod.lin", f"{DOUBLE}.norm1_context.linear"),
-        ("single_blocks.{}.linear1", f"{SINGLE}.attn.to_qkv_mlp_proj"),
-        ("single_blocks.{}.linear2", f"{SINGLE}.proj_out"),
         ("single_blocks.{}.modulation.lin", f"{SINGLE}.norm.linear"),
-        ("img_in", "x_embedder"),
-        ("txt_in", "context_embedder"),
         ("time_in.in_layer", "time_text_embed.timestep_embedder.linear_1"),
         ("time_in.out_layer", "time_text_embed.timestep_embedder.linear_2"),
         ("vector_in.in_layer", "time_text_embed.text_embedder.linear_1"),
@@ -306,10 +259,9 @@ KEY_TABLE = KeyTable(
         ("guidance_in.in_layer", "time_text_embed.guidance_embedder.linear_1"),
         ("guidance_in.out_layer", "time_text_embed.guidance_embedder.linear_2"),
         ("final_layer.adaLN_modulation.1", "norm_out.linear"),
-        ("final_layer.linear", "proj_out"),
     ),
-    unfused=tuple(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),
-    fused=FUSED_PROJECTIONS,
+    unfused=part_names(FLUX_FUSED),
+    fused=FLUX_FUSED,
     # XLabs' LoRA on attention processors, and ComfyUI's name for query, key and value of a single
     # block.
     other_names=(
@@ -321,37 +273,14 @@ KEY_TABLE = KeyTable(
         ("single_blocks.{}.processor.proj", f"{SINGLE}.proj_out"),
         ("single_blocks.{}.linear1_qkv", f"{SINGLE}.attn.to_qkv"),
     ),
-    other_fused=(
-        FusedProjection(
-            f"{SINGLE}.attn.to_qkv", tuple((f"{SINGLE}.attn.to_{x}", 1) for x in "qkv")
-        ),
-    ),
+    other_fused=(fuse_qkv(f"{SINGLE}.attn.to_qkv", [f"{SINGLE}.attn.to_{x}" for x in "qkv"]),),
     header_words=("flux-1", "flux1", "lora_flux"),
-    row_ratios=(
-        (f"{DOUBLE}.ff.net.0.proj", 4),
-        (f"{DOUBLE}.ff_context.net.0.proj", 4),
-        (f"{SINGLE}.attn.to_qkv_mlp_proj", 7),
-    ),
+    row_ratios=FLUX_ROW_RATIOS,
     widths=(3072,),
     preferred_over=("chroma", "flux2"),
     swapped_halves=frozenset({"norm_out.linear"}),
-    block_linears=(
-        *(part for fused in FUSED_PROJECTIONS for part, _ in fused.parts),
-        f"{DOUBLE}.attn.to_out.0",
-        f"{DOUBLE}.attn.to_add_out",
-        f"{DOUBLE}.ff.net.0.proj",
-        f"{DOUBLE}.ff.net.2",
-        f"{DOUBLE}.ff_context.net.0.proj",
-        f"{DOUBLE}.ff_context.net.2",
-        f"{SINGLE}.proj_out",
-    ),
+    block_linears=FLUX_BLOCK_LINEARS,
     max_blocks=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
-    comfyui_prefixes=(
-        ("diffusion_model.", ".", "original"),
-        ("lora_unet_", "_", "original"),
-        ("transformer.", ".", "diffusers"),
-        ("lycoris_", "_", "diffusers"),
-        ("lora_transformer_", "_", "diffusers"),
-    ),
-    pipeline=PipelineSpec(_adapter_pipeline, _adapter_config),
+    comfyui_prefixes=FLUX_PREFIXES,
+    pipeline=pipeline_spec("FluxPipeline", "FluxTransformer2DModel", _adapter_config),
 )

@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import DiffusersFamily, captions_longer_than
 from gracetune.models.family import PROBE_ATTENTION, EncodedShape, PlannerShapes
+from gracetune.models.key_tables import (
+    DOUBLE,
+    FLUX_PREFIXES,
+    IMAGE_QKV,
+    SINGLE,
+    STREAM_ROWS,
+    TEXT_QKV,
+    flux_config,
+    part_names,
+    pipeline_spec,
+)
 from gracetune.models.pipeline_folder import read_parts
 
 if TYPE_CHECKING:
@@ -21,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, SampleShape
 
@@ -178,3 +191,77 @@ class Flux2(DiffusersFamily):
         is_klein = self.parts.index["_class_name"] == KLEIN_PIPELINE
         negative = {"negative_prompt_embeds": empty["tokens"]} if is_klein else {}
         return {"prompt_embeds": text["tokens"], "guidance_scale": guidance, **negative}
+
+
+# Key names in other tools. Modulations are shared by all blocks, and diffusers, too, has single
+# blocks with fused projections.
+
+CONDITION_ROWS = (
+    ("time_in.in_layer", "time_guidance_embed.timestep_embedder.linear_1"),
+    ("time_in.out_layer", "time_guidance_embed.timestep_embedder.linear_2"),
+    ("guidance_in.in_layer", "time_guidance_embed.guidance_embedder.linear_1"),
+    ("guidance_in.out_layer", "time_guidance_embed.guidance_embedder.linear_2"),
+    ("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
+    ("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
+    ("single_stream_modulation.lin", "single_stream_modulation.linear"),
+)
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    embedders = [f"time_guidance_embed.{x}_embedder.linear_1" for x in ("timestep", "guidance")]
+    return {
+        **flux_config(shapes, default_width=6144),
+        "joint_attention_dim": shapes.size(1, 15360, "context_embedder"),
+        "in_channels": shapes.size(1, 128, "x_embedder"),
+        "timestep_guidance_channels": shapes.size(1, 256, *embedders),
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="flux2",
+    aliases=("flux2_dev", "flux2_klein"),
+    header_words=("flux-2", "flux2", "flux_2", "klein"),
+    rows=(
+        *STREAM_ROWS,
+        ("double_blocks.{}.img_mlp.0", f"{DOUBLE}.ff.linear_in"),
+        ("double_blocks.{}.img_mlp.2", f"{DOUBLE}.ff.linear_out"),
+        ("double_blocks.{}.txt_mlp.0", f"{DOUBLE}.ff_context.linear_in"),
+        ("double_blocks.{}.txt_mlp.2", f"{DOUBLE}.ff_context.linear_out"),
+        ("single_blocks.{}.linear1", f"{SINGLE}.attn.to_qkv_mlp_proj"),
+        ("single_blocks.{}.linear2", f"{SINGLE}.attn.to_out"),
+        *CONDITION_ROWS,
+        ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+    ),
+    unfused=part_names((IMAGE_QKV, TEXT_QKV)),
+    fused=(IMAGE_QKV, TEXT_QKV),
+    swapped_halves=frozenset({"norm_out.linear"}),
+    block_linears=(
+        *part_names((IMAGE_QKV, TEXT_QKV)),
+        f"{DOUBLE}.attn.to_out.0",
+        f"{DOUBLE}.attn.to_add_out",
+        f"{DOUBLE}.ff.linear_in",
+        f"{DOUBLE}.ff.linear_out",
+        f"{DOUBLE}.ff_context.linear_in",
+        f"{DOUBLE}.ff_context.linear_out",
+        f"{SINGLE}.attn.to_qkv_mlp_proj",
+        f"{SINGLE}.attn.to_out",
+    ),
+    max_blocks=(("transformer_blocks", 8), ("single_transformer_blocks", 48)),
+    row_ratios=(
+        (f"{DOUBLE}.ff.linear_in", 6),
+        (f"{DOUBLE}.ff_context.linear_in", 6),
+        (f"{SINGLE}.attn.to_qkv_mlp_proj", 9),
+    ),
+    widths=(6144, 4096, 3072),
+    # diffusers reads a LoRA in original names, and every ComfyUI with FLUX.2 knows them. LoHa and
+    # LoKr of query, key and value have no exact form in these names.
+    default_formats=(
+        ("lokr", "diffusers"),
+        ("loha", "lycoris"),
+        ("other", "comfyui"),
+    ),
+    comfyui_prefixes=FLUX_PREFIXES,
+    not_in_comfyui=frozenset(ours for _, ours in CONDITION_ROWS),
+    pipeline=pipeline_spec("Flux2Pipeline", "Flux2Transformer2DModel", _adapter_config),
+)

@@ -7,10 +7,12 @@ model for each token of a caption.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -19,6 +21,7 @@ from gracetune.models.diffusers_family import (
     unpack_latents,
 )
 from gracetune.models.family import PROBE_ATTENTION, EncodedShape, PlannerShapes
+from gracetune.models.key_tables import DOUBLE, IN_ORIGINAL_NAMES, pipeline_spec
 from gracetune.models.pipeline_folder import read_parts
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, SampleShape
 
@@ -169,3 +173,96 @@ class Krea2(DiffusersFamily):
             "negative_prompt_embeds_mask": empty["mask"],
             "guidance_scale": max(guidance - 1, 0.0),
         }
+
+
+# Key names in other tools
+
+BLOCKS = (
+    ("blocks.{}", DOUBLE),
+    ("txtfusion.layerwise_blocks.{}", "text_fusion.layerwise_blocks.{}"),
+    ("txtfusion.refiner_blocks.{}", "text_fusion.refiner_blocks.{}"),
+)
+LINEARS = (
+    ("attn.wq", "attn.to_q"),
+    ("attn.wk", "attn.to_k"),
+    ("attn.wv", "attn.to_v"),
+    ("attn.wo", "attn.to_out.0"),
+    ("attn.gate", "attn.to_gate"),
+    ("mlp.gate", "ff.gate"),
+    ("mlp.up", "ff.up"),
+    ("mlp.down", "ff.down"),
+)
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    text = ["text_fusion.layerwise_blocks", "text_fusion.refiner_blocks"]
+    width, keys, hidden = _widths(shapes, ["transformer_blocks"], (6144, 1536, 16384))
+    text_width, text_keys, text_hidden = _widths(shapes, text, (2560, 2560, 6912))
+    head, text_head = math.gcd(width, keys, 128), math.gcd(text_width, text_keys, 128)
+    return {
+        "num_layers": shapes.num_blocks("transformer_blocks"),
+        "attention_head_dim": head,
+        "num_attention_heads": width // head,
+        "num_key_value_heads": keys // head,
+        "intermediate_size": hidden,
+        "text_hidden_dim": text_width,
+        "text_num_attention_heads": text_width // text_head,
+        "text_num_key_value_heads": text_keys // text_head,
+        "text_intermediate_size": text_hidden,
+        "num_layerwise_text_blocks": shapes.num_blocks(text[0]),
+        "num_refiner_text_blocks": shapes.num_blocks(text[1]),
+        "num_text_layers": shapes.size(1, 12, "text_fusion.projector"),
+        "in_channels": shapes.size(1, 64, "img_in"),
+        "timestep_embed_dim": shapes.size(1, 256, "time_embed.linear_1"),
+        "axes_dims_rope": (head, 0, 0),  # no weight depends on the parts
+    }
+
+
+def _widths(
+    shapes: LayerShapes, kinds: Sequence[str], defaults: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Return the hidden size of these kinds of blocks, and those of their keys and MLPs."""
+
+    def size(axis: int, *names: str) -> int:
+        return shapes.size(axis, 0, *(f"{kind}.{name}" for kind in kinds for name in names))
+
+    width = size(0, "attn.to_q", "attn.to_gate", "attn.to_out", "ff.down")
+    width = width or size(1, "attn.to_k", "attn.to_v", "ff.gate", "ff.up") or defaults[0]
+    keys = size(0, "attn.to_k", "attn.to_v") or math.gcd(defaults[1], width)
+    return width, keys, size(0, "ff.gate", "ff.up") or size(1, "ff.down") or defaults[2]
+
+
+KEY_TABLE = KeyTable(
+    family="krea2",
+    header_words=("krea2", "krea-2", "krea_2"),
+    rows=(
+        *(
+            (f"{original}.{theirs}", f"{block}.{ours}")
+            for original, block in BLOCKS
+            for theirs, ours in LINEARS
+        ),
+        ("first", "img_in"),
+        ("last.linear", "final_layer.linear"),
+        ("tmlp.0", "time_embed.linear_1"),
+        ("tmlp.2", "time_embed.linear_2"),
+        ("tproj.1", "time_mod_proj"),
+        ("txtmlp.1", "txt_in.linear_1"),
+        ("txtmlp.3", "txt_in.linear_2"),
+        ("txtfusion.projector", "text_fusion.projector"),
+    ),
+    block_linears=tuple(f"{DOUBLE}.{ours}" for _, ours in LINEARS),
+    max_blocks=(("transformer_blocks", 28),),
+    widths=(6144,),
+    # diffusers reads a LoRA in the original names, which are those of ComfyUI, but no LoKr.
+    default_formats=(("lokr", "diffusers"), ("other", "comfyui")),
+    comfyui_prefixes=(
+        *IN_ORIGINAL_NAMES,
+        ("diffusion_model.", ".", "diffusers"),
+        ("transformer.", ".", "diffusers"),
+        ("lycoris_", "_", "diffusers"),
+        ("", ".", "diffusers"),
+    ),
+    comfyui_version="0.26",
+    pipeline=pipeline_spec("Krea2Pipeline", "Krea2Transformer2DModel", _adapter_config),
+)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from gracetune.adapters.files.keys import KeyTable, PipelineSpec
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import (
     PATCH_SIZE,
     DiffusersFamily,
@@ -36,10 +36,11 @@ from gracetune.models.family import (
     PlannerShapes,
     SampleShape,
 )
+from gracetune.models.key_tables import pipeline_spec
 from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -385,19 +386,6 @@ OTHER_MODULES = (
 )
 
 
-def _adapter_pipeline(transformer: Callable[[Any], Any]) -> Any:
-    """Return a pipeline without weights, to test whether diffusers loads an adapter file."""
-    from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-
-    return QwenImagePipeline(
-        scheduler=None,
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=transformer(QwenImageTransformer2DModel),
-    )
-
-
 def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
     """Return the configuration of a transformer that fits the layers of an adapter file."""
     block = "transformer_blocks"
@@ -428,5 +416,5 @@ KEY_TABLE = KeyTable(
         ("transformer.", ".", "diffusers"),
         ("lycoris_", "_", "diffusers"),
     ),
-    pipeline=PipelineSpec(_adapter_pipeline, _adapter_config),
+    pipeline=pipeline_spec("QwenImagePipeline", "QwenImageTransformer2DModel", _adapter_config),
 )

@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
         has_key_table=True,
     ),
     "flux": FamilyInfo("gracetune.models.flux", has_key_table=True),
-    "flux2": FamilyInfo("gracetune.models.flux2"),
+    "flux2": FamilyInfo("gracetune.models.flux2", has_key_table=True),
     "qwen_image": FamilyInfo(
         "gracetune.models.qwen_image",
         has_key_table=True,
@@ -59,10 +59,10 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sd15": FamilyInfo("gracetune.models.sd15", has_key_table=True),
     "sdxl": FamilyInfo("gracetune.models.sdxl", has_key_table=True),
-    "sd3": FamilyInfo("gracetune.models.sd3"),
-    "chroma": FamilyInfo("gracetune.models.chroma"),
-    "z_image": FamilyInfo("gracetune.models.z_image"),
-    "krea2": FamilyInfo("gracetune.models.krea2"),
+    "sd3": FamilyInfo("gracetune.models.sd3", has_key_table=True),
+    "chroma": FamilyInfo("gracetune.models.chroma", has_key_table=True),
+    "z_image": FamilyInfo("gracetune.models.z_image", has_key_table=True),
+    "krea2": FamilyInfo("gracetune.models.krea2", has_key_table=True),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }

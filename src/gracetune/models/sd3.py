@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import DiffusersFamily, captions_longer_than
 from gracetune.models.family import PROBE_ATTENTION, EncodedShape, PlannerShapes
+from gracetune.models.key_tables import (
+    DOUBLE,
+    IMAGE_QKV,
+    IN_ORIGINAL_NAMES,
+    TEXT_QKV,
+    fuse_qkv,
+    part_names,
+    pipeline_spec,
+)
 from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, SampleShape
 
@@ -154,3 +165,94 @@ class SD3(DiffusersFamily):
             "negative_pooled_prompt_embeds": empty["pooled"],
             "guidance_scale": guidance,
         }
+
+
+# Key names in other tools
+
+SECOND_QKV = fuse_qkv(f"{DOUBLE}.attn2.to_qkv", [f"{DOUBLE}.attn2.to_{x}" for x in "qkv"])
+FUSED = (IMAGE_QKV, TEXT_QKV, SECOND_QKV)
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file.
+
+    The last block has no output for the text; a file with one is for a model with more blocks.
+    """
+    block = "transformer_blocks"
+    names = [f"{block}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out", "to_add_out")]
+    names += [f"{block}.attn.add_{x}_proj" for x in "qkv"]
+    second = [f"{block}.attn2.to_{x}" for x in ("q", "k", "v", "out")]
+    text = [f"{block}.{x}" for x in ("attn.to_add_out", "ff_context.net")]
+    width = shapes.size(0, 2432, *names, *second, f"{block}.ff.net", f"{block}.ff_context.net")
+    count = shapes.num_blocks(block)
+    patch = 2 * 2
+    return {
+        **shapes.heads(width),
+        "num_layers": max(count, *(1 + shapes.num_blocks(block, name) for name in text)),
+        "dual_attention_layers": tuple(range(count)) if shapes.size(0, 0, *second) else (),
+        "caption_projection_dim": width,
+        "joint_attention_dim": shapes.size(1, 4096, "context_embedder"),
+        "pooled_projection_dim": shapes.size(1, 2048, "time_text_embed.text_embedder.linear_1"),
+        "in_channels": shapes.fan_in(16 * patch, "pos_embed.proj") // patch,
+        "out_channels": shapes.size(0, 16 * patch, "proj_out") // patch,
+        "qk_norm": "rms_norm",
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="sd3",
+    aliases=("sd35", "sd3.5"),
+    header_words=("stable-diffusion-3", "sd3", "sd_3"),
+    rows=(
+        ("joint_blocks.{}.x_block.attn.qkv", IMAGE_QKV.whole),
+        ("joint_blocks.{}.context_block.attn.qkv", TEXT_QKV.whole),
+        ("joint_blocks.{}.x_block.attn2.qkv", SECOND_QKV.whole),
+        ("joint_blocks.{}.x_block.attn.proj", f"{DOUBLE}.attn.to_out.0"),
+        ("joint_blocks.{}.context_block.attn.proj", f"{DOUBLE}.attn.to_add_out"),
+        ("joint_blocks.{}.x_block.attn2.proj", f"{DOUBLE}.attn2.to_out.0"),
+        ("joint_blocks.{}.x_block.mlp.fc1", f"{DOUBLE}.ff.net.0.proj"),
+        ("joint_blocks.{}.x_block.mlp.fc2", f"{DOUBLE}.ff.net.2"),
+        ("joint_blocks.{}.context_block.mlp.fc1", f"{DOUBLE}.ff_context.net.0.proj"),
+        ("joint_blocks.{}.context_block.mlp.fc2", f"{DOUBLE}.ff_context.net.2"),
+        ("joint_blocks.{}.x_block.adaLN_modulation.1", f"{DOUBLE}.norm1.linear"),
+        ("joint_blocks.{}.context_block.adaLN_modulation.1", f"{DOUBLE}.norm1_context.linear"),
+        ("joint_blocks.{}.x_block.attn.ln_q", f"{DOUBLE}.attn.norm_q"),
+        ("joint_blocks.{}.x_block.attn.ln_k", f"{DOUBLE}.attn.norm_k"),
+        ("joint_blocks.{}.context_block.attn.ln_q", f"{DOUBLE}.attn.norm_added_q"),
+        ("joint_blocks.{}.context_block.attn.ln_k", f"{DOUBLE}.attn.norm_added_k"),
+        ("joint_blocks.{}.x_block.attn2.ln_q", f"{DOUBLE}.attn2.norm_q"),
+        ("joint_blocks.{}.x_block.attn2.ln_k", f"{DOUBLE}.attn2.norm_k"),
+        ("context_embedder", "context_embedder"),
+        ("x_embedder.proj", "pos_embed.proj"),
+        ("t_embedder.mlp.0", "time_text_embed.timestep_embedder.linear_1"),
+        ("t_embedder.mlp.2", "time_text_embed.timestep_embedder.linear_2"),
+        ("y_embedder.mlp.0", "time_text_embed.text_embedder.linear_1"),
+        ("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
+        ("final_layer.adaLN_modulation.1", "norm_out.linear"),
+        ("final_layer.linear", "proj_out"),
+    ),
+    unfused=part_names(FUSED),
+    fused=FUSED,
+    # The text stream of the last block has only (scale, shift) of its norm.
+    swapped_halves=frozenset({"norm_out.linear", f"{DOUBLE}.norm1_context.linear"}),
+    block_linears=(
+        *part_names(FUSED),
+        f"{DOUBLE}.attn.to_out.0",
+        f"{DOUBLE}.attn.to_add_out",
+        f"{DOUBLE}.attn2.to_out.0",
+        f"{DOUBLE}.ff.net.0.proj",
+        f"{DOUBLE}.ff.net.2",
+        f"{DOUBLE}.ff_context.net.0.proj",
+        f"{DOUBLE}.ff_context.net.2",
+    ),
+    max_blocks=(("transformer_blocks", 38),),
+    widths=(1536, 2432),
+    comfyui_prefixes=(
+        *IN_ORIGINAL_NAMES,
+        ("transformer.", ".", "diffusers"),
+        ("base_model.model.", ".", "diffusers"),
+        ("lora_transformer_", "_", "diffusers"),
+        ("lycoris_", "_", "diffusers"),
+    ),
+    pipeline=pipeline_spec("StableDiffusion3Pipeline", "SD3Transformer2DModel", _adapter_config),
+)

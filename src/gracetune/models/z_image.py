@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import detect_fake_mode
 
+from gracetune.adapters.files.keys import KeyTable
 from gracetune.models.diffusers_family import DiffusersFamily, captions_longer_than
 from gracetune.models.family import EncodedShape, PlannerShapes
+from gracetune.models.key_tables import (
+    IN_ORIGINAL_NAMES,
+    fuse_qkv,
+    part_names,
+    pipeline_spec,
+)
 from gracetune.models.pipeline_folder import PipelineParts, read_parts
 
 if TYPE_CHECKING:
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.config.schema import ModelSection
     from gracetune.models.family import Config, Forward, SampleShape
 
@@ -169,3 +177,81 @@ class ZImage(DiffusersFamily):
             "negative_prompt_embeds": list(empty["tokens"]),
             "guidance_scale": max(guidance - 1, 0.0),
         }
+
+
+# Key names in other tools: diffusers', except in ComfyUI's checkpoints, which fuse query, key and
+# value
+
+BLOCKS = ("layers.{}", "noise_refiner.{}", "context_refiner.{}")
+LINEARS = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+FUSED = tuple(
+    fuse_qkv(f"{block}.attention.to_qkv", [f"{block}.attention.to_{x}" for x in "qkv"])
+    for block in BLOCKS
+)
+
+
+def _adapter_config(shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a transformer that fits the layers of an adapter file."""
+    kinds = [block.removesuffix(".{}") for block in BLOCKS]
+    rows = [f"attention.to_{x}" for x in ("q", "k", "v", "out")] + ["feed_forward.w2"]
+    width = shapes.size(0, 0, *(f"{kind}.{name}" for kind in kinds for name in rows))
+    columns = [f"{kind}.feed_forward.{name}" for kind in kinds for name in ("w1", "w3")]
+    width = width or shapes.size(1, 3840, *columns, "all_final_layer.2-1.linear")
+    heads, head = shapes.heads(width).values()
+    patch = 2 * 2
+    return {
+        "dim": width,
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "n_layers": shapes.num_blocks("layers"),
+        "n_refiner_layers": max(shapes.num_blocks(kind) for kind in kinds[1:]),
+        "axes_dims": [head, 0, 0],  # no weight depends on the parts
+        "cap_feat_dim": shapes.size(1, 2560, "cap_embedder"),
+        "in_channels": shapes.size(1, 16 * patch, "all_x_embedder.2-1") // patch,
+    }
+
+
+KEY_TABLE = KeyTable(
+    family="z_image",
+    aliases=("zimage",),
+    header_words=("z-image", "zimage", "z_image"),
+    rows=(
+        *(
+            (f"{block}.{theirs}", f"{block}.{ours}")
+            for block in BLOCKS
+            for theirs, ours in (
+                ("attention.qkv", "attention.to_qkv"),
+                ("attention.out", "attention.to_out.0"),
+                ("attention.q_norm", "attention.norm_q"),
+                ("attention.k_norm", "attention.norm_k"),
+                *((name, name) for name in LINEARS),
+                *((f"{x}_norm{n}", f"{x}_norm{n}") for x in ("attention", "ffn") for n in (1, 2)),
+            )
+        ),
+        *((f"{block}.adaLN_modulation.0", f"{block}.adaLN_modulation.0") for block in BLOCKS[:2]),
+        ("x_embedder", "all_x_embedder.2-1"),
+        ("cap_embedder.0", "cap_embedder.0"),
+        ("cap_embedder.1", "cap_embedder.1"),
+        ("t_embedder.mlp.0", "t_embedder.mlp.0"),
+        ("t_embedder.mlp.2", "t_embedder.mlp.2"),
+        ("final_layer.linear", "all_final_layer.2-1.linear"),
+        ("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1"),
+    ),
+    unfused=part_names(FUSED),
+    fused=FUSED,
+    block_linears=tuple(
+        f"{block}.{name}"
+        for block in BLOCKS
+        for name in (*(f"attention.to_{x}" for x in ("q", "k", "v", "out.0")), *LINEARS)
+    ),
+    max_blocks=(("layers", 30), ("noise_refiner", 2), ("context_refiner", 2)),
+    widths=(3840,),
+    comfyui_prefixes=(
+        *IN_ORIGINAL_NAMES,
+        ("diffusion_model.", ".", "diffusers"),
+        ("transformer.", ".", "diffusers"),
+        ("lycoris_", "_", "diffusers"),
+        ("", ".", "diffusers"),
+    ),
+    pipeline=pipeline_spec("ZImagePipeline", "ZImageTransformer2DModel", _adapter_config),
+)

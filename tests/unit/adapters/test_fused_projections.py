@@ -213,7 +213,7 @@ def test_scale_and_shift_are_swapped_between_the_namings():
     original = export_tensors(adapter, get_format("comfyui"))
     up = original["diffusion_model.final_layer.adaLN_modulation.1.lora_B.weight"]
     assert torch.equal(up, layer.tensors["up"].roll(4, 0))
-    assert same(import_tensors(original, {}, TABLES), adapter)
+    assert same(import_tensors(original, {}, TABLES, FLUX), adapter)
 
 
 def test_a_bias_is_split_by_rows():

@@ -5,11 +5,11 @@ model family's pipeline, lets diffusers load the file, counts the modules that h
 afterwards, and compares the output of each with the weight change dW in the file. The pipeline's
 weights take no memory: every parameter is a single zero, expanded to its shape.
 
-ComfyUI is not a dependency, so its loader is simulated. The loader maps key prefixes to weights of
-the model and tries known suffixes after each prefix (as of January 2026). The tensors that it takes
-are read as an adapter of their own, which must be the same as the whole file, and must not need a
-formula that ComfyUI computes differently. tests/hosts/test_comfyui.py compares the result with
-ComfyUI's own functions.
+ComfyUI is not a dependency, so its loader is simulated, as of ComfyUI 0.33 of August 2026. The
+loader maps key prefixes to weights of the model and tries known suffixes after each prefix. The
+tensors that it takes are read as an adapter of their own, which must be the same as the whole file,
+and must not need a formula that ComfyUI computes differently. tests/hosts/test_comfyui.py compares
+the result with ComfyUI's own functions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from gracetune.adapters.files.layers import (
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -285,24 +285,35 @@ def _load_in_diffusers(
 ) -> ToolResult:
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
-    # Pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
-    by_transformer = algorithms == {"lokr"} and adapter.format == "diffusers"
-    if "lora" not in algorithms and not by_transformer:
-        reason = NO_LOADER[min(algorithms)]
-        return ToolResult("diffusers", 0, expected, reason, next(iter(layers)))
+    only_lokr = algorithms == {"lokr"}
+    unknown = ToolResult("diffusers", 0, expected, NO_LOADER.get(min(algorithms), ""), min(layers))
+    if "lora" not in algorithms and not only_lokr:
+        return unknown
+    refusal = _refusal(lambda: _load(pipeline, path, stage))
+    # Most pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
+    by_transformer = bool(refusal) and only_lokr and adapter.format == "diffusers"
+    if by_transformer:
+        component = adapter.table.component
+        refusal = _refusal(
+            lambda: model.load_lora_adapter(
+                dict(tensors), prefix=component, adapter_name=ADAPTER_NAME
+            )
+        )
+    if refusal:
+        return unknown if only_lokr else ToolResult("diffusers", 0, expected, refusal)
+    result = _compare_loaded(model, layers, by_transformer)
+    return unknown if only_lokr and result.matched == 0 and not result.is_wrong else result
+
+
+def _refusal(load: Callable[[], None]) -> str:
+    """Run a loader of diffusers, and return its error as a text; empty if it has none."""
     try:
         with _quiet_diffusers():
-            if by_transformer:
-                model.load_lora_adapter(
-                    dict(tensors), prefix="transformer", adapter_name=ADAPTER_NAME
-                )
-            else:
-                _load(pipeline, path, stage)
+            load()
     except LOADER_ERRORS as error:
         text = str(error).replace("\n", " ")[:200]
-        reason = f"it refuses the file: {type(error).__name__} {text}"
-        return ToolResult("diffusers", 0, expected, reason)
-    return _compare_loaded(model, layers, by_transformer)
+        return f"it refuses the file: {type(error).__name__} {text}"
+    return ""
 
 
 def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
@@ -338,19 +349,26 @@ def _compare_loaded(
         matched = expected - len(lost)
         reason = f"{lost[0]} is lost" if matched else "it loads nothing, without an error"
         return ToolResult("diffusers", matched, expected, reason, lost[0])
-    generator = torch.Generator().manual_seed(0)
-    for name, layer in layers.items():
-        magnitudes = getattr(loaded[name], "lora_magnitude_vector", ())
-        if layer.is_dora and ADAPTER_NAME not in magnitudes:
-            reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
-            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-        if ADAPTER_NAME in magnitudes and not layer.is_dora:
+    for name, module in loaded.items():  # diffusers adds modules to some files
+        has_magnitudes = ADAPTER_NAME in getattr(module, "lora_magnitude_vector", ())
+        if has_magnitudes and not (name in layers and layers[name].is_dora):
             reason = f"{name} has no magnitudes (DoRA), but others have, and it needs all or none"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        empty = [key for key, parameter in module.named_parameters() if parameter.is_meta]
+        if empty:
+            reason = f"it adapts {name} without a value for {empty[0].partition('.')[0]}"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+        if name in layers and layers[name].is_dora and not has_magnitudes:
+            reason = "it drops the magnitudes (DoRA); convert the file --to diffusers"
+            return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, layer in layers.items():
         if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-    reason = "with transformer.load_lora_adapter; pipelines refuse LoKr" if by_transformer else ""
+    reason = (
+        "with transformer.load_lora_adapter; the pipeline refuses LoKr" if by_transformer else ""
+    )
     return ToolResult("diffusers", expected, expected, reason)
 
 
@@ -425,6 +443,7 @@ class LayerShapes:
     """Width of an attention head, which is the same in all published models that are checked."""
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
+        self._modules = tuple(layers)
         self._shapes: dict[str, tuple[int, ...]] = {}
         for module, layer in layers.items():
             shape = delta_shape(layer)
@@ -447,9 +466,14 @@ class LayerShapes:
         """
         return math.prod(self._shapes[name][1:]) if name in self._shapes else default
 
-    def num_blocks(self, kind: str) -> int:
-        """Return how many blocks of a kind, such as `transformer_blocks`, the model needs."""
-        return self._blocks.get(kind, 1)
+    def num_blocks(self, kind: str, module: str = "") -> int:
+        """Return how many blocks of a kind, such as `transformer_blocks`, the model needs.
+
+        With `module`, only blocks count in which the adapter has it, and there may be none.
+        """
+        if not module:
+            return self._blocks.get(kind, 1)
+        return count_blocks(name for name in self._modules if f".{module}" in name).get(kind, 0)
 
     def heads(self, width: int) -> dict[str, object]:
         """Return the number and the width of attention heads for a hidden size of `width`."""
@@ -479,7 +503,8 @@ def placeholder_pipeline(
     dtypes = {tensor.dtype for layer in layers.values() for tensor in layer.tensors.values()}
     # With the adapter's own dtype nothing is converted on load.
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return spec.build(lambda cls: placeholder_model(cls, settings, dtype))
+    with _quiet_diffusers():
+        return spec.build(lambda cls: placeholder_model(cls, settings, dtype))
 
 
 def placeholder_model(cls: Any, config: Mapping[str, object], dtype: torch.dtype) -> Any:
@@ -558,6 +583,9 @@ def _load_in_comfyui(
     known = comfyui_key_map(adapter.table, count_blocks(layers))
     load = simulate_comfyui(list(tensors), known)
     expected = len(layers)
+    if not adapter.table.comfyui_prefixes:
+        reason = f"it does not know the model {adapter.table.family}"
+        return ToolResult("comfyui", 0, expected, reason, next(iter(layers)))
     if load.missing_key is not None:
         reason = f"it fails because the key {load.missing_key!r} is missing"
         return ToolResult("comfyui", 0, expected, reason, load.missing_key)
@@ -583,7 +611,9 @@ def _load_in_comfyui(
         if any(not _fits(layers[name], name, shapes) for name in names):
             wrong.setdefault(path.module, "its size is not that of the model")
     if not wrong:
-        return ToolResult("comfyui", expected, expected)
+        version = adapter.table.comfyui_version
+        needs = f"older versions than {version} do not know the model" if version else ""
+        return ToolResult("comfyui", expected, expected, needs)
     matched = expected - sum(len(parts[p]) for p in adapter.layers if p.module in wrong)
     first = next(iter(wrong))
     reason = ignores or f"{first} is computed wrongly: {wrong[first]}"
@@ -668,6 +698,8 @@ def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str,
         for module, name in index.templates(naming).items():
             if separator == "_" and module in table.bare_parameters:
                 continue  # only the dotted name of a parameter that is not a `.weight` is known
+            if naming == "diffusers" and module in table.not_in_comfyui:
+                continue
             numbers = range(num_blocks.get(module.partition(".{}")[0], 0)) if "{}" in name else [0]
             for number in numbers:
                 key = f"{prefix}{name.format(number).replace('.', separator)}"

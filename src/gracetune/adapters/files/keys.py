@@ -181,6 +181,10 @@ class KeyTable:
     comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
     """Start of the keys that ComfyUI looks for, separator of name parts, and origin of the module
     names; empty if ComfyUI does not support the family."""
+    not_in_comfyui: frozenset[str] = frozenset()
+    """Modules that ComfyUI knows by their original names alone, in diffusers' names."""
+    comfyui_version: str = ""
+    """First version of ComfyUI that knows the model; empty if those of January 2026 do."""
     pipeline: PipelineSpec | None = None
     """Functions that build the family's diffusers pipeline; None if adapters cannot be tested."""
     accepts_any_name: bool = False
