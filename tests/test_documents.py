@@ -106,7 +106,7 @@ def measured():
     wan, memory, ring = figures("wan14b_step"), figures("memory_core"), figures("ring")
     both, best = figures("wan_experts"), wan["plain_images_s"]
     families, transfer = figures("families_step"), figures("batch_transfer")
-    checked = figures("gradient_check")
+    checked, large = figures("gradient_check"), figures("large_families")
 
     def times(*names):
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
@@ -122,6 +122,8 @@ def measured():
             f"{families[f'{name}_ratio']:.2f}" for name in ("flux", "qwen", "clip")
         )
         + " times",
+        "LoRA on a FLUX.2-shaped model": f"{large['flux2.predicted_images_s']:.3f} and "
+        f"{large['flux2.images_s']:.3f}",
         "Both experts of Wan2.2": f"{both['device_gib.planned']:.1f} and "
         f"{both['device_gib.measured']:.1f} GiB",
         "Step time of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
