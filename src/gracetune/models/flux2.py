@@ -157,7 +157,8 @@ class Flux2(DiffusersFamily):
             raw = vae.encode(pixels.to(next(vae.parameters()))).latent_dist.mode()
         folded = functional.pixel_unshuffle(raw, FOLD)
         mean, variance = (x.view(1, -1, 1, 1) for x in (vae.bn.running_mean, vae.bn.running_var))
-        return (folded - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        latents: Tensor = (folded - mean) / torch.sqrt(variance + vae.config.batch_norm_eps)
+        return latents
 
     def truncated_captions(self, captions: Sequence[str]) -> list[str]:
         """Return the captions that alone have more tokens than the model reads.
@@ -262,5 +263,6 @@ KEY_TABLE = KeyTable(
     ),
     comfyui_prefixes=FLUX_PREFIXES,
     not_in_comfyui=frozenset(ours for _, ours in CONDITION_ROWS),
+    comfyui_names_version="0.11",
     pipeline=pipeline_spec("Flux2Pipeline", "Flux2Transformer2DModel", _adapter_config),
 )
