@@ -25,6 +25,7 @@ diffusers loads, ComfyUI loads
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import subprocess
@@ -42,6 +43,7 @@ from xml.etree import ElementTree
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import adapter_tools
 import diffusers
+from conftest import EventRecorder
 from fakes.family_sessions import change_mode, family_run, family_session, small_plans
 from fakes.miniatures import MINIATURES
 from PIL import Image
@@ -49,6 +51,7 @@ from PIL import Image
 from gracetune.adapters.files.io import read_adapter
 from gracetune.adapters.files.layers import with_stage
 from gracetune.cli.main import main as gracetune
+from gracetune.events.types import StepDone
 from gracetune.models.family import key_tables
 from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.train.gradient_check import check_gradients
@@ -114,9 +117,11 @@ def contract_results(names: Sequence[str]) -> dict[str, str]:
         found = re.search(rf"^(\w+)\[({known})(?:[- ].*)?\]$", case.attrib["name"], re.DOTALL)
         if found is None or found[2] not in results:
             continue
-        has_failed = case.find("failure") is not None or case.find("error") is not None
-        if has_failed:
+        outcomes = {child.tag for child in case}
+        if outcomes & {"failure", "error"}:
             results[found[2]] = f"{found[1]} fails"
+        elif "skipped" in outcomes:
+            results[found[2]] = f"{found[1]} is skipped"
         elif results[found[2]] == "no test ran":
             results[found[2]] = YES
     return results
@@ -176,9 +181,16 @@ def attempt(function: Callable[[], str]) -> str:
 
 
 def train(run: RunFile) -> str:
-    """Train as the run file says; runs stop by themselves if a loss is not finite."""
-    status = run_training(run).status
-    return YES if status == "done" else f"the run ends with status {status}"
+    """Train as the run file says, and check the losses and the exported files."""
+    events = EventRecorder()
+    ended = run_training(run, sinks=[events])
+    losses = [event.loss for event in events.of(StepDone)]
+    if ended.status != "done":
+        return f"the run ends with status {ended.status}"
+    if len(losses) != run.train.max_train_steps or not all(map(math.isfinite, losses)):
+        return f"the losses of the run are {losses}"
+    exported = list(Path(ended.outputs["result"]).rglob("*.safetensors"))
+    return YES if exported else "the run exported no weights"
 
 
 def plan(run_file: Path) -> str:

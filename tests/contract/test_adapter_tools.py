@@ -7,6 +7,7 @@ what that test found.
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -205,6 +206,32 @@ def test_ignored_magnitudes_are_not_a_loaded_dora(family, transformers, tmp_path
     table = table_of(family)
     assert check_file(path, TABLES, table=table, required_tools=("diffusers",)).ok
     assert not check_file(path, TABLES, table=table, required_tools=("comfyui",)).ok
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "remark"),
+    [
+        ("krea2", "comfyui", "older versions than 0.26 do not know the model"),
+        ("flux2", "diffusers", "older versions than 0.11 load a part of it"),
+        ("flux2", "comfyui", ""),
+        ("z_image", "diffusers", ""),
+    ],
+)
+def test_check_names_the_comfyui_that_a_file_needs(family, form, remark, transformers, tmp_path):
+    adapter = make_adapter(family, "lora", transformers[family])
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form)
+    result = comfyui_result(path)
+    assert result.loads
+    assert result.reason == remark
+
+
+def test_check_says_that_comfyui_does_not_know_a_model(transformers, tmp_path):
+    adapter = make_adapter("krea2", "lora", transformers["krea2"])
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "comfyui")
+    unknown = replace(table_of("krea2"), comfyui_prefixes=())
+    result = check_file(path, TABLES, table=unknown).results[1]
+    assert not result.loads
+    assert result.reason == "it does not know the model krea2"
 
 
 def test_magnitudes_of_rows_are_wrong_in_comfyui_and_those_of_columns_are_right(tmp_path):

@@ -263,5 +263,6 @@ KEY_TABLE = KeyTable(
     ),
     comfyui_prefixes=FLUX_PREFIXES,
     not_in_comfyui=frozenset(ours for _, ours in CONDITION_ROWS),
+    comfyui_names_version="0.11",
     pipeline=pipeline_spec("Flux2Pipeline", "Flux2Transformer2DModel", _adapter_config),
 )

@@ -37,6 +37,7 @@ from gracetune.adapters.files.io import (
 from gracetune.adapters.files.keys import (
     BLOCK,
     KeyIndex,
+    get_format,
     is_text_encoder_key,
     parse_key,
     template_of,
@@ -611,13 +612,22 @@ def _load_in_comfyui(
         if any(not _fits(layers[name], name, shapes) for name in names):
             wrong.setdefault(path.module, "its size is not that of the model")
     if not wrong:
-        version = adapter.table.comfyui_version
-        needs = f"older versions than {version} do not know the model" if version else ""
-        return ToolResult("comfyui", expected, expected, needs)
+        return ToolResult("comfyui", expected, expected, _required_version(adapter))
     matched = expected - sum(len(parts[p]) for p in adapter.layers if p.module in wrong)
     first = next(iter(wrong))
     reason = ignores or f"{first} is computed wrongly: {wrong[first]}"
     return ToolResult("comfyui", matched, expected, reason, first, is_wrong=True)
+
+
+def _required_version(adapter: Adapter) -> str:
+    """Return a remark on the versions of ComfyUI that load a file; empty if 0.7 does."""
+    table = adapter.table
+    if table.comfyui_version:
+        return f"older versions than {table.comfyui_version} do not know the model"
+    is_original = adapter.format is not None and get_format(adapter.format).naming == "original"
+    if table.comfyui_names_version and not is_original:
+        return f"older versions than {table.comfyui_names_version} load a part of it"
+    return ""
 
 
 def _dropped_biases(

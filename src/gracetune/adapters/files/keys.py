@@ -184,7 +184,10 @@ class KeyTable:
     not_in_comfyui: frozenset[str] = frozenset()
     """Modules that ComfyUI knows by their original names alone, in diffusers' names."""
     comfyui_version: str = ""
-    """First version of ComfyUI that knows the model; empty if those of January 2026 do."""
+    """First version of ComfyUI that knows the model; empty if 0.7, of January 2026, does."""
+    comfyui_names_version: str = ""
+    """First version of ComfyUI that knows diffusers' names of all modules in blocks, if 0.7 knows
+    some of them. Older versions load a part of a file with these names."""
     pipeline: PipelineSpec | None = None
     """Functions that build the family's diffusers pipeline; None if adapters cannot be tested."""
     accepts_any_name: bool = False
