@@ -214,6 +214,11 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
     if adapter_tools.table_of(name).family not in tables:
         return "Adapter files of this family have diffusers' names, which neither tool loads."
     index = diffusers.DiffusionPipeline.load_config(model)
+    if "transformer" not in index:
+        return (
+            "not tried: this script loads adapters of transformers only. "
+            "tests/e2e/test_families.py loads those of U-Nets in diffusers."
+        )
     library, class_name = index["transformer"]
     with without_progress_bars():
         transformer = getattr(diffusers, class_name).from_pretrained(model / "transformer")
