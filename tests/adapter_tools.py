@@ -63,12 +63,14 @@ OTHER_NAMES = {
     "z_image": "z-image",
 }
 """Name of a key table -> its miniature, if that has another name."""
+UNETS = ("sd15", "sdxl")
+"""Families without a transformer; tests/e2e/test_families.py loads their adapters."""
 VARIANTS = [
     name
     for name, small in MINIATURES.items()
-    if small.family and FAMILIES[small.family].has_key_table
+    if small.family and small.family not in UNETS and FAMILIES[small.family].has_key_table
 ]
-"""Miniatures with a key table."""
+"""Transformers among the miniatures with a key table."""
 
 
 def family_of(name):

@@ -16,6 +16,7 @@ from adapter_examples import make_lokr, make_lora, map_tensors
 from adapter_tools import (
     MAX_ERROR,
     TABLES,
+    UNETS,
     VARIANTS,
     WIDTH,
     Effect,
@@ -57,7 +58,7 @@ IN_COMFYUI = {
 
 
 def test_every_key_table_is_tested():
-    assert set(FAMILIES) == set(TABLES)
+    assert {*FAMILIES, *UNETS} == set(TABLES)
 
 
 @pytest.fixture(scope="module")

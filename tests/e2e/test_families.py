@@ -118,7 +118,13 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
 
 
 @pytest.mark.parametrize(
-    "model", [n for n, small in MINIATURES.items() if small.family and small.kind == "image"]
+    "model",
+    [
+        name
+        for name, small in MINIATURES.items()
+        # Files of FLUX.2 have fused projections, which diffusers splits: test_adapter_tools.py.
+        if small.family not in (None, "flux2") and small.kind == "image"
+    ],
 )
 def test_diffusers_loads_every_layer_of_an_exported_lora(model, build_run, miniature, tmp_path):
     train = {"max_train_steps": 1}

@@ -19,10 +19,12 @@ import copy
 import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -168,6 +170,8 @@ class CapturedCall:
         self._output_gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
         self._weight_gradients: dict[nn.Parameter, Tensor] = {}
+        self._input_edges: dict[tuple[Any, int], int] = {}
+        """Index of each input that requires a gradient, by its edge in autograd's graph."""
         self._differentiable: list[int] = []
         """Indices of the inputs that require a gradient."""
         self._has_trained = bool(reference.trained)
@@ -252,11 +256,11 @@ class CapturedCall:
         while self._handles:
             self._handles.pop().remove()
 
-    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Copy the inputs. Return aliases of them, whose gradients come from this call alone."""
+    def _begin(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """Copy the inputs, and remember where their gradients flow to."""
         in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
         if self._spec is not None or in_backward or not torch.is_grad_enabled():
-            return None
+            return
         leaves, self._spec = tree_flatten((args, kwargs))
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._leaves = list(leaves)
@@ -264,15 +268,14 @@ class CapturedCall:
             self._leaves[index] = tensor.detach().clone()
             if tensor.requires_grad:
                 self._differentiable.append(index)
-                leaves[index] = tensor.view_as(tensor)
-                leaves[index].register_hook(_Recorder(self._input_gradients, index))
+                edge = get_gradient_edge(tensor)
+                self._input_edges[edge.node, edge.output_nr] = index
         for name, module in block.named_modules():
             if isinstance(module, PositionalDropout):
                 self.dropout_seeds[name] = module.seed.clone()
         device_type = next((tensor.device.type for _, tensor in tensors), "cpu")
         if torch.is_autocast_enabled(device_type):
             self.autocast_dtype = torch.get_autocast_dtype(device_type)
-        return tree_unflatten(leaves, self._spec)
 
     def _end(self, _: nn.Module, __: Any, result: Any) -> None:
         if self._spec is None or self.outputs or not torch.is_grad_enabled():
@@ -284,6 +287,33 @@ class CapturedCall:
                 output.register_hook(  # type: ignore[no-untyped-call]
                     _Recorder(self._output_gradients, index)
                 )
+        self._hook_input_edges([output.grad_fn for output in outputs])
+
+    def _hook_input_edges(self, nodes: list[Any]) -> None:
+        """Add up the gradients that the nodes of this call pass on to the block's inputs.
+
+        Other blocks may have the same inputs, so a hook on a tensor would see their gradients too.
+        An alias of the tensor would change the order in which autograd adds gradients.
+        """
+        inputs = {node for node, _ in self._input_edges}
+        seen: set[Any] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or node in inputs:
+                continue
+            seen.add(node)
+            edges = [self._input_edges.get(edge) for edge in node.next_functions]
+            if any(index is not None for index in edges):
+                self._handles.append(node.register_hook(partial(self._add_gradients, edges)))
+            nodes += [following for following, _ in node.next_functions]
+
+    def _add_gradients(self, edges: list[int | None], gradients: Any, _: Any) -> None:
+        for index, gradient in zip(edges, gradients, strict=True):
+            if index is None or gradient is None:
+                continue
+            known = self._input_gradients.get(index)
+            copied = gradient.detach()
+            self._input_gradients[index] = copied.clone() if known is None else known + copied
 
 
 @dataclass(slots=True)
