@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -428,7 +429,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+            # Some models cast the input of a norm to fp32, while weights are in fp64 here.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
