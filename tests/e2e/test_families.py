@@ -147,7 +147,14 @@ def test_diffusers_loads_every_layer_of_an_exported_lora(model, build_run, minia
 
 
 @pytest.mark.parametrize("adapter", ["lokr", None])
-@pytest.mark.parametrize("model", [name for name, small in MINIATURES.items() if small.family])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=pytest.mark.slow if small.kind == "edit" else ())
+        for name, small in MINIATURES.items()
+        if small.family
+    ],
+)
 def test_a_family_trains_a_lokr_and_all_weights(model, adapter, build_run, tmp_path):
     run = run_of(
         model,
