@@ -366,7 +366,10 @@ class _PlainBlock:
             dropout.seed.copy_(seed)
         weights = self._weights(call, dtype)
         args, kwargs, inputs = call.inputs(dtype)
-        with _as_in_run(call) if dtype is None else _full_precision(call.device):
+        types = _as_in_run(call) if dtype is None else _full_precision(call.device)
+        with types, warnings.catch_warnings():
+            # Some models cast the input of a norm, but not its weight.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             result = functional_call(self._modules, weights, args, kwargs)
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
             trained = {name: weights[name] for name in self.trained}
@@ -429,9 +432,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
     try:
-        with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
-            # Some models cast the input of a norm to fp32, while weights are in fp64 here.
-            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        with torch.autocast(device.type, enabled=False):
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
