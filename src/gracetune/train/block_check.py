@@ -19,7 +19,7 @@ import copy
 import math
 import warnings
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -175,6 +175,8 @@ class CapturedCall:
         """Index of each input that requires a gradient, by its edge in autograd's graph."""
         self._differentiable: list[int] = []
         """Indices of the inputs that require a gradient."""
+        self._repeated: dict[int, int] = {}
+        """Index of an input -> index of the same tensor among the inputs before it."""
         self._has_trained = bool(reference.trained)
         block = reference.block
         self._handles: list[RemovableHandle] = [
@@ -228,6 +230,8 @@ class CapturedCall:
         ]
         for index in self._differentiable:
             leaves[index].requires_grad_()
+        for index, first in self._repeated.items():
+            leaves[index] = leaves[first]
         assert self._spec is not None, "the block was not called"
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs, {f"input {index}": leaves[index] for index in self._differentiable}
@@ -267,10 +271,14 @@ class CapturedCall:
         self._leaves = list(leaves)
         for index, tensor in tensors:
             self._leaves[index] = tensor.detach().clone()
-            if tensor.requires_grad:
+            if not tensor.requires_grad:
+                continue
+            edge = get_gradient_edge(tensor)
+            first = self._input_edges.setdefault((edge.node, edge.output_nr), index)
+            if first == index:
                 self._differentiable.append(index)
-                edge = get_gradient_edge(tensor)
-                self._input_edges[edge.node, edge.output_nr] = index
+            else:
+                self._repeated[index] = first
         for name, module in block.named_modules():
             if isinstance(module, PositionalDropout):
                 self.dropout_seeds[name] = module.seed.clone()
@@ -332,24 +340,18 @@ class _Recorder:
             self.gradients[self.key] = gradient.detach().clone()
 
 
-@dataclass(slots=True)
 class _PlainBlock:
     """The modules of a block on the meta device, and the parameters whose values they use."""
 
-    block: nn.Module
-    trained: dict[str, nn.Parameter] = field(init=False)
-    _parameters: dict[str, nn.Parameter] = field(init=False)
-    _modules: nn.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        named = self.block.named_parameters(remove_duplicate=False)
-        self._parameters = dict(named)
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self._parameters = dict(block.named_parameters(remove_duplicate=False))
         self.trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         replaced: dict[int, Any] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in self._parameters.values()
         }
-        self._modules = copy.deepcopy(self.block, replaced)
+        self._modules = copy.deepcopy(block, replaced)
         for processor in dispatched_processors(self._modules):
             processor._attention_backend = None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -116,15 +116,15 @@ class FirstStepCheck:
         self._references = session.references
         self._emit = session.emit
         self._clear_memory = session.clear_device_memory
-        self._open: set[Expert | None] = set()
+        self._unchecked: set[Expert | None] = set()
         if session.state.run.train.check_gradients:
             schedule = session.state.expert_schedule
-            self._open = {None} if schedule is None else set(schedule.windows)
+            self._unchecked = {None} if schedule is None else set(schedule.windows)
         self._call: tuple[BlockReference, CapturedCall] | None = None
 
     def begin(self, expert: Expert | None) -> bool:
         """Record a block in the step that follows, if the step is to be checked."""
-        if expert not in self._open:
+        if expert not in self._unchecked:
             return False
         prefix = "" if expert is None else f"{expert}."
         for reference in self._references:
@@ -138,9 +138,10 @@ class FirstStepCheck:
 
     def finish(self, expert: Expert | None, accumulation: int) -> None:
         """Check the gradients of the step; raise if they are wrong or missing, on all ranks."""
-        self._open.discard(expert)
+        self._unchecked.discard(expert)
         state = self._state
-        problem = ""
+        # It communicates with the other ranks, so it runs even if gradients are missing here.
+        problem = "" if self._call is None else self._compare(*self._call, accumulation)
         missing = missing_gradients(state.parameters, expert, unused_weights(state.family))
         if missing:
             problem = (
@@ -148,10 +149,8 @@ class FirstStepCheck:
                 f"in the first step, so they would never be trained. First: {missing[0]}. Leave "
                 "their modules out of adapter.targets"
             )
-        elif self._call is not None:
-            problem = self._compare(*self._call, accumulation)
         self.cancel()
-        if not self._open:
+        if not self._unchecked:
             self._references.clear()  # in fp8, they keep the weights from before the conversion
         problems = _from_all_ranks(state.accelerator, problem)
         first = next(filter(None, problems), "")
@@ -170,7 +169,7 @@ class FirstStepCheck:
         return True
 
     def skip(self, reason: str) -> None:
-        """Do without the comparison of a block from now on, and log why."""
+        """Compare no block from now on, and log why."""
         self._references.clear()
         text = f"the gradients of the first step were not compared with a plain block: {reason}"
         self._emit(Notice(text, level="warning", fallback=True))
@@ -179,7 +178,7 @@ class FirstStepCheck:
         """Compare the recorded block; return what is wrong, or an empty string."""
         call.close()
         began = time.monotonic()
-        # All ranks must call it, so it comes before everything that can fail on one of them.
+        # All ranks must take part, so this comes before anything that can fail on one of them.
         reduced = _reduction_error(self._state.accelerator, reference, call)
         if not call.is_complete:
             return f"backward did not reach block {reference.name} in the first step"
@@ -239,7 +238,7 @@ def _reduction_error(
 
 def _reduction_limit(reference: BlockReference) -> float:
     rounding = [torch.finfo(parameter.dtype).eps for parameter in reference.trained.values()]
-    return max(MIN_LIMIT, *rounding, 0.0)
+    return max([MIN_LIMIT, *rounding])
 
 
 # The command
@@ -254,11 +253,12 @@ class BlockReport:
     """The plan for the block: where its weights are, and what happens to its activations."""
     results: list[KindResult]
     reduction_error: float | None = None
-    """Distance of the gradients from their mean over ranks; None for one rank."""
+    """Distance of the gradients from their mean over ranks, relative to it; None for one rank."""
+    reduction_limit: float = MIN_LIMIT
+    """Largest `reduction_error` that passes."""
     update_error: float | None = None
-    """Largest difference of an update from that of an optimizer with all state on the device,
-    relative to the update; None if updates were not compared."""
-    limits: dict[str, float] = field(default_factory=lambda: {"update": MIN_LIMIT})
+    """Difference of the first updates from those of an optimizer with all state on the device,
+    relative to the updates; None if they were not compared. `MIN_LIMIT` passes."""
 
     @property
     def passed(self) -> bool:
@@ -266,8 +266,8 @@ class BlockReport:
         reduced, updated = self.reduction_error, self.update_error
         return (
             all(result.passed for result in self.results)
-            and (reduced is None or reduced <= self.limits["reduction"])
-            and (updated is None or updated <= self.limits["update"])
+            and (reduced is None or reduced <= self.reduction_limit)
+            and (updated is None or updated <= MIN_LIMIT)
         )
 
     @property
@@ -309,17 +309,28 @@ def check_gradients(session: Session) -> GradientReport:
         for turn in _turns(state):
             for reference, call in _captured_calls(session, source, turn):
                 reports[reference.name] = BlockReport(
-                    reference.name, placements[reference.name], reference.compare(call)
+                    reference.name, placements[reference.name], _compare_block(reference, call)
                 )
                 if state.accelerator.num_processes > 1:
                     report = reports[reference.name]
                     report.reduction_error = _reduction_error(state.accelerator, reference, call)
-                    report.limits["reduction"] = _reduction_limit(reference)
+                    report.reduction_limit = _reduction_limit(reference)
                 session.clear_device_memory()
             notes += _compare_updates(session, source, turn, reports)
     finally:
         batches.close()
     return GradientReport(_worst_of_ranks(state.accelerator, list(reports.values())), notes)
+
+
+def _compare_block(reference: BlockReference, call: CapturedCall) -> list[KindResult]:
+    try:
+        return reference.compare(call)
+    except torch.OutOfMemoryError as error:
+        raise RunFailedError(
+            f"block {reference.name} cannot be compared: {str(error).splitlines()[0]} The exact "
+            "computation of a block needs about twice its memory. Lower plan.device_memory, "
+            "train.batch_size or the resolution for the check."
+        ) from error
 
 
 def _without_state(batches: BatchIterator) -> Iterator[Batch]:
@@ -425,8 +436,9 @@ class ComparedStepper:
 
     def __init__(self, state: TrainState, names: Sequence[str]) -> None:
         self.errors: dict[str, float] = {}
-        """Squared difference and squared norm of the updates of each tensor, by name."""
+        """Sum of the squared differences between the two optimizers' weights, by tensor name."""
         self.norms: dict[str, float] = {}
+        """Sum of the squared updates of the plain optimizer, by tensor name."""
         self._stepper = state.stepper
         self._optimizer = state.optimizer
         self._parameters = {name: state.parameters[name] for name in names}

@@ -32,6 +32,8 @@ class Block(nn.Module):
 
     def forward(self, x, extra):
         hidden = self.down(functional.gelu(self.up(x) + extra["shift"]))
+        if "again" in extra:
+            hidden = hidden * extra["again"]
         low_rank = self.dropout(x) @ self.a.t() @ self.b.t()
         return x + hidden + low_rank.to(hidden.dtype), hidden.sum()
 
@@ -132,6 +134,20 @@ def test_gradients_are_those_of_one_call_alone(block):
     assert compared["output"].passed
     assert compared["input gradient"].passed
     assert not compared["weight gradient"].passed, "these are summed over the three calls"
+
+
+def test_a_tensor_may_be_passed_twice(block):
+    """Its gradient is that of both uses together, in the run and in the copy."""
+    reference = BlockReference("blocks.0", block)
+    captured = CapturedCall(reference)
+    x = torch.randn(3, 7, 2 * WIDTH, requires_grad=True)[..., :1]
+    shifted = x.expand(3, 7, WIDTH) * 1
+    y, _ = block(shifted, {"shift": torch.zeros(()), "again": shifted})
+    (y + block(shifted, {"shift": torch.ones(())})[0]).square().mean().backward()
+    captured.close()
+    compared = {result.kind: result for result in reference.compare(captured)}
+    assert compared["input gradient"].passed
+    assert compared["input gradient"].eager_error > 0
 
 
 def test_the_copy_uses_the_dropout_masks_of_the_step(block):
