@@ -148,39 +148,30 @@ def to_json(report: GradientReport) -> dict[str, Any]:
 
 def table_lines(report: GradientReport) -> Iterator[str]:
     """Yield the lines of a table with a row for each block, and a summary."""
+    from gracetune.train.block_check import MAX_ERROR_RATIO, MIN_FP8_COSINE, MIN_LIMIT
+
     rows = [COLUMNS, *(_row(block) for block in report.blocks)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(COLUMNS))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
     yield ""
-    yield (
-        "Each pair is the error of the run and that of a plain block in the same types, both "
-        "against an exact computation. The run may have twice the plain block's error (1e-6 is "
-        "always allowed). An update is compared with that of an optimizer whose state is all on "
-        "the device."
-    )
+    yield "Each pair: error of the run / error of a plain block in the same types."
+    yield f"Limit: {MAX_ERROR_RATIO:g} times the plain block's error, at least {MIN_LIMIT:g}."
+    yield "Update: difference from an optimizer whose state is all on the device."
     if any(result.fp8_cosine is not None for block in report.blocks for result in block.results):
-        yield (
-            "fp8: the second number is the error of a plain block in fp8; the cosine of each "
-            "gradient with that in bf16 must be at least 0.98 (docs/precision.md)."
-        )
+        yield "fp8: the plain block computes in fp8, too."
+        yield f"The cosine of gradients in fp8 and bf16 must be at least {MIN_FP8_COSINE}."
     yield from report.notes
     failed = [block for block in report.blocks if not block.passed]
     for block in failed:
-        yield from (
-            f"FAILED {block.name}: {result.describe()}"
-            for result in block.results
-            if not result.passed
-        )
-        if block.reduction_error is not None:
-            yield f"{block.name}: distance from the mean over ranks {block.reduction_error:.2g}"
+        yield from (f"FAILED {block.name}: {reason}" for reason in block.failures())
     if not report.blocks:
         yield "failed: no block was compared"
         return
-    ratio = max(block.ratio for block in report.blocks)
+    share = max(block.ratio for block in report.blocks) / MAX_ERROR_RATIO
     verdict = f"{len(failed)} of {len(report.blocks)} blocks failed" if failed else "passed"
-    yield f"{verdict}: {len(report.blocks)} blocks, at most {ratio:.2f} times the plain error"
+    yield f"{verdict}: {len(report.blocks)} blocks; the largest error is {share:.0%} of its limit"
 
 
 def _row(block: BlockReport) -> tuple[str, ...]:

@@ -263,12 +263,20 @@ class BlockReport:
     @property
     def passed(self) -> bool:
         """True if everything that was compared is within its limit."""
+        return not self.failures()
+
+    def failures(self) -> list[str]:
+        """Return a phrase for each comparison that is above its limit."""
+        failed = [result.describe() for result in self.results if not result.passed]
         reduced, updated = self.reduction_error, self.update_error
-        return (
-            all(result.passed for result in self.results)
-            and (reduced is None or reduced <= self.reduction_limit)
-            and (updated is None or updated <= MIN_LIMIT)
-        )
+        if reduced is not None and not reduced <= self.reduction_limit:
+            failed.append(
+                f"gradients differ from their mean over ranks by {reduced:.2g} "
+                f"(limit {self.reduction_limit:.2g})"
+            )
+        if updated is not None and not updated <= MIN_LIMIT:
+            failed.append(f"updates differ by {updated:.2g} (limit {MIN_LIMIT:g})")
+        return failed
 
     @property
     def ratio(self) -> float:
