@@ -130,6 +130,7 @@ def test_wrong_updates_are_found(tiny_session, monkeypatch):
     assert not report.passed
     assert all(result.passed for block in report.blocks for result in block.results)
     assert not all(block.update_error <= 1e-3 for block in report.blocks), "NaN, the poison"
+    assert any("updates differ by" in line for line in table_lines(report))
 
 
 def test_a_tensor_without_a_gradient_stops_the_run_with_its_name(tmp_path, monkeypatch, recorder):
@@ -225,7 +226,8 @@ def test_the_command_prints_a_table_and_leaves_no_result(run_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[0] == "block"
     assert lines[1].startswith("transformer_blocks.0  streamed, ")
-    assert lines[-1].startswith("passed: 4 blocks, at most ")
+    assert lines[-1].startswith("passed: 4 blocks; the largest error is ")
+    assert max(map(len, lines)) < 120
     folder = Path(json.loads(run_path.read_text())["output_dir"])
     assert not (folder / "checkpoints").exists()
     assert not (folder / "adapter").exists()
