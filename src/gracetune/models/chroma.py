@@ -141,6 +141,7 @@ class Chroma(DiffusersFamily):
     shapes = PLANNER_SHAPES
     channels_per_patch = True
     text_length = TEXT_LENGTH
+    has_fixed_text_length = True
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute block by block. diffusers' own checkpointing forgets the mask of some blocks.
@@ -163,10 +164,6 @@ class Chroma(DiffusersFamily):
             max_sequence_length=TEXT_LENGTH,
         )
         return {"tokens": tokens[0], "mask": mask[0]}
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "mask")}
 
     def prompt_arguments(
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float

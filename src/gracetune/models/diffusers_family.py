@@ -77,6 +77,8 @@ class DiffusersFamily:
     """True if the transformer reads packed latents: the cells of a patch are its channels."""
     text_length: int = 512
     """Number of tokens to which captions are cut."""
+    has_fixed_text_length: bool = False
+    """True if all embeddings have the same number of tokens, because padding is embedded too."""
     cache_name: str
     """Start of the strings that identify the encoders in cache keys. Never change it."""
 
@@ -295,10 +297,12 @@ class DiffusersFamily:
         return next(self.text_encoders[0].parameters()).device
 
     def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack captions. If their tokens can differ in number, pad them, and add a `mask`.
+        """Stack captions. If their tokens can differ in number, pad them and add a `mask`.
 
         The tokens are padded with zeros to the longest caption; `mask` is True for real tokens.
         """
+        if self.has_fixed_text_length:
+            return {key: torch.stack([text[key] for text in texts]) for key in texts[0]}
         stacked = {k: torch.stack([text[k] for text in texts]) for k in texts[0] if k != "tokens"}
         tokens = [text["tokens"] for text in texts]
         longest = max(map(len, tokens))

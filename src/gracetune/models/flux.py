@@ -164,6 +164,7 @@ class Flux(DiffusersFamily):
     shapes = PLANNER_SHAPES
     channels_per_patch = True
     text_length = TEXT_LENGTH
+    has_fixed_text_length = True
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)
@@ -188,10 +189,6 @@ class Flux(DiffusersFamily):
             caption, None, self.encoder_device(), max_sequence_length=TEXT_LENGTH
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
 
     def prompt_arguments(
         self,

@@ -140,6 +140,7 @@ class Flux2(DiffusersFamily):
     shapes = PLANNER_SHAPES
     patch_size = 1
     text_length = TEXT_LENGTH
+    has_fixed_text_length = True
 
     @property
     def vae_scale(self) -> int:
@@ -179,10 +180,6 @@ class Flux2(DiffusersFamily):
             caption, self.encoder_device(), max_sequence_length=TEXT_LENGTH
         )
         return {"tokens": tokens[0]}
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {"tokens": torch.stack([text["tokens"] for text in texts])}
 
     def prompt_arguments(
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float

@@ -123,6 +123,7 @@ class SD3(DiffusersFamily):
     cache_name = "sd3"
     shapes = PLANNER_SHAPES
     text_length = T5_LENGTH
+    has_fixed_text_length = True
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)
@@ -149,10 +150,6 @@ class SD3(DiffusersFamily):
             max_sequence_length=T5_LENGTH,
         )
         return {"tokens": tokens[0], "pooled": pooled[0]}
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {key: torch.stack([text[key] for text in texts]) for key in ("tokens", "pooled")}
 
     def prompt_arguments(
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float

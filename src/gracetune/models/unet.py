@@ -82,16 +82,13 @@ class UNetFamily(DiffusersFamily):
     """A loaded model with a U-Net. A family's class adds its text encoders."""
 
     text_length = CLIP_LENGTH
+    has_fixed_text_length = True
     noise_schedule: Tensor
 
     def __init__(self, parts: PipelineParts) -> None:
         super().__init__(parts)
         self.patch_size = 2 ** (len(self.transformer.config.block_out_channels) - 1)
         self.noise_schedule, self.prediction = _read_schedule(parts)
-
-    def stack_text(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Stack the embeddings of captions into a batch; all have the same length."""
-        return {key: torch.stack([text[key] for text in texts]) for key in texts[0]}
 
     def predict(
         self,
