@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.data.prefetch import default_workers
 from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource

@@ -32,7 +32,7 @@ import torch
 from PIL import Image, ImageOps
 from synthetic_data import make_images, make_video, photographs
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data import buckets
 from gracetune.data.augment import SampleTransform, render
 from gracetune.data.batch_order import BatchOrder, BucketGroup, Loader

@@ -16,7 +16,7 @@ from source_files import (
     write_tar,
 )
 
-from gracetune.config.schema import (
+from gracetune.config.dataset_schema import (
     ColumnsSection,
     DatasetSection,
     InMemorySection,

@@ -11,7 +11,7 @@ import torch
 from fork_process import run_python, run_ranks
 from safetensors.torch import load_file
 
-from gracetune.config.schema import ShapesSection
+from gracetune.config.dataset_schema import ShapesSection
 from gracetune.data.demo_dataset import ShapesSource
 
 ROOT = Path(__file__).parents[2]

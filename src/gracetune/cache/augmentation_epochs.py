@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.encode import Ranks
     from gracetune.cache.store import Store
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
 
 AugmentationMode = Literal["static", "refresh_each_epoch", "disable_cache"]
 

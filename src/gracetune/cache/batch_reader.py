@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gracetune.cache.loss_masks import LatentGrid
     from gracetune.cache.open_stores import CacheStores
     from gracetune.cache.store import Allocate, Entry, Store
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.augment import SampleTransform
     from gracetune.data.batch_order import Draw
     from gracetune.data.images import Decoders

@@ -284,7 +284,7 @@ def _with_staged_files(fixed: FixedMemory, run_file: RunFile) -> FixedMemory:
 
 def staged_nbytes(run_file: RunFile) -> int:
     """Return the bytes of dataset files that a run loads into host memory at its start."""
-    from gracetune.config.schema import STAGED_TYPES
+    from gracetune.config.dataset_schema import STAGED_TYPES
 
     total = 0
     for section in run_file.datasets:

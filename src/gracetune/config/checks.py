@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.config.schema import STAGED_TYPES, InMemorySection
+from gracetune.config.dataset_schema import STAGED_TYPES, InMemorySection
 from gracetune.errors import REDACTED, ConfigError
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
@@ -19,7 +19,8 @@ from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.config.schema import RunFile, Section
+    from gracetune.config.schema import RunFile
+    from gracetune.config.schema_base import Section
 
 
 class Violation(NamedTuple):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from gracetune.config.schema import AugmentationSection, DatasetSection
+    from gracetune.config.dataset_schema import AugmentationSection, DatasetSection
     from gracetune.data.images import Decoders, Lanczos
     from gracetune.data.sample import Sample, Shape, Size
 

@@ -17,7 +17,7 @@ from gracetune.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.sample import Sample, Shape, Size
 
 MAX_LISTED_DROPS = 5

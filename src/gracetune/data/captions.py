@@ -18,7 +18,7 @@ from gracetune.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set
 
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.source import Source
 
     Caption = str | UnreadableSampleError

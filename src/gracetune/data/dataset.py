@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from gracetune import entry_points
 from gracetune.atomic_files import write_text
-from gracetune.config.schema import STAGED_TYPES
+from gracetune.config.dataset_schema import STAGED_TYPES
 from gracetune.data import audio, images, video
 from gracetune.data.captions import read_captions
 from gracetune.data.conditioning import find_companions, same_aspect
@@ -32,7 +32,7 @@ from gracetune.events.types import Notice
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.captions import Captions
     from gracetune.data.conditioning import Role
     from gracetune.data.source import Source

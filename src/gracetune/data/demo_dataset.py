@@ -28,7 +28,7 @@ from gracetune.events.types import Notice
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gracetune.config.schema import DatasetSection, ShapesSection
+    from gracetune.config.dataset_schema import DatasetSection, ShapesSection
     from gracetune.events.dispatcher import Emit
 
 Colour = tuple[int, int, int]

@@ -84,7 +84,8 @@ if TYPE_CHECKING:
     from gracetune.cache.encode import Emit, Ranks, Tiling
     from gracetune.cache.keys import CacheKey
     from gracetune.cache.store import Entry, Store
-    from gracetune.config.schema import DatasetSection, RunFile
+    from gracetune.config.dataset_schema import DatasetSection
+    from gracetune.config.schema import RunFile
     from gracetune.data.prefetch import Prefetch
     from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from blake3 import blake3
 
-from gracetune.config.schema import redact_options
+from gracetune.config.dataset_schema import redact_options
 from gracetune.data.dataset import is_shard, open_address
 from gracetune.data.prefetch import ordered_map
 from gracetune.data.source import check_name, data_dir, is_hidden
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
-    from gracetune.config.schema import DatasetSection, RemoteSection
+    from gracetune.config.dataset_schema import DatasetSection, RemoteSection
     from gracetune.data.source import Source
     from gracetune.events.dispatcher import Emit
 

@@ -35,7 +35,7 @@ from gracetune.events.types import Notice
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gracetune.config.schema import DatasetSection, RemoteSection
+    from gracetune.config.dataset_schema import DatasetSection, RemoteSection
     from gracetune.events.dispatcher import Emit
 
 

@@ -22,7 +22,7 @@ from gracetune.events.types import Notice
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.events.dispatcher import Emit
 
 

@@ -51,7 +51,7 @@ from gracetune.units import GIB, MIB, format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gracetune.config.schema import InMemorySection
+    from gracetune.config.dataset_schema import InMemorySection
     from gracetune.data.bulk_copy import BulkCopier
     from gracetune.data.source import FileRange, Source
     from gracetune.events.dispatcher import Emit

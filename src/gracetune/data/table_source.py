@@ -33,7 +33,7 @@ except ModuleNotFoundError as missing:
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gracetune.config.schema import DatasetSection
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.shard_files import Shard
     from gracetune.events.dispatcher import Emit
 

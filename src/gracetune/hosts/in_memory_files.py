@@ -25,7 +25,7 @@ from gracetune.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gracetune.config.schema import InMemorySection
+    from gracetune.config.dataset_schema import InMemorySection
     from gracetune.events.dispatcher import Emit
     from gracetune.hosts.tensor_cache import FilePath, TensorCache
 

@@ -38,7 +38,8 @@ from gracetune.units import GIB
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gracetune.config.schema import CacheSection, DatasetSection, RunFile
+    from gracetune.config.dataset_schema import DatasetSection
+    from gracetune.config.schema import CacheSection, RunFile
     from gracetune.models.family import Family
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.meta_models import MetaModel

@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from gracetune.config.schema import (
-    AdapterSection,
-    AugmentationSection,
-    DatasetSection,
-    OverrideSection,
-    RunFile,
-)
+from gracetune.config.dataset_schema import AugmentationSection, DatasetSection
+from gracetune.config.schema import AdapterSection, OverrideSection, RunFile
 from gracetune.errors import CheckpointError
 from gracetune.optim.schedule import SCHEDULE_DEPENDS_ON_LENGTH
 

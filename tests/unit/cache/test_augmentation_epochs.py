@@ -14,7 +14,7 @@ from gracetune.cache.augmentation_epochs import (
 )
 from gracetune.cache.encode import Ranks
 from gracetune.cache.store import DictStore
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.batch_order import NO_EPOCH
 from gracetune.errors import ConfigError, DataError, RunFailedError
 

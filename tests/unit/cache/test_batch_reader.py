@@ -15,7 +15,7 @@ from gracetune.cache.batch_reader import (
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.memory_tier import allocate_pageable
 from gracetune.cache.store import DictStore
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.batch_order import NO_EPOCH, Draw
 from gracetune.data.images import PILLOW
 from gracetune.data.sample import Companion, Sample

@@ -31,7 +31,7 @@ from gracetune.cache.encode import (
 from gracetune.cache.keys import latent_key, text_key
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.store import DictStore
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.augment import SampleTransform
 from gracetune.data.batch_order import BucketGroup
 from gracetune.data.images import PILLOW

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from source_files import JPEG, image_table, save_to_disk, write_folder, write_parquet, write_tar
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.dataset import address_kind, open_address
 from gracetune.errors import DataError
 

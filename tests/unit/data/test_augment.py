@@ -8,7 +8,7 @@ import pytest
 from media_files import photo
 from PIL import Image, ImageFilter
 
-from gracetune.config.schema import AugmentationSection, DatasetSection
+from gracetune.config.dataset_schema import AugmentationSection, DatasetSection
 from gracetune.data.augment import (
     AUGMENTATIONS,
     NO_AUGMENTATIONS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.buckets import as_json, assign, bucket_sizes, cropped_fraction, report
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.captions import Captions, read_captions
 from gracetune.data.source import FolderSource
 from gracetune.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ import pytest
 from media_files import image_bytes, photo
 from PIL import Image
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.augment import render, render_control, render_mask, sample_transform
 from gracetune.data.conditioning import JoinedSource, same_aspect
 from gracetune.data.dataset import CorruptionLog, open_dataset

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 from PIL import Image
 
-from gracetune.config.schema import DatasetSection, ShapesSection
+from gracetune.config.dataset_schema import DatasetSection, ShapesSection
 from gracetune.data.dataset import CorruptionLog, OpenDataset, open_dataset
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError

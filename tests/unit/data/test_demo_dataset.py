@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from gracetune.config.schema import DatasetSection, ShapesSection
+from gracetune.config.dataset_schema import DatasetSection, ShapesSection
 from gracetune.data import demo_dataset
 from gracetune.data.demo_dataset import (
     BACKGROUNDS,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.shard_files import open_tar
 from gracetune.data.source import FolderSource, open_folder
 from gracetune.errors import DataError

@@ -19,7 +19,7 @@ from media_files import (
 )
 from PIL import Image
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.augment import SampleTransform, render
 from gracetune.data.buckets import assign
 from gracetune.data.dataset import CorruptionLog, open_dataset

@@ -17,7 +17,8 @@ from gracetune.cache.batch_reader import PromptNames, SampleTransforms
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import EncodeItem, PromptEncoder, decode_item
 from gracetune.cache.loss_masks import render_masks
-from gracetune.config.schema import DatasetSection, RunFile
+from gracetune.config.dataset_schema import DatasetSection
+from gracetune.config.schema import RunFile
 from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
 from gracetune.data.dataset import CorruptionLog, open_dataset

@@ -8,7 +8,7 @@ import pytest
 from media_files import audio_bytes, grey_frames, image_bytes, photo, video_bytes
 from PIL import Image
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.audio import probe_audio
 from gracetune.data.augment import (
     DEFAULT_TRANSFORM,

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from http_server import FILES
 
-from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
+from gracetune.config.dataset_schema import DatasetSection, InMemorySection, RemoteSection
 from gracetune.data.remote import RemoteSource, open_remote
 from gracetune.data.source_contract import CHECKS, Check
 from gracetune.data.staging import StagedSource

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from source_files import FILES, JPEG, image_table, write_parquet, write_tar
 
-from gracetune.config.schema import DatasetSection, InMemorySection, RemoteSection
+from gracetune.config.dataset_schema import DatasetSection, InMemorySection, RemoteSection
 from gracetune.data.dataset import open_address
 from gracetune.data.remote import RemoteFiles, RemoteShard, RemoteSource, open_remote
 from gracetune.data.shard_files import TarSource

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 from gracetune.errors import DataError

@@ -18,7 +18,7 @@ import pytest
 from fork_process import is_true_in_fork, undumpable_process
 from source_files import FILES, write_folder, write_tar
 
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.data import staging
 from gracetune.data.bulk_copy import BulkCopier, MissingBulkCopier, find_bulk_copier
 from gracetune.data.shard_files import LocalShard, TarSource

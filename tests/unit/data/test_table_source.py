@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_files import JPEG, PNG, image_table, save_to_disk, write_parquet
 
-from gracetune.config.schema import ColumnsSection, DatasetSection, InMemorySection
+from gracetune.config.dataset_schema import ColumnsSection, DatasetSection, InMemorySection
 from gracetune.data import table_source
 from gracetune.data.staging import StagedSource
 from gracetune.data.table_source import open_hf, open_parquet

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from source_files import FILES, write_tar
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.shard_files import TarSource, open_tar
 from gracetune.errors import DataError

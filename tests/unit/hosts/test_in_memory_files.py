@@ -2,7 +2,7 @@
 
 import pytest
 
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.errors import DataError
 from gracetune.hosts.in_memory_files import BackendFiles, StagedDatasetConfig, stage_dataset
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gracetune.config.schema import DatasetSection, RunFile, TrainSection
+from gracetune.config.dataset_schema import DatasetSection
+from gracetune.config.schema import RunFile, TrainSection
 from gracetune.data.batch_order import BatchOrder, BucketGroup
 from gracetune.errors import ConfigError
 from gracetune.train.experts import (

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from gracetune.config.schema import CacheSection, Gh200Section, InMemorySection, OptimizerSection
+from gracetune.config.schema import CacheSection, Gh200Section, OptimizerSection
 from gracetune.errors import ConfigError
 from gracetune.hosts import load_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from gracetune.config.dataset_schema import InMemorySection
 
 PROCESS_TYPE = "gracetune"
 """The value of `type` in ai-toolkit's YAML that always runs a process with gracetune."""
