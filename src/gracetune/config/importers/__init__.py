@@ -1,0 +1,1 @@
+"""Turn the config files of other trainers into run files, with a report of every key."""
