@@ -1,10 +1,13 @@
 """Set the environment that torch reads at import, and define the fixtures most tests share."""
 
 import os
+import signal
 from functools import partial
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `nohup make test` ignores SIGHUP, and runs started by the tests would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 
