@@ -13,10 +13,14 @@ import difflib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.config.aliases import leaves
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.config.parse_text import dotted, format_value
+from gracetune.config.schema import AdapterSection, RunFile
 from gracetune.errors import REDACTED, redact_urls
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ class KeyReport:
     text: str
     """gracetune's setting and its value for a key that is used; otherwise the reason, or what to do
     instead."""
+    setting: str = ""
+    """gracetune's setting, as a dotted name, for a key that sets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +110,11 @@ class ImportedRun:
         return node
 
     def default(self, setting: str, value: object, why: str) -> None:
-        """Set a setting that the config left to the other trainer's default, and report it."""
-        if self.get(setting) is MISSING:
+        """Set a setting that the config left to the other trainer's default, and report it.
+
+        It is left out if gracetune's default is the same.
+        """
+        if self.get(setting) is MISSING and value != own_default(setting):
             self.set(setting, value)
             self.defaults.append(DefaultReport(setting, value, why))
 
@@ -113,6 +122,17 @@ class ImportedRun:
         """Report that gracetune cannot train what the config asks for, and what to do."""
         if reason not in self.refusals:
             self.refusals.append(reason)
+
+
+@cache
+def _own_defaults() -> dict[str, object]:
+    run = RunFile(adapter=AdapterSection(), datasets=(DatasetSection(),))
+    return {dotted(path): value for path, value in leaves(run.model_dump(mode="json"))}
+
+
+def own_default(setting: str) -> object:
+    """Return gracetune's default of a setting, or `MISSING` if there is no such setting."""
+    return _own_defaults().get(re.sub(r"\.\d+\.", ".0.", setting), MISSING)
 
 
 class KeyReader:
@@ -136,32 +156,34 @@ class KeyReader:
         return [key for key in self._tree if key not in self._reported]
 
     def take(self, key: str, setting: str) -> None:
-        """Use the value of a key, if the config has it, as it is."""
-        if key in self._tree:
+        """Use the value of a key as it is, if the config has it and it is not reported yet."""
+        if key in self._tree and key not in self._reported:
             self.imported.set(setting, self._tree[key])
-            self.report(key, "taken", setting)
+            self.report(key, "taken", setting, setting)
 
     def translate(self, key: str, setting: str, value: object, why: str = "") -> None:
         """Use another value for a key that the config has; `why` says what the difference means."""
         self.imported.set(setting, value)
         shown = format_value(value)
-        self.report(key, "translated", f"{setting} is {shown}" + (f": {why}" if why else ""))
+        text = f"{setting} is {shown}" + (f": {why}" if why else "")
+        self.report(key, "translated", text, setting)
 
     def not_needed(self, key: str, why: str) -> None:
-        """Report a key, if the config has it, that has no effect on the result here."""
-        if key in self._tree:
+        """Report a key that has no effect on the result here, unless it is absent or reported."""
+        if key in self._tree and key not in self._reported:
             self.report(key, "not needed", why)
 
     def not_supported(self, key: str, fix: str) -> None:
-        """Report a key, if the config has it, that would change the result but cannot be used."""
-        if key in self._tree:
+        """Report a key that would change the result but cannot be used, if it is not reported."""
+        if key in self._tree and key not in self._reported:
             self.report(key, "not supported", fix)
 
-    def report(self, key: str, verdict: Verdict, text: str) -> None:
+    def report(self, key: str, verdict: Verdict, text: str, setting: str = "") -> None:
         """Add a line for a key, or one line for each key inside it if it is a section."""
         self._reported.add(key)
         for path, value in leaves(self._tree[key], (*self._path, key)):
-            self.imported.keys.append(KeyReport(self.file, dotted(path), value, verdict, text))
+            report = KeyReport(self.file, dotted(path), value, verdict, text, setting)
+            self.imported.keys.append(report)
 
     def section(self, key: str) -> KeyReader | None:
         """Return a reader for a key whose value is a section; None if the config has none."""
@@ -219,23 +241,28 @@ def summarize(imported: ImportedRun, name: str) -> str:
 def format_report(imported: ImportedRun) -> str:
     """Return the report as text: a line for each key, grouped by verdict."""
     files = list(dict.fromkeys(each.file for each in imported.keys))
-    lines = [f"{imported.tool}: {', '.join(files)}", f"{len(imported.keys)} keys: "]
-    lines[1] += f"{count_verdicts(imported)}."
+    short = {file: PurePath(file).name for file in files}
+    if len(set(short.values())) < len(files):
+        short = {file: file for file in files}
+    lines = [f"{imported.tool}: {', '.join(files)}"]
+    lines.append(f"{len(imported.keys)} keys: {count_verdicts(imported)}.")
     for verdict in VERDICTS:
         found = [each for each in imported.keys if each.verdict == verdict]
         if found:
             lines += ["", f"{verdict} ({len(found)})"]
-            lines += [f"  {_describe(each, files)}" for each in found]
+            for file in files:
+                inside = [each for each in found if each.file == file]
+                lines += [f"  in {short[file]}:"] if inside and len(files) > 1 else []
+                lines += [f"    {_describe(each)}" for each in inside]
     if imported.defaults:
         lines += ["", f"defaults of {imported.tool} that differ from gracetune's"]
         for each in imported.defaults:
             value = format_value(each.value)
-            lines.append(f"  {each.setting} is {value}: {each.why}")
+            lines.append(f"    {each.setting} is {value}: {each.why}")
     return "\n".join(lines)
 
 
-def _describe(each: KeyReport, files: list[str]) -> str:
+def _describe(each: KeyReport) -> str:
     is_secret = SECRET_KEY.search(each.key) is not None and each.value is not None
     value = REDACTED if is_secret else redact_urls(format_value(each.value))
-    place = f"{each.file}: " if len(files) > 1 else ""
-    return f"{place}{each.key} = {value} -> {each.text}"
+    return f"{each.key} = {value} -> {each.text}"
