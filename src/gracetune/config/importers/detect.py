@@ -176,11 +176,10 @@ def _sort_files(files: Sequence[ConfigFile]) -> SimpleTunerFiles:
             f"{files[0].path} is {_ROLES[_role(files[0])]}. Pass the config too, such as "
             "config.json; it names the model and the training settings."
         )
-    for role, key in _NAMED_FILES.items():
-        if role not in parts and not is_off(config.get(key)):
-            found = _read_named(role, config[key], folders)
-            if found is not None:
-                parts[role] = found
+    for role, key in _NAMED_FILES:
+        found = None if role in parts else _read_named(key, config.get(key), folders)
+        if found is not None:
+            parts[role] = found
     if "datasets" not in parts:
         raise ConfigError(
             f"{names[0]} is a config of SimpleTuner, but its datasets are missing: "
@@ -205,12 +204,13 @@ def _sort_files(files: Sequence[ConfigFile]) -> SimpleTunerFiles:
     )
 
 
-_NAMED_FILES = {
-    "datasets": "data_backend_config",
-    "lycoris": "lycoris_config",
-    "prompts": "user_prompt_library",
-}
-"""The option that names the file of each role."""
+_NAMED_FILES = (
+    ("datasets", "data_backend_config"),
+    ("lycoris", "lycoris_config"),
+    ("prompts", "user_prompt_library"),
+    ("prompts", "validation_prompt_library"),
+)
+"""Roles of files, with the option that names a file of this role."""
 _ROLES = {
     "config": "a config of SimpleTuner",
     "datasets": "a list of SimpleTuner's datasets",
@@ -237,11 +237,11 @@ def _role(file: ConfigFile) -> str:
     return "prompts" if values and are_prompts else "unknown"
 
 
-def _read_named(role: str, value: object, folders: Sequence[Path]) -> ConfigFile | None:
+def _read_named(key: str, value: object, folders: Sequence[Path]) -> ConfigFile | None:
     """Read a file that the config names; the option may also have the content itself."""
     if isinstance(value, dict | list):
-        return ConfigFile(Path(_NAMED_FILES[role]), value)
-    path = find_named_file(str(value), folders)
+        return ConfigFile(Path(key), value)
+    path = None if is_off(value) or value is True else find_named_file(str(value), folders)
     return None if path is None else read_config(path)
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from gracetune.config.importers.simpletuner_keys import SimpleTunerFamily
 
 TOOL = "SimpleTuner"
+NEEDS_IMAGES = "this model needs an input image for each prompt; set validation.images and every"
 FLOW_ONLY = (
     "flow_schedule_shift",
     "flow_schedule_auto_shift",
@@ -163,7 +164,7 @@ def _import_flavour(config: KeyReader, family: SimpleTunerFamily, *, has_path: b
         config.not_supported("model_flavour", f"set one of {', '.join(family.paths)}")
         return
     remark = f"train.experts is {experts}" if experts else ""
-    if (config.peek("model_family"), name) in ASSISTED_FLAVOURS:
+    if (str(config.peek("model_family")).replace("-", "_"), name) in ASSISTED_FLAVOURS:
         off = "train few steps, or train the base model"
         remark = f"SimpleTuner adds an assistant LoRA in training, which gracetune lacks: {off}"
         config.not_needed("disable_assistant_lora", "there is no assistant LoRA")
@@ -187,12 +188,13 @@ def _import_precision(config: KeyReader) -> None:
         name = str(value).lower()
         bits = re.match(r"(nf4|u?int\d|fp\d)", name)
         found = bits[0] if bits is not None else ""
+        why = "with `none`, the planner streams bf16 weights instead"
         if found == "fp8" and "int4" not in name:
-            config.translate("base_model_precision", "model.quantize", "fp8")
+            config.translate("base_model_precision", "model.quantize", "fp8", why)
         elif found in ("int8", "uint8") and "int4" not in name:
-            config.translate("base_model_precision", "model.quantize", "int8")
+            config.translate("base_model_precision", "model.quantize", "int8", why)
         elif found:
-            why = "" if found == "nf4" else "the smallest format here has 4 bits"
+            why = why if found == "nf4" else f"the smallest format here has 4 bits; {why}"
             config.translate("base_model_precision", "model.quantize", "nf4", why)
         else:
             config.not_supported("base_model_precision", "set model.quantize: int8, fp8 or nf4")
@@ -202,12 +204,12 @@ def _import_precision(config: KeyReader) -> None:
     elif precision in ("fp16", "fp8"):
         why = "diffusion transformers overflow in fp16" if precision == "fp16" else ""
         config.translate("mixed_precision", "train.mixed_precision", "bf16", why)
-    else:
-        config.not_needed("mixed_precision", "bf16 is used where the device has it")
+    not_supported_unless_off(config, "mixed_precision", "set train.mixed_precision: bf16 or no")
+    config.imported.default("train.mixed_precision", "bf16", "mixed_precision is bf16")
 
 
 def _edits_images(config: KeyReader) -> bool:
-    return (config.peek("model_family"), config.peek("model_flavour")) in EDIT_FLAVOURS
+    return (str(config.peek("model_family")), str(config.peek("model_flavour"))) in EDIT_FLAVOURS
 
 
 # The training loop and the optimizer
@@ -444,11 +446,7 @@ def _import_flow(config: KeyReader, family: SimpleTunerFamily) -> None:
 
 def _import_validation(config: KeyReader, files: SimpleTunerFiles) -> None:
     imported = config.imported
-    set_flag(config, "validation_disable", "validation.every", 0)
-    for key in ("validation_step_interval", "validation_steps"):
-        if imported.get("validation.every") == 0:
-            config.not_needed(key, "validation_disable is true")
-        config.take(key, "validation.every")
+    _import_validation_interval(config)
     _import_validation_prompts(config, files)
     empty = "it is empty"
     setting = "validation.negative_prompt"
@@ -469,9 +467,23 @@ def _import_validation(config: KeyReader, files: SimpleTunerFiles) -> None:
         if number(config.peek(key)) == 1:
             config.not_needed(key, "samples use the adapter at full strength")
     _import_validation_size(config)
-    imported.default("validation.every", 100, "validation_step_interval is 100")
     imported.default("validation.guidance", 7.5, "validation_guidance is 7.5")
     imported.default("validation.sample_steps", 30, "validation_num_inference_steps is 30")
+
+
+def _import_validation_interval(config: KeyReader) -> None:
+    imported = config.imported
+    needs_image = _edits_images(config) or str(config.peek("model_flavour")).startswith("i2v")
+    set_flag(config, "validation_disable", "validation.every", 0)
+    for key in ("validation_step_interval", "validation_steps"):
+        if imported.get("validation.every") == 0:
+            config.not_needed(key, "validation_disable is true")
+        elif needs_image and config.peek(key) is not MISSING:
+            config.translate(key, "validation.every", 0, NEEDS_IMAGES)
+        config.take(key, "validation.every")
+    if needs_image:
+        imported.default("validation.every", 0, NEEDS_IMAGES)
+    imported.default("validation.every", 100, "validation_step_interval is 100")
 
 
 def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> None:
@@ -482,9 +494,10 @@ def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> No
     config.not_needed("validation_prompt", "there is no prompt")
     if files.prompts is not None:
         prompts += _import_prompts(config.imported, files.prompts_name, files.prompts)
-        if config.peek("user_prompt_library") is not MISSING:
-            text = "validation.prompts has its prompts"
-            config.report("user_prompt_library", "translated", text)
+        for key in ("user_prompt_library", "validation_prompt_library"):
+            if str(config.peek(key)).endswith(".json"):
+                text = "validation.prompts has its prompts"
+                config.report(key, "translated", text, "validation.prompts")
     fix = "the file was not found; name its prompts in validation.prompts"
     not_supported_unless_off(config, "user_prompt_library", fix)
     if prompts:
@@ -497,7 +510,7 @@ def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> No
 def _import_validation_size(config: KeyReader) -> None:
     sizes = texts(config.peek("validation_resolution"))
     edges = [number(part) for part in re.split("[x*]", sizes[0].lower())] if sizes else []
-    if not sizes or not edges or None in edges or len(edges) > 2:
+    if not 1 <= len(edges) <= 2 or not all(edge and edge > 0 for edge in edges):
         not_supported_unless_off(config, "validation_resolution", "set validation.width and height")
         return
     width, height = (int(edge or 0) for edge in (edges[0], edges[-1]))

@@ -184,6 +184,8 @@ def import_datasets(
     for number_, entry in enumerate(entries):
         reader = reader_without_nulls(imported, file, entry, (number_,))
         kind = str(entry.get("dataset_type") or "image")
+        if str(entry.get("id")) in paired or "conditioning_type" in entry:
+            kind = "conditioning"
         if flag(entry.get("disabled")) or flag(entry.get("disable")):
             _report_all(reader, "the dataset is disabled")
         elif kind in CACHE_TYPES:
@@ -617,12 +619,15 @@ class _Dataset:
         """Translate the datasets of control images or masks that this dataset names."""
         reader = self.reader
         generated = reader.peek("conditioning")
-        if generated is not MISSING and not is_off(generated) and takes_control:
+        if not is_off(generated) and takes_control:
             fix = "make them with another tool, and set conditioning_data to their dataset"
             self.imported.refuse(
                 f"{reader.file}: `conditioning` of the dataset {reader.peek('id')!r} generates "
                 f"control images, which gracetune does not: {fix}."
             )
+        without = "this model is trained without control images; see docs/families.md"
+        if not takes_control and not is_off(generated):
+            reader.not_supported("conditioning", without)
         controls: list[str] = []
         for name in texts(reader.peek("conditioning_data")):
             entry = by_id.get(name, {})
@@ -634,8 +639,7 @@ class _Dataset:
             elif takes_control:
                 controls.append(folder)
             else:
-                fix = "this model takes no control images; see docs/families.md"
-                reader.not_supported("conditioning_data", fix)
+                reader.not_supported("conditioning_data", without)
         if controls:
             value: object = controls if len(controls) > 1 else controls[0]
             self.put("conditioning_data", "conditioning_data_dir", value)
