@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui check format lint types bench clean
+.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -109,6 +109,13 @@ $(COMFYUI):
 
 test-comfyui: venv | $(COMFYUI)  ## `adapter check` against ComfyUI's own functions
 	COMFYUI=$(COMFYUI) $(BIN)/python -m pytest -m hosts tests/hosts/test_comfyui.py
+
+# The configs that both publish are read where they are; set the folders to test other versions.
+SIMPLETUNER ?= $(HOST)/clone
+AI_TOOLKIT ?= $(AITK)
+
+test-import: venv | $(SIMPLETUNER) $(AI_TOOLKIT)  ## import and train every config that SimpleTuner and ai-toolkit publish
+	SIMPLETUNER=$(SIMPLETUNER) AI_TOOLKIT=$(AI_TOOLKIT) $(BIN)/python -m pytest -m hosts tests/hosts/test_import_*.py
 
 format: venv
 	$(BIN)/ruff format .

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.config.load import FORMATS_BY_SUFFIX, load_run_file
+from gracetune.config.load import load_run_file
+from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.errors import CacheError, ConfigError
 from gracetune.events.run_control import reserve_folder
 from gracetune.events.types import Notice

@@ -19,6 +19,7 @@ from gracetune.optim.registry import OPTIMIZERS, optimizer_info
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from gracetune.config.dataset_schema import DatasetSection
     from gracetune.config.schema import RunFile
     from gracetune.config.schema_base import Section
 
@@ -210,11 +211,29 @@ def _check_datasets(run: RunFile) -> Iterator[Violation]:
                 f"is instanceprompt, but {key}.instance_prompt is missing. "
                 "Set it to the caption that every sample gets.",
             )
-        if dataset.bucket_step is not None and dataset.bucket_step > dataset.resolution:
+        if not dataset.resolutions:
+            yield Violation(f"{key}.resolution", "is an empty list. Set at least one size.")
+        elif dataset.bucket_step is not None and dataset.bucket_step > dataset.resolutions[0]:
             yield Violation(
                 f"{key}.bucket_step",
                 f"is {dataset.bucket_step}; it must be at most {key}.resolution "
-                f"({dataset.resolution}).",
+                f"({dataset.resolutions[0]}).",
+            )
+        yield from _check_bucket_aspects(dataset, key)
+
+
+def _check_bucket_aspects(dataset: DatasetSection, key: str) -> Iterator[Violation]:
+    if dataset.bucket_aspects == ():
+        yield Violation(
+            f"{key}.bucket_aspects",
+            "is an empty list. Name aspect ratios, or remove it to allow all.",
+        )
+    for aspect in dataset.bucket_aspects or ():
+        if max(aspect, 1 / aspect) > dataset.max_aspect:
+            yield Violation(
+                f"{key}.bucket_aspects",
+                f"has {aspect:g}; it must be from {1 / dataset.max_aspect:.3g} to "
+                f"{dataset.max_aspect:g}. Remove it, or raise {key}.max_aspect.",
             )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+Resolution = Annotated[int, Field(ge=8)]
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
 
@@ -199,9 +200,10 @@ class DatasetSection(Section):
     """Settings of the requests to remote storage, if `instance_data_dir` is a remote address."""
     shapes: ShapesSection = ShapesSection()
     """Settings of the generated images, for type `shapes`."""
-    resolution: Annotated[int, Field(ge=8)] = 1024
+    resolution: Resolution | tuple[Resolution, ...] = 1024
     """Size in pixels that images and videos are resized to. Samples of similar aspect ratio share a
-    bucket, a fixed width and height; `resolution_type` says how this number determines them."""
+    bucket, a fixed width and height; `resolution_type` says how this number determines them. With a
+    list, an epoch uses each sample at each of these sizes."""
     resolution_type: Literal["area", "edge"] = "area"
     """Meaning of `resolution`. `area`: each bucket has about resolution x resolution pixels;
     `edge`: the shorter edge of each bucket is `resolution`."""
@@ -214,12 +216,19 @@ class DatasetSection(Section):
     bucket_step: Annotated[int, Field(ge=1)] | None = None
     """Step in pixels between bucket sizes: all bucket edges are multiples of it. A larger step
     means fewer buckets and more cropping. Default: the smallest step that the model accepts."""
+    bucket_aspects: tuple[PositiveFloat, ...] | None = None
+    """Aspect ratios (width divided by height) of the buckets. Each image or video is cropped to the
+    nearest of them; `[1.0]` crops all to squares. Default: every aspect ratio that `bucket_step`
+    and `max_aspect` allow."""
     max_aspect: Annotated[float, Field(ge=1)] = 3.0
     """Largest ratio of the long to the short edge. Images and videos above it are dropped and
     reported."""
     min_edge: NonNegativeInt = 0
     """Smallest length in pixels of the shorter edge. Images and videos below it are dropped and
     reported. 0: none are dropped, and small ones are enlarged."""
+    min_resolution: NonNegativeInt = 0
+    """Smallest area: images and videos with fewer than min_resolution x min_resolution pixels are
+    dropped and reported. 0: none are dropped."""
     frames: PositiveInt | tuple[PositiveInt, ...] = 81
     """Video only: number of frames of a clip, of the form 4n+1. With a list, each video uses the
     largest number that it is long enough for. Videos that are too short are dropped."""
@@ -277,6 +286,12 @@ class DatasetSection(Section):
     variants: PositiveInt = 1
     """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.
     Epochs use them in turn."""
+
+    @property
+    def resolutions(self) -> tuple[int, ...]:
+        """The values of `resolution` in ascending order; every sample is used at each."""
+        values = self.resolution if isinstance(self.resolution, tuple) else (self.resolution,)
+        return tuple(sorted(set(values)))
 
     @property
     def control_folders(self) -> tuple[str, ...]:

@@ -32,13 +32,23 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
+from gracetune.config.importers.detect import (
+    check_importable,
+    find_tool,
+    import_files,
+    is_environment_file,
+)
+from gracetune.config.importers.report import summarize
 from gracetune.config.parse_text import (
+    FORMATS_BY_SUFFIX,
     MAX_DEPTH,
+    ParsedText,
     dotted,
     find_fault,
     format_value,
     may_be_credential,
     parse_text,
+    read_text,
     walk,
 )
 from gracetune.config.schema import RunFile
@@ -54,8 +64,6 @@ if TYPE_CHECKING:
     from gracetune.config.parse_text import KeyPath
 
 
-FORMATS_BY_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
-MAX_FILE_BYTES = 16 * 1024**2
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 
@@ -77,15 +85,25 @@ def load_run_file(
 ) -> LoadedRun:
     """Load and validate a run file.
 
+    The config of another trainer, such as SimpleTuner, is translated first, and a notice has a
+    summary of its report.
+
     `overrides` are texts such as `train.batch_size=4`, which replace values of the file.
     `environment` has the environment variables; by default those of this process.
     """
     file = Path(path)
     text_format = FORMATS_BY_SUFFIX.get(file.suffix.lower())
-    if text_format is None:
+    if text_format is None and not is_environment_file(file):
         raise ConfigError(f"{file} must end in one of {', '.join(FORMATS_BY_SUFFIX)}.")
-    loaded = load_run_text(_read(file), text_format, str(file), overrides, environment)
-    return LoadedRun(loaded.run, loaded.notices, file)
+    text = read_text(file)
+    parsed = parse_text(text, text_format, str(file)) if text_format is not None else None
+    if parsed is not None and find_tool(parsed.tree) is None:
+        loaded = _load_parsed(parsed, str(file), overrides, environment)
+        return LoadedRun(loaded.run, loaded.notices, file)
+    imported = import_files([file])
+    check_importable(imported)
+    loaded = _load_parsed(ParsedText(imported.run, {}), str(file), overrides, environment)
+    return LoadedRun(loaded.run, (summarize(imported, str(file)), *loaded.notices), file)
 
 
 def load_run_text(
@@ -99,7 +117,16 @@ def load_run_text(
 
     `format` is `json`, `yaml` or `toml`. `name` stands for the file in messages.
     """
-    draft = translate(parse_text(text, format, name), name)
+    return _load_parsed(parse_text(text, format, name), name, overrides, environment)
+
+
+def _load_parsed(
+    parsed: ParsedText,
+    name: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str] | None,
+) -> LoadedRun:
+    draft = translate(parsed, name)
     for each in overrides:
         _override(draft, each)
     apply_implied_settings(draft)
@@ -141,23 +168,6 @@ def _override(draft: Draft, text: str) -> None:
             fault = find_fault(each) or f"nested more than {MAX_DEPTH} levels deep"
             raise ConfigError(f"override {text[:60]!a}: the value is {fault}.")
     apply_override(draft, path, value, f"override {text}")
-
-
-def _read(file: Path) -> str:
-    try:
-        if file.is_dir():
-            raise ConfigError(f"{file} is a folder. Name the run file in it.")
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes, so not a run file.")
-        return file.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist. Check the path of the run file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is not UTF-8 (byte {error.start}). Save it with that encoding."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(file)!r} cannot be read: {error}.") from None
 
 
 def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]:

@@ -24,6 +24,7 @@ from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 
 KeyPath = tuple[str | int, ...]
@@ -32,6 +33,8 @@ MAX_DEPTH = 64
 MAX_INTEGER_BITS = 64
 _SPACE = re.compile(r"(?:[ \t\r\n]+|//[^\n]*)*")
 FORMATS = ("json", "yaml", "toml")
+FORMATS_BY_SUFFIX = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+MAX_FILE_BYTES = 16 * 1024**2
 MAX_YAML_NODES = 100_000
 _MAX_SHOWN = 60
 
@@ -50,6 +53,24 @@ class ParsedText:
     """The values as nested dictionaries and lists."""
     lines: Mapping[KeyPath, int]
     """Line number of each key and list item, by its path, counted from 1."""
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a config file; raise an error with advice if it cannot be read."""
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{file} is a folder. Name the run file in it.")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{file} is larger than {MAX_FILE_BYTES} bytes, so not a run file.")
+        return file.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist. Check the path of the run file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not UTF-8 (byte {error.start}). Save it with that encoding."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error}.") from None
 
 
 def parse_text(text: str, text_format: str, name: str) -> ParsedText:

@@ -325,9 +325,11 @@ class ValidationSection(Section):
     """Scale of classifier-free guidance. Higher values follow the prompt more closely; 1 turns
     guidance off."""
     width: PositiveInt | None = None
-    """Width of generated samples in pixels. Default: `resolution` of the first dataset."""
+    """Width of generated samples in pixels. Default: the largest `resolution` of the first
+    dataset."""
     height: PositiveInt | None = None
-    """Height of generated samples in pixels. Default: `resolution` of the first dataset."""
+    """Height of generated samples in pixels. Default: the largest `resolution` of the first
+    dataset."""
     frames: PositiveInt | None = None
     """Number of frames of generated videos, of the form 4n+1. 1 generates images. Default: the
     longest clip length of the first dataset if it has videos, otherwise 1."""

@@ -72,6 +72,21 @@ def bucket_sizes(
     return sorted(sizes, key=lambda size: (size[0] / size[1], size))
 
 
+def sizes_of_dataset(section: DatasetSection, resolution: int, step: int) -> list[Size]:
+    """Return the bucket sizes of a dataset at one of its resolutions, from tall to wide.
+
+    With `bucket_aspects`, these are the sizes whose aspect ratios are nearest to them.
+    """
+    sizes = bucket_sizes(resolution, step, section.max_aspect, section.resolution_type)
+    if section.bucket_aspects is None:
+        return sizes
+    nearest = {
+        min(sizes, key=lambda size: abs(math.log(size[0] / size[1] / aspect)))
+        for aspect in section.bucket_aspects
+    }
+    return [size for size in sizes if size in nearest]
+
+
 def frame_counts(section: DatasetSection) -> tuple[int, ...]:
     """Return the clip lengths of a video dataset in frames, in ascending order.
 
@@ -96,22 +111,22 @@ def audio_lengths(section: DatasetSection) -> tuple[int, ...]:
 def assign(samples: Sequence[Sample], section: DatasetSection, step: int) -> BucketPlan:
     """Assign each sample to the bucket that crops it least, or drop it.
 
-    `step` is the number of pixels that edges must be multiples of for the model; the dataset's
-    `bucket_step` takes precedence.
+    With several resolutions, a sample has a bucket of each. `step` is the number of pixels that
+    edges must be multiples of for the model; the dataset's `bucket_step` takes precedence.
     """
-    place = (
-        _audio_bucket_finder(section)
-        if section.dataset_type == "audio"
-        else _bucket_finder(section, step)
-    )
+    if section.dataset_type == "audio":
+        finders = [_audio_bucket_finder(section)]
+    else:
+        finders = [_bucket_finder(section, edge, step) for edge in section.resolutions]
     members: dict[Shape, list[Sample]] = {}
     dropped: list[Dropped] = []
     for sample in samples:
-        shape = place(sample)
-        if isinstance(shape, str):
-            dropped.append(Dropped(sample, shape))
-        else:
-            members.setdefault(shape, []).append(sample)
+        # Two resolutions may round to the same shape, which has the sample only once.
+        for shape in dict.fromkeys(place(sample) for place in finders):
+            if isinstance(shape, str):
+                dropped.append(Dropped(sample, shape))
+            else:
+                members.setdefault(shape, []).append(sample)
     if samples and len(dropped) == len(samples):
         raise DataError(
             f"dataset {section.id!r}: all {len(samples)} samples are dropped; the first is "
@@ -176,20 +191,21 @@ _AXES = {
     "audio": ("channels", "length"),
 }
 _REMEDY = {
-    "image": "Raise max_aspect or lower min_edge.",
-    "video": "Raise max_aspect, lower min_edge, or set fewer frames.",
+    "image": "Raise max_aspect, or lower min_edge or min_resolution.",
+    "video": "Raise max_aspect, lower min_edge or min_resolution, or set fewer frames.",
     "audio": "Set fewer seconds.",
 }
 
 
-def _bucket_finder(section: DatasetSection, step: int) -> Callable[[Sample], Shape | str]:
-    """Return a function that maps an image or video to the shape of its bucket.
+def _bucket_finder(
+    section: DatasetSection, resolution: int, step: int
+) -> Callable[[Sample], Shape | str]:
+    """Return a function that maps an image or video to the shape of its bucket at a resolution.
 
-    If no bucket fits, the function returns the reason as text.
+    If no bucket fits, the function returns the reason as text, which is the same at every
+    resolution.
     """
-    sizes = bucket_sizes(
-        section.resolution, _step(section, step), section.max_aspect, section.resolution_type
-    )
+    sizes = sizes_of_dataset(section, resolution, _step(section, step))
     aspects = [math.log(width / height) for width, height in sizes]
     counts = frame_counts(section) if section.dataset_type == "video" else ()
 
@@ -266,6 +282,9 @@ def _reason_to_drop(sample: Sample, section: DatasetSection) -> str | None:
         return f"max_aspect is {section.max_aspect:g}, its aspect ratio is {long / short:.2f}"
     if short < section.min_edge:
         return f"min_edge is {section.min_edge}, its shorter edge is {short}"
+    if short * long < section.min_resolution**2:
+        area = math.sqrt(short * long)
+        return f"min_resolution is {section.min_resolution}, its area is {area:.0f}x{area:.0f}"
     return None
 
 

@@ -96,16 +96,15 @@ def check_fit(section: DatasetSection, index: int, bucket_step: int, family: Fam
             f"datasets[{index}].bucket_step is {bucket_step}, but {family.name} needs a multiple "
             f"of {family.pixel_step}. Set one, or remove bucket_step."
         )
-    sizes = buckets.bucket_sizes(
-        section.resolution, bucket_step, section.max_aspect, section.resolution_type
-    )
-    longest = max(max(size) for size in sizes)
-    if longest > family.max_edge:
-        raise ConfigError(
-            f"datasets[{index}].resolution {section.resolution} with max_aspect "
-            f"{section.max_aspect:g} gives edges of {longest} pixels, but {family.name} takes at "
-            f"most {family.max_edge}. Lower one of them."
-        )
+    for resolution in section.resolutions:
+        sizes = buckets.sizes_of_dataset(section, resolution, bucket_step)
+        longest = max(max(size) for size in sizes)
+        if longest > family.max_edge:
+            raise ConfigError(
+                f"datasets[{index}].resolution {resolution} with max_aspect "
+                f"{section.max_aspect:g} gives edges of {longest} pixels, but {family.name} takes "
+                f"at most {family.max_edge}. Lower one of them."
+            )
 
 
 def _check_audio(section: DatasetSection, index: int, name: str, audio: AudioFormat) -> None:

@@ -169,7 +169,8 @@ class DataPipeline:
         self._device_texts = self._cache_device_texts(train_groups, prompts)
         self.order = BatchOrder(train_groups, run.train.batch_size, run.seed)
         """Sequence of all batches of the run."""
-        self.train_samples = tuple(sample for group in train_groups for sample in group.samples)
+        used = (sample for group in train_groups for sample in group.samples)
+        self.train_samples = tuple(dict.fromkeys(used))  # with several resolutions, in many groups
         """All samples that are trained on, each once."""
         self.held_out_draws = _fixed_batches(held_out, run.train.batch_size)
         """Held-out samples in batches, to be read with `load` when the run validates."""

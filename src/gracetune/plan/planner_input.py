@@ -218,7 +218,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
     frames = 1
     if section.dataset_type == "video":
         frames = section.frames if isinstance(section.frames, int) else max(section.frames)
-    edge = section.shapes.size if section.type == "shapes" else section.resolution
+    edge = section.shapes.size if section.type == "shapes" else max(section.resolutions)
     width = edge
     if section.resolution_type == "edge":  # the longer edge of the widest bucket
         width = int(edge * section.max_aspect)

@@ -136,9 +136,11 @@ def expected_token_counts(run: RunFile, family: Family) -> TokenCounts:
     """
     shapes: list[Shape] = []
     for data in run.datasets:
-        square = (data.resolution, data.resolution)
-        is_video = data.dataset_type == "video"
-        shapes += [(*square, frames) for frames in frame_counts(data)] if is_video else [square]
+        squares = [(edge, edge) for edge in data.resolutions]
+        if data.dataset_type == "video":
+            shapes += [(*square, frames) for square in squares for frames in frame_counts(data)]
+        else:
+            shapes += squares
     return _count_tokens(family, dict.fromkeys(shapes, 1))
 
 

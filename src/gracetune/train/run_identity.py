@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Sample
 
-IDENTITY_VERSION = 2
+IDENTITY_VERSION = 3
 """Version of the identity in a checkpoint. Raise it when a setting is added to `IDENTITY_SETTINGS`,
 so that an earlier gracetune, which does not know the setting, refuses the checkpoint. Version 1
 stored no version."""
@@ -64,9 +64,9 @@ IDENTITY_SETTINGS = _names(
         "min_lr max_lr high_noise_lr_bump high_noise_min_lr high_noise_max_lr low_noise_lr_bump "
         "low_noise_min_lr low_noise_max_lr",
         "datasets.*": "id dataset_type mask_invert mask_background mask_normalize resolution "
-        "resolution_type crop decode bucket_step max_aspect min_edge frames fps sample_rate "
-        "channels seconds clip instance_prompt caption_dropout repeats weight "
-        "augmentations_cache_mode variants",
+        "resolution_type crop decode bucket_step bucket_aspects max_aspect min_edge min_resolution "
+        "frames fps sample_rate channels seconds clip instance_prompt caption_dropout repeats "
+        "weight augmentations_cache_mode variants",
         "datasets.*.augmentations.*": "name probability amount",
     }
 )

@@ -251,7 +251,8 @@ def _sample_shape(run: RunFile) -> tuple[MediaKind, Shape]:
         if section.seconds is not None:
             length = round(section.seconds * data.sample_rate)
         return "audio", (data.channels, length)
-    size = (section.width or data.resolution, section.height or data.resolution)
+    edge = max(data.resolutions)
+    size = (section.width or edge, section.height or edge)
     frames = section.frames
     if frames is None:
         frames = max(frame_counts(data)) if data.dataset_type == "video" else 1

@@ -237,3 +237,37 @@ def test_errors_for_short_videos_and_audio_name_the_fix() -> None:
         assign([_video(1, 24)], _section(resolution=64, dataset_type="video"), 32)
     with pytest.raises(DataError, match=r"seconds is 10, it has 1\. .* fewer seconds"):
         assign([_audio(1)], _section(dataset_type="audio"), 32)
+
+
+def test_several_resolutions_put_each_sample_into_a_bucket_of_each() -> None:
+    section = _section(resolution=(64, 32))
+    plan = assign([_sample(100, 100), _sample(90, 60), _sample(100, 10)], section, 8)
+    shapes = {size: [sample.key for sample in found] for size, found in plan.buckets.items()}
+    assert section.resolutions == (32, 64)
+    assert shapes == {
+        (32, 32): ["100x100.png"],
+        (64, 64): ["100x100.png"],
+        (40, 24): ["90x60.png"],
+        (72, 56): ["90x60.png"],
+    }
+    assert [item.sample.key for item in plan.dropped] == ["100x10.png"], "reported once"
+
+
+def test_resolutions_that_round_to_one_size_use_a_sample_once() -> None:
+    plan = assign([_sample(64, 64)], _section(resolution=(64, 66)), 16)
+    assert plan.buckets == {(64, 64): (_sample(64, 64),)}
+
+
+def test_bucket_aspects_crop_every_sample_to_the_nearest_aspect_ratio() -> None:
+    samples = [_sample(200, 100), _sample(100, 100), _sample(100, 290)]
+    squares = assign(samples, _section(resolution=64, bucket_aspects=(1.0,)), 16)
+    assert {size: len(found) for size, found in squares.buckets.items()} == {(64, 64): 3}
+    two = assign(samples, _section(resolution=64, bucket_aspects=(1.0, 0.5)), 16)
+    assert {size: len(found) for size, found in two.buckets.items()} == {(48, 80): 1, (64, 64): 2}
+
+
+def test_min_resolution_drops_by_area() -> None:
+    section = _section(resolution=64, min_resolution=100)
+    plan = assign([_sample(125, 80), _sample(124, 80)], section, 16)
+    assert [item.sample.width for item in plan.dropped] == [124]
+    assert plan.dropped[0].reason == "min_resolution is 100, its area is 100x100"

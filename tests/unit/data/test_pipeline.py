@@ -414,6 +414,26 @@ def test_augmented_latents_differ_from_plain_ones_and_repeat(build_dataset):
     assert torch.equal(flipped, latents(**FLIP))
 
 
+def draws_by_key(pipeline, edge):
+    """Return the uses of samples of one size in an epoch."""
+    batches = map(pipeline.order.batch_at, range(pipeline.order.epoch_length))
+    return {draw.sample.key: draw for batch in batches for draw in batch if draw.size[0] == edge}
+
+
+def test_each_sample_is_used_at_every_resolution(build_dataset):
+    _, _, pipeline = build_dataset(resolution=(16, 24), bucket_aspects=(1.0,))
+    assert pipeline.order.draws_by_size() == {(16, 16): 6, (24, 24): 6}
+    assert len(pipeline.train_samples) == 6, "each once, for the digest of the data and prompts"
+    for edge in (16, 24):
+        alone = build_dataset(resolution=edge, bucket_aspects=(1.0,))[2]
+        here, there = draws_by_key(pipeline, edge), draws_by_key(alone, edge)
+        assert here.keys() == there.keys()
+        assert len(here) == 6
+        for key, draw in here.items():
+            latents = pipeline.load([draw]).latents
+            assert torch.equal(latents, alone.load([there[key]]).latents)
+
+
 def test_the_weight_of_a_dataset_scales_its_epoch(build_dataset):
     _, _, pipeline = build_dataset(weight=0.5)
     assert pipeline.order.samples_per_epoch == 3

@@ -1,0 +1,331 @@
+"""SimpleTuner's options and datasets become the settings that mean the same."""
+
+import json
+
+import pytest
+
+from gracetune.config.importers.detect import import_files
+from gracetune.config.importers.report import MISSING
+from gracetune.config.importers.simpletuner_datasets import KNOWN_KEYS as DATASET_KEYS
+from gracetune.config.importers.simpletuner_keys import FAMILIES, KNOWN_KEYS
+from gracetune.config.parse_text import walk
+from gracetune.errors import ConfigError
+
+CONFIG = {
+    "model_family": "flux",
+    "model_type": "lora",
+    "model_flavour": "dev",
+    "optimizer": "optimi-adamw",
+    "output_dir": "out",
+    "max_train_steps": 100,
+    "data_backend_config": "datasets.json",
+}
+DATASET = {
+    "id": "cats",
+    "type": "local",
+    "instance_data_dir": "data/cats",
+    "caption_strategy": "textfile",
+    "resolution": 512,
+}
+
+
+@pytest.fixture
+def convert(tmp_path):
+    """Import a config and one dataset with some keys changed; a value of None removes a key."""
+
+    def call(dataset=None, files=None, **config):
+        merged = {key: value for key, value in (CONFIG | config).items() if value is not None}
+        entries = dataset if isinstance(dataset, list) else [DATASET | (dataset or {})]
+        (tmp_path / "config.json").write_text(json.dumps(merged))
+        (tmp_path / "datasets.json").write_text(json.dumps(entries))
+        for name, content in (files or {}).items():
+            (tmp_path / name).write_text(json.dumps(content))
+        return import_files([tmp_path / "config.json"])
+
+    return call
+
+
+def verdicts(imported):
+    return {each.key: (each.verdict, each.text) for each in imported.keys}
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"lora_rank": 8}, {"adapter.rank": 8, "adapter.alpha": MISSING, "adapter.dropout": 0.1}),
+        ({"lora_alpha": 4, "lora_dropout": 0.0}, {"adapter.alpha": 4, "adapter.dropout": 0.0}),
+        ({"use_dora": "true"}, {"adapter.kind": "dora"}),
+        ({"model_type": "full"}, {"adapter": None}),
+        ({"flux_lora_target": "mmdit"}, {"adapter.targets": ["to_k", "to_q", "to_v", "to_out.0"]}),
+        ({"peft_lora_target_modules": '["to_q"]'}, {"adapter.targets": ["to_q"]}),
+        ({"learning_rate": "1e-4"}, {"optimizer.lr": 1e-4}),
+        ({}, {"optimizer.lr": 4e-7, "optimizer.eps": 1e-6, "optimizer.weight_decay": 0.0}),
+        ({"optimizer_config": "weight_decay=0.1,eps=1e-7"}, {"optimizer.weight_decay": 0.1}),
+        ({"optimizer_beta1": 0.8, "optimizer_beta2": 0.9}, {"optimizer.betas": [0.8, 0.9]}),
+        ({"optimizer": "bnb-adamw8bit"}, {"optimizer.name": "adamw_8bit"}),
+        ({"lr_scheduler": "constant_with_warmup"}, {"optimizer.schedule": "constant"}),
+        (
+            {"lr_scheduler": "polynomial", "learning_rate": 1e-4, "lr_end": 1e-5},
+            {"optimizer.schedule": "linear", "optimizer.final_lr_share": 0.1},
+        ),
+        ({"max_grad_norm": 0.1, "grad_clip_method": "norm"}, {"train.max_grad_norm": 0.1}),
+        ({"max_grad_norm": 0.1}, {"train.max_grad_norm": MISSING}),
+        ({}, {"train.timestep_shift": 3.0, "train.batch_size": 4}),
+        ({"flow_schedule_shift": 0}, {"train.timestep_shift": MISSING}),
+        ({"flow_schedule_auto_shift": True}, {"train.timestep_shift": "flux"}),
+        ({"flow_use_uniform_schedule": True}, {"train.timestep_sampling": "uniform"}),
+        ({"use_ema": True}, {"train.ema_decay": 0.995}),
+        ({"use_ema": False, "ema_decay": 0.9}, {"train.ema_decay": MISSING}),
+        ({"checkpointing_steps": 7, "checkpoints_total_limit": 2}, {"train.checkpoint_every": 7}),
+        ({"base_model_precision": "int8-quanto"}, {"model.quantize": "int8"}),
+        ({"base_model_precision": "fp8-torchao"}, {"model.quantize": "fp8"}),
+        ({"base_model_precision": "nf4-bnb"}, {"model.quantize": "nf4"}),
+        ({"base_model_precision": "int2-quanto"}, {"model.quantize": "nf4"}),
+        ({"base_model_precision": "no_change"}, {"model.quantize": MISSING}),
+        ({"model_flavour": "kontext"}, {"model.path": "black-forest-labs/FLUX.1-Kontext-dev"}),
+        ({"pretrained_model_name_or_path": "mine"}, {"model.path": "mine"}),
+        ({"validation_steps": 9, "validation_resolution": "832x480"}, {"validation.width": 832}),
+        ({"validation_resolution": "512"}, {"validation.height": 512}),
+        ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
+        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": True}),
+        ({"caption_dropout_probability": 0.3}, {"datasets.0.caption_dropout": 0.3}),
+    ],
+)
+def test_an_option_becomes_its_setting(convert, options, settings):
+    imported = convert(**options)
+    assert {name: imported.get(name) for name in settings} == settings
+    assert set(options) <= {each.key for each in imported.keys}
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"repeats": 0}, {"repeats": 1}),
+        ({"repeats": 9}, {"repeats": 10}),
+        ({"resolution_type": "pixel"}, {"resolution": 512, "resolution_type": "edge"}),
+        ({"resolution_type": "pixel_area"}, {"resolution": 512, "resolution_type": "area"}),
+        ({"resolution_type": "area", "resolution": 1.0}, {"resolution": 1024}),
+        ({"resolution_type": "area", "resolution": 0.25}, {"resolution": 512}),
+        ({"minimum_image_size": 300}, {"min_resolution": 300, "min_edge": MISSING}),
+        ({"minimum_image_size": 300, "resolution_type": "pixel"}, {"min_edge": 300}),
+        ({"minimum_image_size": 0}, {"min_resolution": MISSING}),
+        (
+            {"minimum_image_size": 0.25, "resolution_type": "area", "resolution": 1},
+            {"min_resolution": 512},
+        ),
+        ({"crop": True}, {"crop": "center", "bucket_aspects": [1.0]}),
+        ({"crop": True, "crop_aspect": "preserve", "crop_style": "random"}, {"crop": "random"}),
+        (
+            {"crop": True, "crop_aspect": "closest", "crop_aspect_buckets": [1.0, 0.5]},
+            {"bucket_aspects": [1.0, 0.5]},
+        ),
+        ({"crop": False, "crop_aspect": "square"}, {"bucket_aspects": MISSING, "crop": MISSING}),
+        ({"minimum_aspect_ratio": 0.25}, {"max_aspect": 4.0}),
+        ({"probability": 0.5}, {"weight": 0.5}),
+        ({"caption_strategy": "filename"}, {"caption_strategy": "filename"}),
+        (
+            {"caption_strategy": "instanceprompt", "instance_prompt": "a cat"},
+            {"caption_strategy": "instanceprompt", "instance_prompt": "a cat"},
+        ),
+        (
+            {"instance_prompt": "ohwx", "prepend_instance_prompt": True},
+            {"caption_prefix": "ohwx", "instance_prompt": MISSING},
+        ),
+        (
+            {"instance_prompt": "ohwx", "only_instance_prompt": True},
+            {"caption_strategy": "instanceprompt", "instance_prompt": "ohwx"},
+        ),
+        (
+            {"caption_shuffle": {"enable": True, "count": 3, "position_start": 2}},
+            {"caption_shuffle": True, "caption_keep_tokens": 2},
+        ),
+        ({"type": "aws", "aws_bucket_name": "b", "aws_data_prefix": "p/"}, {"type": "remote"}),
+        (
+            {"type": "huggingface", "dataset_name": "a/b", "caption_column": "text"},
+            {"instance_data_dir": "hf://datasets/a/b", "columns.caption": "text"},
+        ),
+        (
+            {"dataset_type": "video", "video": {"num_frames": 83, "min_frames": 83}},
+            {"frames": 81, "dataset_type": "video"},
+        ),
+        ({"dataset_type": "video"}, {"frames": 73}),
+        ({"in_memory": {"compression": "lz4"}}, {"in_memory.compression": "lz4"}),
+    ],
+)
+def test_a_key_of_a_dataset_becomes_its_setting(convert, keys, settings):
+    imported = convert(keys)
+    assert {name: imported.get(f"datasets.0.{name}") for name in settings} == settings
+
+
+def test_an_option_applies_to_the_datasets_that_do_not_set_it(convert):
+    entries = [DATASET, {"id": "b", "instance_data_dir": "b"}]
+    imported = convert(entries, resolution=768, minimum_image_size=100)
+    assert [each["resolution"] for each in imported.run["datasets"]] == [512, 768]
+    assert [each["caption_strategy"] for each in imported.run["datasets"]] == [
+        "textfile",
+        "filename",
+    ]
+    assert verdicts(imported)["resolution"][0] == "translated"
+
+
+def test_caches_and_disabled_datasets_are_not_needed(convert):
+    cache = {"id": "text", "dataset_type": "text_embeds", "default": True, "cache_dir": "c"}
+    imported = convert([DATASET | {"disabled": True, "id": "old"}, DATASET, cache])
+    assert [each["id"] for each in imported.run["datasets"]] == ["cats"]
+    found = verdicts(imported)
+    assert found["0.resolution"] == ("not needed", "the dataset is disabled")
+    assert found["2.cache_dir"][0] == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flavour", "setting"),
+    [
+        ("reference_strict", "kontext", "conditioning_data_dir"),
+        ("mask", "dev", "mask_data_dir"),
+    ],
+)
+def test_conditioning_data_belong_to_the_dataset_that_names_them(convert, kind, flavour, setting):
+    other = {"id": "other", "conditioning_type": kind, "instance_data_dir": "refs", "type": "local"}
+    entries = [DATASET | {"conditioning_data": "other"}, other | {"dataset_type": "conditioning"}]
+    imported = convert(entries, model_flavour=flavour)
+    assert len(imported.run["datasets"]) == 1
+    assert imported.get(f"datasets.0.{setting}") == "refs"
+
+
+def test_control_images_of_a_model_without_them_are_not_supported(convert):
+    other = {"id": "other", "conditioning_type": "controlnet", "instance_data_dir": "refs"}
+    imported = convert([DATASET | {"conditioning_data": ["other"]}, other])
+    assert verdicts(imported)["0.conditioning_data"][0] == "not supported"
+
+
+def test_epochs_become_steps_if_the_samples_can_be_counted(convert, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(5):
+        (data / f"{number}.png").touch()
+    keys = {"instance_data_dir": str(data), "repeats": 1}
+    imported = convert(keys, max_train_steps=0, num_train_epochs=3, train_batch_size=4)
+    assert imported.get("train.max_train_steps") == 9  # 10 samples are 3 batches of an epoch
+    refused = convert(max_train_steps=0, num_train_epochs=3)
+    assert refused.refusals == [
+        "num_train_epochs is 3, but the samples could not be counted. Set max_train_steps in "
+        f"{tmp_path / 'config.json'}."
+    ]
+
+
+def test_wan_flavours_choose_the_expert(convert):
+    imported = convert(model_family="wan", model_flavour="i2v-14b-2.2-low")
+    assert imported.get("train.experts") == "low"
+    assert imported.get("model.path") == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert imported.get("model.family") == "wan22"
+    assert imported.get("validation.every") == 0
+
+
+LYCORIS = {
+    "algo": "lokr",
+    "multiplier": 1.0,
+    "linear_dim": 10000,
+    "linear_alpha": 1,
+    "factor": 16,
+    "apply_preset": {
+        "target_module": ["Attention", "FeedForward"],
+        "module_algo_map": {"Attention": {"factor": 16}, "FeedForward": {"factor": 8}},
+    },
+}
+
+
+def test_a_lycoris_config_is_the_adapter(convert):
+    options = {"lora_type": "lycoris", "lycoris_config": "lycoris.json"}
+    imported = convert(files={"lycoris.json": LYCORIS}, **options)
+    adapter = imported.run["adapter"]
+    assert (adapter["kind"], adapter["full_matrix"], adapter["factor"]) == ("lokr", True, 16)
+    assert len(adapter["targets"]) == 2
+    assert list(adapter["overrides"].values()) == [{"factor": 16}, {"factor": 8}]
+    found = verdicts(imported)
+    assert found["apply_preset.module_algo_map.FeedForward.factor"][0] == "translated"
+    assert not imported.refusals
+    low_rank = convert(
+        files={"lycoris.json": {"algo": "loha", "linear_dim": 8, "linear_alpha": 4}}, **options
+    )
+    adapter = low_rank.run["adapter"]
+    assert (adapter["kind"], adapter["rank"], adapter["alpha"]) == ("loha", 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"controlnet": True}, "controlnet asks for a ControlNet, which gracetune does not train"),
+        ({"distillation_method": "dcm"}, "remove distillation_method from "),
+        ({"model_flavour": "vace"}, "model_flavour is 'vace', which gracetune does not train"),
+        ({"lora_type": "lycoris", "lycoris_config": "no.json"}, "there is no such file"),
+    ],
+)
+def test_what_gracetune_cannot_train_is_refused(convert, options, message):
+    (refusal,) = convert(**options).refusals
+    assert message in refusal
+
+
+def test_csv_lists_and_unknown_kinds_of_data_are_refused(convert):
+    assert "is a CSV list of addresses" in convert({"type": "csv"}).refusals[0]
+    assert "dataset_type is 'audio'" in convert({"dataset_type": "audio"}).refusals[0]
+
+
+def test_another_family_is_one_clear_line(convert):
+    with pytest.raises(ConfigError, match=r"model_family is 'hidream', which .* does not train\."):
+        convert(model_family="hidream")
+
+
+def test_a_typo_is_reported_with_the_right_name(convert):
+    found = verdicts(convert(learning_rte=1e-4))
+    verdict, text = found["learning_rte"]
+    assert verdict == "not supported"
+    assert "did you mean learning_rate?" in text
+
+
+def test_features_that_are_off_are_not_needed(convert):
+    found = verdicts(convert(crepa_enabled=False, crepa_lambda=0.5, push_to_hub="false"))
+    assert {found[key][0] for key in ("crepa_enabled", "crepa_lambda", "push_to_hub")} == {
+        "not needed"
+    }
+    assert verdicts(convert(crepa_enabled=True))["crepa_enabled"][0] == "not supported"
+
+
+def test_prompts_of_a_library_are_validated(convert):
+    library = {"one": "a cat", "two": {"prompt": "a dog", "adapter_strength": 0.5}}
+    imported = convert(
+        files={"prompts.json": library},
+        user_prompt_library="prompts.json",
+        validation_prompt="a bird",
+        validation_negative_prompt="blurry",
+    )
+    assert imported.get("validation.prompts") == ["a bird", "a cat", "a dog"]
+    assert imported.get("validation.negative_prompt") == "blurry"
+
+
+def leaf_keys(tree):
+    return {
+        ".".join(map(str, path))
+        for path, value in walk(tree)
+        if path and isinstance(path[-1], str) and not (isinstance(value, dict) and value)
+    }
+
+
+@pytest.mark.parametrize("odd", ["", "abc", "0.5", -1, 1.5, True, [], ["a"], {}, {"a": 1}, None])
+def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
+    """Every key has exactly one line, whatever its value is."""
+    options = dict.fromkeys(KNOWN_KEYS - {"model_family", "data_backend_config"}, odd)
+    keys = dict.fromkeys(DATASET_KEYS - {"disabled", "disable", "dataset_type"}, odd)
+    for family in FAMILIES:
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_family": family, "data_backend_config": "datasets.json"} | options)
+        )
+        (tmp_path / "datasets.json").write_text(json.dumps([keys | {"dataset_type": "video"}]))
+        imported = import_files([tmp_path / "config.json", tmp_path / "datasets.json"])
+        lines = [each.key for each in imported.keys if each.file.endswith("config.json")]
+        assert sorted(lines) == sorted(
+            leaf_keys(json.loads((tmp_path / "config.json").read_text()))
+        )
+        data = [each.key for each in imported.keys if each.file.endswith("datasets.json")]
+        assert sorted(data) == sorted(
+            leaf_keys(json.loads((tmp_path / "datasets.json").read_text()))
+        )
