@@ -324,14 +324,14 @@ def import_sample(job: Job, process: KeyReader) -> None:
             sample.not_needed("sample_every", "there are no prompts, so validation.every is 0")
     else:
         job.imported.set("validation.prompts", prompts)
-        every = read_value(sample, "sample_every", as_int)
         if is_off:
             sample.not_needed("sample_every", "disable_sampling turns samples off")
-        elif every is None:
-            set_default(sample, "sample.sample_every", "validation.every", job.count_steps(100))
-        else:
+        elif is_usable(sample, "sample_every", as_int):
+            every = read_value(sample, "sample_every", as_int) or 0
             steps = job.count_steps(every) if every > 0 else 0
             put_value(sample, "sample_every", "validation.every", steps)
+        else:
+            set_default(sample, "sample.sample_every", "validation.every", job.count_steps(100))
     if sample is None:
         return
     _import_seed(sample, prompts)
@@ -379,8 +379,10 @@ def _read_prompts(job: Job, sample: KeyReader) -> list[object]:
     if readers:
         sample.not_needed("prompts", "samples replaces it")
         return [_read_sample(job, each, index) for index, each in enumerate(readers)]
-    if sample.peek("samples") is not MISSING:
+    if sample.peek("samples") in EMPTY or sample.peek("samples") is MISSING:
         sample.not_needed("samples", "it is empty")
+    else:
+        sample.not_supported("samples", "it must be a list of sections with a prompt each")
     texts = [given] if isinstance(given, str) and given else given
     if not isinstance(texts, list) or not texts:
         sample.not_needed("prompts", "it is empty")
