@@ -169,10 +169,13 @@ OTHERS = [name for name in READABLE if name not in OURS]
 
 
 def import_named(name):
+    """Import a job; fill in what the interface leaves to the user: clip lengths and references."""
     tree = load_job(name)
+    dataset = tree["config"]["process"][0]["datasets"][0]
     if arch_of(tree) in STARTS_FROM_AN_IMAGE:
-        # The interface leaves num_frames at 1 until the user sets the length of the videos.
-        tree["config"]["process"][0]["datasets"][0]["num_frames"] = 41
+        dataset["num_frames"] = 41
+    if tables.MODELS[arch_of(tree)].takes_references:
+        dataset.setdefault("control_path", "/path/to/references")
     return tree, import_job(Path(name.replace(": ", "-") + ".yaml"), tree)
 
 

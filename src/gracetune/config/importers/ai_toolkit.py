@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 
 from gracetune.config.environment import process_environment
 from gracetune.config.importers import ai_toolkit_keys as tables
-from gracetune.config.importers.ai_toolkit_data import import_datasets, import_sample, import_save
+from gracetune.config.importers.ai_toolkit_data import (
+    import_datasets,
+    import_own_section,
+    import_sample,
+    import_save,
+)
 from gracetune.config.importers.ai_toolkit_keys import MODELS, OTHER_MODELS, Job
 from gracetune.config.importers.ai_toolkit_train import import_train
 from gracetune.config.importers.read_values import (
@@ -49,26 +54,27 @@ def import_job(path: Path, tree: Mapping[str, object]) -> ImportedRun:
     """
     imported = ImportedRun(TOOL)
     tree = _replace_placeholders(path, tree)
-    reader = KeyReader(imported, path.name, tree)
+    reader = KeyReader(imported, str(path), tree)
     config = reader.section("config")
     processes = config.sections("process") if config is not None else []
     if config is None or not processes:
         raise ConfigError(
-            f"{path.name}: config.process is missing or not a list of sections, so this is not a "
+            f"{path}: config.process is missing or not a list of sections, so this is not a "
             "job of ai-toolkit."
         )
     kind = reader.peek("job")
     found = [each for each in processes if str(each.peek("type")) in tables.TRAINERS]
     if kind not in (MISSING, "extension", "train") or not found:
-        raise ConfigError(_no_training(path.name, kind, processes[0].peek("type")))
+        raise ConfigError(_no_training(str(path), kind, processes[0].peek("type")))
     process = found[0]
     _import_folders(config, process)
-    job = _import_model(path.name, imported, process)
+    job = _import_model(str(path), imported, process)
     _import_network(job, process)
     import_train(job, process)
     import_datasets(job, process)
     import_save(job, process)
     import_sample(job, process)
+    import_own_section(process)
     logging = open_section(process, "logging")
     if logging is not None:
         copy_value(logging, "log_every", "logging.every", as_int)
@@ -107,7 +113,7 @@ def _replace_placeholders(path: Path, tree: Mapping[str, object]) -> dict[str, o
     def variable(match: re.Match[str]) -> str:
         if match[1] not in environment:
             raise ConfigError(
-                f"{path.name}: {match[0]} stands for an environment variable that is not set. Set "
+                f"{path}: {match[0]} stands for an environment variable that is not set. Set "
                 f"{match[1]}, or write its value into the file."
             )
         return environment[match[1]]

@@ -117,6 +117,15 @@ def _import_dataset(job: Job, reader: KeyReader, index: int) -> None:
     copy_flag(reader, "random_crop", f"{here}.crop", "random")
     copy_flag(reader, "cache_latents_to_disk", "cache_config.persistent_cache")
     _report_flips(reader, here)
+    _import_augmentations(reader, here)
+    if (
+        read_value(reader, "type", as_text) == "in_memory"
+        or reader.peek("in_memory") is not MISSING
+    ):
+        job.imported.set(f"{here}.type", "in_memory")
+    staging = open_section(reader, "in_memory")
+    if staging is not None:
+        _take_all(staging, reader.peek("in_memory"), f"{here}.in_memory")
     finish_section(reader, tables.DATASET_NOT_NEEDED, tables.DATASET_UNSUPPORTED)
 
 
@@ -264,6 +273,56 @@ def _import_clips(job: Job, reader: KeyReader, here: str) -> None:
         reader.translate("do_i2v", "model.task", "image")
     else:
         reader.not_needed("do_i2v", "the model says whether it starts from an image")
+
+
+def _import_augmentations(reader: KeyReader, here: str) -> None:
+    """Translate augmentations; without a mode of caching, ai-toolkit draws them in every epoch."""
+    entries = reader.peek("augmentations")
+    mode = read_value(reader, "augmentations_cache_mode", as_text)
+    if entries is MISSING or entries in EMPTY:
+        reader.not_needed("augmentations", "it is empty")
+        reader.not_needed("augmentations_cache_mode", "there are no augmentations")
+        return
+    known, unknown = [], []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        method = (
+            str(entry.get("method", entry.get("name"))) if isinstance(entry, dict) else str(entry)
+        )
+        params = entry.get("params") if isinstance(entry, dict) else None
+        chance = as_float(params.get("p", 0.5)) if isinstance(params, dict) else 0.5
+        name = tables.AUGMENTATIONS.get(method)
+        if name is None or chance is None:
+            unknown.append(method)
+        else:
+            known.append({"name": name, "probability": chance})
+    text = f"{here}.augmentations is {known}"
+    if known:
+        reader.imported.set(f"{here}.augmentations", known)
+        reader.imported.set(f"{here}.augmentations_cache_mode", mode or "refresh_each_epoch")
+    if unknown:
+        text += f"; {', '.join(unknown)}: gracetune has others, see datasets[].augmentations"
+    reader.report("augmentations", "not supported" if unknown else "translated", text)
+    if is_usable(reader, "augmentations_cache_mode", as_text):
+        reader.report("augmentations_cache_mode", "taken", f"{here}.augmentations_cache_mode")
+
+
+def import_own_section(process: KeyReader) -> None:
+    """Import the section `gracetune`, which is for gracetune inside ai-toolkit."""
+    own = open_section(process, "gracetune")
+    if own is None:
+        return
+    for name in ("cache_config", "gh200_optimizations"):
+        section = open_section(own, name)
+        if section is not None:
+            _take_all(section, own.peek(name), name)
+    finish_section(own, tables.OWN_SWITCHES, {})
+
+
+def _take_all(reader: KeyReader, section: object, setting: str) -> None:
+    """Use all keys of a section that has gracetune's own keys."""
+    assert isinstance(section, dict), section
+    for key in section:
+        reader.take(key, f"{setting}.{key}")
 
 
 def clip_length(frames: int) -> int:

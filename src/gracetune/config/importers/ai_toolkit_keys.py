@@ -192,6 +192,19 @@ MODULATION: Mapping[str, str] = {
 }
 """Layers that ai-toolkit adapts in addition to gracetune's default targets, by family."""
 
+AUGMENTATIONS: Mapping[str, str] = {
+    "HorizontalFlip": "flip",
+    "VerticalFlip": "vertical_flip",
+    "ToGray": "grayscale",
+}
+"""Augmentations of albumentations that gracetune has under another name."""
+
+OWN_SWITCHES: Mapping[str, str] = {
+    "stage_timesteps": "each expert is always trained on its own timesteps",
+    "check_saves": "adapter files are always checked",
+}
+"""Keys of the section `gracetune` that is for gracetune inside ai-toolkit."""
+
 QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "qfloat8": ("fp8", ""),
     "float8": ("fp8", ""),
@@ -266,6 +279,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "automagic3": Optimizer(
         "automagic", eps=None, why="gracetune's own rule, with one learning rate for all weights"
     ),
+    "gracetune_automagic": Optimizer("automagic", eps=None),
     "adagrad": Optimizer("adamw", why=NO_MATCH, is_like=False),
     "automagicexperiment": Optimizer("automagic", eps=None, why="as version 1", is_like=False),
     "dadaptation": Optimizer(
@@ -396,7 +410,9 @@ DATASET_UNSUPPORTED: Mapping[str, Unsupported] = {
         "regularization images in every other step. Set datasets[].weight to use it more or less"
     ),
     "batch_size": Unsupported("all datasets have train.batch_size"),
-    "type": Unsupported("only datasets of images and videos are imported", ("image", "sd")),
+    "type": Unsupported(
+        "only datasets of images and videos are imported", ("image", "sd", "in_memory")
+    ),
     "random_triggers": Unsupported("captions get no random words"),
     "random_scale": Unsupported("images are scaled to their bucket only"),
     "scale": Unsupported("resize the images before training", _ONE),
@@ -405,7 +421,6 @@ DATASET_UNSUPPORTED: Mapping[str, Unsupported] = {
     "network_weight": Unsupported("the adapter has strength 1 in training", _ONE),
     "token_dropout_rate": Unsupported("tags are not dropped one by one", _ZERO),
     "augments": Unsupported("use datasets[].augmentations of gracetune"),
-    "augmentations": Unsupported("use datasets[].augmentations of gracetune, which has other ones"),
     "control_from_same_folder": Unsupported("put control images into a folder of their own"),
     "inpaint_path": Unsupported("inpainting models are not supported"),
     "full_size_control_images": Unsupported("control images are cropped like their image", (True,)),

@@ -148,6 +148,27 @@ def test_no_key_has_two_lines_or_none():
     assert not [each.key for each in imported.keys if "not known" in each.text]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [None, "", "abc", [], {}, -1, 0, 2.5, True, ["a"], {"a": 1}, [{"a": 1}], [None]],
+    ids=str,
+)
+@pytest.mark.parametrize("arch", ["flux", "sdxl", "wan22_14b", "qwen_image_edit_plus"])
+def test_values_of_any_kind_have_a_line(arch, value):
+    """Every section gets the value in all of its keys except those that choose the model."""
+    tree = every_known_key()
+    (process,) = tree["config"]["process"]
+    process["model"] = {"arch": arch, "name_or_path": "x"} | dict.fromkeys(
+        (*tables.MODEL_NOT_NEEDED, *tables.MODEL_UNSUPPORTED, "quantize", "qtype", "compile"), value
+    )
+    for section in (process["train"], process["datasets"][0], process["sample"], process["save"]):
+        section.update(dict.fromkeys(section, value))
+    process["network"] = {"type": "lora", "linear": value, "dropout": value, "lokr_factor": value}
+    imported = import_job(Path("job.yaml"), deepcopy(tree))
+    keys = Counter(each.key for each in imported.keys if not each.key.endswith("(not set)"))
+    assert keys == Counter(dotted(path) for path, _ in leaves(tree))
+
+
 def test_keys_that_ai_toolkit_does_not_have_are_reported():
     imported = import_changed({"train.stepz": 3, "lerning": 1, "datasets.0.repeets": 2})
     for key in ("train.stepz", "lerning", "datasets.0.repeets"):
@@ -427,6 +448,34 @@ def test_flips_add_a_flipped_copy_of_the_dataset():
     assert plain["id"] != flipped["id"]
     loaded = load_run_text(json.dumps(imported.run), "json", "run.json", environment={})
     assert len(loaded.run.datasets) == 2
+
+
+def test_keys_of_gracetune_inside_ai_toolkit():
+    imported = import_changed({
+        "gracetune": {"cache_config": {"vae_cache_type": "memory"}, "check_saves": True},
+        "datasets.0.in_memory": {"compression": "auto"},
+        "datasets.0.augmentations": [{"method": "HorizontalFlip", "params": {"p": 0.3}}],
+        "datasets.0.augmentations_cache_mode": "static",
+        "model.arch": "wan22_14b",
+        "train.optimizer": "automagic",
+        "train.optimizer_params": {"high_noise_lr_bump": 1e-6, "low_noise_max_lr": 5e-4},
+    })  # fmt: skip
+    dataset = setting(imported, "datasets.0")
+    assert (dataset["type"], dataset["in_memory"]) == ("in_memory", {"compression": "auto"})
+    assert dataset["augmentations"] == [{"name": "flip", "probability": 0.3}]
+    assert dataset["augmentations_cache_mode"] == "static"
+    assert setting(imported, "cache_config.vae_cache_type") == "memory"
+    assert setting(imported, "optimizer.low_noise_max_lr") == 5e-4
+    assert not [each.key for each in imported.keys if each.verdict == "not supported"]
+    load_run_text(json.dumps(imported.run), "json", "run.json", environment={})
+
+
+def test_augmentations_that_gracetune_does_not_have_are_named():
+    entries = [{"method": "HorizontalFlip"}, {"method": "CLAHE", "params": {"p": 1}}]
+    imported = import_changed({"datasets.0.augmentations": entries})
+    texts = {each.text for each in imported.keys if "augmentations" in each.key}
+    assert "CLAHE" in texts.pop()
+    assert setting(imported, "datasets.0.augmentations_cache_mode") == "refresh_each_epoch"
 
 
 def test_videos():
