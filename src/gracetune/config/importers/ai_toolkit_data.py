@@ -162,6 +162,7 @@ def _import_captions(job: Job, reader: KeyReader, here: str, folder: str | None)
                 said = f"{here}.caption_strategy is instanceprompt, instance_prompt is {text!r}"
                 reader.report(each, "translated", f"{said}: {why}")
     else:
+        job.imported.set(f"{here}.caption_strategy", "textfile")
         if suffix == "txt":
             reader.not_needed(key, "caption files have this suffix by default")
         else:
@@ -374,34 +375,42 @@ def import_save(job: Job, process: KeyReader) -> None:
 def import_sample(job: Job, process: KeyReader) -> None:
     """Import the section `sample` as `validation`."""
     sample = open_section(process, "sample")
+    if sample is None:
+        job.imported.set("validation.every", 0)
+        return
+    prompts = _read_prompts(job, sample)
+    _import_seed(sample, prompts)
     train = process.peek("train")
     is_off = isinstance(train, dict) and bool(as_bool(train.get("disable_sampling") or False))
-    prompts = [] if sample is None else _read_prompts(job, sample)
-    if sample is None or not prompts:
-        job.imported.set("validation.every", 0)
-        if sample is not None:
-            sample.not_needed("sample_every", "there are no prompts, so validation.every is 0")
-    else:
+    if prompts:
         job.imported.set("validation.prompts", prompts)
-        if is_off:
-            sample.not_needed("sample_every", "disable_sampling turns samples off")
-        elif is_usable(sample, "sample_every", as_int):
-            every = read_value(sample, "sample_every", as_int) or 0
-            steps = job.count_steps(every) if every > 0 else 0
-            put_value(sample, "sample_every", "validation.every", steps)
-        else:
-            set_default(sample, "sample.sample_every", "validation.every", job.count_steps(100))
-    if sample is None:
-        return
-    _import_seed(sample, prompts)
-    copy_value(sample, "width", "validation.width", as_int, default=512)
-    copy_value(sample, "height", "validation.height", as_int, default=512)
+    if is_off or not prompts:
+        job.imported.set("validation.every", 0)
+        why = "disable_sampling is true" if is_off else "there are no prompts"
+        sample.not_needed("sample_every", f"validation.every is 0, because {why}")
+    elif is_usable(sample, "sample_every", as_int):
+        every = read_value(sample, "sample_every", as_int) or 0
+        steps = job.count_steps(every) if every > 0 else 0
+        put_value(sample, "sample_every", "validation.every", steps)
+    else:
+        set_default(sample, "sample.sample_every", "validation.every", job.count_steps(100))
+    _import_sample_sizes(job, sample)
     copy_value(sample, "guidance_scale", "validation.guidance", as_float, default=7.0)
     copy_value(sample, "sample_steps", "validation.sample_steps", as_int, default=20)
     if sample.peek("neg") in (False, *EMPTY):
         sample.not_needed("neg", "it is empty")
     else:
         copy_value(sample, "neg", "validation.negative_prompt", as_text)
+    finish_section(sample, tables.SAMPLE_NOT_NEEDED, tables.SAMPLE_UNSUPPORTED)
+
+
+def _import_sample_sizes(job: Job, sample: KeyReader) -> None:
+    for key in ("width", "height"):
+        if is_usable(sample, key, as_int):
+            edge = job.fit_edge(read_value(sample, key, as_int) or 512)
+            put_value(sample, key, f"validation.{key}", edge)
+        else:
+            set_default(sample, f"sample.{key}", f"validation.{key}", 512)
     frames = read_value(sample, "num_frames", as_int)
     if frames is None or not job.is_video:
         sample.not_needed("num_frames", "the model generates images")
@@ -409,7 +418,6 @@ def import_sample(job: Job, process: KeyReader) -> None:
         length = clip_length(frames)
         why = "" if length == frames else "clips have 4n+1 frames"
         put_value(sample, "num_frames", "validation.frames", length, why)
-    finish_section(sample, tables.SAMPLE_NOT_NEEDED, tables.SAMPLE_UNSUPPORTED)
 
 
 def _import_seed(sample: KeyReader, prompts: list[object]) -> None:
@@ -471,8 +479,7 @@ def _read_sample(job: Job, reader: KeyReader, index: int) -> object:
         elif is_usable(reader, key, kind):
             entry[setting] = kind(reader.peek(key))
             reader.report(key, "translated", f"{here}.{setting}")
-    if isinstance(frames := entry.get("frames"), int):
-        entry["frames"] = clip_length(frames)
+    _fit_sizes(job, entry)
     images = _read_images(job, reader, here)
     if images:
         entry["images"] = images
@@ -523,8 +530,16 @@ def _split_prompt(job: Job, text: str) -> tuple[dict[str, object], list[str]]:
         value = kind(content.strip())
         if not setting or value is None:
             lost.append(flag.strip())
-        elif setting == "frames" and isinstance(value, int):
-            entry[setting] = clip_length(value)
         else:
             entry[setting] = [value] if setting == "images" else value
+    _fit_sizes(job, entry)
     return entry, lost
+
+
+def _fit_sizes(job: Job, entry: dict[str, object]) -> None:
+    """Round the sizes of a prompt down to those that the model can generate."""
+    for key in ("width", "height"):
+        if isinstance(edge := entry.get(key), int):
+            entry[key] = job.fit_edge(edge)
+    if isinstance(frames := entry.get("frames"), int):
+        entry["frames"] = clip_length(frames)

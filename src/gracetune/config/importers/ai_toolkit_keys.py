@@ -31,6 +31,8 @@ class Model(NamedTuple):
     module names are not those of diffusers."""
     takes_references: bool = False
     """True if the model edits images, so that `control_path` is used."""
+    pixel_step: int = 16
+    """Number of pixels of which the width and height of samples are multiples."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,10 @@ class Job:
         """True for models with a high-noise and a low-noise transformer."""
         return self.arch.startswith("wan22_14b")
 
+    def fit_edge(self, pixels: int) -> int:
+        """Return the largest width or height of at most `pixels` that the model can generate."""
+        return max(self.model.pixel_step, pixels // self.model.pixel_step * self.model.pixel_step)
+
     def count_steps(self, steps: int) -> int:
         """Convert a number of ai-toolkit's steps to optimizer steps."""
         return max(1, round(steps / self.micro_steps))
@@ -90,15 +96,15 @@ MODELS: Mapping[str, Model] = {
     "wan21_i2v": _WAN,
     "wan22_14b": _WAN,
     "wan22_14b_i2v": _WAN,
-    "wan22_5b": _WAN._replace(shift=5.0),
+    "wan22_5b": _WAN._replace(shift=5.0, pixel_step=32),
     "qwen_image": _QWEN,
     "qwen_image_edit": _QWEN_EDIT,
     "qwen_image_edit_plus": _QWEN_EDIT,
     "zimage": Model("z_image", 3.0, r"layers\..*"),
     "krea2": Model("krea2", "krea2"),
-    "sdxl": Model("sdxl"),
-    "sd1": Model("sd15"),
-    "sd15": Model("sd15"),
+    "sdxl": Model("sdxl", pixel_step=32),
+    "sd1": Model("sd15", pixel_step=64),
+    "sd15": Model("sd15", pixel_step=64),
     "sd3": Model("sd3", 3.0, r"transformer_blocks\..*"),
 }
 """Models by ai-toolkit's `model.arch`, without the tag after a colon."""

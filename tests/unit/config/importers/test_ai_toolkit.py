@@ -429,6 +429,7 @@ def test_datasets():
     assert dataset == {
         "instance_data_dir": "/data/cats",
         "resolution": [512, 768],
+        "caption_strategy": "textfile",
         "caption_extension": "caption",
         "caption_dropout": 0.05,
         "caption_shuffle": True,
