@@ -482,7 +482,7 @@ def _read_sample(job: Job, reader: KeyReader, index: int) -> object:
     _fit_sizes(job, entry)
     images = _read_images(job, reader, here)
     if images:
-        entry["images"] = images
+        entry["images"] = images[0] if len(images) == 1 else images
     split, lost = _split_prompt(job, read_value(reader, "prompt", as_text) or "")
     if lost:
         reader.not_supported("prompt", f"{here}; {_left_out(lost)}")
@@ -531,7 +531,7 @@ def _split_prompt(job: Job, text: str) -> tuple[dict[str, object], list[str]]:
         if not setting or value is None:
             lost.append(flag.strip())
         else:
-            entry[setting] = [value] if setting == "images" else value
+            entry[setting] = value
     _fit_sizes(job, entry)
     return entry, lost
 

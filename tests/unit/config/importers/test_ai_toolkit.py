@@ -518,9 +518,12 @@ def test_samples_with_settings_of_their_own():
 
 
 def test_reference_images_of_samples():
-    samples = [{"prompt": "a", "ctrl_img": "x.png"}, {"prompt": "b", "ctrl_img_2": "y.png"}]
+    samples = [
+        {"prompt": "a", "ctrl_img": "x", "ctrl_img_2": "z"},
+        {"prompt": "b", "ctrl_img_2": "y"},
+    ]
     changes = {"model.arch": "flux_kontext", "sample.samples": samples}
     first, second = setting(import_changed(changes), "validation.prompts")
-    assert (first["images"], second["images"]) == (["x.png"], ["y.png"])
+    assert (first["images"], second["images"]) == (["x", "z"], "y")
     without = import_changed({"sample.samples": samples})
     assert line(without, "sample.samples.0.ctrl_img").verdict == "not supported"
