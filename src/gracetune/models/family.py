@@ -276,7 +276,9 @@ def load_family(
     """
     loaders = {name: f"{info.module}:load" for name, info in FAMILIES.items()}
     load = cast("LoadFamily", entry_points.load("family", section.family, loaders))
-    return load(locate_model(section, emit, is_first=is_first))
+    if section.family in FAMILIES:  # in other packages, `path` may mean anything
+        section = locate_model(section, emit, is_first=is_first)
+    return load(section)
 
 
 def unused_weights(family: Family) -> list[str]:

@@ -60,7 +60,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from gracetune.errors import ModelError, ModelUnavailableError
 from gracetune.events.types import Notice, StageProgress
-from gracetune.models.registry import FAMILIES
+from gracetune.models.registry import family_info
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class HubModel:
 
     def components(self, index: Mapping[str, Any]) -> list[str]:
         """Return the names of the components that the family reads."""
-        unused = FAMILIES[self.family].unused_components
+        unused = family_info(self.family).unused_components
         return [n for n, entry in index.items() if has_component(entry) and n not in unused]
 
 
@@ -586,8 +586,8 @@ def _status(error: BaseException) -> int | None:
 
 def _explanation(error: Exception, model: HubModel) -> str:
     named = f"{model.setting} is {model.name!r}"
-    known = [published.name for published in FAMILIES[model.family].models]
-    default = f"models of {model.family} are {', '.join(known)}"
+    known = [published.name for published in family_info(model.family).models]
+    default = f"models of {model.family} are {', '.join(known)}" if known else "see the hub"
     if isinstance(error, GatedRepoError):
         return _explain_gate(model)
     if isinstance(error, RevisionNotFoundError):

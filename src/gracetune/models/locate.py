@@ -23,7 +23,7 @@ from gracetune.models.checkpoint_header import (
     matching_models,
     read_header,
 )
-from gracetune.models.registry import FAMILIES
+from gracetune.models.registry import FAMILIES, family_info
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,14 +49,15 @@ def locate_model(
     """Return the section with the local folder of the model as `path`, without a `revision`.
 
     `emit` gets the progress of downloads, and notices about what is loaded. `is_first` is False
-    for all ranks of a machine but one, which downloads. A section with a local folder, and one of
-    a family that creates its model or that another package provides, is returned as it is.
+    for all ranks of a machine but one, which downloads. A section with a local folder is returned
+    as it is, and so is one without `path` of a family without a default model.
     """
-    info = FAMILIES.get(section.family)
-    if info is None or info.default_model is None:
-        if info is not None and section.path is not None and Path(section.path).is_file():
+    info, is_ours = family_info(section.family), section.family in FAMILIES
+    if info.default_model is None:
+        if is_ours and section.path is not None and Path(section.path).is_file():
             raise ModelError(_other_family(section))
-        return section
+        if is_ours or section.path is None or is_checkpoint_file(section.path):
+            return section
     for name in FILE_SETTINGS:
         if getattr(section, name) is not None:
             _describe_file(section, name, emit)
@@ -67,7 +68,8 @@ def locate_model(
     replaced = {part for name, part in FILE_SETTINGS.items() if getattr(section, name) is not None}
     if "transformer" in replaced:
         replaced.add("unet")
-    folder = _fetch(section, section.path or info.default_model, replaced, emit, is_first=is_first)
+    name = section.path or str(info.default_model)
+    folder = _fetch(section, name, replaced, emit, is_first=is_first)
     return section.model_copy(update={"path": str(folder), "revision": None})
 
 
@@ -79,13 +81,14 @@ def locate_configs(section: ModelSection) -> Path | None:
     """
     from gracetune.models.hub import HubModel, fetch_configs, is_hub_name
 
-    info = FAMILIES.get(section.family)
-    if info is None or info.default_model is None:
-        return None if section.path is None else Path(section.path)
-    name = section.path or info.default_model
+    name = section.path or family_info(section.family).default_model
+    if name is None:
+        return None
     if section.path is not None:
         if Path(section.path).is_dir():
             return Path(section.path)
+        if family_info(section.family).default_model is None:
+            raise _no_such_path(section)
         if is_checkpoint_file(section.path):
             header = read_header(section.path, "model.path")
             models = check_family(header, section.family, "model.path")
@@ -111,9 +114,9 @@ def _fetch(
 
 
 def _no_such_path(section: ModelSection) -> ModelError:
-    models = FAMILIES[section.family].models
-    close = difflib.get_close_matches(str(section.path), [m.name for m in models], n=1)
-    hint = f"; did you mean {close[0]}?" if close else f", such as {models[0].name}."
+    names = [model.name for model in family_info(section.family).models]
+    close = difflib.get_close_matches(str(section.path), names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f", such as {names[0]}." if names else "."
     return ModelUnavailableError(
         f"model.path is {section.path!r}, but there is no such folder or file. Correct the path, "
         f"or give the name of a model on the Hugging Face hub{hint}"
@@ -136,7 +139,8 @@ def _describe_file(section: ModelSection, name: str, emit: Emit) -> None:
     """Check the header of a file in `transformer_file`, and say how it is loaded."""
     setting = f"model.{name}"
     header = read_header(getattr(section, name), setting)
-    check_family(header, section.family, setting)
+    if section.family in FAMILIES:
+        check_family(header, section.family, setting)
     _say_storage(section, header, emit)
     parts = [*header.parts(section.family), *header.ignored_parts(section.family)]
     if parts:

@@ -23,7 +23,7 @@ from gracetune.atomic_files import link_or_copy
 from gracetune.errors import ModelError
 from gracetune.models.checkpoint_header import FP8_TYPES, read_header
 from gracetune.models.locate import locate_model
-from gracetune.models.registry import FAMILIES
+from gracetune.models.registry import family_info
 from gracetune.models.single_file import load_transformer, read_transformer_weights
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def read_parts(
     import diffusers
 
     section = locate_model(section)
-    ignored = (*ignored, *FAMILIES[section.family].unused_components)
+    ignored = (*ignored, *family_info(section.family).unused_components)
     folder = find_model_folder(section)
     index = read_model_index(folder)
     check_pipeline_class(folder, index, pipelines, section.family)

@@ -74,6 +74,11 @@ class FamilyInfo:
         return self.models[0].name if self.models else None
 
 
+def family_info(family: str) -> FamilyInfo:
+    """Return the facts about a family; for one of another package, those that always hold."""
+    return FAMILIES.get(family, FamilyInfo(""))
+
+
 # Marks of single-file checkpoints that several entries use.
 FLUX_NORM = "double_blocks.0.img_attn.norm.key_norm.scale"
 CHROMA_GUIDANCE = "distilled_guidance_layer.in_proj.bias"
