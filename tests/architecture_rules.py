@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": DATA | {"cache", "models"},
     "cache": DATA | {"data"},
     "adapters": PARTS,
-    "models": PARTS | {"adapters"},
+    "models": PARTS | {"events", "adapters"},
     "optim": PARTS,
     "train": TRAINED,
     "hosts": TRAINED,

@@ -14,7 +14,9 @@ from fakes.miniatures import MINIATURES
 from pydantic import BaseModel
 
 from gracetune.cli.main import VERBS
+from gracetune.config.load import load_run_file
 from gracetune.config.schema import RunFile
+from gracetune.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -157,3 +159,21 @@ def test_the_table_of_families_lists_every_miniature():
     table = page.partition("<!-- family table -->")[2].partition("<!-- end of the family table")[0]
     rows = re.findall(r"^\| (\S+) \| `(\w+)` \|", table, re.M)
     assert rows == [(name, small.family) for name, small in MINIATURES.items() if small.family]
+
+
+def test_the_table_of_models_is_the_registry():
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- model table -->")[2].partition("<!-- end of the model table")[0]
+    expected = [
+        f"| `{model.name}` | `{family}`{' (default)' if not index else ''} | {model.description} |"
+        for family, info in FAMILIES.items()
+        for index, model in enumerate(info.models)
+    ]
+    assert table.strip().splitlines()[2:] == expected
+
+
+def test_the_models_of_examples_are_in_the_registry():
+    known = {model.name for info in FAMILIES.values() for model in info.models}
+    folder = ROOT / "src" / "gracetune" / "examples"
+    runs = [load_run_file(file).run for file in folder.glob("*.json")]
+    assert {r.model.path for r in runs if r.model.family != "tiny"} <= known

@@ -91,6 +91,14 @@ def write_text(path: Path, text: str) -> None:
         staging.write_text(text, encoding="utf-8")
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Make a hard link to a file, or copy it if the file system cannot."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -81,6 +81,10 @@ class ModelError(GracetuneError):
     """Model weights are missing or do not match the settings."""
 
 
+class ModelUnavailableError(ModelError):
+    """A model is neither on this machine nor can it be downloaded, for example without access."""
+
+
 class HostError(GracetuneError):
     """A host program (SimpleTuner, ai-toolkit) is missing, or lacks a function that we hook."""
 

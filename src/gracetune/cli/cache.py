@@ -127,7 +127,9 @@ def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.models.family import load_family
 
     runs = [load_run_file(path).run for path in args.run_files]
-    required = {key for run in runs for key in required_keys(run, load_family(run.model), emit)}
+    required = {
+        key for run in runs for key in required_keys(run, load_family(run.model, emit), emit)
+    }
     verb = "deleted" if args.yes else "would delete"
     lines: list[str] = []
     answer: list[dict[str, object]] = []
@@ -213,7 +215,7 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.import_foreign import import_foreign
 
     run = _load_persistent_run(args.run_file)
-    report = import_foreign(run, _load_family(run), args.folder, emit, write=args.yes)
+    report = import_foreign(run, _load_family(run, emit), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
     lines = [f"{verb} {len(report.imported)} entries from {args.folder}"]
     lines += [f"  left out {path}: {why}" for path, why in report.skipped.items()]
@@ -250,7 +252,7 @@ def _fill(run: RunFile, emit: Emit) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with reserve_folder(folder, lambda text: emit(Notice(text, level="warning", fallback=True))):
         transfer = build_batch_transfer(run.gh200_optimizations, _device(), emit)
-        DataPipeline(run, _load_family(run), transfer, folder, emit).close()
+        DataPipeline(run, _load_family(run, emit), transfer, folder, emit).close()
 
 
 def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
@@ -278,10 +280,10 @@ def _unused_augmentation_epochs(run: RunFile) -> list[Path]:
     return [path for path in found if is_cache(path)]
 
 
-def _load_family(run: RunFile) -> Family:
+def _load_family(run: RunFile, emit: Emit) -> Family:
     from gracetune.models.family import load_family
 
-    family = load_family(run.model)
+    family = load_family(run.model, emit)
     family.to(_device())
     return family
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.load import load_run_file
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, ModelUnavailableError
 from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def plan(
     from gracetune.plan.report import ReportHeading, report_json, report_lines
 
     sample = largest_sample(run_file)
-    model = build_meta_model(run_file.model, sample)
+    configs, unavailable = _find_configs(run_file)
+    model = build_meta_model(run_file.model, sample, folder=configs)
     trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     samples = count_samples(run_file) if args.samples is None else args.samples
@@ -130,7 +131,7 @@ def plan(
         sample=f"{sample.width}x{sample.height}{frames}",
         machine=machine.title,
         budget=budget,
-        notes=(*limit_notes, *_notes(run_file, samples, budget.one_memory)),
+        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget.one_memory)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     if args.json:
@@ -296,7 +297,24 @@ def staged_nbytes(run_file: RunFile) -> int:
     return total
 
 
-def _notes(run_file: RunFile, samples: int | None, one_memory: bool = False) -> tuple[str, ...]:
+def _find_configs(run_file: RunFile) -> tuple[Path | None, str]:
+    """Return a folder with the configuration of the run's model, or the reason why there is none.
+
+    A configuration is a few kilobytes on the hub. Planning does without it, so that a run can be
+    planned before its model is downloaded, or without access to it.
+    """
+    from gracetune.models.locate import locate_configs
+
+    try:
+        return locate_configs(run_file.model), ""
+    except ModelUnavailableError as error:
+        return None, str(error).splitlines()[0].rstrip(".")
+
+
+def _notes(
+    run_file: RunFile, samples: int | None, unavailable: str, one_memory: bool = False
+) -> tuple[str, ...]:
+    """Return the notes of the report. `unavailable`: why there is no configuration of the model."""
     notes = []
     if one_memory and run_file.optimizer.state == "host":
         notes.append(
@@ -307,9 +325,6 @@ def _notes(run_file: RunFile, samples: int | None, one_memory: bool = False) -> 
             "a dataset cannot be listed here, so its cache is not counted in host memory; pass "
             "--samples"
         )
-    if run_file.model.path is not None and not Path(run_file.model.path).is_dir():
-        notes.append(
-            f"model.path {run_file.model.path!r} is not a local folder; planning for the family's "
-            "published configuration"
-        )
+    if unavailable:
+        notes.append(f"{unavailable}; planning for the family's published configuration")
     return tuple(notes)

@@ -41,16 +41,19 @@ class ModelSection(Section):
         "entry point. `tiny` is a small model for trying things out.",
     )
     path: str | None = None
-    """Folder of a model saved by diffusers, or its name on the Hugging Face hub. Every model
-    family but the built-in `tiny` needs it."""
+    """The model: its name on the Hugging Face hub, a folder saved by diffusers, or a single-file
+    checkpoint (`.safetensors`) with the tensor names of the original release. The other components
+    of a single file come from the published model. Default: the first model of the family in
+    docs/families.md, from the hub; `tiny` creates its model."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub. Set it to pin a version. Default: the newest."""
     transformer_file: str | None = None
-    """Safetensors file with the transformer's weights under the tensor names of the original
-    release (not diffusers' names). Set it to train these weights instead of those in `path`."""
+    """Safetensors file with the transformer's weights, under the tensor names of the original
+    release or diffusers', in fp32, fp16, bf16 or fp8. Set it to train these weights instead of
+    those in `path`, which still has all other components."""
     transformer_2_file: str | None = None
     """Safetensors file with the weights of the second transformer, which is the low-noise one in
-    models of the family `wan22`. Tensor names are those of the original release."""
+    models of the family `wan22`, as in `transformer_file`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the model's weights in memory. `auto`: the data type in the model's files. Full
     fine-tuning converts the weights to fp32, unless this is `bfloat16` and the optimizer can keep

@@ -58,15 +58,16 @@ LABELS = frozenset(
         "data",
         "experts",
         "gradients",
+        "model",
         "plan",
         "ramp",
     }
 )
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
 LABEL_WIDTH = 11
-DATA_STAGES = frozenset({"reading", "staging"})
-"""Names of preparation stages before training that read the data; all others fill or check the
-cache of encoded samples."""
+STAGE_LABELS = {"downloading": "model", "reading": "data", "staging": "data"}
+"""Label of each preparation stage before training; all others fill or check the cache of encoded
+samples."""
 OUTPUT_NAMES = {"pictures": "samples"}
 """Key of `RunEnded.outputs` -> the name that is shown instead."""
 STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
@@ -366,7 +367,7 @@ def run_started_line(event: RunStarted) -> str:
 def stage_line(event: StageProgress) -> str:
     """Return the line with the progress of a stage before training, such as encoding the data."""
     text = f"{event.stage}: {event.done:,} of {event.total:,} {event.unit}"
-    label = "data" if event.stage in DATA_STAGES else "cache"
+    label = STAGE_LABELS.get(event.stage, "cache")
     return labelled(label, ", ".join([text, *stage_pace(event)]))
 
 

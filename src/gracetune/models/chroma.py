@@ -66,8 +66,7 @@ def load(section: ModelSection) -> Chroma:
     """Load the Chroma pipeline that `model.path` names."""
     from gracetune.models.attention_processors import make_attention_grads_contiguous
 
-    optional = ("image_encoder", "feature_extractor")  # of IP adapters
-    family = Chroma(read_parts(section, PLANNER_SHAPES, ("ChromaPipeline",), ignored=optional))
+    family = Chroma(read_parts(section, PLANNER_SHAPES, ("ChromaPipeline",)))
     make_attention_grads_contiguous(family.transformer)
     return family
 

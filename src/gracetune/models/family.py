@@ -22,6 +22,7 @@ from torch import nn
 
 from gracetune import entry_points
 from gracetune.errors import ModelError
+from gracetune.models.locate import ignore_event, locate_model
 from gracetune.models.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.files.keys import KeyTable
     from gracetune.config.schema import ModelSection
+    from gracetune.events.dispatcher import Emit
 
     Config = Mapping[str, Any]
     """The configuration of a diffusers model."""
@@ -264,10 +266,18 @@ class LoadFamily(Protocol):
     def __call__(self, section: ModelSection) -> Family: ...
 
 
-def load_family(section: ModelSection) -> Family:
-    """Load the model that the run file names."""
+def load_family(
+    section: ModelSection, emit: Emit = ignore_event, *, is_first: bool = True
+) -> Family:
+    """Load the model that the run file names, which may have to be downloaded first.
+
+    `emit` gets the progress of the download. `is_first` is False for all ranks of a machine but
+    one, which downloads.
+    """
     loaders = {name: f"{info.module}:load" for name, info in FAMILIES.items()}
     load = cast("LoadFamily", entry_points.load("family", section.family, loaders))
+    if section.family in FAMILIES:  # in other packages, `path` may mean anything
+        section = locate_model(section, emit, is_first=is_first)
     return load(section)
 
 

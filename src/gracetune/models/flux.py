@@ -79,10 +79,7 @@ def load(section: ModelSection) -> Flux:
     """Load the FLUX.1 pipeline that `model.path` names."""
     from gracetune.models.attention_processors import make_attention_grads_contiguous
 
-    optional = ("image_encoder", "feature_extractor")  # of IP adapters
-    family = Flux(
-        read_parts(section, PLANNER_SHAPES, ("FluxPipeline", KONTEXT_PIPELINE), ignored=optional)
-    )
+    family = Flux(read_parts(section, PLANNER_SHAPES, ("FluxPipeline", KONTEXT_PIPELINE)))
     make_attention_grads_contiguous(family.transformer)
     return family
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import shutil
 import warnings
 from contextlib import contextmanager
@@ -19,9 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
+from gracetune.atomic_files import link_or_copy
 from gracetune.errors import ModelError
+from gracetune.models.checkpoint_header import FP8_TYPES, read_header
+from gracetune.models.locate import locate_model
+from gracetune.models.registry import family_info
+from gracetune.models.single_file import load_transformer, read_transformer_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +38,7 @@ MODEL_INDEX = "model_index.json"
 TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transformer_2"}
 """Folder of each transformer: of a single one, and of those for high and low noise."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COMFYUI_PREFIX = "model.diffusion_model."
-"""Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
-READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+READ_ERRORS = (OSError, ValueError, KeyError, IndexError, RuntimeError, SafetensorError)
 """Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
 
 Component = TypeVar("Component")
@@ -75,49 +76,14 @@ class PipelineParts:
 
 
 def find_model_folder(section: ModelSection) -> Path:
-    """Return the folder that `model.path` names, downloaded from the Hugging Face hub if needed."""
-    if section.path is None:
-        raise ModelError(
-            f"model.path is missing; {section.family} needs a folder saved by diffusers, or the "
-            "name of a model on the Hugging Face hub."
-        )
-    folder = Path(section.path)
-    if not folder.is_dir():
-        folder = _download(section.path, section.revision)
+    """Return the local folder of the model that `model.path` names."""
+    folder = Path(str(locate_model(section).path))
     if not (folder / MODEL_INDEX).is_file():
         raise ModelError(
-            f"model.path is {section.path!r}, which holds no {MODEL_INDEX}. Name the folder of a "
+            f"model.path is {str(folder)!r}, which holds no {MODEL_INDEX}. Name the folder of a "
             "whole pipeline, with that file and the folders vae, text_encoder and transformer."
         )
     return folder
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
-
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.txt", "*/*"])
-        )
-    except GatedRepoError as error:
-        raise ModelError(
-            f"model.path is {name!r}, a gated model that you have no access to.\n"
-            "  1. Accept its licence on the model's page.\n"
-            "  2. Run `hf auth login`, or set HF_TOKEN.\n"
-            "  Then start the same command again."
-        ) from error
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"model.path is {name!r}, which is neither a folder here nor available from the "
-            f"Hugging Face hub ({reason}). Check the name and the connection."
-        ) from error
 
 
 def read_model_index(folder: Path) -> dict[str, Any]:
@@ -151,13 +117,16 @@ def read_parts(
     transformers: Mapping[str, Any] | None = None,
     ignored: Sequence[str] = (),
 ) -> PipelineParts:
-    """Read all components of the pipeline that `model.path` names; those in `ignored` are None.
+    """Read all components of the pipeline that `model.path` names.
 
-    `pipelines` are the classes of pipelines that the family reads, and `vae` is its VAE's class.
-    `transformers`, if given, are used instead of those in the folder.
+    Components in `ignored`, and those that the family never needs, are None. `pipelines` are the
+    classes of pipelines that the family reads, and `vae` is its VAE's class. `transformers`, if
+    given, are used instead of those in the folder.
     """
     import diffusers
 
+    section = locate_model(section)
+    ignored = (*ignored, *family_info(section.family).unused_components)
     folder = find_model_folder(section)
     index = read_model_index(folder)
     check_pipeline_class(folder, index, pipelines, section.family)
@@ -317,38 +286,27 @@ def read_transformer(
                 f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
             )
         return _check_complete(transformer, folder / name)
-    path = Path(file)
     setting = "model.transformer_2_file" if name == "transformer_2" else "model.transformer_file"
-    if not path.is_file():
-        raise ModelError(f"{setting} is {file!r}, but there is no such file. Correct the path.")
-    dtype = _weights_dtype(section, lambda: [path])
-    try:
-        stored = load_file(path)
-        weights = {key.removeprefix(COMFYUI_PREFIX): tensor for key, tensor in stored.items()}
-        parts = () if shapes is None else shapes.foreign_weights(config)
-        foreign = next((key for key in weights if any(part in key for part in parts)), None)
-        if shapes is not None and foreign is not None:
-            raise ModelError(
-                f"{setting} is {file!r}, which has weights of an unsupported model: "
-                f"{foreign}. {shapes.supported_models}. Name another file."
-            )
-        if name == "unet":  # diffusers finds it by the prefix, also in a file with a whole model
-            is_found = any(key.startswith(COMFYUI_PREFIX) for key in stored)
-            weights = stored if is_found else {COMFYUI_PREFIX + k: t for k, t in stored.items()}
-        # The file has only weights; the configuration comes from the folder.
-        transformer = cls.from_single_file(
-            weights,
-            config=str(folder),
-            subfolder=name,
-            torch_dtype=dtype,
-            local_files_only=True,
+    header = read_header(file, setting)
+    dtype = _weights_dtype(section, lambda: [header.path])
+    parts = () if shapes is None else shapes.foreign_weights(config)
+    foreign = next((key for key in header.transformer if any(part in key for part in parts)), None)
+    if shapes is not None and foreign is not None:
+        raise ModelError(
+            f"{setting} is {file!r}, which has weights of an unsupported model: "
+            f"{foreign}. {shapes.supported_models}. Name another file."
         )
+    source = f"{setting} is {file!r}, which"
+    try:
+        with without_progress_bars():
+            weights = read_transformer_weights(header, dtype)
+            transformer = load_transformer(cls, folder / name, weights, dtype, source)
     except READ_ERRORS as error:
         raise ModelError(
-            f"{setting} is {file!r}, which does not fit {folder / name} ({error}). Name a "
-            "file with the weights of that model."
+            f"{source} does not fit {folder / name} ({error}). Name a file with the weights of "
+            "that model."
         ) from error
-    return _check_complete(transformer, path)
+    return _check_complete(transformer, header.path)
 
 
 def check_channels(
@@ -371,7 +329,7 @@ def _describe_pipeline(folder: Path) -> str:
 
 
 def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:
-    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16, else fp32."""
+    """Return `model.dtype`; for `auto`, bf16 if the files have bf16 or fp8 tensors, else fp32."""
     if section.dtype != "auto":
         return DTYPES[section.dtype]
     for file in files():
@@ -380,7 +338,7 @@ def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> to
                 stored = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             break  # reading the weights will report what is wrong with the file
-        if "BF16" in stored:  # a bf16 model may keep a few tensors in fp32
+        if stored & {"BF16", *FP8_TYPES}:  # such a model may keep a few tensors in fp32
             return torch.bfloat16
     return torch.float32
 
@@ -435,16 +393,9 @@ def copy_other_components(source: Path, target: Path, exclude: Iterable[str]) ->
         if entry.name in skipped or entry.name.startswith("."):
             continue
         if entry.is_dir():
-            shutil.copytree(entry, target / entry.name, copy_function=_link_or_copy)
+            shutil.copytree(entry, target / entry.name, copy_function=link_or_copy)
         else:
-            _link_or_copy(str(entry), str(target / entry.name))
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(os.path.realpath(source), target)
-    except OSError:
-        shutil.copyfile(source, target)
+            link_or_copy(str(entry), str(target / entry.name))
 
 
 # Digests. Caches and checkpoints store them, so they must not change.

@@ -14,7 +14,6 @@ from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
-    OPTIONAL_COMPONENTS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 def load(section: ModelSection) -> SD15:
     """Load the Stable Diffusion 1.5 pipeline that `model.path` names, without a safety checker."""
     pipelines = ("StableDiffusionPipeline",)
-    parts = read_parts(section, PLANNER_SHAPES, pipelines, ignored=OPTIONAL_COMPONENTS)
+    parts = read_parts(section, PLANNER_SHAPES, pipelines)
     return SD15(replace(parts, index={**parts.index, "requires_safety_checker": False}))
 
 

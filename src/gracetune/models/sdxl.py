@@ -15,7 +15,6 @@ from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
-    OPTIONAL_COMPONENTS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
@@ -40,7 +39,7 @@ NUM_TIME_IDS = 6
 def load(section: ModelSection) -> SDXL:
     """Load the Stable Diffusion XL pipeline that `model.path` names."""
     pipelines = ("StableDiffusionXLPipeline",)
-    return SDXL(read_parts(section, PLANNER_SHAPES, pipelines, ignored=OPTIONAL_COMPONENTS))
+    return SDXL(read_parts(section, PLANNER_SHAPES, pipelines))
 
 
 class SDXLShapes(UNetShapes):

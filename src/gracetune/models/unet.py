@@ -39,8 +39,6 @@ UNSUPPORTED_INPUTS = {
     "encoder_hid_dim_type": "embeddings of images",
     "class_embed_type": "a class",
 }
-OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
-"""Components that training and validation do not need."""
 
 
 class UNetShapes(PlannerShapes):

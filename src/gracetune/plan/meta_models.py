@@ -1,9 +1,10 @@
 """Build a family's transformer from its configuration alone, usually on the meta device.
 
-`gracetune plan` and the launch probe need a model's structure but not its weights. If the run
-file's `model.path` is a local folder, the transformer's config.json in it is used. Otherwise it is
-the family's published configuration, and the report says so. Each family describes its shapes in
-`PlannerShapes` (models/family.py).
+`gracetune plan` and the launch probe need a model's structure but not its weights. The
+transformer's config.json of the run file's model is used, if the model is a local folder or its
+configuration can be had from the hub or its cache. Otherwise it is the family's published
+configuration, and the report says so. Each family describes its shapes in `PlannerShapes`
+(models/family.py).
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ def build_meta_model(
     sample: SampleShape,
     changes: Mapping[str, Any] | None = None,
     device: str = "meta",
+    folder: Path | None = None,
 ) -> MetaModel:
     """Build the transformer of a run file's `model` section without loading weights.
 
-    `changes` override its configuration, such as the number of layers. On a device other than
-    `meta`, the weights are random.
+    `folder` has the configuration of the model; by default it is `model.path`, if that is a local
+    folder. `changes` override its configuration, such as the number of layers. On a device other
+    than `meta`, the weights are random.
     """
     if section.family not in PLANNABLE:
         raise ConfigError(
@@ -79,11 +82,13 @@ def build_meta_model(
         )
     shapes = planner_shapes(section.family)
     config, experts, source = shapes.published_config, shapes.experts, shapes.published_name
-    file = None if section.path is None else Path(section.path) / shapes.component / "config.json"
+    if folder is None and section.path is not None:
+        folder = Path(section.path)
+    file = None if folder is None else folder / shapes.component / "config.json"
     if file is not None and file.is_file():
         model_name = f"transformer of {section.family}"
         config = read_model_config(file.parent, shapes.class_name, model_name)
-        shapes.check_config(config, f"model.path {section.path!r} holds a transformer that")
+        shapes.check_config(config, f"model.path {str(folder)!r} holds a transformer that")
         experts = 2 if (file.parents[1] / "transformer_2").is_dir() else 1
         source = f"as in {file}"
     dtype = torch.float32 if section.dtype == "float32" else shapes.dtype

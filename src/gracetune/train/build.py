@@ -222,7 +222,7 @@ def build_session(
         _emit_all(emit, ramp_notes(ramp))
 
     # The model
-    family = load_family(run.model)
+    family = load_family(run.model, emit, is_first=accelerator.is_local_main_process)
     base_weights = family.weights_digest()
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))

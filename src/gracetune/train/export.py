@@ -13,6 +13,7 @@ from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError, redact_urls
 from gracetune.events.types import Notice
 from gracetune.models.family import key_tables, transformers_of
+from gracetune.models.registry import FAMILIES
 from gracetune.train.run_identity import identity_settings
 
 if TYPE_CHECKING:
@@ -161,9 +162,10 @@ def _metadata(state: TrainState, base_weights: str) -> AdapterMetadata:
 
 
 def _model_name(state: TrainState) -> str:
-    """Return the last part of `model.path`, or the family's name if there is no path."""
-    path = state.run.model.path
-    return state.family.name if path is None else PurePath(redact_urls(path)).name
+    """Return the last part of `model.path`, of the default model, or the name of the family."""
+    info = FAMILIES.get(state.family.name)
+    path = state.run.model.path or (info and info.default_model) or state.family.name
+    return PurePath(redact_urls(path)).name
 
 
 def run_digest(state: TrainState) -> str:

@@ -253,8 +253,11 @@ def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_local_is_planned_by_its_published_configuration() -> None:
     run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
-    (note,) = plan._notes(run, 1)
-    assert "'Wan-AI/somewhere' is not a local folder" in note
+    folder, reason = plan._find_configs(run)
+    (note,) = plan._notes(run, 1, reason)
+    assert folder is None
+    assert note.startswith("model.path is 'Wan-AI/somewhere', which is neither a folder here nor")
+    assert note.endswith("; planning for the family's published configuration")
 
 
 def _never(*_: object) -> Any:
