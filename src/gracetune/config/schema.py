@@ -245,7 +245,12 @@ class TrainSection(Section):
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
     """Minutes between checkpoints, in addition to those of `checkpoint_every`. 0: none by time."""
     keep_checkpoints: PositiveInt = 3
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted. Their adapters are kept, as
+    `keep_adapters` says."""
+    keep_adapters: Literal["all"] | PositiveInt = "all"
+    """Number of newest adapters to keep in the folder `adapters`, which has the adapter of every
+    checkpoint, also of those that `keep_checkpoints` has deleted. `all`: every one; adapters are
+    small. A run that trains the whole model has none."""
     check_gradients: bool = True
     """Check the gradients of the first step: every trained tensor must have one, and in a planned
     run, or on several ranks, one block is compared with a plain copy of it. `false` (or `off`)

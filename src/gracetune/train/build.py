@@ -58,7 +58,12 @@ from gracetune.train.experts import (
     drawn_token_counts,
     expected_token_counts,
 )
-from gracetune.train.export import check_exportable, export_adapter, export_result
+from gracetune.train.export import (
+    check_exportable,
+    export_adapter,
+    export_result,
+    tools_for_adapter,
+)
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import check_same_run, run_identity
@@ -84,7 +89,7 @@ if TYPE_CHECKING:
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import ExpertSchedule
-    from gracetune.train.export import AdaptedModules
+    from gracetune.train.export import AdaptedModules, ExportedResult
     from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
     from gracetune.train.validate import ValidationSetup
@@ -178,13 +183,17 @@ class Session:
             self.emit(Notice(text, level="warning", fallback=True))
         return snapshot.progress
 
-    def export(self) -> Path:
-        """Write the trained model or adapter; return its folder."""
+    def export(self) -> ExportedResult:
+        """Write the trained model or adapter."""
         return export_result(self.state, self.adapted_modules, self.base_weights, self.emit)
 
     def export_adapter(self, folder: Path) -> None:
         """Write the adapter as `export` does, to another folder."""
         export_adapter(self.state, self.adapted_modules, self.base_weights, folder)
+
+    def tools_for_adapter(self) -> tuple[str, ...]:
+        """Return the names of the tools that load the adapter; none without an adapter."""
+        return tools_for_adapter(self.state, self.adapted_modules)
 
     def clear_device_memory(self) -> None:
         """Free memory that torch's allocator caches, if the run has a plan for this memory."""

@@ -67,7 +67,12 @@ class ValidationSetup:
 
     def grid_path(self, step: int) -> Path:
         """Return the path of the image grid of a step."""
-        return self.folder / f"step-{step:06d}.png"
+        return grid_path(self.folder, step)
+
+
+def grid_path(folder: Path, step: int) -> Path:
+    """Return the path of the image grid of a step in the folder of validation samples."""
+    return folder / f"step-{step:06d}.png"
 
 
 def validate(state: TrainState, validation: ValidationSetup, step: int) -> Validated:
