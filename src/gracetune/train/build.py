@@ -69,7 +69,7 @@ from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
-from gracetune.train.validate import build_validation, plan_sample_shape
+from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -237,7 +237,7 @@ def build_session(
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     _expect_missing_gradients(accelerator, family, schedule)
     check_data(run, family)
-    sample_shape = plan_sample_shape(run, family)
+    check_validation(run, family)
     _quantize(run, family, emit)
     adapted_modules = _make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
@@ -269,7 +269,7 @@ def build_session(
     )
     if schedule is not None and family.boundary is not None:
         emit(Notice(schedule.describe(family.boundary)))
-    validation = build_validation(run, family, pipeline, sample_shape, emit)
+    validation = build_validation(run, family, pipeline, emit)
     family.release_text_encoder()
 
     # Memory: either a plan decides where weights, activations and optimizer state live, or the
