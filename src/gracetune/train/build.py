@@ -225,7 +225,7 @@ def build_session(
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
     """
-    folder, device = Path(run.output_dir), _with_index(accelerator.device)
+    folder, device = Path(run.output_dir), with_index(accelerator.device)
     ramp = build_ramp(run, accelerator.num_processes)
     if ramp is not None:
         _emit_all(emit, ramp_notes(ramp))
@@ -238,8 +238,8 @@ def build_session(
     _expect_missing_gradients(accelerator, family, schedule)
     check_data(run, family)
     check_validation(run, family)
-    _quantize(run, family, emit)
-    adapted_modules = _make_trainable(run, family, schedule, emit)
+    quantize_frozen(run, family, emit)
+    adapted_modules = make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device, accelerator.num_processes)
@@ -410,7 +410,7 @@ def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ran
     )
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """Turn `cuda` into `cuda:0`: tensors report an index, and some torch calls require one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -420,7 +420,7 @@ def _with_index(device: torch.device) -> torch.device:
 # Preparing the model
 
 
-def _make_trainable(
+def make_trainable(
     run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
 ) -> AdaptedModules:
     """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
@@ -485,7 +485,8 @@ def _convert_to_fp8(
         reference.add_fp8()
 
 
-def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
+def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
+    """Quantize the linear layers of the blocks, if `model.quantize` says so."""
     kind = run.model.quantize
     if kind == "none":
         return

@@ -227,6 +227,20 @@ def load_snapshot(path: Path) -> Snapshot:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
 
+def load_tensors(path: Path, kind: str) -> dict[str, Tensor]:
+    """Read one file of a checkpoint, such as `weights`, and compare it with its digest.
+
+    The result is empty if the checkpoint has no such file.
+    """
+    try:
+        digest = _read_manifest(path / MANIFEST)["files"].get(f"{kind}.safetensors")
+        return {} if digest is None else _read_file(path / f"{kind}.safetensors", digest)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: {error}. Use another step."
+        ) from error
+
+
 def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
     """Load the checkpoint that `--resume auto|PATH|none` selects; None to start a new run.
 

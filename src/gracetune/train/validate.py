@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
-from gracetune.atomic_files import atomic_file, atomic_folder
+from gracetune.atomic_files import atomic_file, atomic_folder, write_text
 from gracetune.data.pyav import load_av
 from gracetune.errors import CheckpointError
 from gracetune.events.types import Notice, Validated
@@ -35,7 +36,7 @@ from gracetune.train.step import derive_seed, losses_given_noise
 from gracetune.train.timesteps import scheduled_timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family, GeneratedSample, SampleRequest
     from gracetune.train.prompts import PlannedPrompt
     from gracetune.train.step import TrainState
+
+    Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 VALIDATION_FOLDER = "validation"
@@ -205,6 +208,8 @@ def _plan(
 
 # Files
 
+SETTINGS_CHUNK = "gracetune"
+"""Name of the text chunk of a PNG file that has the settings of a sample."""
 CONTACT_SHEET_FRAMES = 8
 CONTACT_SHEET_COLUMNS = 4
 SPECTROGRAM_WINDOW = 1024
@@ -218,11 +223,18 @@ COLORMAP = np.array(
 """RGB colours of a spectrogram, from silent to loud."""
 
 
-def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Image:
+def write_sample(
+    sample: GeneratedSample,
+    folder: Path,
+    name: str,
+    settings: Mapping[str, object] | None = None,
+) -> Image.Image:
     """Write one sample, and an image that shows it: itself, a contact sheet or a spectrogram.
 
-    Returns the image.
+    `settings` are stored as JSON: in a text chunk of the image, and in a file next to a clip or
+    sound. Returns the image.
     """
+    text = None if settings is None else json.dumps(settings, indent=2, ensure_ascii=False)
     match sample.kind:
         case "image":
             image = _to_image(sample.data)
@@ -232,7 +244,13 @@ def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Imag
         case "audio":
             _write_wav(sample, folder / f"{name}.wav")
             image = spectrogram(sample.data)
-    image.save(folder / f"{name}.png")
+    chunks = PngInfo()
+    if text is not None:
+        chunks.add_itxt(SETTINGS_CHUNK, text)
+        if sample.kind != "image":
+            write_text(folder / f"{name}.json", text + "\n")
+    with atomic_file(folder / f"{name}.png") as staging:
+        image.save(staging, format="PNG", pnginfo=chunks)
     return image
 
 
@@ -341,3 +359,98 @@ def image_grid(images: Sequence[Image.Image], captions: Sequence[str], title: st
         for number, line in enumerate(lines):
             draw.text((left, top + height + 1 + number * line_height), line, TEXT_COLOUR, font)
     return sheet
+
+
+# The comparison sheet
+
+SHEET_TILE = (192, 384)
+"""Shortest edge at which small images are enlarged, and longest edge of large ones, in pixels."""
+SHEET_MARGIN, SHEET_GAP = 24, 10
+LABEL_SIZE = 16
+MUTED_COLOUR, LINE_COLOUR = (120, 120, 120), (225, 225, 225)
+MAX_LABEL_WIDTH = 220
+MAX_HEADER_LINES = 4
+
+
+def comparison_sheet(
+    rows: Sequence[tuple[str, Sequence[Image.Image]]], columns: Sequence[str]
+) -> Image.Image:
+    """Draw a table of images: a row for each set of weights, a column for each prompt.
+
+    The text above a column is that prompt; its last line is drawn in a lighter colour.
+    """
+    font, small = ImageFont.load_default(LABEL_SIZE), ImageFont.load_default(LABEL_SIZE - 2)
+    line = LABEL_SIZE + 5
+    tiles = [[_fit_tile(image) for image in images] for _, images in rows]
+    widths = [max(row[index].width for row in tiles) for index in range(len(columns))]
+    heights = [max(tile.height for tile in row) for row in tiles]
+    labels = [_wrap(label, font, MAX_LABEL_WIDTH) for label, _ in rows]
+    label_width = max(int(font.getlength(text)) for lines in labels for text in lines)
+    headers = [
+        (_wrap(text.rpartition("\n")[0], font, width), text.rpartition("\n")[2])
+        for text, width in zip(columns, widths, strict=True)
+    ]
+    header = line * (1 + max(len(lines) for lines, _ in headers)) + SHEET_GAP
+    left, top = SHEET_MARGIN + label_width + 2 * SHEET_GAP, SHEET_MARGIN + header
+    size = (
+        left + sum(widths) + SHEET_GAP * (len(widths) - 1) + SHEET_MARGIN,
+        top + sum(heights) + SHEET_GAP * (len(heights) - 1) + SHEET_MARGIN,
+    )
+    sheet = Image.new("RGB", size, BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    x = left
+    for width, (lines, note) in zip(widths, headers, strict=True):
+        y = top - SHEET_GAP - line * (len(lines) + 1)
+        for text in lines:
+            draw.text((x, y), text, TEXT_COLOUR, font)
+            y += line
+        draw.text((x, y), note, MUTED_COLOUR, small)
+        x += width + SHEET_GAP
+    y = top
+    for row, lines, height in zip(tiles, labels, heights, strict=True):
+        middle = y + (height - line * len(lines)) // 2
+        for number, text in enumerate(lines):
+            right = SHEET_MARGIN + label_width - int(font.getlength(text))
+            draw.text((right, middle + number * line), text, TEXT_COLOUR, font)
+        draw.line((left - SHEET_GAP, y, left - SHEET_GAP, y + height - 1), LINE_COLOUR, 2)
+        x = left
+        for tile, width in zip(row, widths, strict=True):
+            sheet.paste(tile, (x, y))
+            x += width + SHEET_GAP
+        y += height + SHEET_GAP
+    return sheet
+
+
+def _fit_tile(image: Image.Image) -> Image.Image:
+    """Enlarge a small image by a whole factor, or shrink a large one."""
+    smallest, largest = SHEET_TILE
+    if max(image.size) > largest:
+        scale = largest / max(image.size)
+        size = [max(1, round(edge * scale)) for edge in image.size]
+        return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
+    factor = max(1, min(-(-smallest // min(image.size)), largest // max(image.size)))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+def _wrap(text: str, font: Font, width: int) -> list[str]:
+    """Break a text into lines of at most this width in pixels, and cut it after a few lines."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    lines = [_shorten(one, font, width) for one in lines]
+    if len(lines) > MAX_HEADER_LINES:
+        lines = [*lines[: MAX_HEADER_LINES - 1], f"{lines[MAX_HEADER_LINES - 1]} …"]
+    return lines
+
+
+def _shorten(text: str, font: Font, width: int) -> str:
+    """Cut a single long word, so that it is at most this many pixels wide."""
+    kept = text
+    while len(kept) > 1 and font.getlength(text) > width:
+        kept = kept[:-1]
+        text = f"{kept}…"
+    return text
