@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune import __version__
+from gracetune.atomic_files import atomic_file
 from gracetune.data.pipeline import tiling_rule
 from gracetune.errors import AdapterError, CheckpointError, RunFailedError
 from gracetune.events.types import Notice
@@ -118,7 +119,9 @@ def sample_all(
             rows.append((variant.label, images))
         if len(rows) > 1:
             path = out / f"{_free_name(out, SHEET_NAME)}.png"
-            comparison_sheet(rows, [_column_label(one) for one in planned]).save(path)
+            columns = [_column_label(one) for one in planned]
+            with atomic_file(path) as staging:
+                comparison_sheet(rows, columns, _title(run, planned)).save(staging, format="PNG")
             report("comparison", path)
             written.append(path)
     return written
@@ -425,6 +428,17 @@ def _free_name(folder: Path, name: str) -> str:
 def _main_file(files: Sequence[Path]) -> Path:
     """Return the file of a sample that the user opens: the clip or sound, or else the image."""
     return min(files, key=lambda path: (path.suffix == ".json", path.suffix == ".png"))
+
+
+def _title(run: RunFile, planned: Sequence[PlannedPrompt]) -> str:
+    """Return the title of a comparison sheet: the model, and settings that all prompts share."""
+    model = run.model.family if run.model.path is None else f"{run.model.family} {run.model.path}"
+    steps = {one.steps for one in planned}
+    guidance = {one.guidance for one in planned}
+    parts = [model]
+    parts += [f"{value} steps" for value in steps if len(steps) == 1]
+    parts += [f"guidance {value:g}" for value in guidance if len(guidance) == 1]
+    return ", ".join(parts)
 
 
 def _column_label(one: PlannedPrompt) -> str:

@@ -373,11 +373,12 @@ MAX_HEADER_LINES = 4
 
 
 def comparison_sheet(
-    rows: Sequence[tuple[str, Sequence[Image.Image]]], columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Image.Image]]], columns: Sequence[str], title: str
 ) -> Image.Image:
     """Draw a table of images: a row for each set of weights, a column for each prompt.
 
-    The text above a column is that prompt; its last line is drawn in a lighter colour.
+    The text above a column is that prompt; its last line is drawn in a lighter colour, like the
+    title.
     """
     font, small = ImageFont.load_default(LABEL_SIZE), ImageFont.load_default(LABEL_SIZE - 2)
     line = LABEL_SIZE + 5
@@ -392,12 +393,16 @@ def comparison_sheet(
     ]
     header = line * (1 + max(len(lines) for lines, _ in headers)) + SHEET_GAP
     left, top = SHEET_MARGIN + label_width + 2 * SHEET_GAP, SHEET_MARGIN + header
+    titles = _wrap(title, small, sum(widths) + left - SHEET_MARGIN)
+    top += line * len(titles) + SHEET_GAP
     size = (
         left + sum(widths) + SHEET_GAP * (len(widths) - 1) + SHEET_MARGIN,
         top + sum(heights) + SHEET_GAP * (len(heights) - 1) + SHEET_MARGIN,
     )
     sheet = Image.new("RGB", size, BACKGROUND)
     draw = ImageDraw.Draw(sheet)
+    for number, text in enumerate(titles):
+        draw.text((SHEET_MARGIN, SHEET_MARGIN + number * line), text, MUTED_COLOUR, small)
     x = left
     for width, (lines, note) in zip(widths, headers, strict=True):
         y = top - SHEET_GAP - line * (len(lines) + 1)
