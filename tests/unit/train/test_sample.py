@@ -151,7 +151,15 @@ def test_the_command_line_replaces_the_settings_of_validation(trained, tmp_path,
     assert "--negative has no effect on 3 of 3 prompts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["dora", "loha", "lokr", "full"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dora",
+        "lokr",
+        pytest.param("loha", marks=pytest.mark.slow),
+        pytest.param("full", marks=pytest.mark.slow),
+    ],
+)
 def test_every_kind_of_adapter_is_sampled_from_its_checkpoint_and_its_file(
     kind, tiny_run, tmp_path
 ):
@@ -322,7 +330,7 @@ def test_a_comparison_sheet_shows_every_image_in_its_row_and_column():
     places = {}
     for y in range(sheet.height):
         for x in range(sheet.width):
-            if pixels[x, y][2] == 99:
+            if pixels[x, y][2] == 99 != pixels[x, y][0]:  # text is grey
                 places.setdefault(pixels[x, y][:2], []).append((x, y))
     assert places.keys() == {(step, 40 * i) for step in (100, 200) for i in range(3)}
     spans = {
