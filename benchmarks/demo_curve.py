@@ -108,7 +108,7 @@ def write_demo_model(folder: Path) -> Path:
         )
     ) as session:
         train_loop(session, TrainProgress())
-        return session.export()
+        return session.export().path
 
 
 def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:

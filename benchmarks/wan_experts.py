@@ -282,7 +282,7 @@ def train(path: Path, arguments: argparse.Namespace, clock: PhaseClock) -> dict[
                 **memory_figures(session, watcher, host_nbytes() - before),
                 **speed_figures(session, watcher.steps, warm_steps),
             }
-            exported = session.export()
+            exported = session.export().path
             clock.end_phase("export")
             figures["files"] = ", ".join(sorted(file.name for file in exported.iterdir()))
     return {**figures, "took_s": clock.seconds}

@@ -10,6 +10,9 @@ import importlib
 import inspect
 import json
 import math
+import os
+import random
+import signal
 import sys
 import warnings
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 
 import diffusers
+import pytest
 import torch
 from adapter_examples import MAKERS, TABLES, make_lora, map_tensors
 from fakes.miniatures import MINIATURES, write_miniature
@@ -38,9 +42,13 @@ from gracetune.adapters.files.layers import (
 )
 from gracetune.adapters.inject import adapter_from_model, add_adapter
 from gracetune.config.schema import AdapterSection
+from gracetune.errors import InterruptedRunError
+from gracetune.events.types import StepDone
 from gracetune.models.family import SampleShape, planner_shapes
 from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.models.registry import FAMILIES
+from gracetune.train.build import Session
+from gracetune.train.run import run_training
 
 MAX_ERROR = 1e-5
 """Largest difference of outputs that counts as equal, relative to the effect of the adapter."""
@@ -214,6 +222,52 @@ def train_adapter(family, kind, model, folder):
     file = folder / "weights.safetensors"
     save_tensors({n: p.detach() for n, p in trained.items()}, file, checkpoint_header(adapter))
     return model.eval(), adapter, file
+
+
+def interruptible_run(family, path, folder):
+    """Return the sections of a run of a LoRA with averaged weights on a miniature."""
+    data = {"type": "shapes", "instance_data_dir": str(folder / "data"), "resolution": 32}
+    return {
+        "model": {"family": family, "path": str(path)},
+        "adapter": {"rank": 4, "alpha": 3},
+        "datasets": [data | {"shapes": {"copies": 1}, "max_aspect": 1.0}],
+        "train": {"max_train_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1},
+        "optimizer": {"lr": 0.05},
+    }
+
+
+def train_until_interrupted(run):
+    """Train until a signal comes at a random step; return the step and the trained transformer.
+
+    The transformer is a copy that is made when the checkpoint is written, with the weights that the
+    run exports.
+    """
+    steps, models = [], []
+    last = random.SystemRandom().randint(1, run.train.max_train_steps - 1)
+
+    class Interrupter:
+        def handle(self, event):
+            if isinstance(event, StepDone):
+                steps.append(event.step)
+                if event.step == last:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        def close(self):
+            pass
+
+    export = Session.export_adapter
+
+    def copying(session, folder):
+        with session.state.averaged_weights():
+            models.append(copy.deepcopy(session.state.family.transformer).eval())
+        export(session, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "export_adapter", copying)
+        with pytest.raises(InterruptedRunError):
+            run_training(run, sinks=[Interrupter()])
+    assert steps == list(range(1, last + 1)), (steps, last)
+    return last, models[-1]
 
 
 def with_bias(layer, generator):

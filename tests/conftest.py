@@ -7,12 +7,13 @@ from functools import partial
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on the real hub; those of downloads differ
-# `nohup make test` ignores SIGHUP, and runs started by the tests would inherit that.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 
 from gracetune.config.schema import RunFile
+
+# `nohup make test` ignores SIGHUP, and runs started by the tests would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class EventRecorder:

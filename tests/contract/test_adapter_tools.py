@@ -5,8 +5,10 @@ tests/hosts/test_comfyui.py does the same with ComfyUI's functions. Here `check`
 what that test found.
 """
 
+import copy
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +28,7 @@ from adapter_tools import (
     load_in_lycoris,
     load_in_peft,
     make_adapter,
+    predict,
     table_of,
     train_adapter,
     unusual_adapters,
@@ -33,11 +36,18 @@ from adapter_tools import (
 from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.files.check_loading import check_file
-from gracetune.adapters.files.io import default_format, read_adapter, write_adapter
+from gracetune.adapters.files.io import (
+    default_format,
+    loading_tools,
+    read_adapter,
+    write_adapter,
+)
 from gracetune.adapters.files.keys import LayerPath
 from gracetune.adapters.files.layers import Adapter, Layer, scale_of
+from gracetune.adapters.inject import install_adapters
 from gracetune.cli.main import main
 from gracetune.errors import AdapterError
+from gracetune.train.export import TOOL_NAMES
 
 KINDS = ("lora", "dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
 FAMILIES = ("wan", "flux", "qwen_image", "flux2", "chroma", "sd3", "z_image", "krea2")
@@ -171,6 +181,32 @@ def test_default_files_load_in_the_pipeline_of_every_variant(model, kind, tmp_pa
     # diffusers adds modules for the image to the file of Wan 2.1 I2V, without magnitudes.
     loads = (model, kind) != ("wan21-i2v", "dora")
     assert (error <= MAX_ERROR, result.loads) == (loads, loads), (error, result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "flux",
+        "wan",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in ("flux", "wan")),
+    ],
+)
+def test_a_default_file_loads_where_a_run_says_and_is_sampled_right(
+    family, kind, transformers, tmp_path
+):
+    model = transformers[family]
+    adapter = make_adapter(family, kind, model, 3.0)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
+    report = check_file(path, TABLES, config=model.config)
+    loading = {TOOL_NAMES[result.name] for result in report.results if result.loads}
+    assert loading.issuperset(loading_tools(adapter)), report.lines()
+
+    effect, changed = Effect(family, model, adapter), copy.deepcopy(model)
+    with ExitStack() as undo:
+        install_adapters({"": changed}, [(read_adapter(path, TABLES, adapter.table), 1.0)], undo)
+        assert effect.error(lambda: copy.deepcopy(changed)) <= MAX_ERROR
+    assert torch.equal(predict(family, changed), effect.plain), "it was not removed"
 
 
 def test_no_tool_loads_the_default_file_of_stable_audio(transformers, tmp_path):

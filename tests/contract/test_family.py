@@ -238,6 +238,11 @@ def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
         )
         assert torch.isfinite(sample.data).all()
     assert not torch.equal(samples[0].data, samples[1].data)
+    if not family.takes_control:
+        one = replace(request, texts=texts[:1], images=request.images[:1])
+        with torch.no_grad():
+            (negative,) = family.sample(replace(one, empty_text=texts[1], has_negative=True))
+        assert torch.equal(negative.data, again.data) != family.uses_negative_prompt
 
 
 def test_an_exported_model_loads_again(family, tmp_path):

@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 
 from gracetune.adapters.files.io import read_adapter
+from gracetune.cli.main import main
 from gracetune.config.load import load_run_file
 from gracetune.config.schema import ModelSection, ValidationSection
 from gracetune.errors import ConfigError
@@ -115,6 +116,39 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
         assert read_adapter(file, TABLES).layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_a_family_is_sampled_like_its_validation(case, build_run, tmp_path):
+    run_training(run_of(case, build_run, tmp_path))
+    out = tmp_path / "samples"
+    assert main(["sample", str(tmp_path / "run"), "--out", str(out)]) == 0
+    expected = sorted((tmp_path / "run/validation/step-000002").glob("0*"))
+    found = sorted(path for path in out.iterdir() if path.suffix != ".json")
+    assert [path.suffix for path in found] == [path.suffix for path in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours.suffix == ".png":
+            assert Image.open(ours).tobytes() == Image.open(theirs).tobytes()
+        else:
+            assert ours.read_bytes() == theirs.read_bytes()
+            assert ours.with_suffix(".json").is_file(), "its settings"
+
+
+@pytest.mark.slow
+def test_both_experts_are_sampled_from_their_kept_adapters(build_run, tmp_path):
+    train = {"max_train_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 1}
+    run_training(run_of("wan22 on pictures", build_run, tmp_path, train=train))
+    kept = tmp_path / "run/adapters/step-000002"
+    names = sorted(path.name for path in kept.iterdir())
+    assert names == ["high_noise.safetensors", "low_noise.safetensors"]
+    out = tmp_path / "samples"
+    assert main(["sample", str(tmp_path / "run"), "--compare", "--out", str(out)]) == 0
+    assert {path.name[:11] for path in out.iterdir()} == {
+        "comparison.",
+        "step-000002",
+        "step-000004",
+    }
 
 
 @pytest.mark.parametrize(

@@ -273,5 +273,6 @@ def test_a_finished_run_does_nothing_when_started_again(finished_run, finished_r
     before = manifest(folder, 3)
     again = gracetune("train", finished_run_file)
     assert again.returncode == 0
-    assert "resume     from step 3 of" in again.stdout
+    assert "finished   all 3 steps are done, and nothing is left to do." in again.stdout
+    assert "--set train.max_train_steps=6" in again.stdout
     assert manifest(folder, 3) == before

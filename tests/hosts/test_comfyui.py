@@ -5,6 +5,7 @@ whether a file that loads is also computed right.
 """
 
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,23 @@ from adapter_tools import (
     Effect,
     build_transformer,
     comfyui_modules,
+    interruptible_run,
     load_in_comfyui,
     make_adapter,
+    predict,
     table_of,
     train_adapter,
+    train_until_interrupted,
     unusual_adapters,
 )
+from diffusers import DiffusionPipeline
 
 from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.formats import FORMATS
 from gracetune.adapters.files.io import PEFT_FILE, read_adapter, write_adapter
 from gracetune.errors import AdapterError
+from gracetune.models.pipeline_folder import without_progress_bars
+from gracetune.train.checkpoint import saved_adapters
 
 CLONE = Path(os.environ.get("COMFYUI", Path(__file__).parents[2] / ".hosts" / "comfyui")).resolve()
 pytestmark = [
@@ -104,3 +111,21 @@ def test_a_converted_checkpoint_has_the_output_of_training(family, kind, comfy, 
     adapter = read_adapter(file, TABLES)
     assert Effect(family, model, adapter).error(lambda: trained) <= MAX_ERROR
     assert compare(comfy, family, model, adapter, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "model"), [("sd3", "sd35-medium"), ("flux", "flux")])
+def test_the_adapter_of_an_interrupted_run_has_the_output_of_training(
+    family, model, comfy, miniature, tiny_run_in, tmp_path
+):
+    """tests/e2e/test_interrupted_adapter.py does the same with diffusers."""
+    run = tiny_run_in(tmp_path, **interruptible_run(family, miniature(model), tmp_path))
+    step, trained = train_until_interrupted(run)
+    (file,) = saved_adapters(Path(run.output_dir))[step].glob("*.safetensors")
+    with without_progress_bars():
+        plain = DiffusionPipeline.from_pretrained(miniature(model), local_files_only=True)
+    expected, before = predict(family, trained), predict(family, deepcopy(plain.transformer))
+    loaded = load_in_comfyui(comfy, family, plain.transformer, file)
+    effect = float((expected - before).norm())
+    error = float((predict(family, loaded) - expected).norm())
+    assert effect > 1e-3 * float(before.norm())
+    assert error <= MAX_ERROR * effect, (step, error, effect)

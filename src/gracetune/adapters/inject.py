@@ -7,6 +7,7 @@ is never changed or copied, so it may be quantized or streamed.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from dataclasses import dataclass
@@ -15,21 +16,32 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from gracetune.adapters.compute.lycoris import AdaptedLayer, add_lycoris_adapter
-from gracetune.adapters.files.keys import LayerPath
-from gracetune.adapters.files.layers import Adapter, make_layer
-from gracetune.errors import ConfigError
+from gracetune.adapters.files.fused_projections import split_fused
+from gracetune.adapters.files.keys import LayerPath, is_bare_parameter
+from gracetune.adapters.files.layers import (
+    Adapter,
+    delta_bias,
+    delta_shape,
+    make_layer,
+    merge_weight,
+    scale_of,
+)
+from gracetune.adapters.files.lowrank import concatenate_ranks
+from gracetune.config.schema import AdapterSection
+from gracetune.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import ExitStack
 
     from torch import Tensor
 
     from gracetune.adapters.files.keys import KeyTable, Stage
     from gracetune.adapters.files.layers import Layer
-    from gracetune.config.schema import AdapterSection
 
 
 ADAPTER_NAME = "default"
@@ -134,6 +146,144 @@ def adapter_weights(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         if match:
             found.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = parameter.detach()
     return found
+
+
+# Adapters from files, for sampling
+
+
+def install_adapters(
+    transformers: Mapping[str, nn.Module],
+    adapters: Sequence[tuple[Adapter, float]],
+    undo: ExitStack,
+) -> None:
+    """Add adapters from files to a model, each times its strength; `undo` removes them again.
+
+    LoRAs on linear layers are computed next to the frozen layer, as in training, so that small
+    changes are not rounded away and the weights may stream. All other changes are merged into the
+    weights. `transformers` are keyed by "high" and "low" (noise), or by "" for a single one.
+    """
+    loras: dict[LayerPath, list[tuple[Layer, float]]] = {}
+    for adapter, strength in adapters:
+        for path, layer in split_fused(adapter).layers.items():
+            model = transformers.get(path.stage or "")
+            module = None if model is None else _find_module(model, path, adapter.table)
+            if module is None:
+                raise AdapterError(
+                    f"the adapter changes {path.module}"
+                    f"{f' of the {path.stage}-noise transformer' if path.stage else ''}, which "
+                    "this model does not have. The adapter is for another model.",
+                    kind="other-model",
+                    key=path.module,
+                )
+            _check_shape(path, layer, module)
+            if isinstance(module, nn.Linear) and layer.tensors.keys() == {"up", "down"}:
+                loras.setdefault(path, []).append((layer, strength))
+            else:
+                _merge_layer(path, layer, module, strength, undo)
+    for expert, model in transformers.items():
+        sums = {
+            path.module: concatenate_ranks(terms)
+            for path, terms in loras.items()
+            if (path.stage or "") == expert
+        }
+        if sums:
+            _inject_loras(model, sums)
+            undo.callback(remove_adapters, model)
+
+
+def remove_adapters(model: nn.Module) -> None:
+    """Put the frozen layers back in place of the layers that `add_adapter` has put around them."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, AdaptedLayer | BaseTunerLayer):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.base_layer)
+    if "peft_config" in model.__dict__:
+        del model.peft_config
+
+
+def _inject_loras(model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    settings = {}
+    for name, layer in layers.items():
+        rank = layer.tensors["down"].shape[0]
+        settings[name] = ModuleSettings(rank, scale_of(layer) * rank, 0.0, -1)
+    _inject_peft(model, AdapterSection(), settings)
+    for name, layer in layers.items():
+        device = next(model.get_submodule(f"{name}.base_layer").parameters()).device
+        for part, role in (("lora_A", "down"), ("lora_B", "up")):
+            linear = model.get_submodule(f"{name}.{part}.{ADAPTER_NAME}")
+            linear.weight = nn.Parameter(layer.tensors[role].flatten(1).float().to(device))
+
+
+def _find_module(model: nn.Module, path: LayerPath, table: KeyTable) -> nn.Module | None:
+    """Return the module that an adapter's layer changes, or None.
+
+    If the layer changes a bare parameter, it is a module that holds the parameter as `weight`.
+    """
+    if is_bare_parameter(path.module, table):
+        parent, _, name = path.module.rpartition(".")
+        owner = _get_submodule(model, parent)
+        parameter = None if owner is None else getattr(owner, name, None)
+        if not isinstance(parameter, nn.Parameter):
+            return None
+        holder = nn.Module()
+        holder.weight = parameter
+        return holder
+    module = _get_submodule(model, path.module)
+    return module if module is not None and isinstance(module.weight, torch.Tensor) else None
+
+
+def _get_submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _check_shape(path: LayerPath, layer: Layer, module: nn.Module) -> None:
+    weight, shape = cast("Tensor", module.weight), delta_shape(layer)
+    if set(layer.tensors) != {"diff_b"} and weight.numel() != math.prod(shape):
+        shapes = ["x".join(map(str, one)) for one in (weight.shape, shape)]
+        raise AdapterError(
+            f"{path.module} is {shapes[0]} in the model and {shapes[1]} in the adapter, which is "
+            "for a model of another size.",
+            kind="other-model",
+            key=path.module,
+        )
+
+
+def _merge_layer(
+    path: LayerPath, layer: Layer, module: nn.Module, strength: float, undo: ExitStack
+) -> None:
+    weight, bias = cast("Tensor", module.weight), delta_bias(layer)
+    if type(weight) is not nn.Parameter or weight.itemsize < 2:
+        raise AdapterError(
+            f"{path.module} is quantized, and this kind of adapter would have to be merged into "
+            "it. Set model.quantize: none to sample with it.",
+            kind="dtype",
+            key=path.module,
+        )
+    _replace_values(weight, merge_weight(layer, weight, strength), undo)
+    if bias is not None:
+        old = cast("Tensor | None", module.bias)
+        if old is None:
+            raise AdapterError(
+                f"the adapter changes the bias of {path.module}, which has none in this model. "
+                "The adapter is for another model.",
+                kind="other-model",
+                key=path.module,
+            )
+        _replace_values(old, (old.float() + strength * bias.to(old.device)).to(old.dtype), undo)
+
+
+def _replace_values(parameter: Tensor, values: Tensor, undo: ExitStack) -> None:
+    """Set a parameter's values. A copy of the old ones is kept, which `undo` writes back."""
+    before = parameter.detach().clone()
+    parameter.data.copy_(values)
+
+    def restore() -> None:
+        parameter.data.copy_(before)
+
+    undo.callback(restore)
 
 
 def _inject_peft(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": ("gracetune.cli.train", "train a model from a run file, or resume a run"),
+    "sample": ("gracetune.cli.sample", "generate samples from a run, a step or adapter files"),
     "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),
     "check": ("gracetune.cli.check", "compare a run's gradients with those of plain blocks"),
     "now": ("gracetune.cli.now", "ask a running training run to validate, save or stop"),

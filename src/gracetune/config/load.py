@@ -303,7 +303,7 @@ def suggest_fix(path: KeyPath) -> str:
 
 
 def known_keys() -> list[str]:
-    """Return all dotted keys of the schema, including sections; `*` is the index of a dataset."""
+    """Return all dotted keys of the schema, including sections; `*` is the index in a list."""
     return _section_keys(RunFile, "")
 
 
@@ -327,9 +327,9 @@ def _section_of(annotation: object) -> tuple[type[BaseModel] | None, str]:
         return annotation, ""
     mark = ".*" if get_origin(annotation) is tuple else ""
     for argument in get_args(annotation):
-        inner, _ = _section_of(argument)
+        inner, deeper = _section_of(argument)
         if inner is not None:
-            return inner, mark
+            return inner, mark or deeper
     return None, ""
 
 

@@ -248,7 +248,12 @@ class TrainSection(Section):
     checkpoint_minutes: Annotated[float, Field(ge=0)] = 30.0
     """Minutes between checkpoints, in addition to those of `checkpoint_every`. 0: none by time."""
     keep_checkpoints: PositiveInt = 3
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted. Their adapters are kept, as
+    `keep_adapters` says."""
+    keep_adapters: Literal["all"] | PositiveInt = "all"
+    """Number of newest adapters to keep in the folder `adapters`, which has the adapter of every
+    checkpoint, also of those that `keep_checkpoints` has deleted. `all`: every one; adapters are
+    small. A run that trains the whole model has none."""
     check_gradients: bool = True
     """Check the gradients of the first step: every trained tensor must have one, and in a planned
     run, or on several ranks, one block is compared with a plain copy of it. `false` (or `off`)
@@ -309,15 +314,47 @@ class OptimizerSection(Section):
     """`automagic` only: replaces `max_lr` for the low-noise transformer, if the model has two."""
 
 
+class PromptSection(Section):
+    """One prompt of `validation.prompts` with settings of its own. A setting that is not given here
+    has the value of the `validation` section."""
+
+    prompt: str
+    """Text to generate a sample from."""
+    negative_prompt: str | None = None
+    """Text that the sample is steered away from. Default: `validation.negative_prompt`."""
+    seed: int | None = None
+    """Seed of the sample's initial noise. Default: `validation.seed` plus the number of prompts
+    before this one."""
+    width: PositiveInt | None = None
+    """Width of the sample in pixels. Default: `validation.width`."""
+    height: PositiveInt | None = None
+    """Height of the sample in pixels. Default: `validation.height`."""
+    steps: PositiveInt | None = None
+    """Number of denoising steps. Default: `validation.sample_steps`."""
+    guidance: Annotated[float, Field(ge=0)] | None = None
+    """Scale of classifier-free guidance. Default: `validation.guidance`."""
+    images: str | tuple[str, ...] | None = None
+    """Path of the input image, or a list of paths, for models that animate or edit an image.
+    Default: the entry of `validation.images` for this prompt."""
+    frames: PositiveInt | None = None
+    """Number of frames of the video, of the form 4n+1. Default: `validation.frames`."""
+    seconds: PositiveFloat | None = None
+    """Length of the audio in seconds. Default: `validation.seconds`."""
+
+
 class ValidationSection(Section):
     """Validation: samples generated from prompts, and the loss of held-out samples."""
 
     every: NonNegativeInt = 500
     """Number of optimizer steps between validations. A run also validates before the first and
     after the last step. 0: no scheduled validation."""
-    prompts: tuple[str, ...] | None = None
-    """Prompts to generate a sample from in each validation. Default: the first captions of the
-    training samples."""
+    prompts: tuple[str | PromptSection, ...] | None = None
+    """Prompts to generate a sample from in each validation. A prompt is a text, or an object with
+    `prompt` and settings of its own, such as `seed`. Default: the first captions of the training
+    samples."""
+    negative_prompt: str = ""
+    """Text that samples are steered away from, for models with classifier-free guidance. Default:
+    the empty prompt."""
     num_prompts: PositiveInt = 4
     """Number of captions to use as prompts if `prompts` is not set."""
     seed: int = 0

@@ -377,7 +377,7 @@ class DatasetPreparer:
         self._corruption = CorruptionLog(emit, folder / "corruption.json")
         self.transforms = _sample_transforms(run, family)
         emit(Notice(self.transforms.decoders.description))
-        self.tiling = _tiling(run, family)
+        self.tiling = tiling_rule(run, family)
         self.encode = ExclusiveEncoder(family.encode, family.set_tiling, self.tiling)
         self.latent_grid = partial(latent_grid, family)
 
@@ -612,7 +612,8 @@ def _sample_transforms(run: RunFile, family: Family) -> SampleTransforms:
     return SampleTransforms(sections, run.seed, choose_decoders(), control_size)
 
 
-def _tiling(run: RunFile, family: Family) -> Tiling:
+def tiling_rule(run: RunFile, family: Family) -> Tiling:
+    """Return the rule that decides which samples are encoded and decoded in tiles."""
     can_tile = family.set_tiling(enabled=False)
     return choose_tiling(run.cache_config.vae_tiling, family.name, can_tile)
 
@@ -625,7 +626,7 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     """
     folder, identity = Path(run.output_dir), family.identity()
     corruption = CorruptionLog(emit, folder / "corruption.json")
-    transforms, tiling = _sample_transforms(run, family), _tiling(run, family)
+    transforms, tiling = _sample_transforms(run, family), tiling_rule(run, family)
     prompt_names = PromptNames(family.takes_control, transforms)
     keys: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):

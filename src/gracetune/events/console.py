@@ -8,7 +8,8 @@ Both print the same lines, one for each thing the user can act on or may want to
     train      65,400,000 trainable parameters, 48 samples, cuda bf16
     step 12/40  loss 1.2900  lr 1.00e-04  1.5 samples/s  eta 19s  GPU 20.8 GiB
     done       40 steps in 2m39s
-               adapter     runs/x/adapter
+               adapter    runs/x/adapter/FILE.safetensors (loads in diffusers, ComfyUI)
+               next       gracetune sample runs/x --prompt "..."
 
 Everything else is only in the log (`events.jsonl`). For notices the rule is: warnings and fallbacks
 are always shown; other notices only if their text starts with one of `LABELS` and a colon.
@@ -17,6 +18,7 @@ are always shown; other notices only if their text starts with one of `LABELS` a
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,7 @@ LABELS = frozenset(
         "config",
         "data",
         "experts",
+        "finished",
         "gradients",
         "model",
         "plan",
@@ -435,29 +438,44 @@ def checkpoint_line(event: CheckpointSaved) -> str:
 
 
 def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
-    """Return the lines that say how the run ended and list its output files.
+    """Return the lines that say how the run ended, list its output files and name a next command.
 
-    `fallbacks` counts how often a slower method was used than requested. If the result is an
-    adapter (safetensors files directly in its folder), the lines suggest a next command. A run that
-    has no result yet has its adapter in the last checkpoint.
+    `fallbacks` counts how often a slower method was used than requested. The adapter is the result
+    of the run, or that of the newest checkpoint if the run has no result yet.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"
     if event.status != "done":
         text = f"at step {event.step} after {seconds}"
     lines = [labelled(STATUS_LABELS[event.status], text)]
+    files, model = _adapter_files(event), _model_folder(event)
+    tools = f" (loads in {', '.join(event.loads_in)})" if event.loads_in else ""
+    lines += [_output_line("adapter", f"{file}{tools}") for file in files]
+    if model:
+        lines.append(_output_line("model", f"{model} (a folder for model.path, and for diffusers)"))
     for name, path in event.outputs.items():
-        # The result is named after its folder: `adapter` or `model`.
-        shown = Path(path).name if name == "result" else OUTPUT_NAMES.get(name, name)
-        lines.append(labelled("", f"{shown:<{LABEL_WIDTH}}{path}"))
-    result = event.outputs.get("result")
-    if result is None and "checkpoint" in event.outputs:
-        result = str(Path(event.outputs["checkpoint"], "adapter"))
-    files = [] if result is None else sorted(Path(result).glob("*.safetensors"))
-    if files:
-        command = f"gracetune adapter inspect {files[0]}"
-        lines.append(labelled("", f"{'next':<{LABEL_WIDTH}}{command}"))
+        if name not in ("result", "adapter"):
+            lines.append(_output_line(OUTPUT_NAMES.get(name, name), path))
+    if "log" in event.outputs and (files or model):
+        folder = shlex.quote(str(Path(event.outputs["log"]).parent))
+        lines.append(_output_line("next", f'gracetune sample {folder} --prompt "..."'))
     if fallbacks:
         count = "1 fallback was" if fallbacks == 1 else f"{fallbacks} fallbacks were"
         lines.append(labelled("", f"{count} taken; see above"))
     return lines
+
+
+def _output_line(name: str, text: str) -> str:
+    return labelled("", f"{name:<{LABEL_WIDTH}}{text}")
+
+
+def _adapter_files(event: RunEnded) -> list[Path]:
+    """Return the adapter files of a run, one for each trained transformer."""
+    folder = event.outputs.get("result", event.outputs.get("adapter"))
+    return [] if folder is None else sorted(Path(folder).glob("*.safetensors"))
+
+
+def _model_folder(event: RunEnded) -> str:
+    """Return the folder of the trained model; empty if the run trains an adapter."""
+    result = event.outputs.get("result", "")
+    return "" if _adapter_files(event) else result

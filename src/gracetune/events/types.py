@@ -204,9 +204,12 @@ class RunEnded:
     status: Literal["done", "interrupted", "failed"]
     seconds: float
     outputs: Mapping[str, str] = field(default_factory=dict)
-    """Paths of the output files by name: `log`, `pictures`, `checkpoint`, `result`."""
+    """Paths of the output files by name: `log`, `pictures`, `checkpoint`, `result`, and `adapter`,
+    the folder with the adapter of the newest checkpoint."""
     message: str = ""
     """The error message; empty if the run is done."""
+    loads_in: tuple[str, ...] = ()
+    """Names of the tools that load the adapter; empty for a whole model."""
 
 
 Event = (

@@ -113,6 +113,11 @@ class DiffusersFamily:
         return self.parts.components["tokenizer"]
 
     @property
+    def uses_negative_prompt(self) -> bool:
+        """True if the pipeline has classifier-free guidance, which takes a negative prompt."""
+        return True
+
+    @property
     def takes_control(self) -> bool:
         """True if every training image comes with control images, such as the one to edit."""
         return self.max_controls > 0
@@ -336,6 +341,10 @@ class DiffusersFamily:
         """
         raise NotImplementedError
 
+    def unconditional(self, empty: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the embeddings for guidance without a negative prompt, from an empty caption."""
+        return empty
+
     def image_arguments(
         self, pipeline: Any, images: Sequence[Tensor], width: int, height: int
     ) -> dict[str, Any]:
@@ -375,6 +384,8 @@ class DiffusersFamily:
                 }
                 for one in pair
             )
+            if not request.has_negative:
+                empty = self.unconditional(empty)
             start: dict[str, Any] = {}
             if request.images:
                 start = self.image_arguments(pipeline, request.images[number], width, height)

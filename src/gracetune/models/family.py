@@ -97,6 +97,14 @@ class Family(Protocol):
         ...
 
     @property
+    def uses_negative_prompt(self) -> bool:
+        """True if sampling has classifier-free guidance, in which a negative prompt has an effect.
+
+        False for a model with guidance built in, such as FLUX.1.
+        """
+        ...
+
+    @property
     def takes_control(self) -> bool:
         """True if every training image comes with control images, such as the one to edit."""
         ...
@@ -314,7 +322,7 @@ class SampleRequest:
     texts: Sequence[Mapping[str, Tensor]]
     """The encoded prompts, from `Family.encode_text`."""
     empty_text: Mapping[str, Tensor]
-    """The encoded empty caption, for classifier-free guidance."""
+    """The encoded empty caption, or a negative prompt, for classifier-free guidance."""
     shape: tuple[int, ...]
     """Width and height, then frames for a video; channels and samples for audio."""
     seed: int
@@ -326,8 +334,10 @@ class SampleRequest:
     """First frame, or images to edit of the size `Family.control_size`, for each prompt: CHW in
     [-1, 1]. Empty for families that generate from text alone."""
     empty_texts: Sequence[Mapping[str, Tensor]] = ()
-    """The empty caption encoded with the images of each prompt, for families that encode text with
-    images."""
+    """The empty caption, or negative prompt, encoded with the images of each prompt, for families
+    that encode text with images."""
+    has_negative: bool = False
+    """True if `empty_text` is that of a negative prompt. Some families replace an empty caption."""
     tiled: bool = False
     """True to decode in tiles, which saves memory, if the family supports it."""
 

@@ -168,6 +168,11 @@ class Flux(DiffusersFamily):
         self.max_controls = int(parts.index["_class_name"] == KONTEXT_PIPELINE)
         self.cache_name = "flux-kontext" if self.takes_control else "flux"
 
+    @property
+    def uses_negative_prompt(self) -> bool:
+        """False: the guidance of FLUX.1 is an input of the transformer."""
+        return False
+
     def control_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of the image to edit, for a generated image of this size."""
         return kontext_size(width, height)

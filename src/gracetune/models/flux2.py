@@ -143,6 +143,11 @@ class Flux2(DiffusersFamily):
     has_fixed_text_length = True
 
     @property
+    def uses_negative_prompt(self) -> bool:
+        """True for FLUX.2 klein. The guidance of FLUX.2 dev is an input of the transformer."""
+        return bool(self.parts.index["_class_name"] == KLEIN_PIPELINE)
+
+    @property
     def vae_scale(self) -> int:
         """Pixels along each edge of a folded cell."""
         return super().vae_scale * FOLD
@@ -185,8 +190,9 @@ class Flux2(DiffusersFamily):
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
     ) -> dict[str, Any]:
         """Return the pipeline's arguments. FLUX.2 dev has a guidance input and no empty prompt."""
-        is_klein = self.parts.index["_class_name"] == KLEIN_PIPELINE
-        negative = {"negative_prompt_embeds": empty["tokens"]} if is_klein else {}
+        negative = {}
+        if self.uses_negative_prompt:
+            negative = {"negative_prompt_embeds": empty["tokens"]}
         return {"prompt_embeds": text["tokens"], "guidance_scale": guidance, **negative}
 
 

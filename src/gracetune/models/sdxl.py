@@ -160,15 +160,16 @@ class SDXL(UNetFamily):
         given = {**conditions, "time_ids": time_ids.expand(len(noisy), -1)}
         return super().predict(transformer, noisy, sigmas, given)
 
+    def unconditional(self, empty: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return zeros for most models: their guidance takes zeros instead of an empty prompt."""
+        if self.parts.index.get("force_zeros_for_empty_prompt", True):
+            return {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
+        return empty
+
     def prompt_arguments(
         self, text: Mapping[str, Tensor], empty: Mapping[str, Tensor], guidance: float
     ) -> dict[str, Any]:
-        """Return the pipeline's arguments for a prompt.
-
-        For classifier-free guidance, most models take zeros instead of an empty prompt.
-        """
-        if self.parts.index.get("force_zeros_for_empty_prompt", True):
-            empty = {name: torch.zeros_like(tensor) for name, tensor in empty.items()}
+        """Return the pipeline's arguments for a prompt."""
         return {
             "prompt_embeds": text["tokens"],
             "pooled_prompt_embeds": text["pooled"],

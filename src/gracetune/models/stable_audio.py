@@ -209,12 +209,20 @@ class StableAudio(DiffusersFamily):
         samples = []
         for number, text in enumerate(request.texts):
             embeddings = self.stack_text([text])
+            negative = {}
+            if request.has_negative:
+                stacked = self.stack_text([request.empty_text])
+                negative = {
+                    "negative_prompt_embeds": stacked["tokens"].to(device),
+                    "negative_attention_mask": stacked["mask"].to(device),
+                }
             with warnings.catch_warnings():
                 # The scheduler's last sigma is a rounding error below torchsde's first.
                 warnings.filterwarnings("ignore", r"Should have t[ab]", UserWarning)
                 waveform = pipeline(
                     prompt_embeds=embeddings["tokens"].to(device),
                     attention_mask=embeddings["mask"].to(device),
+                    **negative,
                     # Half a sample more, because the pipeline rounds down.
                     audio_end_in_s=(length + 0.5) / self.audio.sample_rate,
                     num_inference_steps=request.steps,

@@ -105,6 +105,7 @@ class Tiny:
     kinds: tuple[MediaKind, ...] = ("image",)
     audio: AudioFormat | None = None
     starts_from: Literal["text", "image"] = "text"
+    uses_negative_prompt: bool = True
     takes_control: bool = False
     max_controls: int = 0
     pixel_step: int = CELL

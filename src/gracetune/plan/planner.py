@@ -99,12 +99,12 @@ def plan_run(
     one_memory = link is Link.INTEGRATED
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
-    device_nbytes = _device_nbytes(run, family, device, one_memory)
+    device_nbytes = device_nbytes_for(run, family, device, one_memory)
     largest = inputs.load_largest()
     latent_shape, text = largest.latents.shape[1:], largest.text
     rates = _measure_rates(device, run.model.family, emit)
     with ExitStack() as undo:
-        _fuse(family, undo)  # the tracer must see the operations that will run
+        fuse_family(family, undo)  # the tracer must see the operations that will run
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
         target = family_trace_target(family, latent_shape, text)
         may_compile = True in constraints_of(run).compile
@@ -121,7 +121,7 @@ def plan_run(
         check_fp8_support(device)
         inputs.convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
         meter.clear()
-    _fuse(family)
+    fuse_family(family)
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         stepper.set_host_share(plan.host_state)
@@ -238,10 +238,18 @@ def apply_to_family(
     emit: Emit,
     spare_nbytes: int = 0,
 ) -> AppliedPlan:
-    """Apply a plan to the family's transformers and return the object that can remove it.
+    """Apply a plan to the family's transformers and return the object that can remove it."""
+    layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
+    return apply_layout(layout, family, link, device, emit)
 
-    The two transformers of Wan 2.2 (high noise and low noise) get the same plan and share a weight
-    ring.
+
+def apply_layout(
+    layout: PlanLayout, family: Family, link: Link, device: torch.device, emit: Emit
+) -> AppliedPlan:
+    """Apply a layout to the family's transformers and return the object that can remove it.
+
+    The two transformers of Wan 2.2 (high noise and low noise) get the same layout and share a
+    weight ring.
     """
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
@@ -250,11 +258,11 @@ def apply_to_family(
         transformer: blocks[number * num_blocks : (number + 1) * num_blocks]
         for number, transformer in enumerate(transformers)
     }
-    layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
     return apply_plan(family.transformer, blocks_of, layout, open_copy_engine(device, link), emit)
 
 
-def _fuse(family: Family, undo: ExitStack | None = None) -> None:
+def fuse_family(family: Family, undo: ExitStack | None = None) -> None:
+    """Fuse operations of all transformers of a family, as in a planned run."""
     for transformer in transformers_of(family.transformer).values():
         fuse_operations(transformer, undo)
 
@@ -265,7 +273,7 @@ def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRate
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
 
 
-def _device_nbytes(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
+def device_nbytes_for(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
     """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`."""
     limit = plan_settings(run).device_memory
     if device.type != "cuda":

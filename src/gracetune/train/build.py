@@ -58,13 +58,18 @@ from gracetune.train.experts import (
     drawn_token_counts,
     expected_token_counts,
 )
-from gracetune.train.export import check_exportable, export_adapter, export_result
+from gracetune.train.export import (
+    check_exportable,
+    export_adapter,
+    export_result,
+    tools_for_adapter,
+)
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
-from gracetune.train.validate import build_validation, plan_sample_shape
+from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +89,7 @@ if TYPE_CHECKING:
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
     from gracetune.train.experts import ExpertSchedule
-    from gracetune.train.export import AdaptedModules
+    from gracetune.train.export import AdaptedModules, ExportedResult
     from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
     from gracetune.train.validate import ValidationSetup
@@ -178,13 +183,17 @@ class Session:
             self.emit(Notice(text, level="warning", fallback=True))
         return snapshot.progress
 
-    def export(self) -> Path:
-        """Write the trained model or adapter; return its folder."""
+    def export(self) -> ExportedResult:
+        """Write the trained model or adapter."""
         return export_result(self.state, self.adapted_modules, self.base_weights, self.emit)
 
     def export_adapter(self, folder: Path) -> None:
         """Write the adapter as `export` does, to another folder."""
         export_adapter(self.state, self.adapted_modules, self.base_weights, folder)
+
+    def tools_for_adapter(self) -> tuple[str, ...]:
+        """Return the names of the tools that load the adapter; none without an adapter."""
+        return tools_for_adapter(self.state, self.adapted_modules)
 
     def clear_device_memory(self) -> None:
         """Free memory that torch's allocator caches, if the run has a plan for this memory."""
@@ -216,7 +225,7 @@ def build_session(
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
     """
-    folder, device = Path(run.output_dir), _with_index(accelerator.device)
+    folder, device = Path(run.output_dir), with_index(accelerator.device)
     ramp = build_ramp(run, accelerator.num_processes)
     if ramp is not None:
         _emit_all(emit, ramp_notes(ramp))
@@ -228,9 +237,9 @@ def build_session(
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     _expect_missing_gradients(accelerator, family, schedule)
     check_data(run, family)
-    sample_shape = plan_sample_shape(run, family)
-    _quantize(run, family, emit)
-    adapted_modules = _make_trainable(run, family, schedule, emit)
+    check_validation(run, family)
+    quantize_frozen(run, family, emit)
+    adapted_modules = make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device, accelerator.num_processes)
@@ -260,7 +269,7 @@ def build_session(
     )
     if schedule is not None and family.boundary is not None:
         emit(Notice(schedule.describe(family.boundary)))
-    validation = build_validation(run, family, pipeline, sample_shape, emit)
+    validation = build_validation(run, family, pipeline, emit)
     family.release_text_encoder()
 
     # Memory: either a plan decides where weights, activations and optimizer state live, or the
@@ -401,7 +410,7 @@ def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ran
     )
 
 
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     """Turn `cuda` into `cuda:0`: tensors report an index, and some torch calls require one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -411,7 +420,7 @@ def _with_index(device: torch.device) -> torch.device:
 # Preparing the model
 
 
-def _make_trainable(
+def make_trainable(
     run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
 ) -> AdaptedModules:
     """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
@@ -476,7 +485,8 @@ def _convert_to_fp8(
         reference.add_fp8()
 
 
-def _quantize(run: RunFile, family: Family, emit: Emit) -> None:
+def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
+    """Quantize the linear layers of the blocks, if `model.quantize` says so."""
     kind = run.model.quantize
     if kind == "none":
         return

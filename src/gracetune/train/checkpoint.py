@@ -4,6 +4,7 @@
         weights.safetensors  optimizer.safetensors  ema.safetensors  generators-0.safetensors ...
         adapter/             the adapter as the run exports it at its end, for other tools
         manifest.json        progress, the run's identity, digests of all files, and a checksum
+    adapters/step-000123/    the files of the checkpoint's `adapter`, which outlive the checkpoint
 
 Crash safety: the files are written to a staging folder, synced to disk, and renamed to their place
 in one operation. A checkpoint therefore either exists completely or not at all. The manifest is
@@ -11,16 +12,22 @@ written last and removed first, and only folders with a manifest count as checkp
 
 Damage: the manifest has a digest of every file and a checksum of its own contents. Both are checked
 when a checkpoint is read, and a run resumes from the newest checkpoint that is whole.
+
+Adapters: the files in `adapters` are hard links to those in the checkpoints, so they take no space
+of their own. On a file system without hard links, the folder is moved there when its checkpoint is
+deleted.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 from safetensors import SafetensorError
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FOLDER = "checkpoints"
 """Name of the folder with all checkpoints, inside the output folder."""
+ADAPTERS_FOLDER = "adapters"
+"""Name of the folder with the adapters of all checkpoints, inside the output folder."""
 FORMAT = 2
 """Version of the manifest. Format 1 had no checksum; its checkpoints can still be read."""
 FORMAT_1_ENTRIES = {"format", "progress", "identity", "files"}
@@ -98,11 +107,16 @@ class SavedCheckpoint:
 
 
 def save_snapshot(
-    folder: Path, snapshot: Snapshot, keep: int, export: Callable[[Path], None] | None = None
+    folder: Path,
+    snapshot: Snapshot,
+    keep: int,
+    export: Callable[[Path], None] | None = None,
+    keep_adapters: int | Literal["all"] = "all",
 ) -> SavedCheckpoint:
     """Write a checkpoint, then delete older ones so that `keep` are left.
 
-    `export` writes files for other tools to a folder inside the checkpoint.
+    `export` writes the adapter, in a format for other tools, to a folder inside the checkpoint. The
+    folder `adapters`, next to `folder`, keeps the newest `keep_adapters` of them.
     """
     started_at = time.monotonic()
     path = folder / f"step-{snapshot.progress.step:06d}"
@@ -119,11 +133,65 @@ def save_snapshot(
             f"the checkpoint {path} cannot be written: {error}. {_newest_checkpoint(folder)} Free "
             "some disk space and run the same command again to continue."
         ) from error
+    adapters = folder.with_name(ADAPTERS_FOLDER)
+    if export is not None:
+        _link_adapter(path, adapters)
     others = [old for old in complete_checkpoints(folder) if old != path]
     for old in others[: max(0, len(others) - keep + 1)]:
-        (old / MANIFEST).unlink()  # first, so that a half-deleted folder is no checkpoint
+        _keep_adapter(old, adapters)  # first: a crash must not leave it in a half-deleted folder
+        (old / MANIFEST).unlink()  # second, so that a half-deleted folder is no checkpoint
         shutil.rmtree(old)
+    if keep_adapters != "all":
+        _delete_old_adapters(adapters, keep_adapters)
     return SavedCheckpoint(path, nbytes, time.monotonic() - started_at)
+
+
+# Adapters of checkpoints
+
+
+def _link_adapter(checkpoint: Path, adapters: Path) -> None:
+    """Make hard links to a checkpoint's adapter in `adapters`.
+
+    If that fails, for example because the file system has no hard links, the adapter is in the
+    checkpoint, and `_keep_adapter` moves it when the checkpoint is deleted.
+    """
+    with suppress(OSError):
+        adapters.mkdir(exist_ok=True)
+        remove_stale_staging(adapters)
+        with atomic_folder(adapters / checkpoint.name) as staging:
+            for file in (checkpoint / CHECKPOINT_ADAPTER).iterdir():
+                os.link(file, staging / file.name)
+
+
+def _keep_adapter(checkpoint: Path, adapters: Path) -> None:
+    """Move the adapter of a checkpoint that will be deleted to `adapters`, if it is not there."""
+    exported, kept = checkpoint / CHECKPOINT_ADAPTER, adapters / checkpoint.name
+    if exported.is_dir() and not kept.exists():
+        adapters.mkdir(exist_ok=True)
+        exported.rename(kept)
+
+
+def _delete_old_adapters(adapters: Path, keep: int) -> None:
+    for old in _step_folders(adapters)[:-keep]:
+        # Renamed first, so that a half-deleted folder is not taken for an adapter.
+        shutil.rmtree(old.rename(adapters / f".{old.name}.{os.getpid()}.staging"))
+
+
+def saved_adapters(folder: Path) -> dict[int, Path]:
+    """Return the folders with the adapters of a run's checkpoints, by step, oldest first.
+
+    `folder` is the output folder. An adapter is in `adapters`, or else in its checkpoint.
+    """
+    found = {
+        _step_of(path): path / CHECKPOINT_ADAPTER
+        for path in complete_checkpoints(folder / CHECKPOINT_FOLDER)
+        if (path / CHECKPOINT_ADAPTER).is_dir()
+    }
+    found |= {_step_of(path): path for path in _step_folders(folder / ADAPTERS_FOLDER)}
+    return dict(sorted(found.items()))
+
+
+# Reading
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -131,7 +199,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
     Folders that are not named `step-<number>` are the user's own copies and are left out.
     """
-    return [path for path in _checkpoint_folders(folder) if (path / MANIFEST).is_file()]
+    return [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
 
 
 def load_snapshot(path: Path) -> Snapshot:
@@ -159,6 +227,20 @@ def load_snapshot(path: Path) -> Snapshot:
         raise CheckpointError(f"the checkpoint {path} is damaged: {error}.") from error
 
 
+def load_tensors(path: Path, kind: str) -> dict[str, Tensor]:
+    """Read one file of a checkpoint, such as `weights`, and compare it with its digest.
+
+    The result is empty if the checkpoint has no such file.
+    """
+    try:
+        digest = _read_manifest(path / MANIFEST)["files"].get(f"{kind}.safetensors")
+        return {} if digest is None else _read_file(path / f"{kind}.safetensors", digest)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: {error}. Use another step."
+        ) from error
+
+
 def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Snapshot | None:
     """Load the checkpoint that `--resume auto|PATH|none` selects; None to start a new run.
 
@@ -175,7 +257,7 @@ def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Sna
     # manifest is therefore the rest of a deleted checkpoint, and a new one is a damaged checkpoint.
     candidates = [
         path
-        for path in _checkpoint_folders(folder)
+        for path in _step_folders(folder)
         if path in complete or not complete or _step_of(path) > _step_of(complete[-1])
     ]
     errors: list[CheckpointError] = []
@@ -197,9 +279,12 @@ def find_snapshot(folder: Path, resume: str, warn: Callable[[str], None]) -> Sna
 
 
 def set_aside_newer(folder: Path, step: int) -> list[Path]:
-    """Move checkpoints of later steps to `set-aside/`, because the run resumes from `step`."""
+    """Move checkpoints or adapters of later steps to `set-aside/` in `folder`.
+
+    The run resumes from `step`, and will reach these steps with other weights.
+    """
     moved = []
-    for path in _checkpoint_folders(folder):
+    for path in _step_folders(folder):
         if _step_of(path) > step:
             target = folder / SET_ASIDE / f"{path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
@@ -213,7 +298,7 @@ def manifest_checksum(manifest: Mapping[str, object]) -> str:
     return blake3(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def _checkpoint_folders(folder: Path) -> list[Path]:
+def _step_folders(folder: Path) -> list[Path]:
     return sorted(filter(_is_step_folder, folder.glob("step-*")), key=_step_of)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blake3 import blake3
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     AdaptedModules = Mapping[str, Mapping[str, ModuleSettings]]
     """Expert (empty without experts) -> module name -> settings of the adapter on that module."""
 
+TOOL_NAMES = {"diffusers": "diffusers", "comfyui": "ComfyUI"}
+"""Name of a tool in a check of an adapter file -> its name for the user."""
 STAGE_FILES = {"high": "high_noise.safetensors", "low": "low_noise.safetensors"}
 
 
@@ -61,19 +63,27 @@ def check_exportable(
         )
 
 
+class ExportedResult(NamedTuple):
+    """The folder of a run's result, and the tools that load it if it is an adapter."""
+
+    path: Path
+    loads_in: tuple[str, ...]
+
+
 def export_result(
     state: TrainState, modules: AdaptedModules, base_weights: str, emit: Emit
-) -> Path:
-    """Write the model or the adapter, with averaged weights if there are any; return its folder.
+) -> ExportedResult:
+    """Write the model or the adapter, with averaged weights if there are any.
 
     Checks that diffusers and ComfyUI can load each adapter file, and logs the result.
     """
     path = result_folder(state.run)
+    tools: tuple[str, ...] = ()
     try:
         with atomic_folder(path) as staging:
             if state.run.adapter is not None:
                 files = export_adapter(state, modules, base_weights, staging)
-                _check_files(state, modules, files, emit)
+                tools = _check_files(state, modules, files, emit)
             else:
                 with state.averaged_weights():
                     state.family.export(staging)
@@ -82,7 +92,19 @@ def export_result(
             f"the result {path} cannot be written: {error}. The last checkpoint has the same "
             "weights: free some disk space and run the same command again to export them."
         ) from error
-    return path
+    return ExportedResult(path, tools)
+
+
+def find_result(run: RunFile) -> ExportedResult:
+    """Return the adapter that a finished run has exported, and the tools that load it."""
+    from gracetune.adapters.files.io import loading_tools, read_adapter
+    from gracetune.adapters.files.keys import get_table
+
+    path, tables = result_folder(run), key_tables()
+    table = get_table(run.model.family, tables)
+    adapters = [read_adapter(file, tables, table) for file in path.glob("*.safetensors")]
+    common = set.intersection(*(set(loading_tools(adapter)) for adapter in adapters))
+    return ExportedResult(path, tuple(tool for tool in TOOL_NAMES.values() if tool in common))
 
 
 def export_adapter(
@@ -107,6 +129,18 @@ def export_adapter(
     return files
 
 
+def tools_for_adapter(state: TrainState, modules: AdaptedModules) -> tuple[str, ...]:
+    """Return the names of the tools that load the adapter as it is exported; none without one.
+
+    `export_result` tries to load the files, which takes seconds; this is known before.
+    """
+    if state.run.adapter is None:
+        return ()
+    from gracetune.adapters.files.io import loading_tools
+
+    return loading_tools(_trained_adapter(state, modules))
+
+
 def checkpoint_headers(
     state: TrainState, modules: AdaptedModules, base_weights: str
 ) -> dict[str, dict[str, str]]:
@@ -126,7 +160,8 @@ def checkpoint_headers(
 
 def _check_files(
     state: TrainState, modules: AdaptedModules, files: Mapping[Stage | None, Path], emit: Emit
-) -> None:
+) -> tuple[str, ...]:
+    """Log which tools load the adapter files; return those that load all of them, and right."""
     from gracetune.adapters.files.check_loading import check_file
     from gracetune.adapters.files.io import default_format
 
@@ -135,11 +170,15 @@ def _check_files(
     config = None
     if table.component == "unet":  # the widths of its stages cannot be derived from a file
         config = dict(cast("Any", state.family.transformer).config)
+    tools = tuple(TOOL_NAMES)
     for stage, path in files.items():
         expected = modules[stage or ""]
         check = check_file(path, tables, table=table, stage=stage, modules=expected, config=config)
         text = f"{path.name} is written as {form}. " + " ".join(check.lines())
         emit(Notice(text, level="info" if check.ok else "warning"))
+        loading = {result.name for result in check.results if result.loads and not result.is_wrong}
+        tools = tuple(tool for tool in tools if tool in loading)
+    return tuple(TOOL_NAMES[tool] for tool in tools)
 
 
 def _trained_adapter(state: TrainState, modules: AdaptedModules) -> Adapter:

@@ -263,6 +263,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
             session.state.run.train.keep_checkpoints,
             # A whole model would double the size of the checkpoint.
             None if session.state.run.adapter is None else session.export_adapter,
+            session.state.run.train.keep_adapters,
         )
         session.emit(
             CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)

@@ -6,6 +6,7 @@ other event sinks, builds the session (`build.py`), trains (`loop.py`) and expor
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -38,13 +39,14 @@ from gracetune.events.types import (
     StepDone,
     Validated,
 )
+from gracetune.optim.schedule import SCHEDULE_DEPENDS_ON_LENGTH
 from gracetune.train import checkpoint
 from gracetune.train.build import build_session, start_accelerator
-from gracetune.train.checkpoint import CHECKPOINT_FOLDER
-from gracetune.train.export import result_folder
+from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
+from gracetune.train.export import find_result, result_folder
 from gracetune.train.loop import train_loop
 from gracetune.train.run_identity import check_same_run, identity_settings, removed_settings
-from gracetune.train.validate import validation_enabled
+from gracetune.train.validate import VALIDATION_FOLDER, grid_path, validation_enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from gracetune.events.types import Event, Sink
     from gracetune.train.build import Session
     from gracetune.train.checkpoint import Snapshot
+    from gracetune.train.export import ExportedResult
     from gracetune.train.step import TrainProgress
 
     Status = Literal["done", "interrupted", "failed"]
@@ -97,6 +100,7 @@ def run_training(
             check_result_absent(result_folder(run))
         else:
             check_resumable(run, snapshot, accelerator.mixed_precision, warnings.append)
+        has_steps = snapshot is None or snapshot.progress.step < run.train.max_train_steps
         # Then open the event sinks, build the session, resume, train and export.
         resumed = None if snapshot is None else snapshot.execution
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
@@ -113,17 +117,23 @@ def run_training(
                 events.emit(Notice(f"config: {text}"))
             for text in warnings:
                 events.emit(Notice(text, level="warning", fallback=True))
-            with closing(
-                build_session(run, accelerator, events.emit, control, signals, resumed)
-            ) as session:
-                progress = session.resume(snapshot)
-                if is_main:
-                    _claim_folder(run, folder, progress, events)
-                events.emit(_run_started(session, progress))
-                with signals.deferred():
-                    train_loop(session, progress)
+            if not has_steps:
+                events.emit(Notice(f"finished: {nothing_left(run)}"))
+            if has_steps or not has_current_outputs(run):
+                with closing(
+                    build_session(run, accelerator, events.emit, control, signals, resumed)
+                ) as session:
+                    latest.loads_in = session.tools_for_adapter()
+                    progress = session.resume(snapshot)
                     if is_main:
-                        latest.outputs["result"] = str(session.export())
+                        _claim_folder(run, folder, progress, events)
+                    events.emit(_run_started(session, progress))
+                    with signals.deferred():
+                        train_loop(session, progress)
+                        if is_main:
+                            latest.set_result(session.export())
+            else:
+                latest.set_result(find_result(run))
     accelerator.end_training()
     assert end.event is not None
     return end.event
@@ -216,6 +226,34 @@ def check_resumable(
         )
 
 
+def nothing_left(run: RunFile) -> str:
+    """Return the text that a finished run has nothing left to do, and how to train further."""
+    total = run.train.max_train_steps
+    text = f"all {total:,} steps are done, and nothing is left to do."
+    if SCHEDULE_DEPENDS_ON_LENGTH[run.optimizer.schedule]:
+        return (
+            f"{text} optimizer.schedule is {run.optimizer.schedule}, which ends with the run: to "
+            "train longer, set another output_dir and a larger train.max_train_steps."
+        )
+    return f"{text} To train further, add --set train.max_train_steps={2 * total}."
+
+
+def has_current_outputs(run: RunFile) -> bool:
+    """Return True if a run with no steps left has its result and its last samples.
+
+    The result must be that of the last step: a run that was made longer has one of an earlier step
+    until it exports again. For a whole model, this is unknown, and the result is False.
+    """
+    folder, step = Path(run.output_dir), run.train.max_train_steps
+    saved = checkpoint.saved_adapters(folder).get(step)
+    if run.adapter is None or saved is None:
+        return False
+    if run.validation.every > 0 and not grid_path(folder / VALIDATION_FOLDER, step).exists():
+        return False
+    names = [file.name for file in saved.iterdir()]
+    return not any(filecmp.cmpfiles(saved, result_folder(run), names, shallow=False)[1:])
+
+
 # The output folder and the events
 
 
@@ -235,6 +273,9 @@ def _claim_folder(
     for newer in checkpoint.set_aside_newer(folder / CHECKPOINT_FOLDER, progress.step):
         text = f"resuming from step {progress.step}; a newer checkpoint is kept as {newer}"
         events.emit(Notice(text, level="warning"))
+    for newer in checkpoint.set_aside_newer(folder / ADAPTERS_FOLDER, progress.step):
+        text = f"resuming from step {progress.step}; a newer adapter is kept as {newer}"
+        events.emit(Notice(text))
 
 
 def _is_run_record(path: Path) -> bool:
@@ -283,6 +324,10 @@ class LatestOutputs:
     def __init__(self, folder: Path, step: int) -> None:
         self.step = step
         self.outputs = {"log": str(folder / LOG_FILE)}
+        self.loads_in: tuple[str, ...] = ()
+        self._folder = folder
+        if step:
+            self._find_adapter(step)
 
     def handle(self, event: Event) -> None:
         """Remember the newest step, grid of validation samples and checkpoint."""
@@ -292,9 +337,20 @@ class LatestOutputs:
             self.outputs["pictures"] = event.grid
         elif isinstance(event, CheckpointSaved):
             self.outputs["checkpoint"] = event.path
+            self._find_adapter(event.step)
+
+    def set_result(self, result: ExportedResult) -> None:
+        """Remember the result of the run, which replaces the adapter of the last checkpoint."""
+        self.outputs.pop("adapter", None)
+        self.outputs["result"], self.loads_in = str(result.path), result.loads_in
 
     def close(self) -> None:
         """Do nothing; there is nothing to flush."""
+
+    def _find_adapter(self, step: int) -> None:
+        adapter = checkpoint.saved_adapters(self._folder).get(step)
+        if adapter is not None:
+            self.outputs["adapter"] = str(adapter)
 
 
 class EndReporter:
@@ -320,6 +376,7 @@ class EndReporter:
             time.monotonic() - self._started_at,
             self._latest.outputs,
             "" if error is None else str(error) or type(error).__name__,
+            self._latest.loads_in,
         )
         self._events.emit(self.event)
 

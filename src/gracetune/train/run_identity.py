@@ -85,7 +85,7 @@ CHANGEABLE_SETTINGS = _names(
         "gh200_optimizations": "enable_uvm_hints placement",
         # The length matters for some schedules, and is compared then.
         "train": "max_train_steps gradient_checkpointing checkpoint_every checkpoint_minutes "
-        "keep_checkpoints check_gradients",
+        "keep_checkpoints keep_adapters check_gradients",
         "optimizer": "state",
         # The digest of all samples and captions is compared.
         "datasets.*": "type instance_data_dir conditioning_data_dir mask_data_dir caption_strategy "
@@ -95,8 +95,10 @@ CHANGEABLE_SETTINGS = _names(
         "datasets.*.in_memory": "compression num_workers chunk_size memory_limit_gb",
         "datasets.*.remote": "timeout_s retries options",
         # The digest leaves held-out samples out, and validation has generators of its own.
-        "validation": "every prompts num_prompts seed sample_steps guidance width height frames "
-        "seconds images holdout enable_manual_validation",
+        "validation": "every negative_prompt num_prompts seed sample_steps guidance width "
+        "height frames seconds images holdout enable_manual_validation",
+        "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
+        "frames seconds",
         "logging": "every tensorboard",
         "distributed": "timeout_s",
         "plan": "device_memory host_memory batch compile stream offload",

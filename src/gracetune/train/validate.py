@@ -18,18 +18,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
-from gracetune.atomic_files import atomic_file, atomic_folder
-from gracetune.cache.encode import EMPTY_PROMPT
-from gracetune.data.augment import DEFAULT_TRANSFORM, render, render_control
-from gracetune.data.buckets import audio_lengths, frame_counts
-from gracetune.data.images import probe
+from gracetune.atomic_files import atomic_file, atomic_folder, write_text
 from gracetune.data.pyav import load_av
-from gracetune.data.sample import UnreadableSampleError
-from gracetune.errors import CheckpointError, ConfigError
+from gracetune.errors import CheckpointError
 from gracetune.events.types import Notice, Validated
-from gracetune.models.family import SampleRequest
 from gracetune.train.experts import SINGLE_TRANSFORMER, ExpertTurn
+from gracetune.train.prompts import (
+    build_requests,
+    dataset_defaults,
+    ignored_negatives,
+    needs_images,
+    plan_prompts,
+)
 from gracetune.train.step import derive_seed, losses_given_noise
 from gracetune.train.timesteps import scheduled_timesteps
 
@@ -39,17 +41,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from gracetune.config.schema import RunFile
+    from gracetune.config.schema import PromptSection, RunFile
     from gracetune.data.pipeline import DataPipeline
-    from gracetune.data.sample import Batch, Shape
+    from gracetune.data.sample import Batch
     from gracetune.events.dispatcher import Emit
-    from gracetune.models.family import AudioFormat, Family, GeneratedSample, MediaKind
+    from gracetune.models.family import Family, GeneratedSample, SampleRequest
+    from gracetune.train.prompts import PlannedPrompt
     from gracetune.train.step import TrainState
+
+    Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 VALIDATION_FOLDER = "validation"
-FRAME_STEP = 4
-"""Videos have 4n + 1 frames: the VAE encodes the first frame alone and then groups of four."""
 
 
 class ValidationWriteError(CheckpointError):
@@ -62,12 +65,18 @@ class ValidationSetup:
 
     folder: Path
     prompts: tuple[str, ...]
-    request: SampleRequest
+    requests: Sequence[SampleRequest]
+    """Requests for the samples of all prompts, in order; successive prompts may share one."""
     held_out: Sequence[Batch]
 
     def grid_path(self, step: int) -> Path:
         """Return the path of the image grid of a step."""
-        return self.folder / f"step-{step:06d}.png"
+        return grid_path(self.folder, step)
+
+
+def grid_path(folder: Path, step: int) -> Path:
+    """Return the path of the image grid of a step in the folder of validation samples."""
+    return folder / f"step-{step:06d}.png"
 
 
 def validate(state: TrainState, validation: ValidationSetup, step: int) -> Validated:
@@ -94,7 +103,9 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
 def generate_samples(state: TrainState, validation: ValidationSetup) -> list[GeneratedSample]:
     """Generate one sample for each prompt with the pipeline of the model family."""
     with state.accelerator.autocast():
-        return state.family.sample(validation.request)
+        return [
+            sample for request in validation.requests for sample in state.family.sample(request)
+        ]
 
 
 def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
@@ -156,184 +167,49 @@ def validation_enabled(run: RunFile) -> bool:
     return run.validation.every > 0 or run.validation.enable_manual_validation
 
 
-def plan_sample_shape(run: RunFile, family: Family) -> Shape:
-    """Return the shape of validation samples; raise if the family cannot generate it."""
-    kind, shape = _sample_shape(run)
-    if not validation_enabled(run):
-        return shape
-    if kind == "video" and kind not in family.kinds:
-        raise ConfigError(
-            f"validation.frames is {shape[2]}, but {family.name} generates no videos. Remove it."
-        )
-    require_packages(kind)
-    if family.audio is not None:
-        _check_length(shape, family.name, family.audio)
-    else:
-        _check_edges(shape, family)
-    if kind == "video" and shape[2] % FRAME_STEP != 1:
-        raise ConfigError(
-            f"validation.frames is {shape[2]}, but a video must have {FRAME_STEP}n + 1 frames. "
-            "Set 1, 5, 9, ..., 81."
-        )
-    _check_images(run, family)
-    return shape
+def check_validation(run: RunFile, family: Family) -> None:
+    """Raise if the family cannot generate the samples of a validation.
+
+    Without prompts, those of a validation are captions, which are not known before the data are.
+    """
+    if validation_enabled(run):
+        _plan(run, family, run.validation.prompts or ([] if needs_images(family) else [""]))
 
 
 def build_validation(
-    run: RunFile, family: Family, pipeline: DataPipeline, shape: Shape, emit: Emit
+    run: RunFile, family: Family, pipeline: DataPipeline, emit: Emit
 ) -> ValidationSetup | None:
     """Encode the prompts and load the held-out samples; None if the run never validates."""
     if not validation_enabled(run):
         return None
-    section, (kind, _) = run.validation, _sample_shape(run)
-    prompts = section.prompts
+    prompts: Sequence[str | PromptSection] | None = run.validation.prompts
     if not prompts:
         captions = dict.fromkeys(sample.caption for sample in pipeline.train_samples)
-        prompts = tuple(captions)[: section.num_prompts]
+        prompts = tuple(captions)[: run.validation.num_prompts]
         text = f"validation.prompts is empty: validating with the first {len(prompts)} captions, "
         emit(Notice(text + "; ".join(map(repr, prompts))))
-    images: list[list[Tensor]] = []
-    text_images: list[list[Tensor]] = []
-    for paths in map(_image_paths, section.images or ()):
-        size = (shape[0], shape[1])
-        if family.takes_control:
-            images.append(_read_images(paths, size, family.control_size(*size)))
-            text_images.append(_read_images(paths, size, family.text_control_size(*size)))
-        else:
-            images.append(_read_images(paths, size))
-    texts, empty_texts = _encode_prompts(family, prompts, text_images)
+    planned = _plan(run, family, prompts)
+    ignored = ignored_negatives(planned, family)
+    if ignored:
+        emit(Notice(ignored, level="warning"))
     return ValidationSetup(
         folder=Path(run.output_dir) / VALIDATION_FOLDER,
-        prompts=prompts,
-        request=SampleRequest(
-            texts=texts,
-            empty_text=empty_texts[0],
-            shape=shape,
-            seed=section.seed,
-            steps=section.sample_steps,
-            guidance=section.guidance,
-            images=images,
-            empty_texts=empty_texts if family.takes_control else (),
-            tiled=pipeline.tiling.applies_to(shape, kind),
-        ),
+        prompts=tuple(one.prompt for one in planned),
+        requests=build_requests(planned, family, pipeline.tiling),
         held_out=[pipeline.load(draws) for draws in pipeline.held_out_draws],
     )
 
 
-def _encode_prompts(
-    family: Family, prompts: Sequence[str], images: Sequence[Sequence[Tensor]]
-) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Encode the prompts and the empty prompt, which classifier-free guidance needs.
-
-    If the family encodes prompts together with control images, there is one empty prompt for each
-    prompt, otherwise a single one.
-    """
-    if not family.takes_control:
-        *texts, empty = map(_to_host, family.encode_text([*prompts, EMPTY_PROMPT]))
-        return texts, [empty]
-    both = family.encode_text([*prompts, *[EMPTY_PROMPT] * len(prompts)], [*images, *images])
-    on_host = [_to_host(text) for text in both]
-    return on_host[: len(prompts)], on_host[len(prompts) :]
-
-
-def _to_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.cpu() for key, tensor in text.items()}
-
-
-def _sample_shape(run: RunFile) -> tuple[MediaKind, Shape]:
-    """Return kind (image, video or audio) and shape of the samples that a validation generates.
-
-    They follow from the section `validation` of the run file or else from the first dataset.
-    """
-    section, data = run.validation, run.datasets[0]
-    if data.dataset_type == "audio":
-        length = max(audio_lengths(data))
-        if section.seconds is not None:
-            length = round(section.seconds * data.sample_rate)
-        return "audio", (data.channels, length)
-    edge = max(data.resolutions)
-    size = (section.width or edge, section.height or edge)
-    frames = section.frames
-    if frames is None:
-        frames = max(frame_counts(data)) if data.dataset_type == "video" else 1
-    return ("image", size) if frames == 1 else ("video", (*size, frames))
-
-
-def _check_edges(shape: Shape, family: Family) -> None:
-    if any(edge % family.pixel_step or edge > family.max_edge for edge in shape[:2]):
-        raise ConfigError(
-            f"validation.width and height are {shape[0]}x{shape[1]}, but {family.name} needs "
-            f"multiples of {family.pixel_step} up to {family.max_edge}. Change them."
-        )
-
-
-def _check_length(shape: Shape, name: str, audio: AudioFormat) -> None:
-    if shape[-1] > audio.max_length:
-        raise ConfigError(
-            f"validation.seconds is {shape[-1] / audio.sample_rate:.5g}, but {name} generates at "
-            f"most {audio.max_length / audio.sample_rate:.5g} seconds. Lower it."
-        )
-
-
-def _check_images(run: RunFile, family: Family) -> None:
-    prompts, images = run.validation.prompts, run.validation.images
-    is_required = family.starts_from == "image" or family.takes_control
-    if not is_required and images is not None:
-        raise ConfigError(
-            f"validation.images has {len(images)} files, but this {family.name} uses prompts "
-            "only. Remove it."
-        )
-    if is_required and (prompts is None or images is None or len(images) != len(prompts)):
-        raise ConfigError(
-            f"validation.images has {len(images or ())} files for {len(prompts or ())} prompts, "
-            f"but this {family.name} needs an image for each prompt. Set both to the same number, "
-            "or set validation.every: 0."
-        )
-    limit = family.max_controls if family.takes_control else 1
-    for index, paths in enumerate(map(_image_paths, images or ())):
-        if not 1 <= len(paths) <= limit:
-            raise ConfigError(
-                f"validation.images[{index}] has {len(paths)} files, but this {family.name} takes "
-                f"{'one' if limit == 1 else f'1 to {limit}'} for a prompt. Change the list."
-            )
-
-
-def _image_paths(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the paths of the input images of one prompt."""
-    return (entry,) if isinstance(entry, str) else entry
-
-
-def _read_images(
-    paths: Sequence[str], size: tuple[int, int], control_size: tuple[int, int] | None = None
-) -> list[Tensor]:
-    """Read first frames, or images to edit of `control_size`.
-
-    They are cropped and resized like those that are trained on.
-    """
-    images = []
-    for path in paths:
-        try:
-            data = Path(path).read_bytes()
-            probe(data)
-            if control_size is not None:
-                images.append(render_control(data, DEFAULT_TRANSFORM, size, control_size))
-            else:
-                images.append(render(data, DEFAULT_TRANSFORM, size))
-        except (OSError, UnreadableSampleError) as error:
-            raise ConfigError(
-                f"validation.images: {path!r} cannot be read: {error}. Check the path and the file."
-            ) from error
-    return images
-
-
-def require_packages(kind: MediaKind) -> None:
-    """Raise at start-up, not at the first validation, if the package to write videos is missing."""
-    if kind == "video":
-        load_av("video")
+def _plan(
+    run: RunFile, family: Family, prompts: Sequence[str | PromptSection]
+) -> list[PlannedPrompt]:
+    return plan_prompts(run.validation, prompts, dataset_defaults(run.datasets[0]), family)
 
 
 # Files
 
+SETTINGS_CHUNK = "gracetune"
+"""Name of the text chunk of a PNG file that has the settings of a sample."""
 CONTACT_SHEET_FRAMES = 8
 CONTACT_SHEET_COLUMNS = 4
 SPECTROGRAM_WINDOW = 1024
@@ -347,11 +223,18 @@ COLORMAP = np.array(
 """RGB colours of a spectrogram, from silent to loud."""
 
 
-def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Image:
+def write_sample(
+    sample: GeneratedSample,
+    folder: Path,
+    name: str,
+    settings: Mapping[str, object] | None = None,
+) -> Image.Image:
     """Write one sample, and an image that shows it: itself, a contact sheet or a spectrogram.
 
-    Returns the image.
+    `settings` are stored as JSON: in a text chunk of the image, and in a file next to a clip or
+    sound. Returns the image.
     """
+    text = None if settings is None else json.dumps(settings, indent=2, ensure_ascii=False)
     match sample.kind:
         case "image":
             image = _to_image(sample.data)
@@ -361,7 +244,13 @@ def write_sample(sample: GeneratedSample, folder: Path, name: str) -> Image.Imag
         case "audio":
             _write_wav(sample, folder / f"{name}.wav")
             image = spectrogram(sample.data)
-    image.save(folder / f"{name}.png")
+    chunks = PngInfo()
+    if text is not None:
+        chunks.add_itxt(SETTINGS_CHUNK, text)
+        if sample.kind != "image":
+            write_text(folder / f"{name}.json", text + "\n")
+    with atomic_file(folder / f"{name}.png") as staging:
+        image.save(staging, format="PNG", pnginfo=chunks)
     return image
 
 
@@ -470,3 +359,103 @@ def image_grid(images: Sequence[Image.Image], captions: Sequence[str], title: st
         for number, line in enumerate(lines):
             draw.text((left, top + height + 1 + number * line_height), line, TEXT_COLOUR, font)
     return sheet
+
+
+# The comparison sheet
+
+SHEET_TILE = (192, 384)
+"""Shortest edge at which small images are enlarged, and longest edge of large ones, in pixels."""
+SHEET_MARGIN, SHEET_GAP = 24, 10
+LABEL_SIZE = 16
+MUTED_COLOUR, LINE_COLOUR = (120, 120, 120), (225, 225, 225)
+MAX_LABEL_WIDTH = 220
+MAX_HEADER_LINES = 4
+
+
+def comparison_sheet(
+    rows: Sequence[tuple[str, Sequence[Image.Image]]], columns: Sequence[str], title: str
+) -> Image.Image:
+    """Draw a table of images: a row for each set of weights, a column for each prompt.
+
+    The text above a column is that prompt; its last line is drawn in a lighter colour, like the
+    title.
+    """
+    font, small = ImageFont.load_default(LABEL_SIZE), ImageFont.load_default(LABEL_SIZE - 2)
+    line = LABEL_SIZE + 5
+    tiles = [[_fit_tile(image) for image in images] for _, images in rows]
+    widths = [max(row[index].width for row in tiles) for index in range(len(columns))]
+    heights = [max(tile.height for tile in row) for row in tiles]
+    labels = [_wrap(label, font, MAX_LABEL_WIDTH) for label, _ in rows]
+    label_width = max(int(font.getlength(text)) for lines in labels for text in lines)
+    headers = [
+        (_wrap(text.rpartition("\n")[0], font, width), text.rpartition("\n")[2])
+        for text, width in zip(columns, widths, strict=True)
+    ]
+    header = line * (1 + max(len(lines) for lines, _ in headers)) + SHEET_GAP
+    left, top = SHEET_MARGIN + label_width + 2 * SHEET_GAP, SHEET_MARGIN + header
+    titles = _wrap(title, small, sum(widths) + left - SHEET_MARGIN)
+    top += line * len(titles) + SHEET_GAP
+    size = (
+        left + sum(widths) + SHEET_GAP * (len(widths) - 1) + SHEET_MARGIN,
+        top + sum(heights) + SHEET_GAP * (len(heights) - 1) + SHEET_MARGIN,
+    )
+    sheet = Image.new("RGB", size, BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for number, text in enumerate(titles):
+        draw.text((SHEET_MARGIN, SHEET_MARGIN + number * line), text, MUTED_COLOUR, small)
+    x = left
+    for width, (lines, note) in zip(widths, headers, strict=True):
+        y = top - SHEET_GAP - line * (len(lines) + 1)
+        for text in lines:
+            draw.text((x, y), text, TEXT_COLOUR, font)
+            y += line
+        draw.text((x, y), note, MUTED_COLOUR, small)
+        x += width + SHEET_GAP
+    y = top
+    for row, lines, height in zip(tiles, labels, heights, strict=True):
+        middle = y + (height - line * len(lines)) // 2
+        for number, text in enumerate(lines):
+            right = SHEET_MARGIN + label_width - int(font.getlength(text))
+            draw.text((right, middle + number * line), text, TEXT_COLOUR, font)
+        draw.line((left - SHEET_GAP, y, left - SHEET_GAP, y + height - 1), LINE_COLOUR, 2)
+        x = left
+        for tile, width in zip(row, widths, strict=True):
+            sheet.paste(tile, (x, y))
+            x += width + SHEET_GAP
+        y += height + SHEET_GAP
+    return sheet
+
+
+def _fit_tile(image: Image.Image) -> Image.Image:
+    """Enlarge a small image by a whole factor, or shrink a large one."""
+    smallest, largest = SHEET_TILE
+    if max(image.size) > largest:
+        scale = largest / max(image.size)
+        size = [max(1, round(edge * scale)) for edge in image.size]
+        return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
+    factor = max(1, min(-(-smallest // min(image.size)), largest // max(image.size)))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+def _wrap(text: str, font: Font, width: int) -> list[str]:
+    """Break a text into lines of at most this width in pixels, and cut it after a few lines."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    lines = [_shorten(one, font, width) for one in lines]
+    if len(lines) > MAX_HEADER_LINES:
+        lines = [*lines[: MAX_HEADER_LINES - 1], f"{lines[MAX_HEADER_LINES - 1]} …"]
+    return lines
+
+
+def _shorten(text: str, font: Font, width: int) -> str:
+    """Cut a single long word, so that it is at most this many pixels wide."""
+    kept = text
+    while len(kept) > 1 and font.getlength(text) > width:
+        kept = kept[:-1]
+        text = f"{kept}…"
+    return text

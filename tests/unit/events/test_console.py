@@ -1,5 +1,6 @@
 from io import StringIO
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -204,27 +205,47 @@ def test_the_pace_ignores_the_first_step_and_smooths_the_rest() -> None:
 def test_the_end_lists_the_outputs_and_counts_fallbacks(fallbacks: int, lines: list[str]) -> None:
     plain = Plain()
     plain.emit(*(Notice(f"slower {n}", fallback=True) for n in range(fallbacks)), Notice("other"))
-    outputs = {"result": "runs/x/adapter", "pictures": "runs/x/grid.png"}
+    outputs = {"log": "runs/x/events.jsonl", "pictures": "runs/x/grid.png"}
     assert plain.emit(RunEnded(100, "interrupted", 75.0, outputs, "state saved")) == [
         "stopped    at step 100 after 1m15s",
-        "           adapter    runs/x/adapter",
+        "           log        runs/x/events.jsonl",
         "           samples    runs/x/grid.png",
         *lines,
     ]
 
 
-def test_the_end_suggests_to_inspect_an_adapter(tmp_path: Path) -> None:
-    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
-    file.parent.mkdir()
-    file.touch()
-    lines = Plain().emit(RunEnded(100, "done", 75.0, {"result": str(file.parent)}))
-    assert lines[-1] == f"           next       gracetune adapter inspect {file}"
-    saved = tmp_path / "step-000100" / "adapter" / "high_noise.safetensors"
-    saved.parent.mkdir(parents=True)
-    saved.touch()
-    outputs = {"checkpoint": str(saved.parents[1])}
-    lines = Plain().emit(RunEnded(100, "interrupted", 75.0, outputs, "state saved"))
-    assert lines[-1] == f"           next       gracetune adapter inspect {saved}"
+@pytest.mark.parametrize("status", ["done", "interrupted"])
+def test_the_end_names_the_adapter_files_the_tools_and_the_next_command(
+    status: Literal["done", "interrupted"], tmp_path: Path
+) -> None:
+    run = tmp_path / "my run"
+    folder = run / ("adapter" if status == "done" else "adapters/step-000100")
+    folder.mkdir(parents=True)
+    for name in ("high_noise.safetensors", "low_noise.safetensors"):
+        (folder / name).touch()
+    outputs = {
+        "log": str(run / "events.jsonl"),
+        "checkpoint": str(run / "checkpoints/step-000100"),
+        "result" if status == "done" else "adapter": str(folder),
+    }
+    tools = ("diffusers", "ComfyUI")
+    lines = Plain().emit(RunEnded(100, status, 75.0, outputs, loads_in=tools))
+    assert lines[1:] == [
+        f"           adapter    {folder}/high_noise.safetensors (loads in diffusers, ComfyUI)",
+        f"           adapter    {folder}/low_noise.safetensors (loads in diffusers, ComfyUI)",
+        f"           log        {run}/events.jsonl",
+        f"           checkpoint {run}/checkpoints/step-000100",
+        f"           next       gracetune sample '{run}' --prompt \"...\"",
+    ]
+
+
+def test_the_end_of_full_training_names_the_model_folder() -> None:
+    outputs = {"log": "runs/x/events.jsonl", "result": "runs/x/model"}
+    lines = Plain().emit(RunEnded(100, "done", 75.0, outputs))
+    assert lines[1] == (
+        "           model      runs/x/model (a folder for model.path, and for diffusers)"
+    )
+    assert lines[-1] == '           next       gracetune sample runs/x --prompt "..."'
 
 
 @pytest.mark.parametrize("seconds", [9.0, 90.0])

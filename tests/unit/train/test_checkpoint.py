@@ -1,7 +1,9 @@
 import contextlib
+import errno
 import json
 import os
 import resource
+import shutil
 import signal
 
 import pytest
@@ -256,3 +258,93 @@ def test_too_little_disk_space_is_found_before_writing(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"100 B are free\. There is no earlier checkpoint"):
         checkpoint.save_snapshot(tmp_path, snapshot(1), keep=1)
     assert list(tmp_path.iterdir()) == []
+
+
+# Adapters of checkpoints
+
+
+def save_with_adapter(folder, step, keep=2, keep_adapters="all"):
+    def export(path):
+        path.mkdir()
+        for expert in ("high", "low"):
+            (path / f"{expert}_noise.safetensors").write_text(f"{expert} {step}")
+
+    return checkpoint.save_snapshot(
+        folder / "checkpoints", snapshot(step), keep, export, keep_adapters
+    ).path
+
+
+def contents(folders):
+    return {
+        step: [file.read_text() for file in sorted(path.iterdir())]
+        for step, path in folders.items()
+    }
+
+
+def pairs(*steps):
+    return {step: [f"high {step}", f"low {step}"] for step in steps}
+
+
+def test_adapters_outlive_their_checkpoints_and_take_no_space_of_their_own(tmp_path):
+    for step in (1, 2, 3):
+        path = save_with_adapter(tmp_path, step)
+        for file in (path / "adapter").iterdir():
+            assert file.samefile(tmp_path / "adapters" / path.name / file.name)
+    assert len(checkpoint.complete_checkpoints(tmp_path / "checkpoints")) == 2
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1, 2, 3)
+
+
+def test_without_hard_links_an_adapter_is_moved_when_its_checkpoint_is_deleted(
+    tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in (1, 2, 3):
+        save_with_adapter(tmp_path, step)
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["step-000001"]
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1, 2, 3)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 4])
+def test_the_newest_adapters_are_kept(tmp_path, keep):
+    for step in (1, 2, 3, 4, 5):
+        save_with_adapter(tmp_path, step, keep=1, keep_adapters=keep)
+    names = sorted(path.name for path in (tmp_path / "adapters").iterdir())
+    assert names == [f"step-{step:06d}" for step in range(6 - keep, 6)]
+
+
+@pytest.mark.parametrize("call", ["unlink", "rmtree"])
+def test_a_crash_while_a_checkpoint_is_deleted_loses_no_adapter(tmp_path, call, monkeypatch):
+    """The file system has no hard links, so the adapter is only in the checkpoint."""
+
+    holder, name = (checkpoint.Path, "unlink") if call == "unlink" else (shutil, "rmtree")
+    original = getattr(holder, name)
+
+    def crash(path, *given, **options):
+        if path.name in ("manifest.json", "step-000001"):
+            raise KeyboardInterrupt
+        original(path, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *_: os.stat(tmp_path / "missing"))
+        save_with_adapter(tmp_path, 1)
+        save_with_adapter(tmp_path, 2)
+        patch.setattr(holder, name, crash)
+        with pytest.raises(KeyboardInterrupt):
+            save_with_adapter(tmp_path, 3)
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1, 2, 3)
+    save_with_adapter(tmp_path, 4)
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1, 2, 3, 4)
+    found = checkpoint.find_snapshot(tmp_path / "checkpoints", "auto", lambda _: None)
+    assert found.progress.step == 4
+
+
+def test_a_checkpoint_of_an_earlier_version_has_its_adapter_kept(tmp_path):
+    save_with_adapter(tmp_path, 1)
+    shutil.rmtree(tmp_path / "adapters")
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1)
+    for step in (2, 3):
+        save_with_adapter(tmp_path, step)
+    assert contents(checkpoint.saved_adapters(tmp_path)) == pairs(1, 2, 3)

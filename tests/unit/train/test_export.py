@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,10 @@ def test_every_checkpoint_has_the_adapter_as_the_run_exports_it(average, tiny_ru
     assert results["often"] == results["plain"], "saving must not change the run"
     assert files_in(saved / "step-000003" / "adapter") == results["often"]
     assert sorted(path.name for path in saved.iterdir()) == ["step-000002", "step-000003"]
+    adapters = {path.name: files_in(path) for path in (tmp_path / "often/adapters").iterdir()}
+    assert adapters.keys() == {"step-000001", "step-000002", "step-000003"}
+    assert adapters["step-000001"] == results["first"], "of a deleted checkpoint"
+    assert adapters["step-000003"] == results["often"]
     earlier = tmp_path / "first" / "checkpoints" / "step-000001"
     assert files_in(earlier / "adapter") == results["first"] != results["plain"]
 
@@ -115,6 +120,50 @@ def test_an_interrupted_run_leaves_an_adapter(tiny_run, tmp_path):
     adapter = read_adapter(checkpoint, TABLES)
     assert adapter.format == "diffusers"
     assert same(trained_adapter(checkpoint, tmp_path), adapter)
+
+
+def test_a_finished_run_says_that_nothing_is_left_and_can_be_made_longer(
+    tiny_run, recorder, tmp_path
+):
+    run = partial(tiny_run, adapter={"rank": 2})
+    first = run_training(run(train={"max_train_steps": 1})).outputs
+    assert first["result"] == str(tmp_path / "run/adapter")
+    result = files_in(tmp_path / "run/adapter")
+
+    again = run_training(run(train={"max_train_steps": 1}), sinks=[recorder])
+    (text,) = [text for text in recorder.texts() if text.startswith("finished")]
+    assert "all 1 steps are done" in text
+    assert "--set train.max_train_steps=2" in text
+    assert recorder.of(RunStarted) == [], "the model was loaded"
+    assert again.outputs["result"] == first["result"]
+    assert files_in(tmp_path / "run/adapter") == result
+
+    run_training(run(train={"max_train_steps": 2}))
+    assert files_in(tmp_path / "run/adapter") != result
+    (tmp_path / "run/adapter").rename(tmp_path / "newest")
+    shutil.copytree(tmp_path / "run/adapters/step-000001", tmp_path / "run/adapter")
+    run_training(run(train={"max_train_steps": 2}), sinks=[recorder])  # killed before its export
+    assert files_in(tmp_path / "run/adapter") == files_in(tmp_path / "newest")
+
+
+def test_a_finished_run_with_a_schedule_that_ends_names_another_way(tiny_run, recorder):
+    run = tiny_run(
+        adapter={"rank": 2}, train={"max_train_steps": 1}, optimizer={"schedule": "cosine"}
+    )
+    run_training(run)
+    run_training(run, sinks=[recorder])
+    (text,) = [text for text in recorder.texts() if text.startswith("finished")]
+    assert "set another output_dir" in text
+
+
+def test_adapters_of_later_steps_are_set_aside_on_resume(tiny_run, tmp_path):
+    train = {"max_train_steps": 2, "checkpoint_every": 1}
+    run_training(tiny_run(adapter={"rank": 2}, train=train))
+    before = files_in(tmp_path / "run/adapters/step-000002")
+    run_training(tiny_run(adapter={"rank": 2}, train=train), resume_from="step-000001")
+    (aside,) = (tmp_path / "run/adapters/set-aside").iterdir()
+    assert aside.name.startswith("step-000002-")
+    assert files_in(aside) == before == files_in(tmp_path / "run/adapters/step-000002")
 
 
 def test_a_checkpoint_without_an_exported_adapter_is_resumed(tiny_run, tmp_path):

@@ -19,7 +19,6 @@ from gracetune.train.validate import (
     generate_samples,
     held_out_loss,
     image_grid,
-    require_packages,
     spectrogram,
     validate,
     write_sample,
@@ -201,8 +200,3 @@ def test_a_spectrogram_is_bright_at_the_frequency_of_a_tone():
     assert brightness[10] < 60
     silent = np.asarray(spectrogram(torch.zeros(2, 100)))
     assert silent.max() <= 4
-
-
-def test_required_packages_are_installed():
-    for kind in ("image", "video", "audio"):
-        require_packages(kind)

@@ -324,6 +324,21 @@ def default_format(adapter: Adapter) -> KeyFormat:
     return get_format(by_kind.get(kind, by_kind["other"]))
 
 
+def loading_tools(adapter: Adapter) -> tuple[str, ...]:
+    """Return the names of the tools that load the adapter in its default format.
+
+    `check_loading.check_file` tries it for a file, which takes seconds. See docs/adapters.md.
+    """
+    layers = adapter.layers.values()
+    if adapter.table.pipeline is None:
+        return ()
+    if any(layer.is_dora for layer in layers):
+        return ("diffusers",)
+    if all(layer.algorithm == "lora" for layer in layers):
+        return ("diffusers", "ComfyUI")
+    return ("ComfyUI",)
+
+
 def describe_adapter(adapter: Adapter) -> dict[str, str]:
     """Return model family, algorithm, rank and alpha as entries of a safetensors header."""
     algorithms = sorted(

@@ -181,7 +181,7 @@ def _add_layers(
     """
     loss = 0.0
     if all(_is_plain_lora(layer) for layer, _ in terms):
-        total = _concatenate_ranks(terms)
+        total = concatenate_ranks(terms)
         if rank is not None and total.tensors["down"].shape[0] > rank:
             total, loss = _truncate_lora(total, rank)
     elif all(layer.algorithm == "full" for layer, _ in terms):
@@ -208,7 +208,7 @@ def _add_layers(
     return total, loss
 
 
-def _concatenate_ranks(terms: Sequence[tuple[Layer, float]]) -> Layer:
+def concatenate_ranks(terms: Sequence[tuple[Layer, float]]) -> Layer:
     """Add LoRAs exactly: sum of s_i B_i A_i = [s_1 B_1, s_2 B_2, ...] [A_1; A_2; ...]."""
     if len(terms) == 1 and terms[0][1] == 1.0:
         return terms[0][0]
