@@ -132,7 +132,7 @@ wheels: venv  ## build and check the wheels for x86_64 and aarch64, and the sour
 
 # Needs root, debootstrap and qemu-user-static.
 test-install: wheels  ## the README's commands in a new Debian without a compiler, and the aarch64 wheel under qemu
-	$(BIN)/python -m pytest -m hosts -s tests/hosts/test_install.py
+	WHEELS=dist $(BIN)/python -m pytest -m hosts -s tests/hosts/test_install.py
 
 clean:  ## remove the environment and the demo's runs
 	rm -rf $(VENV) dist runs/demo runs/demo-lora .pytest_cache .mypy_cache .ruff_cache

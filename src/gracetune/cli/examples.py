@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.config.dataset_schema import ShapesSection
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name", nargs="?", help="the name of an example or a part of it, such as flux"
     )
     parser.add_argument("--copy", type=Path, metavar="DIR", help="copy into this folder")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="draw captioned images of stars into this folder, to try out `gracetune init`",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the example run files, or print or copy them."""
+    """List the example run files, print or copy them, or draw example images."""
+    if args.images is not None:
+        draw_images(args.images)
+        return 0
     # In a checkout this is a link to examples/; a wheel contains the files themselves.
     known = find_examples(files("gracetune") / "examples")
     chosen = known if args.name is None else match_examples(known, args.name)
@@ -81,6 +91,18 @@ def copy_examples(chosen: Iterable[Traversable], folder: Path) -> None:
                 f"--copy is {folder}: {error.strerror}. Name a folder that you may write to."
             ) from error
         print(target)
+
+
+def draw_images(folder: Path) -> None:
+    """Draw the images that examples/demo-lora.json trains on, and print how many there are."""
+    from gracetune.data.demo_dataset import MARKER, ShapesSource
+
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise ConfigError(f"--images is {folder}, which contains other files. Name a new folder.")
+    section = ShapesSection(concept="star", copies=12)
+    source = ShapesSource(folder, section, emit=lambda _: None, setting="--images")
+    count = sum(key.endswith(".png") for key in source.keys())  # noqa: SIM118  not a dict
+    print(f"{folder}  {count} images of stars with captions")
 
 
 def match_examples(known: Mapping[str, Traversable], name: str) -> dict[str, Traversable]:
