@@ -13,6 +13,7 @@ from gracetune.config.checks import check_run
 from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
+from gracetune.train.preflight import check_before_torch
 
 if TYPE_CHECKING:
     import argparse
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--blocks is {args.blocks}, but must be 1 or more. Raise it.")
     run_file = load_run_file(args.run_file, args.overrides).run
     check_run(run_file)
+    check_before_torch(run_file, "none")
     if run_file.model.quantize != "none":
         raise ConfigError(
             f"model.quantize is {run_file.model.quantize}, and quantized blocks have no plain copy "

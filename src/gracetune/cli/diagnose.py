@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from gracetune import __version__
 from gracetune.cli.env import describe_effects, variables_in_use
 from gracetune.config.environment import environment_settings, process_environment
+from gracetune.data.bulk_copy import SOURCE as COPIER_SOURCE
+from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.errors import ConfigError
 from gracetune.memory.machine_checks import (
     Finding,
@@ -35,10 +37,14 @@ from gracetune.memory.machine_checks import (
     exit_code,
     fail,
     format_findings,
+    ok,
     read_kernel,
     skip,
+    warn,
 )
 from gracetune.memory.platform import Machine, open_machine
+from gracetune.memory.shim import SOURCE as SHIM_SOURCE
+from gracetune.memory.shim import MissingShim, ShimError, find_shim
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -145,7 +151,11 @@ def diagnose(args: argparse.Namespace, tools: Tools) -> int:
         )
     torch = tools.find_torch()
     machine = tools.open_machine(args.device)
-    findings = [*_host_findings(torch, machine), *_device_findings(torch, machine, args, tools)]
+    findings = [
+        *_host_findings(torch, machine),
+        *_device_findings(torch, machine, args, tools),
+        check_libraries(),  # last: checklists for the forks know the numbers of the others
+    ]
     if args.allocation_only:
         findings = [finding for finding in findings if finding.name in ALLOCATION_CHECKS]
     has_gpu = machine.driver is not None or torch.sees_gpu
@@ -197,6 +207,30 @@ def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[Finding]:
     yield check_memory(platform, free)
     yield check_pages(platform, kernel)
     yield check_numa(platform, kernel, frozenset(os.sched_getaffinity(0)))
+
+
+def check_libraries(
+    shim_folder: Path = SHIM_SOURCE.parent, copier_folder: Path = COPIER_SOURCE.parent
+) -> Finding:
+    """Check that the two compiled libraries of this package can be loaded."""
+    problems = []
+    try:
+        shim = find_shim(shim_folder)
+        if isinstance(shim, MissingShim):
+            problems.append(shim.reason)
+    except ShimError as error:
+        problems.append(str(error).replace(f"{shim_folder}/", ""))  # no paths in the report
+    copier = find_bulk_copier(copier_folder)
+    if isinstance(copier, MissingBulkCopier):
+        problems.append(f"the bulk copier: {copier.reason}".replace(f"{copier_folder}/", ""))
+    if problems:
+        return warn(
+            "libraries",
+            "; ".join(problems),
+            "Install a wheel of gracetune, which contains both libraries. Without them managed "
+            "pools do not work, and staging a dataset is slower.",
+        )
+    return ok("libraries", "the memory shim and the bulk copier can be loaded")
 
 
 def _environment() -> Finding:
@@ -262,7 +296,6 @@ def _try_pool(bench: DeviceBench) -> PoolTrial | PoolUnavailable:
         TorchMemPools,
         open_pool,
     )
-    from gracetune.memory.shim import find_shim
 
     settings = PoolSettings(cap_bytes=64 * MIB)
     pool = open_pool(bench.platform, find_shim(), settings, TorchMemPools(), _print_notice)

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.config.dataset_schema import ShapesSection
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from importlib.resources.abc import Traversable
 
-HELP = "List the example run files; with a NAME, print one; with --copy, copy them to a folder."
+HELP = (
+    "List the example run files; with a NAME, print that one, or list all that match; with --copy, "
+    "copy them to a folder."
+)
 
 _SUFFIXES = (".json", ".yaml", ".yml", ".toml")
 _COMMENT_MARKS = ("//", "#")
@@ -21,22 +25,33 @@ _COMMENT_MARKS = ("//", "#")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gracetune examples`."""
-    parser.add_argument("name", nargs="?", help="the name of an example; all of them if omitted")
+    parser.add_argument(
+        "name", nargs="?", help="the name of an example or a part of it, such as flux"
+    )
     parser.add_argument("--copy", type=Path, metavar="DIR", help="copy into this folder")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="draw captioned images of stars into this folder, to try out `gracetune init`",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the example run files, or print or copy them."""
+    """List the example run files, print or copy them, or draw example images."""
+    if args.images is not None:
+        draw_images(args.images)
+        return 0
     # In a checkout this is a link to examples/; a wheel contains the files themselves.
     known = find_examples(files("gracetune") / "examples")
-    chosen = known if args.name is None else {args.name: _pick(known, args.name)}
+    chosen = known if args.name is None else match_examples(known, args.name)
     if args.copy is not None:
         copy_examples(chosen.values(), args.copy)
-    elif args.name is not None:
-        print(chosen[args.name].read_text(encoding="utf-8"), end="")
+    elif args.name is not None and len(chosen) == 1:
+        print(*(file.read_text(encoding="utf-8") for file in chosen.values()), end="")
     else:
-        width = max(map(len, known), default=0)
-        for name, file in known.items():
+        width = max(map(len, chosen), default=0)
+        for name, file in chosen.items():
             print(f"{name:<{width}}  {first_comment(file.read_text(encoding='utf-8'))}".rstrip())
     return 0
 
@@ -78,7 +93,30 @@ def copy_examples(chosen: Iterable[Traversable], folder: Path) -> None:
         print(target)
 
 
-def _pick(known: Mapping[str, Traversable], name: str) -> Traversable:
-    if name not in known:
-        raise ConfigError(f"there is no example {name!r}. Use one of: {', '.join(known)}.")
-    return known[name]
+def draw_images(folder: Path) -> None:
+    """Draw the images that examples/demo-lora.json trains on, and print how many there are."""
+    from gracetune.data.demo_dataset import MARKER, ShapesSource
+
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).exists():
+        raise ConfigError(f"--images is {folder}, which contains other files. Name a new folder.")
+    section = ShapesSection(concept="star", copies=12)
+    source = ShapesSource(folder, section, emit=lambda _: None, setting="--images")
+    count = sum(key.endswith(".png") for key in source.keys())  # noqa: SIM118  not a dict
+    print(f"{folder}  {count} images of stars with captions")
+
+
+def match_examples(known: Mapping[str, Traversable], name: str) -> dict[str, Traversable]:
+    """Return the example with this name; else all whose name starts with it; else contains it.
+
+    Spelling does not matter: `qwen_image`, `Qwen-Image` and `qwen image` are the same.
+    """
+    wanted = _normalized(name)
+    for fits in (str.__eq__, str.startswith, str.__contains__):
+        found = {each: file for each, file in known.items() if fits(_normalized(each), wanted)}
+        if found:
+            return found
+    raise ConfigError(f"there is no example {name!r}. Use one of: {', '.join(known)}.")
+
+
+def _normalized(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

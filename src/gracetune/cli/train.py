@@ -10,6 +10,7 @@ from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import check_run
 from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.load import load_run_file
+from gracetune.train.preflight import check_before_torch
 
 if TYPE_CHECKING:
     import argparse
@@ -26,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         default="auto",
-        metavar="auto|PATH|none",
-        help="resume from the newest whole checkpoint (auto, the default), from PATH (a folder, or "
-        "a name such as step-000100), or start a new run",
+        metavar="auto|latest|PATH|none",
+        help="resume from the newest whole checkpoint (auto, the default, or latest), from PATH (a "
+        "folder, or a name such as step-000100), or start a new run",
     )
 
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def run_training(loaded: LoadedRun, resume: str) -> int:
     """Train from a loaded run file, and show the progress on stdout."""
     check_run(loaded.run)
+    check_before_torch(loaded.run, resume)
     prefer_expandable_segments()  # before the imports below load torch
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train

@@ -55,7 +55,7 @@ from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -287,19 +287,25 @@ def suggest_fix(path: KeyPath) -> str:
         return f"write it nested: {wrong.replace('.', ': {')}: ...{'}' * wrong.count('.')}."
     keys = known_keys()
     section = pattern_of(path[:-1])
-    siblings = sorted(key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section)
-    near = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.75)
+    siblings = _names_in(section, keys) or _names_in(section, ALIASES)
+    near = difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.7)
     if near:
         return f"did you mean {dotted((*path[:-1], near[0]))}?"
     by_name: dict[str, list[str]] = {}
     for key in (*keys, *(alias for alias in ALIASES if not alias.endswith("."))):
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    close = difflib.get_close_matches(wrong, by_name, n=1, cutoff=0.6)
+    # Stricter than above: a key of another section is rarely meant unless it has the same name.
+    close = difflib.get_close_matches(wrong, by_name, n=1, cutoff=0.8)
     if close:
         found = [key.replace("*", "0") for key in by_name[close[0]]]
         ours = [key for key in found if key.replace(".0.", ".*.") in keys] or found
         return f"did you mean {' or '.join(ours[:3])}?"
     return f"known here: {', '.join(siblings)}." if siblings else "it is not in the schema."
+
+
+def _names_in(section: str, keys: Iterable[str]) -> list[str]:
+    """Return the names of the keys that lie directly in a section."""
+    return sorted(key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section)
 
 
 def known_keys() -> list[str]:
@@ -395,10 +401,25 @@ def _explain_one(
     place = locate_key(path, origins, name)
     kind = details[0]["type"]
     if kind == "extra_forbidden":
-        return f"{place} is not a known key; {suggest_fix(path)}"
+        return "\n".join(
+            f"{locate_key(each, origins, name)} is not a known key; {suggest_fix(each)}"
+            for each in _unknown_keys(path, details[0]["input"])
+        )
     if kind == "missing":
         return f"{place} is missing."
     return f"{place} is {format_value(details[0]['input'], path)}; it must be {_rules(details)}."
+
+
+def _unknown_keys(path: KeyPath, value: object) -> list[KeyPath]:
+    """Return the unknown keys at `path`, which is not in the schema.
+
+    If it is a section of another tool, such as ai-toolkit's `network`, its known keys have been
+    translated, and the unknown ones are what is left in it.
+    """
+    is_section = any(alias.startswith(f"{pattern_of(path)}.") for alias in ALIASES)
+    if is_section and isinstance(value, dict) and value:
+        return [(*path, key) for key in value]
+    return [path]
 
 
 def _rules(details: Sequence[ErrorDetails]) -> str:

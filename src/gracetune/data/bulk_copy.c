@@ -11,6 +11,9 @@
  * A file that changed or cannot be copied is reported as FAILED, and Python handles it.
  */
 #define _GNU_SOURCE
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -149,6 +152,23 @@ EXPORT int64_t gracetune_bulk_copy(int target, const char *paths, int64_t count,
 }
 
 #if defined(__x86_64__)
+#define OSXSAVE (1u << 27)  /* CPUID leaf 1, ecx: xgetbv exists */
+#define AVX512F (1u << 16)  /* CPUID leaf 7, ebx */
+#define ZMM_ENABLED 0xe6u   /* xgetbv 0: the kernel saves the SSE, AVX and AVX-512 registers */
+
+static int has_avx512f;
+
+/* Ask the CPU once, when the library is loaded: CPUID is slow in virtual machines. This replaces
+ * __builtin_cpu_supports, which not every compiler's runtime library has.
+ */
+__attribute__((constructor)) static void detect_avx512f(void) {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & OSXSAVE)) return;
+    __asm__("xgetbv" : "=a"(eax), "=d"(edx) : "c"(0));
+    if ((eax & ZMM_ENABLED) != ZMM_ENABLED) return;
+    has_avx512f = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & AVX512F);
+}
+
 typedef int64_t Line __attribute__((vector_size(LINE), aligned(1), may_alias));
 
 /* Copy a buffer to `target`, and prefetch the start of the `next` one.
@@ -177,7 +197,7 @@ __attribute__((target("avx512f"))) static void copy_lines(char *target, const ch
 EXPORT void gracetune_join(char *target, const char *const *buffers, int64_t count,
                            int64_t nbytes) {
 #if defined(__x86_64__)
-    if (nbytes >= LARGE && __builtin_cpu_supports("avx512f")) {
+    if (nbytes >= LARGE && has_avx512f) {
         for (int64_t row = 0; row < count; row++, target += nbytes)
             copy_lines(target, buffers[row], buffers[row + 1 < count ? row + 1 : row], nbytes);
         return;

@@ -205,11 +205,7 @@ class FolderSource:
         """The folder."""
         name = f"{setting}.instance_data_dir"
         try:
-            if not self.root.exists():
-                raise DataError(
-                    f"{name} is {str(path)!r}: the folder does not exist. Relative paths start "
-                    f"at the working directory, {Path.cwd()}."
-                )
+            check_exists(path, name)
             if not self.root.is_dir():
                 raise DataError(
                     f"{name} is {str(path)!r}: it is a file. Set the folder that contains it."
@@ -261,6 +257,16 @@ def open_folder(section: DatasetSection, setting: str, emit: Emit) -> FolderSour
         text = f"{source.describe()}: skipped {len(names)} {reason}, such as {printable(names[0])}"
         emit(Notice(text, level="warning"))
     return source
+
+
+def check_exists(path: str | Path, name: str) -> None:
+    """Raise if a folder or file that the setting `name` names does not exist."""
+    if not Path(os.path.expanduser(path)).exists():
+        kind = "file" if Path(path).suffix.lower() in (".tar", ".parquet") else "folder"
+        raise DataError(
+            f"{name} is {str(path)!r}: the {kind} does not exist. Relative paths start at the "
+            f"working directory, {Path.cwd()}."
+        )
 
 
 def data_dir(section: DatasetSection, setting: str) -> str:

@@ -1,7 +1,7 @@
 """Python bindings of shim.c, the C library that gives torch's allocator managed memory.
 
-Installing gracetune compiles shim.c to a library next to this file. If there is no C compiler, the
-installation still succeeds, and `find_shim` returns the reason why managed pools are unavailable.
+Wheels contain the compiled library next to this file. An installation from source compiles it; if
+there is no C compiler, `find_shim` returns the reason why managed pools are unavailable.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Shim:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise ShimError(
-                f"The memory shim {path} cannot be loaded: {error}. Rebuild it on this machine: "
-                "pip install --force-reinstall --no-deps gracetune."
+                f"The memory shim {path} cannot be loaded: {error}. Install the wheel "
+                "for this machine again: pip install --force-reinstall --no-deps WHEEL."
             ) from error
         try:
             found = str(library.gracetune_shim_abi())
@@ -97,7 +97,7 @@ class Shim:
         if found != str(ABI):
             raise ShimError(
                 f"The memory shim {path} has version {found}, but gracetune needs {ABI}. "
-                "Rebuild it: pip install --force-reinstall --no-deps gracetune."
+                "Install the wheel again: pip install --force-reinstall --no-deps WHEEL."
             )
         library.gracetune_shim_open.argtypes = (
             ctypes.c_char_p,
@@ -160,8 +160,8 @@ def find_shim(folder: Path = SOURCE.parent) -> Shim | MissingShim:
     if not path.exists():
         return MissingShim(
             "the memory shim was not built, because there was no C compiler when gracetune was "
-            "installed; install gcc or clang, then run "
-            "pip install --force-reinstall --no-deps gracetune"
+            "installed from source; install a wheel, or install gcc or clang and then run "
+            "pip install --force-reinstall --no-deps with the same source"
         )
     return Shim(path)
 

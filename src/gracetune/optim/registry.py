@@ -46,6 +46,10 @@ class OptimizerInfo:
         return not self.whole_state_reason
 
 
+SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
+"""True for schedules whose learning rate at a given step depends on the total number of steps."""
+
+
 def optimizer_info(name: str) -> OptimizerInfo:
     """Return what is known about an optimizer, by its name in a run file.
 

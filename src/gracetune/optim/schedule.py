@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import OptimizerSection
 
 
-SCHEDULE_DEPENDS_ON_LENGTH = {"constant": False, "linear": True, "cosine": True}
-"""True for schedules whose learning rate at a given step depends on the total number of steps."""
-
-
 def lr_scale(section: OptimizerSection, step: int, total_steps: int) -> float:
     """Return the factor by which the schedule multiplies the peak learning rate in a step.
 

@@ -37,6 +37,7 @@ from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER
 from gracetune.adapters.files.io import save_tensors
 from gracetune.atomic_files import atomic_folder, remove_stale_staging
 from gracetune.errors import CheckpointError
+from gracetune.train import preflight
 from gracetune.train.step import TrainProgress
 from gracetune.units import format_bytes
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT_FOLDER = preflight.CHECKPOINT_FOLDER
 """Name of the folder with all checkpoints, inside the output folder."""
 ADAPTERS_FOLDER = "adapters"
 """Name of the folder with the adapters of all checkpoints, inside the output folder."""
@@ -55,7 +56,7 @@ FORMAT_1_ENTRIES = {"format", "progress", "identity", "files"}
 REQUIRED_FILES = ("weights.safetensors", "optimizer.safetensors", "generators-0.safetensors")
 REQUIRED_COUNTERS = ("step", "micro_batches", "consumed")
 """Counters that every checkpoint has. Those for two experts were added later."""
-MANIFEST = "manifest.json"
+MANIFEST = preflight.MANIFEST
 SET_ASIDE = "set-aside"
 SPARE_BYTES = 1 << 20
 """Disk space for file headers and the manifest, in addition to the tensors."""

@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
-from gracetune.config.schema import Gh200Section, RunFile
+from gracetune.config.schema import RunFile
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
@@ -45,6 +45,7 @@ from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.export import find_result, result_folder
 from gracetune.train.loop import train_loop
+from gracetune.train.preflight import RESUME_WORDS, check_before_torch, effective_run
 from gracetune.train.run_identity import check_same_run, identity_settings, removed_settings
 from gracetune.train.validate import VALIDATION_FOLDER, grid_path, validation_enabled
 
@@ -74,14 +75,15 @@ def run_training(
 ) -> RunEnded:
     """Train as the run file says, export the result and return the `RunEnded` event.
 
-    `resume_from` is `auto` (the newest checkpoint, if any), `none`, or the path of a checkpoint.
-    Events go to `sinks`, to the log in the output folder and to the configured trackers. `notices`
-    are remarks from reading the run file; they are written to the log. The returned event lists
-    the output files.
+    `resume_from` is `auto` or `latest` (the newest checkpoint, if any), `none`, or the path of a
+    checkpoint. Events go to `sinks`, to the log in the output folder and to the configured
+    trackers. `notices` are remarks from reading the run file; they are written to the log. The
+    returned event lists the output files.
     """
     started_at = time.monotonic()
+    check_before_torch(run, resume_from)
     if not run.use_gh200_trainer:
-        run = run.model_copy(update={"gh200_optimizations": Gh200Section(enable_uvm_hints=False)})
+        run = effective_run(run)
         notices = (*notices, "use_gh200_trainer is false: gh200_optimizations has no effect.")
     with SignalHandler() as signals, naming_lost_ranks(run), ExitStack() as stack:
         # First, everything that can be checked without the model and the data.
@@ -89,7 +91,6 @@ def run_training(
         is_main = accelerator.is_main_process
         folder = Path(run.output_dir)
         stack.enter_context(full_disk_named(folder))
-        check_output_outside_datasets(run)
         check_writable(folder)
         warnings: list[str] = []
         if is_main:  # for all ranks of the run
@@ -142,20 +143,6 @@ def run_training(
 # Checks before anything is loaded
 
 
-def check_output_outside_datasets(run: RunFile) -> None:
-    """Raise if the output folder is inside a dataset: the run would train on its own samples."""
-    folder = Path(run.output_dir).resolve()
-    for index, dataset in enumerate(run.datasets):
-        if dataset.instance_data_dir is None:
-            continue
-        if folder.is_relative_to(Path(dataset.instance_data_dir).resolve()):
-            raise ConfigError(
-                f"output_dir is {run.output_dir!r}, inside datasets.{index}.instance_data_dir "
-                f"({dataset.instance_data_dir!r}): the run would train on its own validation "
-                "images. Choose an output_dir outside the dataset."
-            )
-
-
 def check_writable(folder: Path) -> None:
     """Create the output folder and check that files can be written there, before training."""
     try:
@@ -176,6 +163,7 @@ def find_resume_point(
 
     Raises if a new run would overwrite the checkpoints of another one.
     """
+    resume_from = RESUME_WORDS.get(resume_from, resume_from)
     checkpoints = folder / CHECKPOINT_FOLDER
     existing = checkpoint.complete_checkpoints(checkpoints)
     if resume_from == "none" and existing:

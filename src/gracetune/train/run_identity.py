@@ -24,7 +24,7 @@ from blake3 import blake3
 from gracetune.config.dataset_schema import AugmentationSection, DatasetSection
 from gracetune.config.schema import AdapterSection, OverrideSection, RunFile
 from gracetune.errors import CheckpointError
-from gracetune.optim.schedule import SCHEDULE_DEPENDS_ON_LENGTH
+from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

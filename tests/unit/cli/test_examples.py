@@ -69,3 +69,27 @@ def test_the_shipped_run_files_are_listed_printed_and_copied(
 def test_an_unknown_example_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", "nonesuch"]) == 2
     assert "there is no example 'nonesuch'. Use one of: " in capsys.readouterr().err
+
+
+def test_a_part_of_a_name_finds_the_examples_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["examples", "flux"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == ["flux-kontext-lora", "flux-lora", "flux2-lora"]
+    assert main(["examples", "z_image"]) == 0  # the only match is printed
+    assert capsys.readouterr().out == (SHIPPED / "z-image-lora.json").read_text()
+    assert main(["examples", "kontext"]) == 0
+    assert capsys.readouterr().out == (SHIPPED / "flux-kontext-lora.json").read_text()
+
+
+def test_example_images_are_drawn_once_and_never_among_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        assert main(["examples", "--images", str(tmp_path / "stars")]) == 0
+        assert "192 images of stars with captions" in capsys.readouterr().out
+    caption = (tmp_path / "stars" / "red-star-white-000.txt").read_text()
+    assert caption == "a red star on a white background\n"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "cat.jpg").write_bytes(b"a cat")
+    assert main(["examples", "--images", str(tmp_path / "mine")]) == 2
+    assert "contains other files. Name a new folder." in capsys.readouterr().err

@@ -20,10 +20,12 @@ from gracetune.cli.diagnose import (
     Tools,
     TorchInfo,
     add_arguments,
+    check_libraries,
     diagnose,
     find_torch,
 )
 from gracetune.cli.env import VARIABLES
+from gracetune.data.bulk_copy import LIBRARY as COPIER_LIBRARY
 from gracetune.errors import ConfigError
 from gracetune.memory.driver import NoDriverError, PointerKind, RangeState
 from gracetune.memory.machine_checks import (
@@ -56,6 +58,7 @@ from gracetune.memory.machine_checks import (
 )
 from gracetune.memory.managed_pool import PoolUnavailable
 from gracetune.memory.platform import Link, Machine, open_machine
+from gracetune.memory.shim import LIBRARY as SHIM_LIBRARY
 from gracetune.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[3]
@@ -354,7 +357,7 @@ class TestWholeDiagnosis:
     def test_a_coherent_machine_passes_every_check(self, tmp_path: Path) -> None:
         code, checks = self.diagnose(tmp_path, simulated_tools(simulated_machine(Link.COHERENT)))
         assert code == 0
-        assert len(checks) == 12
+        assert len(checks) == 13
         assert all(checks[name]["status"] in ("OK", "WARN") for name in DEVICE_CHECKS)
         assert checks["oversubscription"]["figures"]["scale"] == 1.5
 
@@ -484,7 +487,7 @@ class TestVerb:
         done = self.call(tmp_path, "gh200_diagnostic.py", "--skip-allocation", "--allow-cpu")
         document = json.loads((tmp_path / "gh200_diagnostic_report.json").read_text())
         assert done.returncode == document["exit_code"] == 0, done.stderr
-        assert len(document["checks"]) == 12
+        assert len(document["checks"]) == 13
         for check in document["checks"]:
             assert f"{check['number']:>2} {check['status']:<4} {check['name']}" in done.stdout
             assert check["text"]
@@ -535,6 +538,21 @@ class TestVerb:
             "pool round trip",
             "oversubscription",
         ]
+
+
+def test_missing_and_broken_libraries_are_reported_without_their_paths(tmp_path: Path) -> None:
+    assert check_libraries().status == "OK"
+    missing = check_libraries(tmp_path, tmp_path)
+    assert missing.status == "WARN"
+    assert "memory shim was not built" in missing.text
+    assert "bulk copier: it was not built" in missing.text
+    for name in (SHIM_LIBRARY, COPIER_LIBRARY):
+        (tmp_path / name).write_bytes(b"not a library")
+    broken = check_libraries(tmp_path, tmp_path)
+    assert broken.status == "WARN"
+    assert "_shim.so cannot be loaded" in broken.text
+    assert "bulk copier: it cannot be loaded" in broken.text
+    assert str(tmp_path) not in broken.text
 
 
 def test_the_committed_report_contains_no_host_name() -> None:

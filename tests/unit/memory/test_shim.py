@@ -397,6 +397,19 @@ def test_the_package_builds_without_a_compiler(tmp_path: Path, compiler: str) ->
     assert isinstance(built, Shim if compiler == "cc" else MissingShim)
 
 
+def test_a_wheel_is_not_built_without_its_libraries(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)],
+        cwd=SOURCE.parents[3],
+        env={**os.environ, "CC": "no-such-cc", "GRACETUNE_REQUIRE_LIBRARIES": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "no-such-cc" in done.stderr
+
+
 def test_building_without_a_compiler_names_it(tmp_path: Path) -> None:
     with pytest.raises(ShimError, match="'no-such-cc' is not on the PATH"):
         build_shim(tmp_path / LIBRARY, compiler="no-such-cc")

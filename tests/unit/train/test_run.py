@@ -393,7 +393,7 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_run, recorder, tmp_p
     identity |= {"train.obsolete": 7, "datasets[0].remote.retries": 9}
     kept = {key: manifest[key] for key in ("progress", "identity", "files")}
     file.write_text(json.dumps({"format": 1, **kept}))
-    run_training(tiny_run(), sinks=[recorder])
+    run_training(tiny_run(), resume_from="latest", sinks=[recorder])  # the same as auto
     assert recorder.of(RunStarted)[0].start_step == 2
     (warning,) = (n for n in recorder.of(Notice) if n.level == "warning")
     assert "no longer has, and ignores: train.obsolete." in warning.text
