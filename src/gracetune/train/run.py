@@ -39,7 +39,7 @@ from gracetune.events.types import (
     StepDone,
     Validated,
 )
-from gracetune.optim.schedule import SCHEDULE_DEPENDS_ON_LENGTH
+from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
 from gracetune.train import checkpoint
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER

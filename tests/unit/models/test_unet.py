@@ -48,7 +48,7 @@ def test_the_unet_gets_the_number_of_each_timestep(name, miniature):
         seen.append(arguments["timestep"])
         return (arguments["sample"],)
 
-    text = family.stack_text(family.encode_text([""] * 1000))
+    text = family.stack_text(family.encode_text([""]) * 1000)
     family.predict(record, torch.zeros(1000, 4, 8, 8), family.noise_schedule, text)
     assert torch.equal(seen[0], torch.arange(1000.0))
 

@@ -93,7 +93,7 @@ def test_an_edit_has_tokens_of_the_image_to_edit() -> None:
         "img_shapes": [[(1, 32, 32), (1, 64, 64)]]
     }
     assert cached_sample_nbytes(shape)[0] == 2 * 16 * (64**2 + 128**2)
-    assert trace_model(shape.trace_target(), 1).order == (0, 0)
+    assert trace_model(shape.trace_target(), 1, may_compile=False).order == (0, 0)
 
 
 def test_every_reference_of_an_edit_has_tokens() -> None:
@@ -103,7 +103,7 @@ def test_every_reference_of_an_edit_has_tokens() -> None:
     assert shape.encoded.text_shape[0] == 512 + 2 * 14 * 14  # a copy of 384x384 pixels of each
     assert shape.trace_target().inputs(2)["hidden_states"].shape[1] == 32 * 32 + 2 * 64 * 64
     assert cached_sample_nbytes(shape)[0] == 2 * 16 * (64**2 + 2 * 128**2)
-    assert trace_model(shape.trace_target(), 1).order == (0, 0)
+    assert trace_model(shape.trace_target(), 1, may_compile=False).order == (0, 0)
 
 
 def test_videos_and_wan_5b_have_their_own_latent_shapes() -> None:
@@ -180,8 +180,9 @@ def test_every_model_is_planned_like_it_is_trained(name: str, miniature: Any) ->
     if is_edit:
         images = [[torch.zeros(3, *reversed(family.text_control_size(width, height)))]]
     text = family.stack_text(family.encode_text(["a red ring"], images))
-    traced = trace_model(family_trace_target(family, family.latent_shape(*shape), text), 2)
+    target = family_trace_target(family, family.latent_shape(*shape), text)
+    traced = trace_model(target, 2, may_compile=False)
     sample = SampleShape(width, height, 5 if is_video else 1, int(is_edit))
-    planned = trace_model(build_meta_model(section, sample).trace_target(), 2)
+    planned = trace_model(build_meta_model(section, sample).trace_target(), 2, may_compile=False)
     assert planned.order == traced.order
     assert planned.frozen_nbytes == traced.frozen_nbytes

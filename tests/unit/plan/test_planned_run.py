@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fakes.family_sessions import FAMILIES
 from fakes.miniatures import MINIATURES
 from peft.tuners.lora import Linear as LoraLinear
 
@@ -187,7 +188,14 @@ def test_a_single_gpu_is_planned():
             {"name": "automagic", "high_noise_lr_bump": 1e-6, "low_noise_max_lr": 1e-3},
             "both",
         ),
-        *((name, {"rank": 2}, {}, None) for name, s in MINIATURES.items() if s.kind == "image"),
+        *(
+            pytest.param(
+                *(name, {"rank": 2}, {}, None),
+                marks=() if name in FAMILIES.values() else pytest.mark.slow,
+            )
+            for name, small in MINIATURES.items()
+            if small.kind == "image"
+        ),
     ],
 )
 def test_models_adapters_and_optimizers_can_be_planned(
