@@ -223,7 +223,12 @@ def _import_loop(config: KeyReader) -> None:
     config.take("train_batch_size", "train.batch_size")
     imported.default("train.batch_size", 4, "train_batch_size is 4")
     config.take("gradient_accumulation_steps", "train.gradient_accumulation_steps")
-    config.take("gradient_checkpointing", "train.gradient_checkpointing")
+    recomputes = config.peek("gradient_checkpointing")
+    if isinstance(recomputes, bool) or recomputes is MISSING:
+        config.take("gradient_checkpointing", "train.gradient_checkpointing")
+    else:
+        setting = "train.gradient_checkpointing"
+        config.translate("gradient_checkpointing", setting, flag(recomputes))
     imported.default("train.gradient_checkpointing", True, "gradient_checkpointing is true")
     _import_clipping(config)
     if flag(config.peek("use_ema")):
