@@ -365,10 +365,10 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
         )
     config.take("lr_warmup_steps", "optimizer.warmup_steps")
     lr, end = number(imported.get("optimizer.lr")), number(config.peek("lr_end"))
-    if schedule == "constant" or lr is None:
+    if schedule == "constant" or not lr or lr < 0:
         config.not_needed("lr_end", "the learning rate stays constant")
     elif name in ("polynomial", "cosine", "sine", "cosine_with_restarts"):
-        share = min(1.0, (4e-7 if end is None else end) / lr)
+        share = round(min(1.0, (4e-7 if end is None else end) / lr), 6)
         if config.peek("lr_end") is not MISSING:
             config.translate("lr_end", "optimizer.final_lr_share", share)
         else:

@@ -312,7 +312,7 @@ def leaf_keys(tree):
     }
 
 
-@pytest.mark.parametrize("odd", ["", "abc", "0.5", -1, 1.5, True, [], ["a"], {}, {"a": 1}, None])
+@pytest.mark.parametrize("odd", ["", "abc", "0.5", -1, 0, 1.5, True, [], ["a"], {}, {"a": 1}, None])
 def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
     """Every key has exactly one line, whatever its value is."""
     options = dict.fromkeys(KNOWN_KEYS - {"model_family", "data_backend_config"}, odd)
