@@ -20,7 +20,7 @@ from gracetune.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-HOSTS = {"ai-toolkit.md", "simpletuner.md"}
+HOSTS = {"ai-toolkit.md", "import.md", "simpletuner.md"}
 """Pages that also name keys of other tools."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

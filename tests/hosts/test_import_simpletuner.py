@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -143,6 +144,15 @@ def folders(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def outcomes(summary_lines):
+    """Return a list of outcomes, which the report ends with the counts of."""
+    found = []
+    yield found
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in Counter(found).items())
+    summary_lines.append(f"configs of SimpleTuner: {counts}")
+
+
 def with_paths_replaced(one, folders, folder):
     """Write a published config with the paths of miniatures and small data; return its path."""
     names = (f"{one.family} {one.config.get('model_flavour')}", one.family)
@@ -253,7 +263,8 @@ def remove_refused(path, imported, one, folder):
 
 
 @pytest.mark.parametrize("one", OURS, ids=lambda one: one.name)
-def test_a_published_config_is_explained_and_trains(one, folders, tmp_path):
+def test_a_published_config_is_explained_and_trains(one, folders, tmp_path, outcomes):
+    outcome = "trained"
     path = with_paths_replaced(one, folders, tmp_path)
     imported = import_files([path])
     check_report(imported, path)
@@ -263,14 +274,16 @@ def test_a_published_config_is_explained_and_trains(one, folders, tmp_path):
         remove_refused(path, imported, one, tmp_path)
         imported = import_files([path])
         assert not imported.refusals
+        outcome = "refused, and trained after the change that the message names"
     loaded = load_run_file(path, small_sizes(imported.run))
     assert "is a config of SimpleTuner" in loaded.notices[0]
     ended = run_training(loaded.run, notices=loaded.notices)
     assert (ended.status, ended.step) == ("done", 3)
+    outcomes.append(outcome)
 
 
 @pytest.mark.parametrize("one", OTHERS, ids=lambda one: one.name)
-def test_another_family_is_refused_in_one_line(one, tmp_path):
+def test_another_family_is_refused_in_one_line(one, tmp_path, outcomes):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(one.config))
     (tmp_path / "datasets.json").write_text("[]")
@@ -279,6 +292,7 @@ def test_another_family_is_refused_in_one_line(one, tmp_path):
     family = one.config["model_family"]
     assert f"model_family is {family!r}, which gracetune does not train" in str(error.value)
     assert "\n" not in str(error.value)
+    outcomes.append("of other families, refused in one line")
 
 
 def test_every_documented_option_is_known():

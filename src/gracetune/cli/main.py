@@ -160,7 +160,11 @@ def _discard_output() -> None:
 
 def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments `RUN` and `--set`, for subcommands that read a run file."""
-    parser.add_argument("run_file", metavar="RUN", help="a run file: JSON, YAML or TOML")
+    parser.add_argument(
+        "run_file",
+        metavar="RUN",
+        help="a run file: JSON, YAML or TOML; or a config of SimpleTuner or ai-toolkit",
+    )
     parser.add_argument(
         "--set",
         action="append",

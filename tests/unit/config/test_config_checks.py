@@ -74,6 +74,18 @@ def test_the_default_run_breaks_no_rule():
         ),
         ({"datasets": ({"bucket_step": 64, "resolution": 32},)}, "datasets.0.bucket_step", "32"),
         (
+            {"datasets": ({"bucket_step": 64, "resolution": (128, 32)},)},
+            "datasets.0.bucket_step",
+            "at most datasets.0.resolution (32)",
+        ),
+        ({"datasets": ({"resolution": ()},)}, "datasets.0.resolution", "is an empty list"),
+        ({"datasets": ({"bucket_aspects": ()},)}, "datasets.0.bucket_aspects", "is an empty list"),
+        (
+            {"datasets": ({"bucket_aspects": (1.0, 0.25)},)},
+            "datasets.0.bucket_aspects",
+            "has 0.25; it must be from 0.333 to 3",
+        ),
+        (
             {"datasets": ({"cache_latents_to_disk": True},)},
             "datasets.0.cache_latents_to_disk",
             "is true, but cache_config.persistent_cache is false",

@@ -33,6 +33,8 @@ MIN_KNOWN_SHARE = 0.8
 """Share of keys that are SimpleTuner's in a part of a config that is named as such."""
 TEXT_KEY = re.compile(r"prompt|name|flavour|path|dir$|revision|note|comment|(^|_)id$")
 """Matches the names of options whose values stay texts, even if they look like numbers."""
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+"""Matches a variable in the value of another one, such as `${BASE_DIR}`."""
 PARENTS = 5
 """Number of folders above a config in which the files that it names are searched."""
 
@@ -116,7 +118,7 @@ def parse_environment(text: str) -> dict[str, object]:
         name, equals, value = line.strip().removeprefix("export ").partition("=")
         if not equals or name.startswith("#"):
             continue
-        words = " ".join(shlex.split(value, comments=True))
+        words = VARIABLE.sub(lambda found: variables.get(found[1] or found[2], ""), _unquote(value))
         if name.endswith("+"):
             words = f"{variables.get(name[:-1], '')} {words}".strip()
         variables[name.rstrip("+").strip()] = words
@@ -129,6 +131,14 @@ def parse_environment(text: str) -> dict[str, object]:
         else:
             options[ENVIRONMENT_NAMES.get(name, name.lower())] = words
     return options
+
+
+def _unquote(value: str) -> str:
+    """Return the value of a shell variable without quotes and comments."""
+    try:
+        return " ".join(shlex.split(value, comments=True))
+    except ValueError:  # a quote that is not closed, such as an apostrophe
+        return value.strip().strip("\"'")
 
 
 # The files of SimpleTuner
@@ -250,15 +260,16 @@ def find_named_file(name: str, folders: Sequence[Path]) -> Path | None:
 
     SimpleTuner reads it relative to its own folder. It is searched relative to the working
     directory, then to the folders of the config files and those above them; leading folders of its
-    name may be missing there.
+    name may be missing there, so that a path of another computer is found, too.
     """
     path = Path(name).expanduser()
-    if path.is_absolute() or path.is_file():
-        return path if path.is_file() else None
+    if path.is_file():
+        return path
+    parts = path.parts[1:] if path.is_absolute() else path.parts
     for folder in folders:
         for outer in (folder, *folder.resolve().parents[:PARENTS]):
-            for start in range(len(path.parts)):
-                found = outer.joinpath(*path.parts[start:])
+            for start in range(len(parts)):
+                found = outer.joinpath(*parts[start:])
                 if found.is_file():
                     shorter = Path(os.path.relpath(found))
                     return found if ".." in shorter.parts else shorter

@@ -223,7 +223,12 @@ def _import_loop(config: KeyReader) -> None:
     config.take("train_batch_size", "train.batch_size")
     imported.default("train.batch_size", 4, "train_batch_size is 4")
     config.take("gradient_accumulation_steps", "train.gradient_accumulation_steps")
-    config.take("gradient_checkpointing", "train.gradient_checkpointing")
+    recomputes = config.peek("gradient_checkpointing")
+    if isinstance(recomputes, bool) or recomputes is MISSING:
+        config.take("gradient_checkpointing", "train.gradient_checkpointing")
+    else:
+        setting = "train.gradient_checkpointing"
+        config.translate("gradient_checkpointing", setting, flag(recomputes))
     imported.default("train.gradient_checkpointing", True, "gradient_checkpointing is true")
     _import_clipping(config)
     if flag(config.peek("use_ema")):
@@ -360,10 +365,10 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
         )
     config.take("lr_warmup_steps", "optimizer.warmup_steps")
     lr, end = number(imported.get("optimizer.lr")), number(config.peek("lr_end"))
-    if schedule == "constant" or lr is None:
+    if schedule == "constant" or not lr or lr < 0:
         config.not_needed("lr_end", "the learning rate stays constant")
     elif name in ("polynomial", "cosine", "sine", "cosine_with_restarts"):
-        share = min(1.0, (4e-7 if end is None else end) / lr)
+        share = round(min(1.0, (4e-7 if end is None else end) / lr), 6)
         if config.peek("lr_end") is not MISSING:
             config.translate("lr_end", "optimizer.final_lr_share", share)
         else:

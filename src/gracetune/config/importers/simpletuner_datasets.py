@@ -540,7 +540,8 @@ class _Dataset:
                 name = f"{self.prefix}.caption_strategy is instanceprompt"
                 reader.report("only_instance_prompt", "translated", name)
         elif strategy in ("textfile", "filename"):
-            self.put("caption_strategy", "caption_strategy", strategy)
+            why = "a file with several lines is one caption here" if strategy == "textfile" else ""
+            self.put("caption_strategy", "caption_strategy", strategy, why)
         elif strategy in ("huggingface", "webshart", "csv"):
             why = "captions come with the samples"
             self.put("caption_strategy", "caption_strategy", "textfile", why)

@@ -268,7 +268,7 @@ NOT_NEEDED: Mapping[str, str] = {
         "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics "
         "i_know_what_i_am_doing delete_invalid_checkpoints disk_low_threshold disk_low_action "
         "disk_low_script webhook_config webhook_reporting_interval enable_watermark "
-        "checkpointing_use_tempdir merge_environment_config log_level training_num_processes "
+        "checkpointing_use_tempdir merge_environment_config log_level base_dir venv_path "
         "allow_dataset_oversubscription disable_bucket_pruning data_aesthetic_score",
         _DEBUG,
     ),
@@ -391,7 +391,7 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "init_lora": "an adapter starts from zero; merge the old one with `gracetune adapter merge`",
     "init_lokr_norm": "a LoKr starts from zero output",
     "peft_lora_mode": "adapter.kind can be lora, dora, locon, loha, lokr or full",
-    "tread_config": "every token passes all layers; steps are slower, and the result is not routed",
+    "tread_config": "tokens are not routed: all of them pass every layer, which takes longer",
     "quantization_config": "set model.quantize to int8, fp8 or nf4",
     "quantize_activations": "set model.frozen_compute: fp8 for fp8 matmuls",
     "enable_nsfw_check": "images are not classified; sort them before training",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -17,19 +18,23 @@ OFF_TEXTS = ("", "0", "0.0", "false", "no", "off", "none", "null", "[]", "{}")
 
 
 def parse_scalar(value: object) -> object:
-    """Return the number or boolean that a text stands for; any other value is unchanged."""
-    if not isinstance(value, str):
-        return value
-    if value.strip().lower() in WORDS:
+    """Return the number or boolean that a text stands for; any other value is unchanged.
+
+    A whole number that is written as 1e4 or 3.0 is an integer.
+    """
+    if isinstance(value, str) and value.strip().lower() in WORDS:
         return WORDS[value.strip().lower()]
-    return value if (found := number(value)) is None else found
+    found = number(value)
+    if isinstance(found, float) and found.is_integer():
+        return int(found)
+    return value if found is None else found
 
 
 def number(value: object) -> float | int | None:
     """Return a value as a number; None if it is none, or true or false."""
     if isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value) if re.search("[.eE]", value) else int(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
 

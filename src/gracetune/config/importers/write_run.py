@@ -50,5 +50,6 @@ def _yaml_lines(
                 yield f"{indent}  - {first.strip()}"
                 yield from rest
         else:
-            origin = f"  # {origins[name]}" if name in origins else ""
-            yield f"{indent}{shown}: {json.dumps(value, ensure_ascii=False)}{origin}"
+            origin = origins.get(name, key)
+            comment = "" if origin.rpartition(".")[2] == key else f"  # {origin}"
+            yield f"{indent}{shown}: {json.dumps(value, ensure_ascii=False)}{comment}"

@@ -112,6 +112,15 @@ def test_extra_arguments_are_options():
     assert parse_environment(text) == {"seed": "3", "use_ema": True, "num_train_epochs": "2"}
 
 
+def test_variables_refer_to_each_other_and_quotes_may_be_open():
+    text = 'export BASE_DIR=/data\nOUTPUT_DIR="${BASE_DIR}/out"\nVALIDATION_PROMPT=a cat\'s eye'
+    assert parse_environment(text) == {
+        "base_dir": "/data",
+        "output_dir": "/data/out",
+        "validation_prompt": "a cat's eye",
+    }
+
+
 def test_files_may_be_passed_instead_of_found(tmp_path):
     config = write(tmp_path, data_backend_config="elsewhere/data.json")
     with pytest.raises(ConfigError, match=r"'elsewhere/data.json', and there is no such file\. P"):
@@ -148,6 +157,7 @@ def test_named_files_are_searched_above_the_config(tmp_path, monkeypatch):
     assert find_named_file("config/examples/data.json", [folder]) == data
     assert find_named_file("missing.json", [folder]) is None
     assert find_named_file(str(data), []) == data
+    assert find_named_file("/home/me/config/data.json", [folder]) == data
     monkeypatch.chdir(tmp_path)
     assert find_named_file("config/examples/data.json", [folder]) == Path(
         "simpletuner/examples/data.json"

@@ -59,6 +59,8 @@ def verdicts(imported):
         ({"flux_lora_target": "mmdit"}, {"adapter.targets": ["to_k", "to_q", "to_v", "to_out.0"]}),
         ({"peft_lora_target_modules": '["to_q"]'}, {"adapter.targets": ["to_q"]}),
         ({"learning_rate": "1e-4"}, {"optimizer.lr": 1e-4}),
+        ({"max_train_steps": "1e3", "seed": 3.0}, {"train.max_train_steps": 1000, "seed": 3}),
+        ({"gradient_checkpointing": 1}, {"train.gradient_checkpointing": True}),
         ({}, {"optimizer.lr": 4e-7, "optimizer.eps": 1e-6, "optimizer.weight_decay": 0.0}),
         ({"optimizer_config": "weight_decay=0.1,eps=1e-7"}, {"optimizer.weight_decay": 0.1}),
         ({"optimizer_beta1": 0.8, "optimizer_beta2": 0.9}, {"optimizer.betas": [0.8, 0.9]}),
@@ -310,7 +312,7 @@ def leaf_keys(tree):
     }
 
 
-@pytest.mark.parametrize("odd", ["", "abc", "0.5", -1, 1.5, True, [], ["a"], {}, {"a": 1}, None])
+@pytest.mark.parametrize("odd", ["", "abc", "0.5", -1, 0, 1.5, True, [], ["a"], {}, {"a": 1}, None])
 def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
     """Every key has exactly one line, whatever its value is."""
     options = dict.fromkeys(KNOWN_KEYS - {"model_family", "data_backend_config"}, odd)
