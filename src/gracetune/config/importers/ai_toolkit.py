@@ -177,7 +177,9 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
     if model is None:
         raise ConfigError(f"{file}: the process has no section `model`. Add it with name_or_path.")
     arch, arch_key = _find_arch(file, model)
-    has_adapter = isinstance(process.peek("network"), dict) and bool(process.peek("network"))
+    network = process.peek("network")
+    has_adapter = isinstance(network, dict) and bool(network)
+    is_dora = isinstance(network, dict) and str(network.get("type")).lower() == "dora"
     for key in ("adapter", "embedding", "decorator") if not has_adapter else ():
         if process.peek(key) not in (MISSING, *EMPTY):
             raise ConfigError(
@@ -191,7 +193,9 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
         as_bool(train.get("cache_text_embeddings") or False)
     )
     resolutions = _resolutions(process)
-    job = Job(imported, arch, MODELS[arch], has_adapter, trigger, captions_unused, resolutions)
+    job = Job(
+        imported, arch, MODELS[arch], has_adapter, is_dora, trigger, captions_unused, resolutions
+    )
     imported.set("model.family", job.model.family)
     for key in ("arch", *tables.MODEL_FLAGS):
         if key == arch_key:
@@ -242,10 +246,13 @@ def _model_path(path: str) -> tuple[str, str]:
 
 
 def _import_quantization(job: Job, model: KeyReader) -> None:
-    job.is_quantized = bool(read_value(model, "quantize", as_bool)) and job.has_adapter
+    is_wanted = bool(read_value(model, "quantize", as_bool))
+    job.is_quantized = is_wanted and job.has_adapter and not job.is_dora
     if is_usable(model, "quantize", as_bool) and not job.is_quantized:
-        if read_value(model, "quantize", as_bool):
-            model.not_supported("quantize", "without an adapter, all weights are trained")
+        if is_wanted:
+            whole = "without an adapter, all weights are trained"
+            norms = "a DoRA needs the norms of weights that are not quantized"
+            model.not_supported("quantize", norms if job.is_dora else whole)
         else:
             model.not_needed("quantize", NO_EFFECT)
     qtype, _, recovery = (read_value(model, "qtype", as_text) or "qfloat8").partition("|")
@@ -299,11 +306,11 @@ def _import_network(job: Job, process: KeyReader) -> None:
     network = open_section(process, "network")
     if network is None:
         return
-    kind = (read_value(network, "type", as_text) or "lora").lower()
-    ours = {"lora": "lora", "lierla": "lora", "locon": "locon", "lokr": "lokr"}.get(kind)
+    ours = tables.NETWORKS.get((read_value(network, "type", as_text) or "lora").lower())
     job.imported.set("adapter.kind", ours or "lora")
     if ours is None and network.peek("type") is not MISSING:
-        network.not_supported("type", "adapter.kind is lora; the kinds are lora, locon and lokr")
+        kinds = ", ".join(tables.NETWORKS)
+        network.not_supported("type", f"adapter.kind is lora; imported are {kinds}")
     elif is_usable(network, "type", as_text):
         layers = tables.MODULATION.get(job.model.family)
         why = f"attention and feed-forward; ai-toolkit also adapts modulation ({layers})"

@@ -44,6 +44,7 @@ class Job:
     """ai-toolkit's name of the model, without a tag."""
     model: Model
     has_adapter: bool
+    is_dora: bool
     trigger_word: str | None
     captions_unused: bool
     """True if ai-toolkit trains with the trigger word as the only caption."""
@@ -189,6 +190,17 @@ OTHER_PROCESSES: Mapping[str, str] = {
     "sync_from_collection": "Downloading datasets is not supported.",
 }
 """Types of processes that are not imported, with advice."""
+
+NETWORKS: Mapping[str, str] = {
+    "lora": "lora",
+    "lierla": "lora",
+    "dora": "dora",
+    "locon": "locon",
+    "lycoris": "locon",
+    "lokr": "lokr",
+    "fullrank": "full",
+}
+"""Values of `adapter.kind` by ai-toolkit's `network.type`."""
 
 MODULATION: Mapping[str, str] = {
     "flux": "norm*.linear",

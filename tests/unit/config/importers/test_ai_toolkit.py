@@ -352,6 +352,13 @@ def test_a_whole_model_is_trained_without_a_network():
     assert line(imported, "model.quantize").verdict == "not supported"
 
 
+def test_a_dora_is_not_quantized():
+    imported = import_changed({"network.type": "dora"})
+    assert setting(imported, "adapter.kind") == "dora"
+    assert setting(imported, "model.quantize") is None
+    assert "norms" in line(imported, "model.quantize").text
+
+
 def test_experts():
     kwargs = {"train_high_noise": False, "train_low_noise": True}
     model = {"name_or_path": "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16", "arch": "wan22_14b"}
