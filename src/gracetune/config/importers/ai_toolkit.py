@@ -157,9 +157,11 @@ def _find_arch(file: str, model: KeyReader) -> tuple[str, str]:
     given = read_value(model, "arch", as_text)
     flags = [key for key in tables.MODEL_FLAGS if read_value(model, key, as_bool)]
     key = "arch" if given else flags[0] if flags else ""
-    arch = given.partition(":")[0] if given else tables.MODEL_FLAGS.get(key, "sd1")
-    if arch == "flux" and re.search(r"\bflex\.?[12]", path, re.IGNORECASE):
-        arch = "flex1"
+    hinted = [arch for hint, arch in tables.PATH_HINTS if re.search(hint, path, re.IGNORECASE)]
+    default = hinted[0] if hinted else "sd1"
+    arch = given.partition(":")[0] if given else tables.MODEL_FLAGS.get(key, default)
+    if arch == "flux" and default.startswith("flex"):
+        arch = default
     if arch not in MODELS:
         known = f"the model {OTHER_MODELS[arch]}" if arch in OTHER_MODELS else "this model"
         where = f"model.{key} is {model.peek(key)!r}" if key else "model"
@@ -203,7 +205,8 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
         else:
             model.not_needed(key, f"the model is {job.model.family}")
     if not arch_key:
-        set_default(model, "model.arch", "model.family", job.model.family)
+        why = "ai-toolkit's default" if arch == "sd1" else "the path of the model suggests it"
+        set_default(model, "model.arch", "model.family", job.model.family, why)
     _import_path(model)
     _import_quantization(job, model)
     _import_model_kwargs(file, job, model)

@@ -105,15 +105,16 @@ def _import_dataset(job: Job, reader: KeyReader, index: int) -> None:
         copy_value(reader, folder_key, f"{here}.instance_data_dir", as_text)
     other = "folder_path" if folder_key == "dataset_path" else "dataset_path"
     reader.not_needed(other, f"{folder_key} says it")
-    _import_resolution(reader, here)
+    copies = _import_resolution(reader, here)
     _import_captions(job, reader, here, folder)
     _import_controls(job, reader, here)
     _import_masks(reader, here)
     _import_clips(job, reader, here)
-    if read_value(reader, "num_repeats", as_int) not in (None, 0):
-        copy_value(reader, "num_repeats", f"{here}.repeats", as_int)
-    else:
-        reader.not_needed("num_repeats", NO_EFFECT)
+    repeats = max(1, read_value(reader, "num_repeats", as_int) or 1) * copies
+    if repeats > 1:
+        job.imported.set(f"{here}.repeats", repeats)
+    if is_usable(reader, "num_repeats", as_int):
+        put_value(reader, "num_repeats", f"{here}.repeats", repeats)
     copy_flag(reader, "random_crop", f"{here}.crop", "random")
     copy_flag(reader, "cache_latents_to_disk", "cache_config.persistent_cache")
     _report_flips(reader, here)
@@ -129,7 +130,8 @@ def _import_dataset(job: Job, reader: KeyReader, index: int) -> None:
     finish_section(reader, tables.DATASET_NOT_NEEDED, tables.DATASET_UNSUPPORTED)
 
 
-def _import_resolution(reader: KeyReader, here: str) -> None:
+def _import_resolution(reader: KeyReader, here: str) -> int:
+    """Import the resolution; return how often the list has each, as in `[1024, 1024]`."""
     given = reader.peek("resolution")
     sizes = [as_int(each) for each in (given if isinstance(given, list) else [given])]
     valid = [size for size in sizes if size is not None and size >= 8]
@@ -140,7 +142,13 @@ def _import_resolution(reader: KeyReader, here: str) -> None:
     elif len(valid) != len(sizes):
         reader.not_supported("resolution", "it must be a number or a list of numbers")
     else:
-        put_value(reader, "resolution", setting, valid[0] if len(valid) == 1 else valid)
+        once = list(dict.fromkeys(valid))
+        copies = len(valid) // len(once)
+        why = f"it is listed {copies} times, so repeats is multiplied by {copies}"
+        value = once[0] if len(once) == 1 else once
+        put_value(reader, "resolution", setting, value, why if copies > 1 else "")
+        return copies
+    return 1
 
 
 def _import_captions(job: Job, reader: KeyReader, here: str, folder: str | None) -> None:

@@ -270,6 +270,21 @@ def test_the_tag_of_an_arch_is_ignored(arch, family):
     assert setting(imported, "model.family") == family
 
 
+def test_a_model_without_an_arch_is_recognized_by_its_path():
+    model = {"name_or_path": "Qwen/Qwen-Image-Edit-2509", "is_qwen": True}
+    imported = import_changed({"model": model})
+    assert setting(imported, "model.family") == "qwen_image"
+    assert "not known" in line(imported, "model.is_qwen").text
+    imported = import_changed({"model": {"name_or_path": "some/checkpoint"}})
+    assert setting(imported, "model.family") == "sd15"
+
+
+def test_a_resolution_that_is_listed_twice_is_used_twice():
+    imported = import_changed({"datasets.0.resolution": [1024, 1024]})
+    assert setting(imported, "datasets.0.resolution") == 1024
+    assert setting(imported, "datasets.0.repeats") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
