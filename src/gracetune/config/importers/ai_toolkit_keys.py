@@ -66,6 +66,13 @@ class Job:
         return self.model.family == "wan22"
 
     @property
+    def needs_images(self) -> bool:
+        """True if every prompt needs an input image: to edit it, or to start a video from it."""
+        section = self.imported.run.get("model")
+        starts = isinstance(section, dict) and section.get("task") == "image"
+        return self.model.takes_references or self.arch.endswith("_i2v") or starts
+
+    @property
     def has_experts(self) -> bool:
         """True for models with a high-noise and a low-noise transformer."""
         return self.arch.startswith("wan22_14b")

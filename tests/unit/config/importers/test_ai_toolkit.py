@@ -547,5 +547,9 @@ def test_reference_images_of_samples():
     changes = {"model.arch": "flux_kontext", "sample.samples": samples}
     first, second = setting(import_changed(changes), "validation.prompts")
     assert (first["images"], second["images"]) == (["x", "z"], "y")
+    imported = import_changed({"model.arch": "flux_kontext"})
+    assert "prompts" not in setting(imported, "validation")
+    assert setting(imported, "validation.every") == 0
+    assert "ctrl_img" in line(imported, "sample.prompts").text
     without = import_changed({"sample.samples": samples})
     assert line(without, "sample.samples.0.ctrl_img").verdict == "not supported"
