@@ -157,9 +157,11 @@ def _find_arch(file: str, model: KeyReader) -> tuple[str, str]:
     given = read_value(model, "arch", as_text)
     flags = [key for key in tables.MODEL_FLAGS if read_value(model, key, as_bool)]
     key = "arch" if given else flags[0] if flags else ""
-    arch = given.partition(":")[0] if given else tables.MODEL_FLAGS.get(key, "sd1")
-    if arch == "flux" and re.search(r"\bflex\.?[12]", path, re.IGNORECASE):
-        arch = "flex1"
+    hinted = [arch for hint, arch in tables.PATH_HINTS if re.search(hint, path, re.IGNORECASE)]
+    default = hinted[0] if hinted else "sd1"
+    arch = given.partition(":")[0] if given else tables.MODEL_FLAGS.get(key, default)
+    if arch == "flux" and default.startswith("flex"):
+        arch = default
     if arch not in MODELS:
         known = f"the model {OTHER_MODELS[arch]}" if arch in OTHER_MODELS else "this model"
         where = f"model.{key} is {model.peek(key)!r}" if key else "model"
@@ -177,7 +179,9 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
     if model is None:
         raise ConfigError(f"{file}: the process has no section `model`. Add it with name_or_path.")
     arch, arch_key = _find_arch(file, model)
-    has_adapter = isinstance(process.peek("network"), dict) and bool(process.peek("network"))
+    network = process.peek("network")
+    has_adapter = isinstance(network, dict) and bool(network)
+    is_dora = isinstance(network, dict) and str(network.get("type")).lower() == "dora"
     for key in ("adapter", "embedding", "decorator") if not has_adapter else ():
         if process.peek(key) not in (MISSING, *EMPTY):
             raise ConfigError(
@@ -191,7 +195,9 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
         as_bool(train.get("cache_text_embeddings") or False)
     )
     resolutions = _resolutions(process)
-    job = Job(imported, arch, MODELS[arch], has_adapter, trigger, captions_unused, resolutions)
+    job = Job(
+        imported, arch, MODELS[arch], has_adapter, is_dora, trigger, captions_unused, resolutions
+    )
     imported.set("model.family", job.model.family)
     for key in ("arch", *tables.MODEL_FLAGS):
         if key == arch_key:
@@ -199,7 +205,8 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
         else:
             model.not_needed(key, f"the model is {job.model.family}")
     if not arch_key:
-        set_default(model, "model.arch", "model.family", job.model.family)
+        why = "ai-toolkit's default" if arch == "sd1" else "the path of the model suggests it"
+        set_default(model, "model.arch", "model.family", job.model.family, why)
     _import_path(model)
     _import_quantization(job, model)
     _import_model_kwargs(file, job, model)
@@ -242,10 +249,13 @@ def _model_path(path: str) -> tuple[str, str]:
 
 
 def _import_quantization(job: Job, model: KeyReader) -> None:
-    job.is_quantized = bool(read_value(model, "quantize", as_bool)) and job.has_adapter
+    is_wanted = bool(read_value(model, "quantize", as_bool))
+    job.is_quantized = is_wanted and job.has_adapter and not job.is_dora
     if is_usable(model, "quantize", as_bool) and not job.is_quantized:
-        if read_value(model, "quantize", as_bool):
-            model.not_supported("quantize", "without an adapter, all weights are trained")
+        if is_wanted:
+            whole = "without an adapter, all weights are trained"
+            norms = "a DoRA needs the norms of weights that are not quantized"
+            model.not_supported("quantize", norms if job.is_dora else whole)
         else:
             model.not_needed("quantize", NO_EFFECT)
     qtype, _, recovery = (read_value(model, "qtype", as_text) or "qfloat8").partition("|")
@@ -299,11 +309,11 @@ def _import_network(job: Job, process: KeyReader) -> None:
     network = open_section(process, "network")
     if network is None:
         return
-    kind = (read_value(network, "type", as_text) or "lora").lower()
-    ours = {"lora": "lora", "lierla": "lora", "locon": "locon", "lokr": "lokr"}.get(kind)
+    ours = tables.NETWORKS.get((read_value(network, "type", as_text) or "lora").lower())
     job.imported.set("adapter.kind", ours or "lora")
     if ours is None and network.peek("type") is not MISSING:
-        network.not_supported("type", "adapter.kind is lora; the kinds are lora, locon and lokr")
+        kinds = ", ".join(tables.NETWORKS)
+        network.not_supported("type", f"adapter.kind is lora; imported are {kinds}")
     elif is_usable(network, "type", as_text):
         layers = tables.MODULATION.get(job.model.family)
         why = f"attention and feed-forward; ai-toolkit also adapts modulation ({layers})"

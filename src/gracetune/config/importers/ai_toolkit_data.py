@@ -60,6 +60,7 @@ SAMPLE_KEYS = {
 
 
 CONTROL_KEYS = ("control_path_1", "control_path_2", "control_path_3")
+NEEDS_IMAGE = "prompts without an input image (ctrl_img) are left out, because the model needs one"
 NO_DEFAULT_CAPTION = (
     "every sample needs a caption file; if none has one, set caption_strategy: instanceprompt and "
     "instance_prompt to this text"
@@ -105,15 +106,16 @@ def _import_dataset(job: Job, reader: KeyReader, index: int) -> None:
         copy_value(reader, folder_key, f"{here}.instance_data_dir", as_text)
     other = "folder_path" if folder_key == "dataset_path" else "dataset_path"
     reader.not_needed(other, f"{folder_key} says it")
-    _import_resolution(reader, here)
+    copies = _import_resolution(reader, here)
     _import_captions(job, reader, here, folder)
     _import_controls(job, reader, here)
     _import_masks(reader, here)
     _import_clips(job, reader, here)
-    if read_value(reader, "num_repeats", as_int) not in (None, 0):
-        copy_value(reader, "num_repeats", f"{here}.repeats", as_int)
-    else:
-        reader.not_needed("num_repeats", NO_EFFECT)
+    repeats = max(1, read_value(reader, "num_repeats", as_int) or 1) * copies
+    if repeats > 1:
+        job.imported.set(f"{here}.repeats", repeats)
+    if is_usable(reader, "num_repeats", as_int):
+        put_value(reader, "num_repeats", f"{here}.repeats", repeats)
     copy_flag(reader, "random_crop", f"{here}.crop", "random")
     copy_flag(reader, "cache_latents_to_disk", "cache_config.persistent_cache")
     _report_flips(reader, here)
@@ -129,7 +131,8 @@ def _import_dataset(job: Job, reader: KeyReader, index: int) -> None:
     finish_section(reader, tables.DATASET_NOT_NEEDED, tables.DATASET_UNSUPPORTED)
 
 
-def _import_resolution(reader: KeyReader, here: str) -> None:
+def _import_resolution(reader: KeyReader, here: str) -> int:
+    """Import the resolution; return how often the list has each, as in `[1024, 1024]`."""
     given = reader.peek("resolution")
     sizes = [as_int(each) for each in (given if isinstance(given, list) else [given])]
     valid = [size for size in sizes if size is not None and size >= 8]
@@ -140,7 +143,13 @@ def _import_resolution(reader: KeyReader, here: str) -> None:
     elif len(valid) != len(sizes):
         reader.not_supported("resolution", "it must be a number or a list of numbers")
     else:
-        put_value(reader, "resolution", setting, valid[0] if len(valid) == 1 else valid)
+        once = list(dict.fromkeys(valid))
+        copies = len(valid) // len(once)
+        why = f"it is listed {copies} times, so repeats is multiplied by {copies}"
+        value = once[0] if len(once) == 1 else once
+        put_value(reader, "resolution", setting, value, why if copies > 1 else "")
+        return copies
+    return 1
 
 
 def _import_captions(job: Job, reader: KeyReader, here: str, folder: str | None) -> None:
@@ -378,8 +387,7 @@ def import_sample(job: Job, process: KeyReader) -> None:
     if sample is None:
         job.imported.set("validation.every", 0)
         return
-    prompts = _read_prompts(job, sample)
-    _import_seed(sample, prompts)
+    prompts = _import_seed(sample, _read_prompts(job, sample))
     train = process.peek("train")
     is_off = isinstance(train, dict) and bool(as_bool(train.get("disable_sampling") or False))
     if prompts:
@@ -420,27 +428,35 @@ def _import_sample_sizes(job: Job, sample: KeyReader) -> None:
         put_value(sample, "num_frames", "validation.frames", length, why)
 
 
-def _import_seed(sample: KeyReader, prompts: list[object]) -> None:
-    """Translate the seed. Each of gracetune's prompts uses the next one, as with `walk_seed`."""
+def _import_seed(sample: KeyReader, prompts: list[object | None]) -> list[object]:
+    """Translate the seed, and return the prompts that are not left out.
+
+    Each of gracetune's prompts uses the next seed, as with `walk_seed`.
+    """
     seed = read_value(sample, "seed", as_int) or 0
     if seed < 0:
         sample.not_supported("seed", "samples have fixed seeds; validation.seed is 0")
         seed = 0
     else:
         copy_value(sample, "seed", "validation.seed", as_int)
-    if read_value(sample, "walk_seed", as_bool):
+    walks = bool(read_value(sample, "walk_seed", as_bool))
+    if walks:
         sample.not_needed("walk_seed", "each prompt uses the next seed")
-        return
-    if sample.peek("walk_seed") is not MISSING:
+    elif sample.peek("walk_seed") is not MISSING:
         text = "each of validation.prompts has a seed of its own, the same for all"
         sample.report("walk_seed", "translated", text)
+    if walks and None not in prompts:
+        return list(prompts)
+    entries: list[object] = []
     for index, prompt in enumerate(prompts):
-        entry = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-        prompts[index] = {"seed": seed} | entry
+        if prompt is not None:
+            entry = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+            entries.append({"seed": seed + index if walks else seed} | entry)
+    return entries
 
 
-def _read_prompts(job: Job, sample: KeyReader) -> list[object]:
-    """Return `validation.prompts`; a prompt with settings of its own is an object."""
+def _read_prompts(job: Job, sample: KeyReader) -> list[object | None]:
+    """Return `validation.prompts`, with None for each that is left out."""
     readers = sample.sections("samples")
     given = sample.peek("prompts")
     if readers:
@@ -454,23 +470,29 @@ def _read_prompts(job: Job, sample: KeyReader) -> list[object]:
     if not isinstance(texts, list) or not texts:
         sample.not_needed("prompts", "it is empty")
         return []
-    prompts = [_split_prompt(job, "" if each is None else str(each)) for each in texts]
-    lost = sorted({flag for _, flags in prompts for flag in flags})
-    entries = [entry if len(entry) > 1 else entry["prompt"] for entry, _ in prompts]
-    if lost:
-        text = (
-            f"validation.prompts; the flags {', '.join(f'--{flag}' for flag in lost)} are left out"
-        )
-        sample.report("prompts", "not supported", text)
-    elif entries != texts:
+    split = [_split_prompt(job, "" if each is None else str(each)) for each in texts]
+    prompts = [_usable_prompt(job, entry) for entry, _ in split]
+    lost = sorted({flag for _, flags in split for flag in flags})
+    if lost or None in prompts:
+        words = [_left_out(lost)] if lost else []
+        words += [NEEDS_IMAGE] if None in prompts else []
+        sample.report("prompts", "not supported", f"validation.prompts; {'; '.join(words)}")
+    elif prompts != texts:
         sample.report("prompts", "translated", "validation.prompts, with the settings of each")
     else:
         sample.report("prompts", "taken", "validation.prompts")
-    return list(entries)
+    return prompts
 
 
-def _read_sample(job: Job, reader: KeyReader, index: int) -> object:
-    """Return one entry of `samples` as an entry of `validation.prompts`."""
+def _usable_prompt(job: Job, entry: dict[str, object]) -> object | None:
+    """Return an entry of `validation.prompts`; None if it lacks the image that the model needs."""
+    if job.needs_images and "images" not in entry:
+        return None
+    return entry if len(entry) > 1 else entry["prompt"]
+
+
+def _read_sample(job: Job, reader: KeyReader, index: int) -> object | None:
+    """Return one entry of `samples` as an entry of `validation.prompts`; None if it is left out."""
     here = f"validation.prompts.{index}"
     entry: dict[str, object] = {}
     for key, (setting, kind) in SAMPLE_KEYS.items():
@@ -484,31 +506,33 @@ def _read_sample(job: Job, reader: KeyReader, index: int) -> object:
     if images:
         entry["images"] = images[0] if len(images) == 1 else images
     split, lost = _split_prompt(job, read_value(reader, "prompt", as_text) or "")
-    if lost:
-        reader.not_supported("prompt", f"{here}; {_left_out(lost)}")
-    elif reader.peek("prompt") is not MISSING:
+    prompt = _usable_prompt(job, {"prompt": "", **entry, **split})
+    if reader.peek("prompt") is not MISSING:
         is_same = split == {"prompt": reader.peek("prompt")}
-        reader.report("prompt", "taken" if is_same else "translated", here)
-    entry = {"prompt": "", **entry, **split}
+        if prompt is None:
+            reader.report("prompt", "not supported", NEEDS_IMAGE)
+        elif lost:
+            reader.report("prompt", "not supported", f"{here}; {_left_out(lost)}")
+        else:
+            reader.report("prompt", "taken" if is_same else "translated", here)
     others = {k: v for k, v in tables.SAMPLE_UNSUPPORTED.items() if k != "sample_start_step"}
     finish_section(reader, tables.SAMPLE_NOT_NEEDED, others)
-    return entry if len(entry) > 1 else entry["prompt"]
+    return prompt
 
 
 def _read_images(job: Job, reader: KeyReader, here: str) -> list[str]:
     """Return the input images of a prompt, for models that edit an image or start from one."""
     keys = ("ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
-    takes_images = job.model.takes_references or (job.is_video and job.arch != "wan22_14b")
     for key in ("ctrl_img", *keys):
         if not is_usable(reader, key, as_text):
             continue
-        if takes_images:
+        if job.needs_images:
             reader.report(key, "translated", f"{here}.images")
         else:
             reader.not_supported(key, "the model generates from text only")
     first = read_value(reader, keys[0], as_text) or read_value(reader, "ctrl_img", as_text)
     found = [first, *(read_value(reader, key, as_text) for key in keys[1:])]
-    return [image for image in found if image] if takes_images else []
+    return [image for image in found if image] if job.needs_images else []
 
 
 def _left_out(flags: list[str]) -> str:
@@ -528,7 +552,8 @@ def _split_prompt(job: Job, text: str) -> tuple[dict[str, object], list[str]]:
         flag, _, content = part.partition(" ")
         setting, kind = PROMPT_FLAGS.get(flag.strip(), ("", as_text))
         value = kind(content.strip())
-        if not setting or value is None:
+        is_used = {"frames": job.is_video, "images": job.needs_images}.get(setting, True)
+        if not setting or value is None or not is_used:
             lost.append(flag.strip())
         else:
             entry[setting] = value

@@ -44,6 +44,7 @@ class Job:
     """ai-toolkit's name of the model, without a tag."""
     model: Model
     has_adapter: bool
+    is_dora: bool
     trigger_word: str | None
     captions_unused: bool
     """True if ai-toolkit trains with the trigger word as the only caption."""
@@ -63,6 +64,13 @@ class Job:
     def is_video(self) -> bool:
         """True for models whose clips have 4n+1 frames."""
         return self.model.family == "wan22"
+
+    @property
+    def needs_images(self) -> bool:
+        """True if every prompt needs an input image: to edit it, or to start a video from it."""
+        section = self.imported.run.get("model")
+        starts = isinstance(section, dict) and section.get("task") == "image"
+        return self.model.takes_references or self.arch.endswith("_i2v") or starts
 
     @property
     def has_experts(self) -> bool:
@@ -161,6 +169,34 @@ MODEL_FLAGS: Mapping[str, str] = {
 }
 """Older keys of `model` that select the `arch`. The first that is true counts."""
 
+PATH_HINTS: tuple[tuple[str, str], ...] = (
+    (r"qwen-image-edit-2", "qwen_image_edit_plus"),
+    (r"qwen-image-edit", "qwen_image_edit"),
+    (r"qwen-image", "qwen_image"),
+    (r"flex\.?1", "flex1"),
+    (r"flex\.?2", "flex2"),
+    (r"flux.*kontext", "flux_kontext"),
+    (r"flux\.?2.*klein.*4b", "flux2_klein_4b"),
+    (r"flux\.?2.*klein", "flux2_klein_9b"),
+    (r"flux\.?2", "flux2"),
+    (r"flux", "flux"),
+    (r"z-image", "zimage"),
+    (r"wan2\.2.*i2v-a14b", "wan22_14b_i2v"),
+    (r"wan2\.2.*5b", "wan22_5b"),
+    (r"wan2\.2", "wan22_14b"),
+    (r"wan2\.1.*i2v", "wan21_i2v"),
+    (r"wan2\.1", "wan21"),
+    (r"zeta-chroma", "zeta_chroma"),
+    (r"chroma", "chroma"),
+    (r"krea-2", "krea2"),
+    (r"stable-diffusion-xl|sdxl", "sdxl"),
+    (r"stable-diffusion-3", "sd3"),
+    (r"hidream", "hidream"),
+    (r"lumina", "lumina2"),
+    (r"omnigen2", "omnigen2"),
+)
+"""Regular expressions for a model's path, with the `arch` that they suggest. The first counts."""
+
 TRAINERS = frozenset(("sd_trainer", "ui_trainer", "diffusion_trainer", "gracetune"))
 """Types of processes that are imported."""
 
@@ -189,6 +225,17 @@ OTHER_PROCESSES: Mapping[str, str] = {
     "sync_from_collection": "Downloading datasets is not supported.",
 }
 """Types of processes that are not imported, with advice."""
+
+NETWORKS: Mapping[str, str] = {
+    "lora": "lora",
+    "lierla": "lora",
+    "dora": "dora",
+    "locon": "locon",
+    "lycoris": "locon",
+    "lokr": "lokr",
+    "fullrank": "full",
+}
+"""Values of `adapter.kind` by ai-toolkit's `network.type`."""
 
 MODULATION: Mapping[str, str] = {
     "flux": "norm*.linear",

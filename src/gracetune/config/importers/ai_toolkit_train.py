@@ -315,7 +315,7 @@ def _import_optimizer(job: Job, train: KeyReader) -> None:
     if name in ("automagic", "automagic2", "automagicexperiment"):
         set_("optimizer.lr_bump", 1e-6)
     if is_usable(train, "optimizer", as_text):
-        details = [f"eps {info.eps:g}"] if info.eps is not None else []
+        details = [f"with eps {info.eps:g}"] if info.eps is not None else []
         details += [info.why] if info.why else []
         if info.name == "prodigy" and job.has_experts:
             details.append("it cannot train two experts in one run; set train.experts")

@@ -124,10 +124,10 @@ def copy_flag(
         reader.not_needed(key, NO_EFFECT)
 
 
-def set_default(reader: KeyReader, key: str, setting: str, value: object) -> None:
-    """Set ai-toolkit's default of a key that the file does not have, and report it."""
+def set_default(reader: KeyReader, key: str, setting: str, value: object, why: str = "") -> None:
+    """Set the other trainer's default of a key that the file does not have, and report it."""
     reader.imported.set(setting, value)
-    text = f"{setting} is {value}: ai-toolkit's default"
+    text = f"{setting} is {value}: {why or f'the default of {reader.imported.tool}'}"
     report = KeyReport(reader.file, f"{key} (not set)", None, "translated", text)
     reader.imported.keys.append(report)
 

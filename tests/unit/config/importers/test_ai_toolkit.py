@@ -270,6 +270,21 @@ def test_the_tag_of_an_arch_is_ignored(arch, family):
     assert setting(imported, "model.family") == family
 
 
+def test_a_model_without_an_arch_is_recognized_by_its_path():
+    model = {"name_or_path": "Qwen/Qwen-Image-Edit-2509", "is_qwen": True}
+    imported = import_changed({"model": model})
+    assert setting(imported, "model.family") == "qwen_image"
+    assert "not known" in line(imported, "model.is_qwen").text
+    imported = import_changed({"model": {"name_or_path": "some/checkpoint"}})
+    assert setting(imported, "model.family") == "sd15"
+
+
+def test_a_resolution_that_is_listed_twice_is_used_twice():
+    imported = import_changed({"datasets.0.resolution": [1024, 1024]})
+    assert setting(imported, "datasets.0.resolution") == 1024
+    assert setting(imported, "datasets.0.repeats") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -350,6 +365,13 @@ def test_a_whole_model_is_trained_without_a_network():
     assert "adapter" not in imported.run
     assert setting(imported, "model.quantize") is None
     assert line(imported, "model.quantize").verdict == "not supported"
+
+
+def test_a_dora_is_not_quantized():
+    imported = import_changed({"network.type": "dora"})
+    assert setting(imported, "adapter.kind") == "dora"
+    assert setting(imported, "model.quantize") is None
+    assert "norms" in line(imported, "model.quantize").text
 
 
 def test_experts():
@@ -525,5 +547,9 @@ def test_reference_images_of_samples():
     changes = {"model.arch": "flux_kontext", "sample.samples": samples}
     first, second = setting(import_changed(changes), "validation.prompts")
     assert (first["images"], second["images"]) == (["x", "z"], "y")
+    imported = import_changed({"model.arch": "flux_kontext"})
+    assert "prompts" not in setting(imported, "validation")
+    assert setting(imported, "validation.every") == 0
+    assert "ctrl_img" in line(imported, "sample.prompts").text
     without = import_changed({"sample.samples": samples})
     assert line(without, "sample.samples.0.ctrl_img").verdict == "not supported"
