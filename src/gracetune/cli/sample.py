@@ -105,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
 
     targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
     settings = _limit_memory(targets.run, args.device_memory)
-    shown = prompts or settings.validation.prompts
+    shown = prompts or settings.validation.prompts or _validated_prompts(targets.folder.parent)
     if not shown:
         raise ConfigError(
-            "--prompt is missing, and the run has no validation.prompts. Give --prompt "
+            "--prompt is missing, and there is no run whose validation has prompts. Give --prompt "
             '"..." (it can be repeated), or --prompts FILE.'
         )
     validation = _section(args, settings.validation, shown)
@@ -170,6 +170,12 @@ def _read_prompts(args: argparse.Namespace) -> tuple[str | PromptSection, ...]:
         if not prompts:
             raise ConfigError(f"--prompts is {args.prompts}, which has no prompts. Add some lines.")
     return _settings({"prompts": prompts}).prompts or () if prompts else ()
+
+
+def _validated_prompts(folder: Path) -> tuple[str, ...]:
+    """Return the prompts of a run's last validation, which are captions if it has no prompts."""
+    files = sorted(folder.glob("validation/step-*/prompts.json"))
+    return tuple(json.loads(files[-1].read_text(encoding="utf-8"))) if files else ()
 
 
 def _section(

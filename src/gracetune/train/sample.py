@@ -24,7 +24,7 @@ from gracetune.data.pipeline import tiling_rule
 from gracetune.errors import AdapterError, CheckpointError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze, hard_reclamation
-from gracetune.memory.platform import open_machine
+from gracetune.memory.platform import Link, open_machine
 from gracetune.models.attention_backends import set_attention_backend
 from gracetune.models.family import load_family, transformers_of
 from gracetune.optim.build import build_optimizer
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import PromptSection, RunFile, ValidationSection
     from gracetune.events.dispatcher import Emit
     from gracetune.events.types import Event
-    from gracetune.memory.platform import Link
     from gracetune.models.family import Family, GeneratedSample, SampleRequest
     from gracetune.train.prompts import PlannedPrompt
     from gracetune.train.sample_targets import AdapterFiles, SampleTargets, Variant
@@ -174,7 +173,7 @@ class Sampler:
         quantize_frozen(run, self.family, emit)
         self.family.transformer.requires_grad_(False)
         self._unplanned = reason_unplanned(run, self.device, 1)
-        self._link: Link = open_machine(self.device.index or 0).platform.link
+        self._link = open_machine(self.device.index or 0).platform.link
         self._streams_all = False
         self._is_prepared = False
         self._applied: _Applied | None = None
@@ -316,9 +315,11 @@ class Sampler:
             from gracetune.plan.result import BlockPlan
 
             fuse_family(family, undo)
-            room = device_nbytes_for(self.run, family, self.device, one_memory=False)
+            one_memory = self._link is Link.INTEGRATED  # nothing to stream from
+            room = device_nbytes_for(self.run, family, self.device, one_memory)
             per_transformer = len(family.blocks()) // len(transformers_of(family.transformer))
             count = per_transformer if self._streams_all else num_streamed(family, room)
+            count = 0 if one_memory else count
             if count:
                 text = f"{count} of {per_transformer} blocks stream from host memory"
                 self.emit(Notice(f"plan: {text}, {format_bytes(room)} of device memory are free"))

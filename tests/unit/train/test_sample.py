@@ -282,6 +282,7 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
         (["{run}", "--size", "26x24"], "--size are 26x24, but tiny needs multiples of 4"),
         (["{run}", "--steps", "0"], "--steps is 0: input should be greater than or equal to 1"),
         (["{run}", "--frames", "5"], "--frames is 5, but tiny generates no videos"),
+        (["{run}", "--seconds", "5"], "--seconds is set, but tiny generates no sounds"),
         (["{run}", "--image", "a.png"], "--image has 2 files, but this tiny uses prompts only"),
         (["{run}", "--prompts", "{empty}/none"], "which cannot be read: "),
         (["{run}", "--device-memory", "lots"], "--device-memory: "),
