@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(labelled("sample", _summary(settings, targets.variants, validation, shown)), flush=True)
     sample_all(
-        type(targets)(settings, targets.variants, targets.folder),
+        replace(targets, run=settings),
         validation,
         shown,
         start_accelerator(settings),

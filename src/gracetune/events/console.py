@@ -455,7 +455,7 @@ def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
     for name, path in event.outputs.items():
         if name not in ("result", "adapter"):
             lines.append(_output_line(OUTPUT_NAMES.get(name, name), path))
-    if "log" in event.outputs and (files or model):
+    if "log" in event.outputs and (files or model or "checkpoint" in event.outputs):
         folder = shlex.quote(str(Path(event.outputs["log"]).parent))
         lines.append(_output_line("next", f'gracetune sample {folder} --prompt "..."'))
     if fallbacks:

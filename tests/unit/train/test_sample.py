@@ -12,8 +12,9 @@ from PIL import Image
 
 from gracetune.adapters.files.io import read_adapter, write_adapter
 from gracetune.cli.main import main
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
+from gracetune.models.tiny import Tiny
 from gracetune.train import validate
 from gracetune.train.build import start_accelerator
 from gracetune.train.prompts import dataset_defaults, plan_prompts
@@ -52,6 +53,12 @@ def trained(tiny_run_in, tmp_path_factory):
         validation=VALIDATION,
     )
     return Path(run.output_dir), train_recorded(run)
+
+
+def planned_for(folder, nbytes):
+    """Return the section `plan` of a run with limited device memory."""
+    run = find_targets([str(folder)], None, None, compare=False).run
+    return type(run).model_validate({"plan": {"device_memory": nbytes, "compile": "never"}}).plan
 
 
 def sample(*targets, model=None, at=None, compare=False, emit=lambda _: None, **settings):
@@ -199,13 +206,34 @@ def test_full_training_is_sampled_from_its_checkpoint_and_its_model(sections, ti
 def test_weights_stream_if_device_memory_is_small(trained):
     folder, validated = trained
     events = []
-    run = find_targets([str(folder)], None, None, compare=False).run
-    plan = type(run).model_validate({"plan": {"device_memory": "3MB", "compile": "never"}}).plan
-    found = sample(folder, at="2,3", plan=plan, emit=events.append)
+    found = sample(folder, at="2,3", plan=planned_for(folder, "3MB"), emit=events.append)
     texts = [event.text for event in events if isinstance(event, Notice)]
     assert any("blocks stream from host memory" in text for text in texts), texts
     assert_close(found["step-000002"], validated[2])
     assert_close(found["step-000003"], validated[3])
+
+
+def test_all_weights_stream_after_the_device_ran_out_of_memory(trained, monkeypatch):
+    folder, validated = trained
+    events, original = [], Tiny.sample
+    failures = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")]
+
+    def failing(family, request):
+        if failures:
+            raise failures.pop()
+        return original(family, request)
+
+    monkeypatch.setattr(Tiny, "sample", failing)
+    (found,) = sample(folder, plan=planned_for(folder, "1GB"), emit=events.append).values()
+    assert_close(found, validated[3])
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert [text.partition(" (")[0] for text in texts][:2] == [
+        "out of memory: all weights stream now",
+        "plan: 4 of 4 blocks stream from host memory, 953.7 MiB of device memory are free",
+    ]
+    failures.append(torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(RunFailedError, match="Give a smaller --size"):
+        sample(folder)
 
 
 def test_the_fewest_blocks_stream_that_make_the_model_fit(trained):
