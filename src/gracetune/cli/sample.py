@@ -88,22 +88,9 @@ def run(args: argparse.Namespace) -> int:
     section = _settings({})
     prompts = _read_prompts(args)  # first: it needs no torch
     _section(args, section, prompts)
-    prefer_expandable_segments()  # before the imports below load torch
-    from gracetune.events.console import LABEL_WIDTH, labelled, notice_lines
-    from gracetune.events.types import Notice
-    from gracetune.train.build import start_accelerator
-    from gracetune.train.prompts import SettingNames
-    from gracetune.train.sample import sample_all
     from gracetune.train.sample_targets import find_targets
 
-    def report(label: str, path: Path) -> None:
-        print(labelled(label if len(label) < LABEL_WIDTH else "sample", str(path)), flush=True)
-
-    def emit(event: Event) -> None:
-        if isinstance(event, Notice):
-            for line in notice_lines(event):
-                print(line, file=sys.stderr, flush=True)
-
+    prefer_expandable_segments()  # before torch is imported
     targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
     settings = _limit_memory(targets.run, args.device_memory)
     shown = prompts or settings.validation.prompts or _validated_prompts(targets.folder.parent)
@@ -113,6 +100,20 @@ def run(args: argparse.Namespace) -> int:
             '"..." (it can be repeated), or --prompts FILE.'
         )
     validation = _section(args, settings.validation, shown)
+    from gracetune.events.console import LABEL_WIDTH, labelled, notice_lines
+    from gracetune.events.types import Notice
+    from gracetune.train.build import start_accelerator
+    from gracetune.train.prompts import SettingNames
+    from gracetune.train.sample import sample_all
+
+    def report(label: str, path: Path) -> None:
+        print(labelled(label if len(label) < LABEL_WIDTH else "sample", str(path)), flush=True)
+
+    def emit(event: Event) -> None:
+        if isinstance(event, Notice):
+            for line in notice_lines(event):
+                print(line, file=sys.stderr, flush=True)
+
     names = SettingNames(
         size="--size" if args.size else "validation.width and height",
         frames="--frames" if args.frames else "validation.frames",

@@ -10,17 +10,18 @@ import torch
 from adapter_examples import TABLES
 from PIL import Image
 
-from gracetune.adapters.files.io import read_adapter, write_adapter
+from gracetune.adapters.files.io import FILE_NAME, PEFT_FILE, read_adapter, write_adapter
 from gracetune.cli.main import main
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.tiny import Tiny
 from gracetune.train import validate
 from gracetune.train.build import start_accelerator
+from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.prompts import dataset_defaults, plan_prompts
 from gracetune.train.run import run_training
 from gracetune.train.sample import Sampler, num_streamed
-from gracetune.train.sample_targets import find_targets
+from gracetune.train.sample_targets import FIXED_NAMES, STEP_FOLDERS, find_targets
 from gracetune.train.validate import comparison_sheet
 
 PROMPTS = ["a red circle", {"prompt": "a blue box", "seed": 9, "width": 16}]
@@ -292,6 +293,11 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
 
 
 # Errors
+
+
+def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
+    assert FIXED_NAMES == (FILE_NAME, PEFT_FILE)
+    assert STEP_FOLDERS == (CHECKPOINT_FOLDER, ADAPTERS_FOLDER)
 
 
 @pytest.mark.parametrize(
