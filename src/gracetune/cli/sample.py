@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,13 +88,23 @@ def run(args: argparse.Namespace) -> int:
     section = _settings({})
     prompts = _read_prompts(args)  # first: it needs no torch
     _section(args, section, prompts)
-    prefer_expandable_segments()  # before the imports below load torch
+    from gracetune.train.sample_targets import find_targets
+
+    prefer_expandable_segments()  # before torch is imported
+    targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
+    settings = _limit_memory(targets.run, args.device_memory)
+    shown = prompts or settings.validation.prompts or _validated_prompts(targets.folder.parent)
+    if not shown:
+        raise ConfigError(
+            "--prompt is missing, and there is no run whose validation has prompts. Give --prompt "
+            '"..." (it can be repeated), or --prompts FILE.'
+        )
+    validation = _section(args, settings.validation, shown)
     from gracetune.events.console import LABEL_WIDTH, labelled, notice_lines
     from gracetune.events.types import Notice
     from gracetune.train.build import start_accelerator
     from gracetune.train.prompts import SettingNames
     from gracetune.train.sample import sample_all
-    from gracetune.train.sample_targets import find_targets
 
     def report(label: str, path: Path) -> None:
         print(labelled(label if len(label) < LABEL_WIDTH else "sample", str(path)), flush=True)
@@ -103,15 +114,6 @@ def run(args: argparse.Namespace) -> int:
             for line in notice_lines(event):
                 print(line, file=sys.stderr, flush=True)
 
-    targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
-    settings = _limit_memory(targets.run, args.device_memory)
-    shown = prompts or settings.validation.prompts
-    if not shown:
-        raise ConfigError(
-            "--prompt is missing, and the run has no validation.prompts. Give --prompt "
-            '"..." (it can be repeated), or --prompts FILE.'
-        )
-    validation = _section(args, settings.validation, shown)
     names = SettingNames(
         size="--size" if args.size else "validation.width and height",
         frames="--frames" if args.frames else "validation.frames",
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(labelled("sample", _summary(settings, targets.variants, validation, shown)), flush=True)
     sample_all(
-        type(targets)(settings, targets.variants, targets.folder),
+        replace(targets, run=settings),
         validation,
         shown,
         start_accelerator(settings),
@@ -170,6 +172,12 @@ def _read_prompts(args: argparse.Namespace) -> tuple[str | PromptSection, ...]:
         if not prompts:
             raise ConfigError(f"--prompts is {args.prompts}, which has no prompts. Add some lines.")
     return _settings({"prompts": prompts}).prompts or () if prompts else ()
+
+
+def _validated_prompts(folder: Path) -> tuple[str, ...]:
+    """Return the prompts of a run's last validation, which are captions if it has no prompts."""
+    files = sorted(folder.glob("validation/step-*/prompts.json"))
+    return tuple(json.loads(files[-1].read_text(encoding="utf-8"))) if files else ()
 
 
 def _section(

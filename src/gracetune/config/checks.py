@@ -380,6 +380,8 @@ def _unused_family_settings(run: RunFile) -> Iterator[str]:
 
 
 def _unused_adapter_settings(run: RunFile) -> Iterator[str]:
+    if run.adapter is None and _is_changed(run.train, "keep_adapters"):
+        yield "train.keep_adapters has no effect: the run trains the whole model, not an adapter."
     if run.adapter is None or run.adapter.kind == "lokr":
         return
     for key in ("factor", "full_matrix"):

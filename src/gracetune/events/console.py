@@ -452,11 +452,13 @@ def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
     tools = f" (loads in {', '.join(event.loads_in)})" if event.loads_in else ""
     lines += [_output_line("adapter", f"{file}{tools}") for file in files]
     if model:
-        lines.append(_output_line("model", f"{model} (a folder for model.path, and for diffusers)"))
+        is_pipeline = Path(model, "model_index.json").is_file()
+        use = "loads in diffusers, and as model.path" if is_pipeline else "loads as model.path"
+        lines.append(_output_line("model", f"{model} ({use})"))
     for name, path in event.outputs.items():
         if name not in ("result", "adapter"):
             lines.append(_output_line(OUTPUT_NAMES.get(name, name), path))
-    if "log" in event.outputs and (files or model):
+    if "log" in event.outputs and (files or model or "checkpoint" in event.outputs):
         folder = shlex.quote(str(Path(event.outputs["log"]).parent))
         lines.append(_output_line("next", f'gracetune sample {folder} --prompt "..."'))
     if fallbacks:

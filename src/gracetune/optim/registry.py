@@ -31,6 +31,8 @@ class OptimizerInfo:
     """Peak learning rate if `optimizer.lr` is not set."""
     manages_lr: bool = False
     """True if the optimizer chooses its own learning rates, which the schedule only scales."""
+    averages_weights: bool = False
+    """True if the optimizer averages the weights itself, for validation and for the result."""
     settings: tuple[str, ...] = ()
     """Keys of the run file's optimizer section that only this optimizer uses."""
     setting_notes: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +60,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
     return OPTIMIZERS.get(name) or OptimizerInfo(
         builder="",
         whole_state_reason="comes from another package and may need all parameters at once",
+        averages_weights=True,  # perhaps
     )
 
 
@@ -104,6 +107,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     ),
     "schedule_free": OptimizerInfo(
         "gracetune.optim.build:schedule_free",
+        averages_weights=True,
         whole_state_reason="counts the steps of all parameters together",
         default_lr=2.5e-3,
     ),

@@ -53,7 +53,8 @@ class SettingNames(NamedTuple):
 
     def of_prompt(self, index: int, section: PromptSection) -> SettingNames:
         """Return the names for a prompt that has some of the settings itself."""
-        prefix, own = f"validation.prompts.{index}", section.model_fields_set
+        prefix, values = f"validation.prompts.{index}", section.model_dump()
+        own = {name for name, value in values.items() if value is not None}
         return self._replace(
             size=f"{prefix}.width and height" if own & {"width", "height"} else self.size,
             frames=f"{prefix}.frames" if "frames" in own else self.frames,
@@ -136,6 +137,9 @@ def plan_prompts(
             section.guidance if own.guidance is None else own.guidance,
             images if own.images is None else _as_paths(own.images),
         )
+        if own.images is None and shown.images == SettingNames().images:
+            shown = shown._replace(images=f"{shown.images}[{index}]")
+        _check_usable(own, kind, family, shown)
         _check(one, family, shown)
         planned.append(one)
     return planned
@@ -264,6 +268,21 @@ def _to_host(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # Checks
 
 
+def _check_usable(own: PromptSection, kind: MediaKind, family: Family, names: SettingNames) -> None:
+    """Raise if a setting of this prompt, or an option of the command line, would have no effect."""
+    has_seconds = own.seconds is not None or names.seconds.startswith("--")
+    if has_seconds and kind != "audio":
+        raise ConfigError(
+            f"{names.seconds} is set, but {family.name} generates no sounds. Remove it."
+        )
+    for name, is_own in (
+        (names.size, own.width is not None or own.height is not None),
+        (names.frames, own.frames is not None),
+    ):
+        if kind == "audio" and (is_own or name.startswith("--")):
+            raise ConfigError(f"{name} is set, but {family.name} generates sounds. Remove it.")
+
+
 def _check(one: PlannedPrompt, family: Family, names: SettingNames) -> None:
     shape = one.shape
     if one.kind == "video" and one.kind not in family.kinds:
@@ -286,8 +305,8 @@ def _check(one: PlannedPrompt, family: Family, names: SettingNames) -> None:
     limit = family.max_controls if family.takes_control else 1
     if needs_images(family) and not 1 <= len(one.images) <= limit:
         raise ConfigError(
-            f"{names.images} has {len(one.images)} files for the prompt {one.prompt!r}, but this "
-            f"{family.name} takes {'one' if limit == 1 else f'1 to {limit}'}. Change it{names.off}."
+            f"{names.images} has {len(one.images)} files, but this {family.name} takes "
+            f"{'one' if limit == 1 else f'1 to {limit}'} for a prompt. Change it."
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +24,12 @@ from gracetune.data.pipeline import tiling_rule
 from gracetune.errors import AdapterError, CheckpointError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze, hard_reclamation
-from gracetune.memory.platform import open_machine
+from gracetune.memory.platform import Link, open_machine
 from gracetune.models.attention_backends import set_attention_backend
+from gracetune.models.diffusers_family import DiffusersFamily
 from gracetune.models.family import load_family, transformers_of
 from gracetune.optim.build import build_optimizer
+from gracetune.optim.registry import optimizer_info
 from gracetune.optim.schedule import AveragingOptimizer, averaged_weights
 from gracetune.train.build import (
     make_trainable,
@@ -52,7 +54,7 @@ from gracetune.train.validate import comparison_sheet, write_sample
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from accelerate import Accelerator
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
     from gracetune.config.schema import PromptSection, RunFile, ValidationSection
     from gracetune.events.dispatcher import Emit
     from gracetune.events.types import Event
-    from gracetune.memory.platform import Link
     from gracetune.models.family import Family, GeneratedSample, SampleRequest
     from gracetune.train.prompts import PlannedPrompt
     from gracetune.train.sample_targets import AdapterFiles, SampleTargets, Variant
@@ -174,7 +175,7 @@ class Sampler:
         quantize_frozen(run, self.family, emit)
         self.family.transformer.requires_grad_(False)
         self._unplanned = reason_unplanned(run, self.device, 1)
-        self._link: Link = open_machine(self.device.index or 0).platform.link
+        self._link = open_machine(self.device.index or 0).platform.link
         self._streams_all = False
         self._is_prepared = False
         self._applied: _Applied | None = None
@@ -201,13 +202,29 @@ class Sampler:
 
     def generate(
         self, variant: Variant, requests: Sequence[SampleRequest]
-    ) -> list[GeneratedSample]:
-        """Generate the samples of all requests with one set of weights."""
+    ) -> Iterator[GeneratedSample]:
+        """Yield the samples of all requests with one set of weights, each when it is ready."""
         self._apply(variant)
-        try:
-            return self._sample(requests)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).splitlines()[0]
+        is_split = isinstance(self.family, DiffusersFamily)  # it generates one sample at a time
+        for request in requests:
+            for part in _one_by_one(request) if is_split else [request]:
+                reason = ""
+                try:
+                    samples = self._sample(part)
+                except torch.OutOfMemoryError as error:
+                    reason = str(error).splitlines()[0]
+                if reason:
+                    self._stream_everything(variant, reason)
+                    samples = self._sample(part)
+                yield from samples
+
+    def _sample(self, request: SampleRequest) -> list[GeneratedSample]:
+        self.family.transformer.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.family.sample(request)
+
+    def _stream_everything(self, variant: Variant, reason: str) -> None:
+        """Stream the weights of all blocks; raise if they stream already, or cannot."""
         if self._streams_all or self._unplanned:
             raise RunFailedError(
                 f"the device is out of memory ({reason}). Give a smaller --size, or fewer --frames."
@@ -217,12 +234,6 @@ class Sampler:
         self._remove()
         self._clear_cached_memory()
         self._apply(variant)
-        return self._sample(requests)
-
-    def _sample(self, requests: Sequence[SampleRequest]) -> list[GeneratedSample]:
-        self.family.transformer.eval()
-        with torch.no_grad(), self.accelerator.autocast():
-            return [sample for request in requests for sample in self.family.sample(request)]
 
     # Weights
 
@@ -277,9 +288,10 @@ class Sampler:
                 f"{path} does not fit the model: {error} Sample with the model that the run was "
                 "trained on."
             ) from error
-        if self.run.train.ema_decay:
+        section = self.run.optimizer
+        if self.run.train.ema_decay or not optimizer_info(section.name).averages_weights:
             return
-        optimizer = build_optimizer(parameters, self.run.optimizer, derive_seed(0, "rounding"))
+        optimizer = build_optimizer(parameters, section, derive_seed(0, "rounding"))
         if isinstance(optimizer, AveragingOptimizer):
             restore_optimizer(optimizer, parameters, load_tensors(path, "optimizer"))
             undo.enter_context(averaged_weights(optimizer))
@@ -316,9 +328,11 @@ class Sampler:
             from gracetune.plan.result import BlockPlan
 
             fuse_family(family, undo)
-            room = device_nbytes_for(self.run, family, self.device, one_memory=False)
+            one_memory = self._link is Link.INTEGRATED  # nothing to stream from
+            room = device_nbytes_for(self.run, family, self.device, one_memory)
             per_transformer = len(family.blocks()) // len(transformers_of(family.transformer))
             count = per_transformer if self._streams_all else num_streamed(family, room)
+            count = 0 if one_memory else count
             if count:
                 text = f"{count} of {per_transformer} blocks stream from host memory"
                 self.emit(Notice(f"plan: {text}, {format_bytes(room)} of device memory are free"))
@@ -331,6 +345,20 @@ class Sampler:
             is_planned = not self._unplanned
             prepare_transformer(self.accelerator, family.transformer, is_planned=is_planned)
             self._is_prepared = True
+
+
+def _one_by_one(request: SampleRequest) -> list[SampleRequest]:
+    """Split a request into requests for one sample each, with the same results."""
+    return [
+        replace(
+            request,
+            texts=[text],
+            seed=request.seed + number,
+            images=request.images[number : number + 1],
+            empty_texts=request.empty_texts[number : number + 1],
+        )
+        for number, text in enumerate(request.texts)
+    ]
 
 
 def _ignore(_: Event) -> None:

@@ -8,6 +8,9 @@
 
 A run has the model and the settings of samples. For adapter files elsewhere, `--model` names the
 model.
+
+Modules that import torch are imported by the functions that need them, so that a wrong path is
+reported at once.
 """
 
 from __future__ import annotations
@@ -18,19 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune import entry_points
-from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, is_checkpoint
-from gracetune.adapters.files.io import FILE_NAME, PEFT_FILE, STAGE_IN_NAME
 from gracetune.config.load import load_run_file
 from gracetune.config.schema import ModelSection, RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
-from gracetune.train.checkpoint import (
-    ADAPTERS_FOLDER,
-    CHECKPOINT_FOLDER,
-    complete_checkpoints,
-    saved_adapters,
-)
-from gracetune.train.export import result_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +32,10 @@ if TYPE_CHECKING:
 RUN_RECORDS = ("run.resolved.json", "run.json")
 """Files in a run's folder with its settings; the first that exists."""
 RUN_FILE_SUFFIXES = (".json", ".yaml", ".yml", ".toml")
+FIXED_NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""Names of the files that diffusers and peft look for in a folder; see adapters/files/io.py."""
+STEP_FOLDERS = ("checkpoints", "adapters")
+"""Folders of a run with a folder for each step; see train/checkpoint.py."""
 SAMPLES_FOLDER = "samples"
 BASE_STEP = 0
 """The step that stands for the model before training."""
@@ -172,6 +170,8 @@ def _run_variants(
 
 def _steps_of(folder: Path, run: RunFile) -> dict[int, Variant]:
     """Return the steps of a run that can be sampled: checkpoints, or else their adapters."""
+    from gracetune.train.checkpoint import CHECKPOINT_FOLDER, complete_checkpoints, saved_adapters
+
     found = {}
     if run.adapter is not None:
         for step, path in saved_adapters(folder).items():
@@ -185,6 +185,8 @@ def _steps_of(folder: Path, run: RunFile) -> dict[int, Variant]:
 
 def _result_variant(run: RunFile, folder: Path) -> tuple[RunFile, list[Variant]]:
     """Return the exported result of a run whose checkpoints are gone."""
+    from gracetune.train.export import result_folder
+
     result = folder / result_folder(run).name
     if not result.is_dir():
         raise _no_steps(folder, run)
@@ -234,7 +236,7 @@ def _parse(text: str) -> _Target:
         return _Target(text, run, path, None, (), strength)
     number = path.name.removeprefix("step-")
     owner = path.resolve().parent
-    if number.isdecimal() and owner.name in (CHECKPOINT_FOLDER, ADAPTERS_FOLDER):
+    if number.isdecimal() and owner.name in STEP_FOLDERS:
         run = _read_record(owner.parent)
         if run is not None:
             return _Target(text, run, path.parent.parent, int(number), (), strength)
@@ -284,16 +286,19 @@ def _read_record(folder: Path) -> RunFile | None:
 def _run_around(path: Path) -> RunFile | None:
     """Return the run in whose folder a file is, or None."""
     for parent in list(path.resolve().parents)[:4]:
-        if (parent / CHECKPOINT_FOLDER).is_dir():
+        if (parent / STEP_FOLDERS[0]).is_dir():
             return _read_record(parent)
     return None
 
 
 def _files_in(folder: Path) -> tuple[Path, ...]:
     """Return the adapter files in a folder: one, or one for each expert."""
+    from gracetune.adapters.files.checkpoint_weights import CHECKPOINT_ADAPTER, is_checkpoint
+    from gracetune.adapters.files.io import STAGE_IN_NAME
+
     if is_checkpoint(folder):
         folder = folder / CHECKPOINT_ADAPTER
-    for name in (FILE_NAME, PEFT_FILE):
+    for name in FIXED_NAMES:
         if (folder / name).is_file():
             return (folder / name,)
     files = sorted(folder.glob("*.safetensors"))
@@ -322,6 +327,8 @@ def _adapter_of(target: _Target) -> AdapterFiles:
             f"{target.text} is a run that trains the whole model, so it has no adapter to combine "
             "with others or to scale. Sample it alone."
         )
+    from gracetune.train.checkpoint import saved_adapters
+
     adapters = saved_adapters(target.folder)
     step = target.step if target.step is not None else max(adapters, default=None)
     if step is None or step not in adapters:
@@ -332,7 +339,7 @@ def _adapter_of(target: _Target) -> AdapterFiles:
 def _label(target: _Target) -> str:
     """Return a short name of a target: without a file name that says nothing."""
     path, _ = _split_strength(target.text)
-    if path.name in (FILE_NAME, PEFT_FILE):
+    if path.name in FIXED_NAMES:
         path = path.parent
     if path.name == "adapter":
         path = path.parent

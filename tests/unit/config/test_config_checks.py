@@ -208,6 +208,7 @@ def test_the_settings_of_families_exist_in_the_schema():
         ({"model": {"family": "flux", "init_seed": 1}}, "model.init_seed"),
         ({"train": {"switch_every": 7}}, "train.switch_every"),
         ({"adapter": {"factor": 8}}, "adapter.factor"),
+        ({"train": {"keep_adapters": 2}}, "train.keep_adapters"),
         ({"adapter": {"kind": "loha", "full_matrix": True}}, "adapter.full_matrix"),
         ({"datasets": ({"frames": 9},)}, "datasets.0.frames"),
         ({"datasets": ({"dataset_type": "video", "seconds": 3.0},)}, "datasets.0.seconds"),

@@ -242,9 +242,7 @@ def test_the_end_names_the_adapter_files_the_tools_and_the_next_command(
 def test_the_end_of_full_training_names_the_model_folder() -> None:
     outputs = {"log": "runs/x/events.jsonl", "result": "runs/x/model"}
     lines = Plain().emit(RunEnded(100, "done", 75.0, outputs))
-    assert lines[1] == (
-        "           model      runs/x/model (a folder for model.path, and for diffusers)"
-    )
+    assert lines[1] == ("           model      runs/x/model (loads as model.path)")
     assert lines[-1] == '           next       gracetune sample runs/x --prompt "..."'
 
 

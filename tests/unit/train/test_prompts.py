@@ -108,6 +108,7 @@ def test_a_negative_prompt_without_effect_is_reported(family):
         ({"width": 26}, {}, r"validation\.prompts\.0\.width and height are 26x24"),
         ({}, {"width": 26}, r"validation\.width and height are 26x24.*multiples of 4 up to"),
         ({"frames": 5}, {}, r"validation\.prompts\.0\.frames is 5, but tiny generates no videos"),
+        ({"seconds": 2}, {}, r"prompts\.0\.seconds is set, but tiny generates no sounds"),
         ({"images": "a.png"}, {}, r"validation\.images has 1 files, but this tiny uses prompts"),
         ({}, {"images": ["a.png"]}, r"validation\.images has 1 files, but this tiny uses prompts"),
     ],

@@ -10,16 +10,18 @@ import torch
 from adapter_examples import TABLES
 from PIL import Image
 
-from gracetune.adapters.files.io import read_adapter, write_adapter
+from gracetune.adapters.files.io import FILE_NAME, PEFT_FILE, read_adapter, write_adapter
 from gracetune.cli.main import main
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
+from gracetune.models.tiny import Tiny
 from gracetune.train import validate
 from gracetune.train.build import start_accelerator
+from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.prompts import dataset_defaults, plan_prompts
 from gracetune.train.run import run_training
 from gracetune.train.sample import Sampler, num_streamed
-from gracetune.train.sample_targets import find_targets
+from gracetune.train.sample_targets import FIXED_NAMES, STEP_FOLDERS, find_targets
 from gracetune.train.validate import comparison_sheet
 
 PROMPTS = ["a red circle", {"prompt": "a blue box", "seed": 9, "width": 16}]
@@ -52,6 +54,12 @@ def trained(tiny_run_in, tmp_path_factory):
         validation=VALIDATION,
     )
     return Path(run.output_dir), train_recorded(run)
+
+
+def planned_for(folder, nbytes):
+    """Return the section `plan` of a run with limited device memory."""
+    run = find_targets([str(folder)], None, None, compare=False).run
+    return type(run).model_validate({"plan": {"device_memory": nbytes, "compile": "never"}}).plan
 
 
 def sample(*targets, model=None, at=None, compare=False, emit=lambda _: None, **settings):
@@ -199,13 +207,34 @@ def test_full_training_is_sampled_from_its_checkpoint_and_its_model(sections, ti
 def test_weights_stream_if_device_memory_is_small(trained):
     folder, validated = trained
     events = []
-    run = find_targets([str(folder)], None, None, compare=False).run
-    plan = type(run).model_validate({"plan": {"device_memory": "3MB", "compile": "never"}}).plan
-    found = sample(folder, at="2,3", plan=plan, emit=events.append)
+    found = sample(folder, at="2,3", plan=planned_for(folder, "3MB"), emit=events.append)
     texts = [event.text for event in events if isinstance(event, Notice)]
     assert any("blocks stream from host memory" in text for text in texts), texts
     assert_close(found["step-000002"], validated[2])
     assert_close(found["step-000003"], validated[3])
+
+
+def test_all_weights_stream_after_the_device_ran_out_of_memory(trained, monkeypatch):
+    folder, validated = trained
+    events, original = [], Tiny.sample
+    failures = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")]
+
+    def failing(family, request):
+        if failures:
+            raise failures.pop()
+        return original(family, request)
+
+    monkeypatch.setattr(Tiny, "sample", failing)
+    (found,) = sample(folder, plan=planned_for(folder, "1GB"), emit=events.append).values()
+    assert_close(found, validated[3])
+    texts = [event.text for event in events if isinstance(event, Notice)]
+    assert [text.partition(" (")[0] for text in texts][:2] == [
+        "out of memory: all weights stream now",
+        "plan: 4 of 4 blocks stream from host memory, 953.7 MiB of device memory are free",
+    ]
+    failures.append(torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(RunFailedError, match="Give a smaller --size"):
+        sample(folder)
 
 
 def test_the_fewest_blocks_stream_that_make_the_model_fit(trained):
@@ -266,6 +295,11 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
 # Errors
 
 
+def test_the_names_of_files_and_folders_are_those_that_a_run_writes():
+    assert FIXED_NAMES == (FILE_NAME, PEFT_FILE)
+    assert STEP_FOLDERS == (CHECKPOINT_FOLDER, ADAPTERS_FOLDER)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -282,6 +316,7 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
         (["{run}", "--size", "26x24"], "--size are 26x24, but tiny needs multiples of 4"),
         (["{run}", "--steps", "0"], "--steps is 0: input should be greater than or equal to 1"),
         (["{run}", "--frames", "5"], "--frames is 5, but tiny generates no videos"),
+        (["{run}", "--seconds", "5"], "--seconds is set, but tiny generates no sounds"),
         (["{run}", "--image", "a.png"], "--image has 2 files, but this tiny uses prompts only"),
         (["{run}", "--prompts", "{empty}/none"], "which cannot be read: "),
         (["{run}", "--device-memory", "lots"], "--device-memory: "),
