@@ -18,8 +18,8 @@ sample
     The run of the LoRA generates a sample.
 diffusers loads, ComfyUI loads
     With the exported LoRA loaded by diffusers' `load_lora_weights`, or by the functions of the
-    ComfyUI that COMFYUI names, the transformer has the output that the adapter's formulas give,
-    within 1e-5 of the adapter's effect.
+    ComfyUI that COMFYUI names, the transformer or U-Net has the output that the adapter's formulas
+    give, within 1e-5 of the adapter's effect.
 """
 
 from __future__ import annotations
@@ -214,14 +214,10 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
     if adapter_tools.table_of(name).family not in tables:
         return "Adapter files of this family have diffusers' names, which neither tool loads."
     index = diffusers.DiffusionPipeline.load_config(model)
-    if "transformer" not in index:
-        return (
-            "not tried: this script loads adapters of transformers only. "
-            "tests/e2e/test_families.py loads those of U-Nets in diffusers."
-        )
-    library, class_name = index["transformer"]
+    component = adapter_tools.component_of(name)
+    library, class_name = index[component]
     with without_progress_bars():
-        transformer = getattr(diffusers, class_name).from_pretrained(model / "transformer")
+        transformer = getattr(diffusers, class_name).from_pretrained(model / component)
     assert library == "diffusers"
     transformer.pipeline_class = getattr(diffusers, index["_class_name"])
     for file in files:
@@ -232,6 +228,8 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
             error = effect.error(load)
         else:
             with adapter_tools.comfyui_modules(clone) as comfy:
+                if not adapter_tools.comfyui_knows(comfy, name):
+                    return f"ComfyUI {comfy.version} does not know the model."
                 load = partial(adapter_tools.load_in_comfyui, comfy, name, transformer, file)
                 error = effect.error(load)
         if not error <= adapter_tools.MAX_ERROR:

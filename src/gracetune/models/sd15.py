@@ -15,6 +15,7 @@ from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
     OPTIONAL_COMPONENTS,
+    UNET_KERNELS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
@@ -113,6 +114,7 @@ KEY_TABLE = KeyTable(
     block_linears=unet_linears(ROWS),
     # sd-scripts trains diffusers' U-Net of SD 1.5, and diffusers reads no other names for it.
     default_formats=(("other", "kohya-diffusers"),),
+    kernels=(*UNET_KERNELS, ("proj_in", (1, 1)), ("proj_out", (1, 1))),
     comfyui_prefixes=UNET_PREFIXES,
     pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
 )

@@ -16,6 +16,7 @@ from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
     OPTIONAL_COMPONENTS,
+    UNET_KERNELS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
@@ -206,6 +207,7 @@ KEY_TABLE = KeyTable(
     rows=ROWS,
     block_linears=unet_linears(ROWS),
     default_formats=(("other", "kohya"),),
+    kernels=UNET_KERNELS,
     comfyui_prefixes=UNET_PREFIXES,
     pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
 )

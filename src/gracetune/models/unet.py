@@ -210,8 +210,15 @@ def unet_linears(rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(ours for _, ours in rows if ours.endswith(names))
 
 
+UNET_KERNELS = (
+    *((name, (3, 3)) for name in ("conv_in", "conv1", "conv2", "conv", "conv_out")),
+    ("conv_shortcut", (1, 1)),
+)
+"""Kernels of a U-Net's convolutions, by the end of their names."""
 UNET_PREFIXES: ComfyuiPrefixes = (
     *IN_ORIGINAL_NAMES,
     ("lora_unet_", "_", "diffusers"),
     ("lycoris_", "_", "diffusers"),
+    ("unet.", ".", "diffusers"),
+    ("", ".", "diffusers"),
 )

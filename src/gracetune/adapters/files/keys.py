@@ -169,6 +169,9 @@ class KeyTable:
     """Other names that users may give for the model family."""
     component: Literal["transformer", "unet"] = "transformer"
     """Name of the model in diffusers' pipeline, with which the keys of diffusers' files start."""
+    kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Kernel of each convolution, by diffusers' name of the module or the end of it after a dot.
+    Some files hold kernels flattened."""
     header_words: tuple[str, ...] = ()
     """Words by which other tools' headers name the family, in lower case."""
     row_ratios: tuple[tuple[str, int], ...] = ()
@@ -337,6 +340,12 @@ def template_of(module: str) -> tuple[str, str]:
 def is_bare_parameter(module: str, table: KeyTable) -> bool:
     """Return True if the name is not a module's but a parameter's, which a LoRA cannot change."""
     return template_of(module)[0] in table.bare_parameters
+
+
+def kernel_of(module: str, table: KeyTable) -> tuple[int, ...]:
+    """Return the kernel of a convolution, or () for any other module."""
+    found = (kernel for end, kernel in table.kernels if f".{module}".endswith(f".{end}"))
+    return next(found, ())
 
 
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
