@@ -25,7 +25,7 @@ from adapter_examples import MAKERS, TABLES, make_lora, map_tensors
 from fakes.miniatures import MINIATURES, write_miniature
 from safetensors.torch import load_file
 
-from gracetune.adapters.files.check_loading import LOADER_ERRORS, check_file
+from gracetune.adapters.files.check_loading import LOADER_ERRORS
 from gracetune.adapters.files.checkpoint_weights import checkpoint_header
 from gracetune.adapters.files.fused_projections import split_fused
 from gracetune.adapters.files.io import save_tensors
@@ -547,15 +547,6 @@ def comfyui_unet_config(config):
         "transformer_depth_output": [depth for depth in down for _ in range(3)],
         "transformer_depth_middle": depths[-1],
     }
-
-
-def check(family, model, path, **options):
-    """Check a file as `gracetune adapter check` does.
-
-    The sizes of a U-Net are not in the file, so they are read from the model.
-    """
-    config = model.config if component_of(family) == "unet" else None
-    return check_file(path, TABLES, table=table_of(family), config=config, **options)
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from adapter_tools import (
     WIDTH,
     Effect,
     build_transformer,
-    check,
     family_of,
     load_in_diffusers,
     load_in_diffusers_transformer,
@@ -102,7 +101,7 @@ def test_a_file_loads_if_and_only_if_its_output_is_right(
             reason = str(error)
             assert any(word in reason for word in ("DoRA", "exactly", "cannot hold", "sizes")), form
             continue
-        diffusers, comfyui = check(family, model, path).results
+        diffusers, comfyui = check_file(path, TABLES, table=table_of(family)).results
         loaders = [load_in_diffusers]
         if kind.startswith("lokr") and form == "diffusers":
             loaders.append(load_in_diffusers_transformer)
@@ -162,7 +161,7 @@ def test_unusual_adapters_load_only_if_their_output_is_right(family, transformer
                 error = effect.error(lambda p=path: load_in_lycoris(family, model, p, merged=True))
                 assert error <= MAX_ERROR or error == math.inf, name  # or its own error
                 continue
-            result = check(family, model, path).results[0]
+            result = check_file(path, TABLES, table=table_of(family)).results[0]
             error = effect.error(lambda p=path: load_in_diffusers(family, model, p))
             assert result.loads == (error <= MAX_ERROR), (name, form, error, result)
 
@@ -457,7 +456,7 @@ def test_the_default_file_of_a_unet_has_the_output_of_training(
     effect = Effect(family, model, adapter)
     assert effect.error(lambda: trained) <= MAX_ERROR
     in_diffusers = effect.error(lambda: load_in_diffusers(family, model, path)) <= MAX_ERROR
-    diffusers, comfyui = check(family, model, path).results
+    diffusers, comfyui = check_file(path, TABLES, table=table_of(family)).results
     assert diffusers.loads == in_diffusers == (kind in ("lora", "dora", "locon"))
     assert comfyui.loads == (kind != "dora")
 
@@ -466,7 +465,7 @@ def test_a_lokr_of_convolutions_is_refused_by_diffusers(transformers, tmp_path):
     model = transformers["sd15"]
     _, adapter, _ = train_adapter("sd15", "lokr", model, tmp_path)
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
-    result = check("sd15", model, path).results[0]
+    result = check_file(path, TABLES, table=table_of("sd15")).results[0]
     assert not result.loads
     assert "it refuses the file" in result.reason
 

@@ -15,15 +15,16 @@ from adapter_tools import (
     TABLES,
     Effect,
     build_transformer,
-    check,
     comfyui_knows,
     comfyui_modules,
     load_in_comfyui,
     make_adapter,
+    table_of,
     train_adapter,
     unusual_adapters,
 )
 
+from gracetune.adapters.files.check_loading import check_file
 from gracetune.adapters.files.formats import FORMATS
 from gracetune.adapters.files.io import PEFT_FILE, read_adapter, write_adapter
 from gracetune.errors import AdapterError
@@ -72,7 +73,7 @@ def compare(comfy, family, model, adapter, folder):
             write_adapter(path, adapter, form)
         except AdapterError:
             continue
-        result = check(family, model, path).results[1]
+        result = check_file(path, TABLES, table=table_of(family)).results[1]
         needed = re.match(r"older versions than ([\d.]+) ", result.reason)
         if needed and numbers_of(needed[1]) > numbers_of(comfy.version):
             continue  # `check` names the version, which this clone has not

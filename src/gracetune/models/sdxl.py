@@ -6,6 +6,7 @@ two CLIP models. `models/unet.py` has what it shares with Stable Diffusion 1.5.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from gracetune.models.unet import (
     UNSUPPORTED_INPUTS,
     UNetFamily,
     UNetShapes,
+    text_columns,
+    unet_config,
     unet_linears,
     unet_rows,
 )
@@ -208,6 +211,8 @@ KEY_TABLE = KeyTable(
     block_linears=unet_linears(ROWS),
     default_formats=(("other", "kohya"),),
     kernels=UNET_KERNELS,
+    columns=text_columns(2048),
+    preferred_over=("sd15",),
     comfyui_prefixes=UNET_PREFIXES,
-    pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
+    pipeline=PipelineSpec(_adapter_pipeline, partial(unet_config, PLANNER_SHAPES.published_config)),
 )

@@ -444,9 +444,12 @@ class LayerShapes:
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         self._modules = tuple(layers)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.by_module: dict[str, tuple[int, ...]] = {}
+        """Shape of each weight by the module's full name, without norms and biases alone."""
         for module, layer in layers.items():
             shape = delta_shape(layer)
-            if len(shape) > 1 and shape[1]:  # neither a norm nor a bias alone
+            if len(shape) > 1 and shape[1]:
+                self.by_module[module] = shape
                 name = ".".join(part for part in module.split(".") if not part.isdigit())
                 self._shapes.setdefault(name, shape)
         self._blocks = count_blocks(layers)

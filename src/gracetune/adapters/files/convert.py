@@ -39,6 +39,7 @@ from gracetune.adapters.files.keys import (
     resolve_stages,
     template_of,
     unknown_key_error,
+    unsupported_reason,
 )
 from gracetune.adapters.files.layers import (
     Adapter,
@@ -201,14 +202,14 @@ def _parse_keys(
     texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]
 ) -> list[ParsedKey]:
     index = KeyIndex(table)
-    keys = []
-    for text in texts:
-        key = parse_key(text, index)
-        if key is None:
-            other = _other_family_error(text, texts, table, tables)
-            raise other or unknown_key_error(text, [table])
-        keys.append(key)
-    return resolve_stages(keys)
+    parsed = {text: parse_key(text, index) for text in texts}
+    unknown = [text for text, key in parsed.items() if key is None]
+    if unknown:
+        # A key whose reason is known says more about the file than one that is just unknown.
+        first = next((text for text in unknown if unsupported_reason(text)), unknown[0])
+        other = _other_family_error(first, texts, table, tables)
+        raise other or unknown_key_error(first, [table])
+    return resolve_stages([key for key in parsed.values() if key is not None])
 
 
 def _other_family_error(
