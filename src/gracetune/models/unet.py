@@ -251,7 +251,7 @@ def unet_config(published: Config, shapes: LayerShapes) -> dict[str, object]:
 
 def _widths(shapes: Mapping[str, tuple[int, ...]], levels: int) -> dict[int, int]:
     """Return the channels of each resolution that the weights of a U-Net show."""
-    found = {}
+    found: dict[int, int] = {}
     for name, shape in shapes.items():
         match = _LEVEL.fullmatch(name)
         if match:
