@@ -4,6 +4,7 @@
 
 Prints a Markdown table with a row for each miniature of `tests/fakes/miniatures.py` that a family
 reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers.
+With `--only`, the page keeps the rows of the other miniatures.
 The columns:
 
 contract
@@ -95,11 +96,24 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             rows[name] = {"contract": contract[name], **results_of(name, Path(folder))}
         print(name, rows[name], file=sys.stderr, flush=True)
-    table = "\n".join(table_lines(rows))
-    print(table)
+    print("\n".join(table_lines(rows)))
     if arguments.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+        old, _, after = rest.partition(END)
+        kept = {name: cells for name, cells in read_table(old).items() if name not in rows}
+        both = {name: {**kept, **rows}[name] for name in MINIATURES if name in {**kept, **rows}}
+        table = "\n".join(table_lines(both))
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def read_table(text: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a written table, with "yes" or the reason for "no" in each column."""
+    reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
+    rows = {}
+    for name, line in re.findall(r"^\| (\S+) \| `\w+` \| (.+) \|$", text, re.MULTILINE):
+        cells = [re.sub(r"no \((\d+)\)", lambda m: reasons[m[1]], c) for c in line.split(" | ")]
+        rows[name] = dict(zip(COLUMNS, cells, strict=True))
+    return rows
 
 
 def contract_results(names: Sequence[str]) -> dict[str, str]:

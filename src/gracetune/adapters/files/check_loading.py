@@ -39,6 +39,7 @@ from gracetune.adapters.files.keys import (
     KeyIndex,
     get_format,
     is_text_encoder_key,
+    kernel_of,
     parse_key,
     template_of,
 )
@@ -87,6 +88,8 @@ NO_LOADER = {
     "--lora-rank.",
     "lokr": "diffusers' pipelines have no loader for LoKr here. Convert it --to diffusers for "
     "{component}.load_lora_adapter, merge it, or convert it with --lora-rank.",
+    "unusual lokr": "diffusers has no loader for a LoKr of convolutions or with magnitudes (DoRA). "
+    "Merge it into the model, or convert it with --lora-rank.",
     "full": "diffusers has no loader for full matrices. Merge it into the model, or convert it "
     "with --lora-rank.",
 }
@@ -289,6 +292,8 @@ def _load_in_diffusers(
     only_lokr = algorithms == {"lokr"}
     component = adapter.table.component
     why = NO_LOADER.get(min(algorithms), "").format(component=component)
+    if only_lokr and any(x.is_dora or kernel_of(n, adapter.table) for n, x in layers.items()):
+        why = NO_LOADER["unusual lokr"]
     unknown = ToolResult("diffusers", 0, expected, why, min(layers))
     if "lora" not in algorithms and not only_lokr:
         return unknown
@@ -302,8 +307,7 @@ def _load_in_diffusers(
             )
         )
     if refusal:
-        is_unknown = only_lokr and not by_transformer
-        return unknown if is_unknown else ToolResult("diffusers", 0, expected, refusal)
+        return unknown if only_lokr else ToolResult("diffusers", 0, expected, refusal)
     result = _compare_loaded(model, layers, component if by_transformer else "")
     return unknown if only_lokr and result.matched == 0 and not result.is_wrong else result
 
