@@ -4,6 +4,7 @@
 
 Prints a Markdown table with a row for each miniature of `tests/fakes/miniatures.py` that a family
 reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers.
+With `--only`, the page keeps the rows of the other miniatures.
 The columns:
 
 contract
@@ -18,8 +19,8 @@ sample
     The run of the LoRA generates a sample.
 diffusers loads, ComfyUI loads
     With the exported LoRA loaded by diffusers' `load_lora_weights`, or by the functions of the
-    ComfyUI that COMFYUI names, the transformer has the output that the adapter's formulas give,
-    within 1e-5 of the adapter's effect.
+    ComfyUI that COMFYUI names, the transformer or U-Net has the output that the adapter's formulas
+    give, within 1e-5 of the adapter's effect.
 """
 
 from __future__ import annotations
@@ -95,11 +96,24 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             rows[name] = {"contract": contract[name], **results_of(name, Path(folder))}
         print(name, rows[name], file=sys.stderr, flush=True)
-    table = "\n".join(table_lines(rows))
-    print(table)
+    print("\n".join(table_lines(rows)))
     if arguments.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+        old, _, after = rest.partition(END)
+        kept = {name: cells for name, cells in read_table(old).items() if name not in rows}
+        both = {name: {**kept, **rows}[name] for name in MINIATURES if name in {**kept, **rows}}
+        table = "\n".join(table_lines(both))
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def read_table(text: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a written table, with "yes" or the reason for "no" in each column."""
+    reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
+    rows = {}
+    for name, line in re.findall(r"^\| (\S+) \| `\w+` \| (.+) \|$", text, re.MULTILINE):
+        cells = [re.sub(r"no \((\d+)\)", lambda m: reasons[m[1]], c) for c in line.split(" | ")]
+        rows[name] = dict(zip(COLUMNS, cells, strict=True))
+    return rows
 
 
 def contract_results(names: Sequence[str]) -> dict[str, str]:
@@ -214,14 +228,10 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
     if adapter_tools.table_of(name).family not in tables:
         return "Adapter files of this family have diffusers' names, which neither tool loads."
     index = diffusers.DiffusionPipeline.load_config(model)
-    if "transformer" not in index:
-        return (
-            "not tried: this script loads adapters of transformers only. "
-            "tests/e2e/test_families.py loads those of U-Nets in diffusers."
-        )
-    library, class_name = index["transformer"]
+    component = adapter_tools.component_of(name)
+    library, class_name = index[component]
     with without_progress_bars():
-        transformer = getattr(diffusers, class_name).from_pretrained(model / "transformer")
+        transformer = getattr(diffusers, class_name).from_pretrained(model / component)
     assert library == "diffusers"
     transformer.pipeline_class = getattr(diffusers, index["_class_name"])
     for file in files:
@@ -232,6 +242,8 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
             error = effect.error(load)
         else:
             with adapter_tools.comfyui_modules(clone) as comfy:
+                if not adapter_tools.comfyui_knows(comfy, name):
+                    return f"ComfyUI {comfy.version} does not know the model."
                 load = partial(adapter_tools.load_in_comfyui, comfy, name, transformer, file)
                 error = effect.error(load)
         if not error <= adapter_tools.MAX_ERROR:

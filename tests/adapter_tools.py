@@ -1,7 +1,7 @@
 """Load adapter files with diffusers, LyCORIS, peft and ComfyUI, and measure the models' outputs.
 
-Each tool gets a copy of a real, tiny transformer. `Effect.error` compares its output with that of
-the weights that the adapter's formulas give, relative to the effect of the adapter.
+Each tool gets a copy of a real, tiny transformer or U-Net. `Effect.error` compares its output with
+that of the weights that the adapter's formulas give, relative to the effect of the adapter.
 """
 
 import ast
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import warnings
@@ -40,7 +41,7 @@ from gracetune.adapters.files.layers import (
     delta_shape,
     merge_weight,
 )
-from gracetune.adapters.inject import adapter_from_model, add_adapter
+from gracetune.adapters.inject import PEFT_KINDS, adapter_from_model, add_adapter
 from gracetune.config.schema import AdapterSection
 from gracetune.errors import InterruptedRunError
 from gracetune.events.types import StepDone
@@ -59,6 +60,8 @@ SIZES = {
     "qwen_image": {"num_layers": 1, "attention_head_dim": 12, "axes_dims_rope": (4, 4, 4)},
     "z_image": {"dim": WIDTH, "axes_dims": (4, 4, 4)},  # MLPs with a multiple of four rows
     "krea2": {"num_layerwise_text_blocks": 2, "num_refiner_text_blocks": 2},
+    "sd15": {"block_out_channels": (8, 16, 32, 32)},  # in the ratios of the published model
+    "sdxl": {"block_out_channels": (8, 16, 32)},
 }
 """Settings in which the transformers differ from the miniatures, by family."""
 OTHER_NAMES = {
@@ -72,13 +75,13 @@ OTHER_NAMES = {
 }
 """Name of a key table -> its miniature, if that has another name."""
 UNETS = ("sd15", "sdxl")
-"""Families without a transformer; tests/e2e/test_families.py loads their adapters."""
+"""Families with a U-Net, whose adapters also change convolutions."""
 VARIANTS = [
     name
     for name, small in MINIATURES.items()
-    if small.family and small.family not in UNETS and FAMILIES[small.family].has_key_table
+    if small.family and FAMILIES[small.family].has_key_table
 ]
-"""Transformers among the miniatures with a key table."""
+"""Miniatures with a key table."""
 
 
 def family_of(name):
@@ -86,8 +89,13 @@ def family_of(name):
     return MINIATURES[OTHER_NAMES.get(name, name)].family
 
 
+def component_of(name):
+    """Return the name of a miniature's model in its diffusers pipeline."""
+    return "unet" if family_of(name) in UNETS else "transformer"
+
+
 def build_transformer(name):
-    """Return the transformer of a miniature, with random weights, biases and norms included.
+    """Return the transformer or U-Net of a miniature, with random weights, biases and norms.
 
     `name` is a miniature, or a key table with a miniature. The attribute `pipeline_class` of the
     result is the class of its diffusers pipeline.
@@ -95,7 +103,7 @@ def build_transformer(name):
     with TemporaryDirectory() as folder:
         path = write_miniature(OTHER_NAMES.get(name, name), Path(folder) / "model")
         index = json.loads((path / "model_index.json").read_text())
-        config = json.loads((path / "transformer" / "config.json").read_text())
+        config = json.loads((path / component_of(name) / "config.json").read_text())
     torch.manual_seed(1)
     with without_progress_bars():
         model = getattr(diffusers, config["_class_name"]).from_config(
@@ -129,7 +137,8 @@ def predict(family, model):
             return_dict=False,
         )[0]
     shapes = planner_shapes(family_of(family))
-    encoded = shapes.encoded_shape(model.config, SampleShape(32, 32))
+    size = 64 if component_of(family) == "unet" else 32  # a U-Net halves the latents thrice
+    encoded = shapes.encoded_shape(model.config, SampleShape(size, size))
     encoded = replace(encoded, text_shape=(5, encoded.text_shape[1]))
     with uninitialised_is_nan():
         inputs = shapes.inputs(model.config, encoded, 1, torch.float64)
@@ -158,6 +167,18 @@ def table_of(family):
     return TABLES[table] if table in TABLES else any_name_table(table)
 
 
+UNET_OUTSIDE = (
+    "conv_in",
+    "time_embedding.linear_1",
+    "down_blocks.0.downsamplers.0.conv",
+    "down_blocks.1.resnets.0.conv1",
+    "down_blocks.1.resnets.0.time_emb_proj",
+    "down_blocks.1.attentions.0.proj_in",
+    "mid_block.attentions.0.proj_out",
+    "up_blocks.0.resnets.0.conv_shortcut",
+    "up_blocks.0.upsamplers.0.conv",
+    "conv_out",
+)
 OUTSIDE = {
     "wan": ("proj_out", "condition_embedder.time_proj"),
     "flux": ("norm_out.linear", "x_embedder"),
@@ -172,6 +193,8 @@ OUTSIDE = {
     ),
     "z_image": ("all_x_embedder.2-1", "layers.0.adaLN_modulation.0"),
     "krea2": ("img_in", "time_mod_proj", "text_fusion.refiner_blocks.0.attn.to_q"),
+    "sd15": (*UNET_OUTSIDE, "down_blocks.2.resnets.0.conv_shortcut"),
+    "sdxl": (*UNET_OUTSIDE, "add_embedding.linear_1"),
 }
 """Modules outside of the blocks, or that a default run does not train, by key table."""
 
@@ -182,7 +205,7 @@ def adapted_modules(family, model, outside=False):
     if family == "stable_audio":
         return [name for name in linear if "transformer_blocks" in name]
     table = table_of(family)
-    found = [name for name in linear if template_of(name)[0] in table.block_linears]
+    found = [name for name in linear if {name, template_of(name)[0]} & {*table.block_linears}]
     return [*found, *OUTSIDE[table.family]] if outside else found
 
 
@@ -192,8 +215,10 @@ def make_adapter(family, kind, model, alpha=None, outside=False):
     scale = 0.5 if kind == "lokr-both" else 0.25  # it multiplies four tensors
     layers = {}
     for name in adapted_modules(family, model, outside):
-        rows, columns = model.get_submodule(name).weight.shape
-        if kind == "dora":
+        rows, columns, *kernel = model.get_submodule(name).weight.shape
+        if kernel:
+            layer = conv_layer(kind, (rows, columns, *kernel), generator, alpha)
+        elif kind == "dora":
             layer = make_lora(rows, columns, generator, alpha=alpha, dora=True)
         else:
             layer = MAKERS[kind](rows, columns, generator, alpha=alpha)
@@ -209,15 +234,19 @@ def train_adapter(family, kind, model, folder):
     Returns the model, its adapter and the checkpoint's file.
     """
     model = copy.deepcopy(model)
-    names = adapted_modules(family, model)
+    names = adapted_modules(family, model, component_of(family) == "unet")
+    if kind in PEFT_KINDS:
+        names = [n for n in names if isinstance(model.get_submodule(n), torch.nn.Linear)]
     section = AdapterSection(kind=kind, rank=4, alpha=16, overrides={names[0]: {"alpha": 3}})
     modules = add_adapter({"": model}, section, names, seed=0)
     generator = torch.Generator().manual_seed(3)
+    # A large change of a U-Net makes its output depend on the rounding of weights.
+    size = 0.08 if component_of(family) == "unet" and kind != "loha" else 0.25
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         # Magnitudes stay near the norms of the weights, which they replace.
         start = parameter.data if "magnitude" in name else 0
-        parameter.data = start + torch.randn(parameter.shape, generator=generator) * 0.25
+        parameter.data = start + torch.randn(parameter.shape, generator=generator) * size
     adapter = adapter_from_model({"": model}, modules, table_of(family))
     file = folder / "weights.safetensors"
     save_tensors({n: p.detach() for n, p in trained.items()}, file, checkpoint_header(adapter))
@@ -283,25 +312,40 @@ def with_column_magnitudes(layer, generator):
     return Layer(layer.algorithm, {**layer.tensors, "dora": magnitude}, layer.alpha)
 
 
-def conv_layer(kind, shape, generator):
+def conv_layer(kind, shape, generator, alpha=None):
     """Return a layer for a convolution, with the kernel in the shape that LyCORIS gives it."""
     rows, columns, *kernel = shape
     size = columns * math.prod(kernel)
+    ones = [1] * len(kernel)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator) * 0.5
 
-    if kind == "lora":
-        ones = [1] * len(kernel)
-        return Layer("lora", {"down": randn(4, columns, *kernel), "up": randn(rows, 4, *ones)})
+    if kind in ("lora", "dora"):
+        tensors = {"down": randn(4, columns, *kernel), "up": randn(rows, 4, *ones)}
+        if kind == "dora":
+            tensors["dora"] = torch.rand(rows, 1, *ones, generator=generator) + 0.5
+        return Layer("lora", tensors, alpha)
+    if kind == "lora-tucker":
+        tensors = {"down": randn(4, columns, *ones), "up": randn(rows, 4, *ones)}
+        return Layer("lora", {**tensors, "mid": randn(4, 4, *kernel)}, alpha)
+    if kind == "loha-tucker":
+        tensors = {f"hada_t{n}": randn(4, 4, *kernel) for n in (1, 2)}
+        tensors |= {f"hada_w{n}_a": randn(4, rows) for n in (1, 2)}
+        return Layer("loha", tensors | {f"hada_w{n}_b": randn(4, columns) for n in (1, 2)}, alpha)
+    if kind == "lokr-tucker":
+        tensors = {"lokr_w1": randn(2, 2), "lokr_t2": randn(3, 3, *kernel)}
+        tensors |= {"lokr_w2_a": randn(3, rows // 2), "lokr_w2_b": randn(3, columns // 2)}
+        return Layer("lokr", tensors, alpha)
     if kind == "lokr-whole":
-        w2 = randn(rows // 2, columns // 2, *kernel)
-        return Layer("lokr", {"lokr_w1": randn(2, 2), "lokr_w2": w2})
+        factor = 4 if columns % 4 == 0 else 2
+        w2 = randn(rows // factor, columns // factor, *kernel)
+        return Layer("lokr", {"lokr_w1": randn(factor, factor), "lokr_w2": w2})
     if kind == "full":
         return Layer("full", {"diff": randn(*shape)})
     if kind == "full-flat":
         return Layer("full", {"diff": randn(rows, size)})
-    return map_tensors(MAKERS[kind](rows, size, generator), lambda t: t * 0.5)
+    return map_tensors(MAKERS[kind](rows, size, generator, alpha=alpha), lambda t: t * 0.5)
 
 
 def unusual_adapters(family, model):
@@ -333,6 +377,21 @@ def unusual_adapters(family, model):
         table_change = torch.randn(model.scale_shift_table.shape, generator=generator)
         layers = {LayerPath(None, "scale_shift_table"): Layer("full", {"diff": table_change})}
         found["a bare parameter"] = Adapter(table, block | layers)
+    if component_of(family) == "unet":
+        block = dict(list(plain["lora"].layers.items())[:10])
+        conv = "down_blocks.1.resnets.0.conv1"
+        shape = model.get_submodule(conv).weight.shape
+        for kind in ("lora-tucker", "loha-tucker", "lokr-tucker", "lokr-whole", "full-flat"):
+            layers = {LayerPath(None, conv): conv_layer(kind, shape, generator)}
+            found[f"convolution, {kind}"] = Adapter(table, block | layers)
+        norms = {
+            LayerPath(None, name): Layer(
+                "full", {"diff": torch.ones(width), "diff_b": torch.ones(width)}
+            )
+            for name in ("conv_norm_out", "down_blocks.1.attentions.0.transformer_blocks.0.norm2")
+            for width in model.get_submodule(name).weight.shape
+        }
+        found["norms"] = Adapter(table, block | norms)
     return found
 
 
@@ -381,7 +440,7 @@ def load_in_diffusers(family, model, path):
     model = copy.deepcopy(model)
     parameters = inspect.signature(model.pipeline_class).parameters.values()
     components = {p.name: None for p in parameters if p.default is p.empty}
-    pipeline = model.pipeline_class(**components | {"transformer": model})
+    pipeline = model.pipeline_class(**components | {component_of(family): model})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # some keys do not match a module
         pipeline.load_lora_weights(str(path.parent), weight_name=path.name, local_files_only=True)
@@ -390,7 +449,7 @@ def load_in_diffusers(family, model, path):
 
 def load_in_diffusers_transformer(family, model, path):
     model = copy.deepcopy(model)
-    model.load_lora_adapter(load_file(path), prefix="transformer")
+    model.load_lora_adapter(load_file(path), prefix=component_of(family))
     return model
 
 
@@ -446,6 +505,7 @@ def comfyui_modules(folder):
             sys.modules[stub.__name__] = stub
             setattr(package, stub.__name__.rpartition(".")[2], stub)
         yield SimpleNamespace(
+            version=re.search(r"\d[\d.]*", (folder / "comfyui_version.py").read_text())[0],
             lora=importlib.import_module("comfy.lora"),
             convert=importlib.import_module("comfy.lora_convert"),
             model_base=model_base,
@@ -498,12 +558,21 @@ COMFYUI_CLASSES = {
     "sd3": "SD3",
     "z_image": "Lumina2",
     "krea2": "Krea2",
+    "sd15": "BaseModel",
+    "sdxl": "SDXL",
 }
 """Key table -> ComfyUI's class of the model."""
 
 
+def comfyui_knows(comfy, family):
+    """Return True if the clone has the model of a family."""
+    return hasattr(comfy.model_base, COMFYUI_CLASSES[table_of(family).family])
+
+
 def comfyui_config(config):
     """Return the settings that ComfyUI's loader reads, from those of a diffusers transformer."""
+    if "block_out_channels" in config:
+        return comfyui_unet_config(config)
     if "dim" in config:  # Z-Image
         return {name: config[name] for name in ("dim", "n_layers", "n_refiner_layers")}
     return {
@@ -511,6 +580,26 @@ def comfyui_config(config):
         "depth": config.num_layers,
         "depth_single_blocks": config.get("num_single_layers", 0),
         "layers": config.num_layers,  # Krea 2
+    }
+
+
+def comfyui_unet_config(config):
+    """Return the settings of a U-Net: the transformer blocks of each layer, in both directions."""
+    levels = len(config.block_out_channels)
+    depths = config.transformer_layers_per_block
+    depths = [depths] * levels if isinstance(depths, int) else list(depths)
+    down = [
+        depth if "CrossAttn" in kind else 0
+        for depth, kind in zip(depths, config.down_block_types, strict=True)
+    ]
+    return {
+        "num_res_blocks": [2] * levels,
+        "channel_mult": [
+            width // config.block_out_channels[0] for width in config.block_out_channels
+        ],
+        "transformer_depth": [depth for depth in down for _ in range(2)],
+        "transformer_depth_output": [depth for depth in down for _ in range(3)],
+        "transformer_depth_middle": depths[-1],
     }
 
 

@@ -23,6 +23,7 @@ from adapter_tools import (
     WIDTH,
     Effect,
     build_transformer,
+    family_of,
     load_in_diffusers,
     load_in_diffusers_transformer,
     load_in_lycoris,
@@ -43,7 +44,7 @@ from gracetune.adapters.files.io import (
     write_adapter,
 )
 from gracetune.adapters.files.keys import LayerPath
-from gracetune.adapters.files.layers import Adapter, Layer, scale_of
+from gracetune.adapters.files.layers import Adapter, Layer, delta, scale_of
 from gracetune.adapters.inject import install_adapters
 from gracetune.cli.main import main
 from gracetune.errors import AdapterError
@@ -63,8 +64,14 @@ IN_COMFYUI = {
     "sd3": {"diffusers", "lycoris", "onetrainer"},
     "z_image": {"diffusers", "lycoris", "bare"},
     "krea2": {"diffusers", "lycoris", "bare"},
+    "sd15": {"lycoris", "onetrainer"},
+    "sdxl": {"lycoris", "onetrainer"},
 }
 """Formats with diffusers' names that ComfyUI reads, by family."""
+
+
+ALL_FAMILIES = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in UNETS)]
+"""Families for the large tests. U-Nets have many layers; a few cases of theirs are not slow."""
 
 
 def test_every_key_table_is_tested():
@@ -73,7 +80,7 @@ def test_every_key_table_is_tested():
 
 @pytest.fixture(scope="module")
 def transformers():
-    return {family: build_transformer(family) for family in (*FAMILIES, "stable_audio")}
+    return {family: build_transformer(family) for family in (*FAMILIES, *UNETS, "stable_audio")}
 
 
 def loads_in_comfyui(family, kind, form, outside):
@@ -90,7 +97,7 @@ def loads_in_comfyui(family, kind, form, outside):
     ("kind", "alpha", "outside"),
     [("lora", None, False), ("dora", None, False), *((kind, 3.0, True) for kind in KINDS)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_file_loads_if_and_only_if_its_output_is_right(
     family, kind, alpha, outside, transformers, tmp_path
 ):
@@ -135,7 +142,7 @@ def test_a_wan_lora_on_modules_outside_of_the_blocks_loads_in_diffusers(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "full"])
-@pytest.mark.parametrize("family", [*FAMILIES, "stable_audio"])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, "stable_audio"])
 def test_a_peft_folder_has_the_right_output_in_peft(family, kind, transformers, tmp_path):
     model = transformers[family]
     adapter = make_adapter(family, kind, model, 3.0, outside=family != "stable_audio")
@@ -146,7 +153,7 @@ def test_a_peft_folder_has_the_right_output_in_peft(family, kind, transformers, 
     assert all(scale_of(layer) == 1.0 for layer in back.layers.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_unusual_adapters_load_only_if_their_output_is_right(family, transformers, tmp_path):
     model = transformers[family]
     for name, adapter in unusual_adapters(family, model).items():
@@ -170,7 +177,10 @@ def test_unusual_adapters_load_only_if_their_output_is_right(family, transformer
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("model", VARIANTS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(n, marks=pytest.mark.slow if family_of(n) in UNETS else ()) for n in VARIANTS],
+)
 def test_default_files_load_in_the_pipeline_of_every_variant(model, kind, tmp_path):
     transformer = build_transformer(model)
     adapter = make_adapter(model, kind, transformer, 3.0)
@@ -438,8 +448,13 @@ READERS = {
 """Tool for an adapter kind of a run and the format to which its checkpoint is converted."""
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "locon", "loha", "lokr", "full"])
-@pytest.mark.parametrize("family", [*FAMILIES, "stable_audio"])
+IN_CI = (("sd15", "lora"), ("sdxl", "locon"))
+"""Cases of U-Nets that are not slow."""
+TRAINED_KINDS = ("lora", "dora", "locon", "loha", "lokr", "full")
+
+
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, "stable_audio"])
 def test_a_converted_checkpoint_has_the_output_of_training(family, kind, transformers, tmp_path):
     model = transformers[family]
     trained, adapter, file = train_adapter(family, kind, model, tmp_path)
@@ -448,9 +463,62 @@ def test_a_converted_checkpoint_has_the_output_of_training(family, kind, transfo
     for (this_kind, form), load in READERS.items():
         if this_kind != kind or (family == "stable_audio" and form != "peft"):
             continue
+        if (kind, form) == ("lokr", "diffusers") and family in UNETS:
+            continue  # diffusers has no loader for a LoKr of convolutions
         path = (
             tmp_path / form / ("adapter_model.safetensors" if form == "peft" else "a.safetensors")
         )
         assert main(["adapter", "convert", str(file), "--to", form, "-o", str(path)]) == 0
         error = effect.error(lambda path=path, load=load: load(family, model, path))
         assert error <= MAX_ERROR, (form, error)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=() if case in IN_CI else pytest.mark.slow)
+        for family in UNETS
+        for kind in TRAINED_KINDS
+        for case in [(family, kind)]
+    ],
+)
+def test_the_default_file_of_a_unet_has_the_output_of_training(
+    family, kind, transformers, tmp_path
+):
+    """A run adapts convolutions, too, and gives one module another alpha than the others."""
+    model = transformers[family]
+    trained, adapter, _ = train_adapter(family, kind, model, tmp_path)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, default_format(adapter))
+    effect = Effect(family, model, adapter)
+    assert effect.error(lambda: trained) <= MAX_ERROR
+    in_diffusers = effect.error(lambda: load_in_diffusers(family, model, path)) <= MAX_ERROR
+    diffusers, comfyui = check_file(path, TABLES, table=table_of(family)).results
+    assert diffusers.loads == in_diffusers == (kind in ("lora", "dora", "locon"))
+    assert comfyui.loads == (kind != "dora")
+
+
+def test_a_lokr_of_convolutions_is_refused_by_diffusers(transformers, tmp_path):
+    model = transformers["sd15"]
+    _, adapter, _ = train_adapter("sd15", "lokr", model, tmp_path)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
+    result = check_file(path, TABLES, table=table_of("sd15")).results[0]
+    assert not result.loads
+    assert "no loader for a LoKr of convolutions" in result.reason
+
+
+@pytest.mark.parametrize("form", ["kohya", "kohya-diffusers"])
+def test_a_unet_lora_has_one_alpha_in_kohya_names(form, tmp_path):
+    """diffusers ignores alphas of attention that differ from the others."""
+    generator = torch.Generator().manual_seed(0)
+    block = "mid_block.attentions.0.transformer_blocks.0.attn1"
+    layers = {
+        LayerPath(None, f"{block}.to_{x}"): make_lora(8, 8, generator, rank=rank, alpha=alpha)
+        for x, rank, alpha in (("q", 4, 3.0), ("k", 2, 8.0), ("v", 4, 8.0), ("out.0", 4, None))
+    }
+    adapter = Adapter(TABLES["sdxl"], layers)
+    path = write_adapter(tmp_path / "a.safetensors", adapter, form)
+    alphas = {float(t) for key, t in load_file(path).items() if key.endswith(".alpha")}
+    assert alphas == {8.0}
+    back = read_adapter(path, TABLES)
+    for place, layer in layers.items():
+        torch.testing.assert_close(delta(back.layers[place]), delta(layer))

@@ -7,6 +7,7 @@ CLIP. `models/unet.py` has what it shares with SDXL.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune.adapters.files.keys import KeyTable, PipelineSpec
@@ -14,10 +15,13 @@ from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
+    UNET_KERNELS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
     UNetShapes,
+    text_columns,
+    unet_config,
     unet_linears,
     unet_rows,
 )
@@ -112,6 +116,8 @@ KEY_TABLE = KeyTable(
     block_linears=unet_linears(ROWS),
     # sd-scripts trains diffusers' U-Net of SD 1.5, and diffusers reads no other names for it.
     default_formats=(("other", "kohya-diffusers"),),
+    columns=text_columns(768),
+    kernels=(*UNET_KERNELS, ("proj_in", (1, 1)), ("proj_out", (1, 1))),
     comfyui_prefixes=UNET_PREFIXES,
-    pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
+    pipeline=PipelineSpec(_adapter_pipeline, partial(unet_config, PLANNER_SHAPES.published_config)),
 )

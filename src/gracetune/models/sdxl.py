@@ -6,6 +6,7 @@ two CLIP models. `models/unet.py` has what it shares with Stable Diffusion 1.5.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,13 @@ from gracetune.models.pipeline_folder import read_parts
 from gracetune.models.unet import (
     ATTENTION_LINEARS,
     FEED_FORWARD_LINEARS,
+    UNET_KERNELS,
     UNET_PREFIXES,
     UNSUPPORTED_INPUTS,
     UNetFamily,
     UNetShapes,
+    text_columns,
+    unet_config,
     unet_linears,
     unet_rows,
 )
@@ -206,6 +210,9 @@ KEY_TABLE = KeyTable(
     rows=ROWS,
     block_linears=unet_linears(ROWS),
     default_formats=(("other", "kohya"),),
+    kernels=UNET_KERNELS,
+    columns=text_columns(2048),
+    preferred_over=("sd15",),
     comfyui_prefixes=UNET_PREFIXES,
-    pipeline=PipelineSpec(_adapter_pipeline, lambda _: dict(PLANNER_SHAPES.published_config)),
+    pipeline=PipelineSpec(_adapter_pipeline, partial(unet_config, PLANNER_SHAPES.published_config)),
 )

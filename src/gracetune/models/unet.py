@@ -10,6 +10,7 @@ t of a timestep in [0, 1] (`train/objective.py`), and the U-Net takes the number
 from __future__ import annotations
 
 import math
+import re
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from gracetune.adapters.files.check_loading import LayerShapes
     from gracetune.models.family import Config, Forward, SampleShape
     from gracetune.models.key_tables import ComfyuiPrefixes
 
@@ -208,8 +210,70 @@ def unet_linears(rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(ours for _, ours in rows if ours.endswith(names))
 
 
+_LEVEL = re.compile(
+    r"(?:(down|up)_blocks\.(\d)|mid_block)\."
+    r"(?:resnets\.\d\.\w+|attentions\.\d\.(?:proj_in|proj_out|.*\.(?:to_\w|to_out\.0|ff\.net\.2)))"
+)
+"""Matches modules whose rows are the width of their resolution: (direction, block)."""
+
+
+def unet_config(published: Config, shapes: LayerShapes) -> dict[str, object]:
+    """Return the configuration of a U-Net that fits the layers of an adapter file.
+
+    Widths that no layer shows are those of the published model, in the ratio of the others.
+    """
+    defaults: tuple[int, ...] = published.get("block_out_channels", (320, 640, 1280, 1280))
+    widths = _widths(shapes.by_module, len(defaults))
+    if all(widths.get(level, width) == width for level, width in enumerate(defaults)):
+        return dict(published)
+    known = min(widths)
+    ratio = widths[known] / defaults[known]
+    text = [s[1] for name, s in shapes.by_module.items() if name.endswith(("2.to_k", "2.to_v"))]
+    config: dict[str, object] = {
+        **published,
+        "block_out_channels": tuple(
+            widths.get(level, max(1, round(width * ratio))) for level, width in enumerate(defaults)
+        ),
+        "cross_attention_dim": text[0] if text else published["cross_attention_dim"],
+        "in_channels": shapes.fan_in(4 * 9, "conv_in") // 9,
+        "out_channels": shapes.size(0, 4, "conv_out"),
+        # Neither changes the shape of a weight.
+        "norm_num_groups": 1,
+        "attention_head_dim": 1,
+    }
+    if "projection_class_embeddings_input_dim" in published:
+        added = "projection_class_embeddings_input_dim"
+        config[added] = shapes.size(1, published[added], "add_embedding.linear_1")
+    return config
+
+
+def _widths(shapes: Mapping[str, tuple[int, ...]], levels: int) -> dict[int, int]:
+    """Return the channels of each resolution that the weights of a U-Net show."""
+    found: dict[int, int] = {}
+    for name, shape in shapes.items():
+        match = _LEVEL.fullmatch(name)
+        if match:
+            block = int(match[2] or levels - 1)
+            found.setdefault(levels - 1 - block if match[1] == "up" else block, shape[0])
+        elif name in ("conv_in", "time_embedding.linear_1"):
+            found[0] = shape[0] if name == "conv_in" else shape[1]
+    return found
+
+
+def text_columns(width: int) -> tuple[tuple[str, int], ...]:
+    """Return the columns of the modules that read text, which tell U-Nets apart."""
+    return ("attn2.to_k", width), ("attn2.to_v", width)
+
+
+UNET_KERNELS = (
+    *((name, (3, 3)) for name in ("conv_in", "conv1", "conv2", "conv", "conv_out")),
+    ("conv_shortcut", (1, 1)),
+)
+"""Kernels of a U-Net's convolutions, by the end of their names."""
 UNET_PREFIXES: ComfyuiPrefixes = (
     *IN_ORIGINAL_NAMES,
     ("lora_unet_", "_", "diffusers"),
     ("lycoris_", "_", "diffusers"),
+    ("unet.", ".", "diffusers"),
+    ("", ".", "diffusers"),
 )

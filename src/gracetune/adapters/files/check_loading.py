@@ -39,6 +39,7 @@ from gracetune.adapters.files.keys import (
     KeyIndex,
     get_format,
     is_text_encoder_key,
+    kernel_of,
     parse_key,
     template_of,
 )
@@ -86,7 +87,9 @@ NO_LOADER = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
     "--lora-rank.",
     "lokr": "diffusers' pipelines have no loader for LoKr here. Convert it --to diffusers for "
-    "transformer.load_lora_adapter, merge it, or convert it with --lora-rank.",
+    "{component}.load_lora_adapter, merge it, or convert it with --lora-rank.",
+    "unusual lokr": "diffusers has no loader for a LoKr of convolutions or with magnitudes (DoRA). "
+    "Merge it into the model, or convert it with --lora-rank.",
     "full": "diffusers has no loader for full matrices. Merge it into the model, or convert it "
     "with --lora-rank.",
 }
@@ -287,14 +290,17 @@ def _load_in_diffusers(
     expected = len(layers)
     algorithms = {layer.algorithm for layer in layers.values()}
     only_lokr = algorithms == {"lokr"}
-    unknown = ToolResult("diffusers", 0, expected, NO_LOADER.get(min(algorithms), ""), min(layers))
+    component = adapter.table.component
+    why = NO_LOADER.get(min(algorithms), "").format(component=component)
+    if only_lokr and any(x.is_dora or kernel_of(n, adapter.table) for n, x in layers.items()):
+        why = NO_LOADER["unusual lokr"]
+    unknown = ToolResult("diffusers", 0, expected, why, min(layers))
     if "lora" not in algorithms and not only_lokr:
         return unknown
     refusal = _refusal(lambda: _load(pipeline, path, stage))
     # Most pipelines refuse LoKr, but their transformers load it from diffusers' own key format.
     by_transformer = bool(refusal) and only_lokr and adapter.format == "diffusers"
     if by_transformer:
-        component = adapter.table.component
         refusal = _refusal(
             lambda: model.load_lora_adapter(
                 dict(tensors), prefix=component, adapter_name=ADAPTER_NAME
@@ -302,7 +308,7 @@ def _load_in_diffusers(
         )
     if refusal:
         return unknown if only_lokr else ToolResult("diffusers", 0, expected, refusal)
-    result = _compare_loaded(model, layers, by_transformer)
+    result = _compare_loaded(model, layers, component if by_transformer else "")
     return unknown if only_lokr and result.matched == 0 and not result.is_wrong else result
 
 
@@ -329,13 +335,11 @@ def _load(pipeline: Any, path: Path, stage: Stage | None) -> None:
 
 
 @torch.no_grad()
-def _compare_loaded(
-    model: nn.Module, layers: Mapping[str, Layer], by_transformer: bool
-) -> ToolResult:
+def _compare_loaded(model: nn.Module, layers: Mapping[str, Layer], component: str) -> ToolResult:
     """Count the modules that got the adapter, and check that each computes what the file says.
 
-    `by_transformer` is True if the file was loaded with the transformer's method, and False if
-    with the pipeline's.
+    `component` is the name of the transformer or U-Net if the file was loaded with its method, and
+    empty if with the pipeline's.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -367,9 +371,7 @@ def _compare_loaded(
         if not _computes_same(loaded[name], layer, generator):
             reason = f"{name} would compute another dW"
             return ToolResult("diffusers", 0, expected, reason, name, is_wrong=True)
-    reason = (
-        "with transformer.load_lora_adapter; the pipeline refuses LoKr" if by_transformer else ""
-    )
+    reason = f"with {component}.load_lora_adapter; the pipeline refuses LoKr" if component else ""
     return ToolResult("diffusers", expected, expected, reason)
 
 
@@ -446,9 +448,12 @@ class LayerShapes:
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         self._modules = tuple(layers)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.by_module: dict[str, tuple[int, ...]] = {}
+        """Shape of each weight by the module's full name, without norms and biases alone."""
         for module, layer in layers.items():
             shape = delta_shape(layer)
-            if len(shape) > 1 and shape[1]:  # neither a norm nor a bias alone
+            if len(shape) > 1 and shape[1]:
+                self.by_module[module] = shape
                 name = ".".join(part for part in module.split(".") if not part.isdigit())
                 self._shapes.setdefault(name, shape)
         self._blocks = count_blocks(layers)
@@ -536,6 +541,7 @@ LORA_SUFFIXES = (
     (".lora_B.weight", ".lora_A.weight", None),
     (".lora.up.weight", ".lora.down.weight", None),
     (".lora_B", ".lora_A", None),
+    (".lora_linear_layer.up.weight", ".lora_linear_layer.down.weight", None),
     (".lora_B.default.weight", ".lora_A.default.weight", None),
 )
 """Key suffixes that ComfyUI tries for the LoRA tensors (up, down, mid). It uses the first row whose
@@ -711,10 +717,18 @@ def comfyui_key_map(table: KeyTable, num_blocks: Mapping[str, int]) -> dict[str,
             if naming == "diffusers" and module in table.not_in_comfyui:
                 continue
             numbers = range(num_blocks.get(module.partition(".{}")[0], 0)) if "{}" in name else [0]
+            # Dotted names of a U-Net's attention are those of diffusers' old processors alone.
+            is_old = table.component == "unet" and (naming, separator) == ("diffusers", ".")
+            known = _processor_name(name) if is_old else name
             for number in numbers:
-                key = f"{prefix}{name.format(number).replace('.', separator)}"
+                key = f"{prefix}{known.format(number).replace('.', separator)}"
                 found[key] = module.format(number)
     return found
+
+
+def _processor_name(module: str) -> str:
+    """Return the name under which attention processors of old diffusers held a module's LoRA."""
+    return module.replace(".to_", ".processor.to_").replace(".to_out.0", ".to_out")
 
 
 def simulate_comfyui(keys: Sequence[str], known: Mapping[str, str]) -> ComfyUILoad:

@@ -34,10 +34,12 @@ from gracetune.adapters.files.keys import (
     get_table,
     is_bare_parameter,
     is_text_encoder_key,
+    kernel_of,
     parse_key,
     resolve_stages,
     template_of,
     unknown_key_error,
+    unsupported_reason,
 )
 from gracetune.adapters.files.layers import (
     Adapter,
@@ -53,7 +55,7 @@ from gracetune.adapters.files.layers import (
 from gracetune.errors import AdapterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -74,6 +76,7 @@ MAX_REGEX_STEPS = 1e9
 _OPTIONAL, _REPEATED = re.compile(r"(?<!\()\?"), re.compile(r"[*+{]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 PEFT_STYLES = ("peft", "peft-live")
+PEFT_MAGNITUDE = ".lora_magnitude_vector"
 LYCORIS_FORMATS = ("lycoris", "lycoris-combined")
 """Key formats that LyCORIS itself reads. Others have its prefix and other names of modules."""
 WHAT_ROLE_HOLDS = {
@@ -199,14 +202,14 @@ def _parse_keys(
     texts: list[str], table: KeyTable, tables: Mapping[str, KeyTable]
 ) -> list[ParsedKey]:
     index = KeyIndex(table)
-    keys = []
-    for text in texts:
-        key = parse_key(text, index)
-        if key is None:
-            other = _other_family_error(text, texts, table, tables)
-            raise other or unknown_key_error(text, [table])
-        keys.append(key)
-    return resolve_stages(keys)
+    parsed = {text: parse_key(text, index) for text in texts}
+    unknown = [text for text, key in parsed.items() if key is None]
+    if unknown:
+        # A key whose reason is known says more about the file than one that is just unknown.
+        first = next((text for text in unknown if unsupported_reason(text)), unknown[0])
+        other = _other_family_error(first, texts, table, tables)
+        raise other or unknown_key_error(first, [table])
+    return resolve_stages([key for key in parsed.values() if key is not None])
 
 
 def _other_family_error(
@@ -277,10 +280,10 @@ def _import_layer(
     files with the original model's module names an output (shift, scale), where diffusers has
     (scale, shift). `keys` has the key of each tensor, by role, such as `down` and `up`.
     """
-    layer = make_layer(
-        {role: tensors[key.text] for role, key in keys.items()},
-        {role: key.text for role, key in keys.items()},
-    )
+    by_role = {role: tensors[key.text] for role, key in keys.items()}
+    if "dora" in keys and PEFT_MAGNITUDE in keys["dora"].text:
+        by_role["dora"] = by_role["dora"].flatten()  # always one per row, also in (1, rows, 1, 1)
+    layer = make_layer(by_role, {role: key.text for role, key in keys.items()})
     if "alpha" not in keys:
         layer = _with_peft_alpha(layer, path.module, settings)
     bias = keys.get("diff_b")
@@ -500,9 +503,35 @@ def layers_to_write(adapter: Adapter, key_format: KeyFormat) -> Adapter:
     layers = {}
     for path, layer in adapter.layers.items():
         is_folded = key_format.alpha == "folded" or layer.algorithm in ("loha", "lokr")
-        folded = fold_scale(layer) if is_folded else layer
-        layers[path] = _lokr_to_rebuild(folded) if _is_rebuilt(layer, key_format) else folded
+        layers[path] = fold_scale(layer) if is_folded else layer
+        if _is_rebuilt(layer, key_format):
+            kernel = kernel_of(path.module, adapter.table)
+            layers[path] = _lokr_to_rebuild(layers[path], kernel)
+    if adapter.table.component == "unet" and key_format.alpha == "always":
+        layers = _with_common_alpha(layers)
     return replace(adapter, layers=layers)
+
+
+def _with_common_alpha(layers: Mapping[LayerPath, Layer]) -> dict[LayerPath, Layer]:
+    """Return LoRA layers with one alpha; what it changes of a layer's scale is in the weights.
+
+    diffusers reads kohya's names of a U-Net, but if the alphas differ, it finds those of attention
+    under no module and uses the most common one instead.
+    """
+    alphas = {path: scale_of(x) * (rank_of(x) or 0) for path, x in layers.items()}
+    of_lora = [alphas[path] for path, x in layers.items() if x.algorithm == "lora"]
+    if len(set(of_lora)) < 2:
+        return dict(layers)
+    common = max(sorted(set(of_lora)), key=of_lora.count)
+    changed = {}
+    for path, layer in layers.items():
+        changed[path] = layer
+        if layer.algorithm == "lora" and alphas[path] != common:
+            rank = rank_of(layer)
+            assert rank is not None, "a LoRA has a rank"
+            folded = fold_scale(replace(layer, alpha=alphas[path] / common * rank))
+            changed[path] = replace(folded, alpha=None if common == rank else common)
+    return changed
 
 
 def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModule | None:
@@ -532,7 +561,8 @@ def find_unsupported(adapter: Adapter, key_format: KeyFormat) -> UnsupportedModu
             reason = "the format's keys do not show where the name of a module begins"
             return UnsupportedModule(path.module, reason, fix="")
         is_for_lycoris = layer.algorithm == "lokr" and key_format.name in LYCORIS_FORMATS
-        if is_for_lycoris and not _lycoris_rebuilds(layer):
+        kernel = kernel_of(path.module, adapter.table)
+        if is_for_lycoris and not _lycoris_rebuilds(layer, kernel):
             reason = "LyCORIS would not find the sizes of its factors"
             return UnsupportedModule(path.module, reason)
     return None
@@ -645,7 +675,11 @@ def _tensors_to_write(layer: Layer, key_format: KeyFormat, style: SuffixStyle) -
     """
     tensors = dict(layer.tensors)
     if layer.is_dora and style in PEFT_STYLES:
-        tensors["dora"] = tensors["dora"].flatten()
+        axes = layer.tensors[
+            "down"
+        ].dim()  # peft has (rows) for a matrix, (1, rows, 1, 1) otherwise
+        shape = (-1,) if axes == 2 else (1, -1, *[1] * (axes - 2))
+        tensors["dora"] = tensors["dora"].reshape(shape)
     if key_format.alpha == "always" and layer.algorithm != "full":
         alpha = layer.alpha if layer.alpha is not None else float(rank_of(layer) or 1)
         tensors["alpha"] = torch.tensor(alpha)
@@ -658,27 +692,30 @@ def _is_rebuilt(layer: Layer, key_format: KeyFormat) -> bool:
     return layer.algorithm == "lokr" and is_read_so
 
 
-def _lokr_to_rebuild(layer: Layer) -> Layer:
+def _lokr_to_rebuild(layer: Layer, kernel: Sequence[int]) -> Layer:
     """Return a LoKr in which the factors that peft and LyCORIS cannot load are multiplied out.
 
-    Both create w2 as a whole matrix if the rank is at least half of w2's larger dimension, and
-    then have no place for factors of w2. peft decomposes w1 in all modules or in none, and LyCORIS
-    only if the rank is small for it, so w1 is always written whole.
+    `kernel` is that of a convolution. Both tools create w2 as a whole matrix if the rank is at
+    least half of w2's larger dimension, and then have no place for factors of w2. peft decomposes
+    w1 in all modules or in none, and LyCORIS only if the rank is small for it, so w1 is always
+    written whole.
     """
     t = dict(layer.tensors)
     if "lokr_w1_a" in t:
         t["lokr_w1"] = t.pop("lokr_w1_a").float() @ t.pop("lokr_w1_b").float()
-    (_, rows), (_, columns) = lokr_sizes(layer)
+    (_, rows), (_, columns) = lokr_sizes(layer, kernel)
     is_matrix = "lokr_w2_a" in t and "lokr_t2" not in t and t["lokr_w2_b"].dim() == 2
     if is_matrix and 2 * t["lokr_w2_b"].shape[0] >= max(rows, columns):
-        t["lokr_w2"] = t.pop("lokr_w2_a").float() @ t.pop("lokr_w2_b").float()
+        w2 = t.pop("lokr_w2_a").float() @ t.pop("lokr_w2_b").float()
+        t["lokr_w2"] = w2.reshape(rows, columns, *kernel)
     return replace(layer, tensors=t)
 
 
-def _lycoris_rebuilds(layer: Layer) -> bool:
+def _lycoris_rebuilds(layer: Layer, kernel: Sequence[int]) -> bool:
     """Return True if LyCORIS, which reads only a LoKr's tensors, builds factors of the same sizes.
 
     It guesses the setting `factor` from the sizes and then splits the weight's dimensions by it.
+    The guess includes a flattened `kernel` of a convolution, but the dimensions do not.
     """
     from peft.tuners.lokr.layer import factorization
 
@@ -692,6 +729,8 @@ def _lycoris_rebuilds(layer: Layer) -> bool:
     factor = common[0] if common else min(largest)
     if (rows[0], columns[0]) == (split(sizes[0], -1)[0], split(sizes[1], -1)[0]):
         factor = -1
+    rows, columns = lokr_sizes(layer, kernel)
+    sizes = (rows[0] * rows[1], columns[0] * columns[1])
     return (split(sizes[0], factor), split(sizes[1], factor)) == (rows, columns)
 
 

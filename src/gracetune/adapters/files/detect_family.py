@@ -16,6 +16,7 @@ from gracetune.adapters.files.keys import (
     parse_key,
     template_of,
     unknown_key_error,
+    unsupported_reason,
 )
 from gracetune.adapters.files.layers import delta_shape, make_layer
 from gracetune.errors import AdapterError
@@ -51,6 +52,7 @@ def detect_table(
         fitting = _narrow(fitting, lambda table: any(x in header for x in table.header_words))
     if len(fitting) > 1:
         fitting = _narrow(fitting, lambda table: _has_ratios(table, tensors))
+        fitting = _narrow(fitting, lambda table: _has_columns(table, tensors))
         fitting = _narrow(fitting, lambda table: _width(table, tensors) in table.widths)
     if len(fitting) == 1:
         return fitting[0], []
@@ -103,6 +105,17 @@ def _has_ratios(table: KeyTable, tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
+def _has_columns(table: KeyTable, tensors: Mapping[str, Tensor]) -> bool:
+    """Return True if all modules with known columns have them, and there is such a module."""
+    known = [
+        shape[1:2] == (columns,)
+        for name, shape in _sizes(table, tensors).items()
+        for end, columns in table.columns
+        if name.endswith(end)
+    ]
+    return bool(known) and all(known)
+
+
 def _width(table: KeyTable, tensors: Mapping[str, Tensor]) -> int | None:
     """Return the hidden size of the model: the number of columns that most weights have."""
     columns = [shape[1] for shape in _sizes(table, tensors).values() if len(shape) > 1]
@@ -117,7 +130,8 @@ def _most_parsed(keys: Sequence[str], tables: Mapping[str, KeyTable]) -> list[Ke
     counts = {name: _count_parsed(keys, table) for name, table in tables.items()}
     best = max(counts.values())
     if best == 0:
-        raise unknown_key_error(keys[0], list(tables.values()))
+        first = next((key for key in keys if unsupported_reason(key)), keys[0])
+        raise unknown_key_error(first, list(tables.values()))
     return [tables[name] for name, count in counts.items() if count == best]
 
 

@@ -111,6 +111,19 @@ UNSUPPORTED_KEYS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "not a change of this one's weights",
         ),
         (
+            r"^lora_controlnet$|^lllite_|(^|[._])(zero_convs|input_hint_block)[._]",
+            "it belongs to a control network (ControlNet, Control-LoRA or LLLite), which is an "
+            "additional model and not a change of this one's weights",
+        ),
+        (
+            r"^(emb_params|clip_[lg]|string_to_param\S*|<\S+>)$",
+            "it is an embedding of new words (textual inversion), which is no adapter",
+        ),
+        (
+            r"custom_diffusion[._]",
+            "Custom Diffusion replaces weights, and only changes that are added can be used",
+        ),
+        (
             r"(query_norm|key_norm)\.scale$",
             "it replaces a norm of the model, as FLUX.1 control LoRA (Canny, Depth) do, and they "
             "also need a model with more input channels",
@@ -120,8 +133,29 @@ UNSUPPORTED_KEYS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "OFT multiplies a weight by a rotation, and only changes that are added to it can be "
             "used. Merge the file into the model with the tool that trained it",
         ),
-        (r"\.on_input$", "IA3 scales outputs, and only changes that are added can be used"),
-        (r"\.[ab][12]\.weight$", "GLoRA's change depends on the model's weight"),
+        (
+            r"\.(on_input|ia3_l)\b",
+            "IA3 scales outputs, and only changes that are added can be used",
+        ),
+        (r"\.([ab][12]|bm)\.weight$", "GLoRA's change depends on the model's weight"),
+        (
+            r"\.(q_layer|p_layer)\.weight$|\.lambda_layer$",
+            "T-LoRA's change depends on the timestep, and only fixed changes can be used",
+        ),
+        (
+            r"\.(vera_lambda_\w+|lora_E|lora_embedding_[AB]|hra_u|fourierft_\w+|c3a_kernel)\b",
+            "it belongs to a method of peft other than LoRA, DoRA, LoHa and LoKr",
+        ),
+        (
+            r"\.modules_to_save\.",
+            "peft trained the module as a whole beside the adapter (modules_to_save), which is not "
+            "a change that is added. Merge the file into the model with peft",
+        ),
+        (
+            r"norm\w*(\.\d+)?(\.scale)?\.(diff|diff_b|w_norm|b_norm)$",
+            "it changes a norm whose names are not known here. Remove the keys of norms, or merge "
+            "the file into the model with the tool that trained it",
+        ),
         (
             r"\.(set_weight|reshape_weight)$",
             "it replaces a weight or its shape, and only changes that are added can be used",

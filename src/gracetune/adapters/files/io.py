@@ -26,7 +26,7 @@ from gracetune.adapters.files.convert import (
     import_tensors,
     layers_to_write,
 )
-from gracetune.adapters.files.keys import get_format
+from gracetune.adapters.files.keys import get_format, kernel_of
 from gracetune.adapters.files.layers import Adapter, lokr_sizes, rank_of, with_stage
 from gracetune.atomic_files import atomic_file, write_text
 from gracetune.errors import AdapterError
@@ -376,6 +376,7 @@ def _peft_config(adapter: Adapter) -> dict[str, object]:
         )
     (algorithm,) = algorithms
     layers = {path.module: layer for path, layer in adapter.layers.items()}
+    kernels = {module: kernel_of(module, adapter.table) for module in layers}
     ranks = {module: _peft_rank(layer) for module, layer in layers.items()}
     common = max(set(ranks.values()), key=list(ranks.values()).count)
     exceptions = {f"^{re.escape(name)}": rank for name, rank in ranks.items() if rank != common}
@@ -395,7 +396,11 @@ def _peft_config(adapter: Adapter) -> dict[str, object]:
         return config | {"lora_alpha": common, "use_dora": is_dora, "lora_bias": is_biased}
     has_core = any({"hada_t1", "lokr_t2"} & layer.tensors.keys() for layer in layers.values())
     config |= {"alpha": common, "use_effective_conv2d": has_core}
-    return config if algorithm == "loha" else config | {"decompose_factor": _peft_factor(layers)}
+    return (
+        config
+        if algorithm == "loha"
+        else config | {"decompose_factor": _peft_factor(layers, kernels)}
+    )
 
 
 def _peft_rank(layer: Layer) -> int:
@@ -409,11 +414,11 @@ def _peft_rank(layer: Layer) -> int:
     return rank
 
 
-def _peft_factor(layers: Mapping[str, Layer]) -> int:
+def _peft_factor(layers: Mapping[str, Layer], kernels: Mapping[str, tuple[int, ...]]) -> int:
     """Return the setting `decompose_factor` for which peft creates LoKr factors of these sizes."""
     from peft.tuners.lokr.layer import factorization
 
-    sizes = {module: lokr_sizes(layer) for module, layer in layers.items()}
+    sizes = {module: lokr_sizes(layer, kernels[module]) for module, layer in layers.items()}
     for factor in (-1, *sorted({rows[0] for rows, _ in sizes.values()})):
         if all(
             factorization(first * second, factor) == (first, second)

@@ -58,7 +58,7 @@ _EXPERT_WITHOUT_UNDERSCORE = re.compile(r"(?<![A-Za-z0-9])transformer([12])(?=[.
 `transformer_1` (high noise) and `transformer_2` (low noise)."""
 _TEXT_ENCODER = re.compile(
     r"((lora|lora_prior|lycoris)_(te\d?|text_encoder(_\d)?|text_model)_|text_encoders?(_\d)?\."
-    r"|te\d?\.|cond_stage_model\.|conditioner\.|clip_[lgh]\.|t5xxl\.|bundle_emb\.)"
+    r"|te\d?\.|cond_stage_model\.|conditioner\.|clip_[lgh]\.|t5xxl\.|bundle_emb\.|text_model\.)"
 )
 """Matches the start of keys that belong to text encoders or to embeddings of new words."""
 _EXPERT_PREFIXES: dict[str, Stage] = {
@@ -94,6 +94,8 @@ _ADAPTER_NAME = re.compile(
 """Matches the suffix of a tensor of a peft adapter with another name than `default`."""
 _MODULATION = re.compile(r"\.diff_m$")
 """Matches LightX2V's suffix for the change of a block's parameter `modulation`."""
+_CUT_BLOCKS = re.compile(r"(^|\.)sformer_blocks\.")
+"""Matches a cut name of `transformer_blocks` in some exports of FLUX.2."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,9 @@ class KeyTable:
     """Other names that users may give for the model family."""
     component: Literal["transformer", "unet"] = "transformer"
     """Name of the model in diffusers' pipeline, with which the keys of diffusers' files start."""
+    kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Kernel of each convolution, by diffusers' name of the module or the end of it after a dot.
+    Some files hold kernels flattened."""
     header_words: tuple[str, ...] = ()
     """Words by which other tools' headers name the family, in lower case."""
     row_ratios: tuple[tuple[str, int], ...] = ()
@@ -176,6 +181,9 @@ class KeyTable:
     They tell families apart whose keys are the same."""
     widths: tuple[int, ...] = ()
     """Hidden sizes of the published models, for the same purpose."""
+    columns: tuple[tuple[str, int], ...] = ()
+    """Columns of modules in the published models, by the end of their names, for the same purpose.
+    """
     preferred_over: tuple[str, ...] = ()
     """Families whose files may be the same in keys and sizes; this one is then assumed."""
     comfyui_prefixes: tuple[tuple[str, str, Naming], ...] = ()
@@ -339,6 +347,12 @@ def is_bare_parameter(module: str, table: KeyTable) -> bool:
     return template_of(module)[0] in table.bare_parameters
 
 
+def kernel_of(module: str, table: KeyTable) -> tuple[int, ...]:
+    """Return the kernel of a convolution, or () for any other module."""
+    found = (kernel for end, kernel in table.kernels if f".{module}".endswith(f".{end}"))
+    return next(found, ())
+
+
 def parse_key(text: str, index: KeyIndex) -> ParsedKey | None:
     """Parse a key of an adapter file; return None if no tool writes such a key for the family."""
     plain = _without_wrappers(text)
@@ -370,6 +384,7 @@ def _without_wrappers(text: str) -> str:
     text = _MODULE_WRAPPER.sub("", text)
     text = _ADAPTER_NAME.sub(r".\1.default.\2", text)
     text = _MODULATION.sub(".modulation.diff", text)
+    text = _CUT_BLOCKS.sub(r"\1transformer_blocks.", text)
     # Attention processors of old versions of diffusers held the LoRA of their module.
     text = text.replace(".processor.to_", ".to_").replace(".processor.add_", ".add_")
     return text.replace(".to_out_lora.", ".to_out.0_lora.")
@@ -452,8 +467,8 @@ def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
     It has the reason, if the key is of a known kind, or else a similar known key.
     """
     families = " or ".join(table.family for table in tables)
-    reason = next((why for pattern, why in UNSUPPORTED_KEYS if pattern.search(text)), None)
-    if reason is not None:
+    reason = unsupported_reason(text) or _whole_weight_reason(text, tables)
+    if reason:
         return AdapterError(
             f"{text!r} cannot be used with {families}: {reason}.", kind="unsupported", key=text
         )
@@ -464,6 +479,23 @@ def unknown_key_error(text: str, tables: Sequence[KeyTable]) -> AdapterError:
         kind="unknown-key",
         key=text,
     )
+
+
+def unsupported_reason(text: str) -> str:
+    """Return why a key of a known kind cannot be used with any model; empty if it is of none."""
+    return next((why for pattern, why in UNSUPPORTED_KEYS if pattern.search(text)), "")
+
+
+def _whole_weight_reason(text: str, tables: Sequence[KeyTable]) -> str:
+    """Return why a key that is the name of a model's weight cannot be used; empty for others."""
+    body, _, kind = text.rpartition(".")
+    indices = (KeyIndex(table) for table in tables if not table.accepts_any_name)
+    if kind in ("weight", "bias") and any(_parse_any_prefix(body, index) for index in indices):
+        return (
+            "it is a weight of the model itself, not of an adapter. A whole model is given with "
+            "`gracetune adapter merge --into` or `extract`"
+        )
+    return ""
 
 
 def nearest_key(text: str, tables: Sequence[KeyTable]) -> str | None:

@@ -193,8 +193,12 @@ def is_dora_per_row(layer: Layer) -> bool:
     return magnitude.dim() == 1 or magnitude.shape[0] == magnitude.numel()
 
 
-def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return ((rows of w1, rows of w2), (columns of w1, columns of w2)) of a LoKr layer."""
+def lokr_sizes(layer: Layer, kernel: Sequence[int] = ()) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return ((rows of w1, rows of w2), (columns of w1, columns of w2)) of a LoKr layer.
+
+    The columns of a convolution are its input channels if its `kernel` is given. Otherwise they
+    include the kernel where the file has it flattened.
+    """
     t = layer.tensors
     rows1, columns1 = (
         t["lokr_w1"].shape if "lokr_w1" in t else (t["lokr_w1_a"].shape[0], t["lokr_w1_b"].shape[1])
@@ -204,6 +208,8 @@ def lokr_sizes(layer: Layer) -> tuple[tuple[int, int], tuple[int, int]]:
         rows2, columns2 = t["lokr_w2"].shape[:2]
     else:
         rows2, columns2 = t["lokr_w2_a"].shape[1 if core else 0], t["lokr_w2_b"].shape[1]
+        if not core and t["lokr_w2_b"].dim() == 2:
+            columns2 //= math.prod(kernel)
     return (rows1, rows2), (columns1, columns2)
 
 
