@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from gracetune.plan.search import PlanBudget
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
-CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
-"""Suffixes of dataset files that hold captions or tables, not samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,13 +260,16 @@ def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
 
 def count_samples(run_file: RunFile) -> int | None:
     """Count the samples of all datasets; return None if one is not in a local folder."""
+    from gracetune.data.dataset import EXTENSIONS
+
     total = 0
     for section in run_file.datasets:
         folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
         if folder is None or not folder.is_dir():
             return None
         files = [path for path in folder.rglob("*") if path.is_file()]
-        files = [path for path in files if path.suffix.lower() not in CAPTION_SUFFIXES]
+        known = EXTENSIONS[section.dataset_type]
+        files = [path for path in files if path.suffix.lower() in known]
         total += len(files) * section.variants
     return total
 
