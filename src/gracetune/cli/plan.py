@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.planner_input import TrainedSize
-    from gracetune.plan.search import PlanBudget
+    from gracetune.plan.report import ReportHeading
+    from gracetune.plan.search import PlanBudget, SearchResult
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
 
@@ -89,7 +90,27 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
+    from gracetune.plan.report import report_json, report_lines
+
     run_file = load_run_file(args.run_file, args.overrides).run
+    result, heading = predict(run_file, args, open_machine, measured)
+    if args.json:
+        print(json.dumps(report_json(result, heading), indent=2))
+    else:
+        print(*report_lines(result, heading), sep="\n")
+    return 0
+
+
+def predict(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+) -> tuple[SearchResult, ReportHeading]:
+    """Return the fastest plan of a run, and what a report says about the run and the machine.
+
+    Reads `machine`, `hbm`, `host_memory` and `samples` of the command's arguments.
+    """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
@@ -101,7 +122,7 @@ def plan(
         make_plan,
         plan_settings,
     )
-    from gracetune.plan.report import ReportHeading, report_json, report_lines
+    from gracetune.plan.report import ReportHeading
 
     sample = largest_sample(run_file)
     model = build_meta_model(run_file.model, sample)
@@ -131,11 +152,7 @@ def plan(
         notes=(*limit_notes, *_notes(run_file, samples, budget.one_memory)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
-    if args.json:
-        print(json.dumps(report_json(result, heading), indent=2))
-    else:
-        print(*report_lines(result, heading), sep="\n")
-    return 0
+    return result, heading
 
 
 def _budget(
