@@ -42,7 +42,7 @@ from gracetune.models.registry import FAMILIES
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from gracetune.config.presets import Goal, Setting
     from gracetune.config.schema import RunFile
@@ -140,16 +140,21 @@ class Questions:
         self._read = read
         self._takes_defaults = takes_defaults
 
-    def ask(self, text: str, default: str | None, choices: Sequence[str] = ()) -> str:
-        """Return the answer, or the default for an empty one; asks again for an invalid one."""
+    def ask(self, text: str, default: str | None, choices: Mapping[str, str] | None = None) -> str:
+        """Return the answer, or the default for an empty one; asks again for an invalid one.
+
+        `choices` has the allowed answers, if there are such, with a description of each.
+        """
         if self._takes_defaults and default is not None:
             return default
         if self._takes_defaults:
             raise ConfigError(f"{text}: --yes has no default for it. Pass it as an argument.")
-        shown = f"{text} ({', '.join(choices)})" if choices else text
+        width = max(map(len, choices), default=0) if choices else 0
+        for name, description in (choices or {}).items():
+            print(f"  {name:<{width}}  {description}")
         while True:
             try:
-                answer = self._read(f"{shown}{'' if default is None else f' [{default}]'}: ")
+                answer = self._read(f"{text}{'' if default is None else f' [{default}]'}: ")
             except EOFError:
                 raise ConfigError(
                     f"{text}: the input ended before an answer. Pass it as an argument, or --yes."
@@ -185,7 +190,10 @@ class Pair:
 
 
 def find_pair(folder: Path, control: str | None) -> Pair:
-    """Find the folder with the images before an edit: named, inside the folder, or next to it."""
+    """Find the folder with the images before an edit: named, inside the folder, or next to it.
+
+    A folder is found by its name (`BEFORE`) and by the names of its images.
+    """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{str(folder)!r} {what}. Name a folder of images, videos or audio files.")
@@ -196,8 +204,11 @@ def find_pair(folder: Path, control: str | None) -> Pair:
     if not any(_image_stems(folder, recursive=False)):
         inner = [each for each in sorted(folder.iterdir()) if each.is_dir()]
         inner = [each for each in inner if not each.name.startswith(".")]
-        if len(inner) == 2 and set(_image_stems(inner[0])) == set(_image_stems(inner[1])):
-            return _ordered_pair(inner[0], inner[1])
+        roles = {_role(each): each for each in inner}
+        if len(inner) == 2 and {"before", "after"} == set(roles):
+            before, after = roles["before"], roles["after"]
+            if set(_image_stems(after)) <= set(_image_stems(before)):
+                return Pair(after, before)
         return Pair(folder)
     stems = set(_image_stems(folder))
     for sibling in sorted(folder.resolve().parent.iterdir()):
@@ -205,19 +216,6 @@ def find_pair(folder: Path, control: str | None) -> Pair:
         if is_other and stems <= set(_image_stems(sibling)):
             return Pair(folder, folder.parent / sibling.name)
     return Pair(folder)
-
-
-def _ordered_pair(one: Path, other: Path) -> Pair:
-    roles = (_role(one), _role(other))
-    if roles in (("before", "after"), ("before", ""), ("", "after")):
-        return Pair(other, one)
-    if roles in (("after", "before"), ("after", ""), ("", "before")):
-        return Pair(one, other)
-    raise DataError(
-        f"{one} and {other} have images of the same names, as for training edits, but it is not "
-        f"clear which are the results. Pass the folder of the results, and --control with the "
-        "folder of the images before the edit."
-    )
 
 
 def _role(folder: Path) -> str:
@@ -308,12 +306,14 @@ def _goal(
 ) -> Goal:
     default: Goal = "edit" if pair.control is not None else "style"
     default = "video" if report.kind == "video" else default
-    answer = args.goal or questions.ask("What should it learn", default, GOALS)
+    kinds = [goal for goal in GOALS if (goal == "video") == (report.kind == "video")]
+    choices: dict[str, str] = {goal: GOAL_PRESETS[goal].title for goal in kinds}
+    answer = args.goal or questions.ask("What should it learn", default, choices)
     goal = next(goal for goal in GOALS if goal == answer)
     if goal == "edit" and pair.control is None:
         raise DataError(
-            "The goal edit needs two folders with images of the same names, before and after the "
-            "edit. Pass the folder of the results, and --control with the other."
+            "The goal edit needs two folders with images of the same names, such as before and "
+            "after. Pass the folder of the results, and --control with the other folder."
         )
     if (goal == "video") != (report.kind == "video"):
         raise DataError(
@@ -334,7 +334,8 @@ def _family(
     if pair.control is not None:
         known = [name for name in known if FAMILY_PRESETS[name].edit_model is not None]
     default = "tiny" if platform.device < 0 and "tiny" in known else known[0]
-    family: str = args.family or questions.ask("Model family", default, known)
+    choices = {name: FAMILY_PRESETS[name].title for name in known}
+    family: str = args.family or questions.ask("Model family", default, choices)
     if family not in known:
         what = "edits" if pair.control is not None else NOUNS[report.kind]
         raise ConfigError(

@@ -192,7 +192,7 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
     ),
     "tiny": FamilyPreset(
         None,
-        "tiny, a small model for trying things out on a CPU",
+        "a small model for trying things out on a CPU",
         4,
         _sizes(*[(32, 16)] * 5),
         3.0,
@@ -211,6 +211,7 @@ WAN_5B = ("TI2V-5B", 32)
 class GoalPreset:
     """The settings of a first run that depend on what it is to learn."""
 
+    title: str
     uses: int
     """Number of times that each sample is used."""
     rank_factor: int
@@ -222,16 +223,33 @@ class GoalPreset:
 
 GOAL_PRESETS: Mapping[Goal, GoalPreset] = {
     "style": GoalPreset(
-        60, 2, "a style changes every part of an image", False, "a lighthouse by the sea at sunset"
+        "how images look",
+        60,
+        2,
+        "a style changes every part of an image",
+        False,
+        "a lighthouse by the sea at sunset",
     ),
     "character": GoalPreset(
-        100, 1, "enough for one character", True, "[trigger] walking through a city at night"
+        "a person or figure",
+        100,
+        1,
+        "enough for one character",
+        True,
+        "[trigger] walking through a city at night",
     ),
     "concept": GoalPreset(
-        100, 1, "enough for one object or idea", True, "[trigger] on a wooden table, studio light"
+        "an object or idea",
+        100,
+        1,
+        "enough for one object or idea",
+        True,
+        "[trigger] on a wooden table, studio light",
     ),
-    "edit": GoalPreset(40, 2, "an edit has to follow the input image", False, None),
-    "video": GoalPreset(80, 2, "motion takes more than a still image", False, None),
+    "edit": GoalPreset(
+        "a change of an input image", 40, 2, "an edit has to follow the input image", False, None
+    ),
+    "video": GoalPreset("motion", 80, 2, "motion takes more than a still image", False, None),
 }
 USES_LIMITS = (1500, 6000)
 """Fewest and most uses of samples in a run."""

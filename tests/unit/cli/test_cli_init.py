@@ -90,16 +90,17 @@ def test_the_file_for_tiny_trains_as_it_is(shared, capsys) -> None:
 def test_questions_have_defaults_and_are_asked_again(shared, capsys) -> None:
     answers = (str(shared), "portrait", "character", "", "sks", "mine.yaml")
     asked = call(answers=answers)
-    assert [question.partition(" (")[0] for question in asked] == [
+    assert asked == [
         "Folder with your images, videos or audio: ",
-        "What should it learn",
-        "What should it learn",
-        "Model family",
+        "What should it learn [style]: ",
+        "What should it learn [style]: ",
+        "Model family [tiny]: ",
         "Trigger word, a rare word that stands for it [ohwx]: ",
         "Run file to write [photos.yaml]: ",
     ]
-    assert asked[3].endswith("wan22, tiny) [tiny]: ")
-    assert "Please choose one of: style, character" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Please choose one of: style, character" in said
+    assert "  sdxl        SDXL\n" in said
     run = loaded()
     assert (run.model.family, run.datasets[0].trigger_word) == ("tiny", "sks")
     assert run.validation.prompts[0] == "sks, a cat 0"
@@ -165,11 +166,13 @@ def test_a_folder_of_originals_next_to_the_results_is_found_and_may_be_ignored(c
     assert loaded("other.yaml").datasets[0].conditioning_data_dir is None
 
 
-def test_folders_whose_roles_are_unclear_are_refused_with_the_flag() -> None:
-    write_images(Path("pairs/one"))
-    write_images(Path("pairs/two"))
-    with pytest.raises(DataError, match=r"not clear which are the results.*--control"):
-        call("pairs", "--out", "mine.yaml", "--no-plan")
+def test_two_folders_of_other_names_are_one_dataset() -> None:
+    write_images(Path("animals/cats"))
+    write_images(Path("animals/dogs"), caption="a dog")
+    call("animals", "--family", "tiny", "--out", "mine.yaml")
+    assert loaded().datasets[0].instance_data_dir == "animals"
+    with pytest.raises(DataError, match=r"goal edit needs two folders.*--control"):
+        call("animals", "--goal", "edit", "--out", "other.yaml", "--no-plan")
 
 
 def test_videos_are_recognised() -> None:
