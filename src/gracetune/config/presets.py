@@ -80,6 +80,8 @@ class FamilyPreset:
     min_snr: bool = False
     lr: float = 1e-4
     rank: int = 16
+    targets: tuple[str, ...] = ()
+    """Modules to adapt; empty: the family's default."""
     tokenizer: tuple[str, int] | None = ("tokenizer", 512)
     """Folder of the tokenizer and the number of tokens to which captions are cut."""
 
@@ -200,6 +202,16 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         min_resolution=8,
         lr=3e-3,
         rank=32,
+        targets=(
+            "attn.*",
+            "ff.*",
+            "ff_context.*",
+            "context_embedder",
+            "norm1.linear",
+            "norm1_context.linear",
+            "norm_out.linear",
+            "proj_out",
+        ),
         tokenizer=None,
     ),
 }
@@ -376,15 +388,18 @@ def _model(request: RunRequest) -> list[Setting]:
                 "Set bf16 for the exact weights",
             )
         )
-    rank = preset.rank if preset.model is None else preset.rank * goal.rank_factor
-    why = "large, because the model starts from random weights"
-    is_known = preset.model is not None and request.kind != "audio"
+    if preset.model is None:
+        return [
+            *settings,
+            Setting("adapter.kind", "lora"),
+            Setting("adapter.rank", preset.rank, "large: the model has random weights so far"),
+            Setting("adapter.targets", list(preset.targets), "nearly all layers, for that reason"),
+        ]
+    why = "small; the model stays as it is" if request.kind == "audio" else _WHY_LORA
     return [
         *settings,
-        Setting(
-            "adapter.kind", "lora", _WHY_LORA if is_known else "small; the model stays as it is"
-        ),
-        Setting("adapter.rank", rank, why if preset.model is None else goal.why_rank),
+        Setting("adapter.kind", "lora", why),
+        Setting("adapter.rank", preset.rank * goal.rank_factor, goal.why_rank),
     ]
 
 
@@ -517,6 +532,11 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
         *settings,
         Setting("train.checkpoint_every", schedule.interval, "each has the adapter so far"),
         Setting("optimizer.lr", preset.lr, "the usual rate for a LoRA of this family"),
+        *(
+            [Setting("optimizer.schedule", "cosine", "ends with small steps, for cleaner images")]
+            if preset.model is None
+            else []
+        ),
         Setting("optimizer.warmup_steps", warmup, "a gentle start"),
         *(
             [

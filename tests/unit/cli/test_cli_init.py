@@ -11,8 +11,14 @@ import pytest
 
 from gracetune.cli import init as command
 from gracetune.cli.main import main
-from gracetune.config.load import load_run_file
-from gracetune.config.presets import FAMILY_PRESETS, MEMORY_SIZES
+from gracetune.config.load import load_run_file, load_run_text
+from gracetune.config.presets import (
+    MEMORY_SIZES,
+    RunRequest,
+    choose_settings,
+    run_file_text,
+    size_preset,
+)
 from gracetune.errors import ConfigError, DataError
 from gracetune.memory.platform import NO_GPU, Link, Machine
 from gracetune.models.registry import FAMILIES
@@ -256,23 +262,30 @@ def test_the_plan_of_a_small_model_is_printed(shared, capsys) -> None:
 
 
 PLANNED = [name for name, info in FAMILIES.items() if info.has_planner_shapes and name != "tiny"]
+CASES = [(family, "style") for family in PLANNED]
+CASES += [("wan22", "video"), ("flux", "edit"), ("qwen_image", "edit")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gb", MEMORY_SIZES)
-@pytest.mark.parametrize("family", PLANNED)
-def test_every_preset_fits_into_its_memory(family, gb, capsys) -> None:
-    folder = Path("photos")
-    folder.mkdir()
-    for number in range(40):  # 1024x1024, so that the preset decides about the resolution
-        (folder / f"{number}.png").write_bytes(image_bytes(photo(1024, 1024, 0)) + bytes([number]))
-        (folder / f"{number}.txt").write_text("a cat")
-    call(folder, "--family", family, "--memory", f"{gb}GB", "--out", "mine.yaml")
-    said = capsys.readouterr().out
-    assert "plan       needs " in said
-    assert "note" not in said
-    run, preset = loaded(), FAMILY_PRESETS[family].sizes[gb]
-    assert (run.datasets[0].resolution, run.train.batch_size) == (
-        preset.resolution,
-        preset.batch_size,
-    )
+@pytest.mark.parametrize(("family", "goal"), CASES)
+def test_every_preset_fits_into_its_memory(family, goal) -> None:
+    for gb in MEMORY_SIZES:
+        request = RunRequest(
+            folder="photos",
+            family=family,
+            goal=goal,
+            memory_gb=float(gb),
+            output_dir="runs/mine",
+            num_samples=100,
+            kind="video" if goal == "video" else "image",
+            frames=(90, 90),
+            captions=("a cat", "a dog"),
+        )
+        if goal == "edit":
+            images = ("before/1.png", "before/2.png")
+            request = replace(request, control_folder="before", control_images=images)
+        text = run_file_text(choose_settings(request, size_preset(request)), [])
+        run = load_run_text(text, "yaml", "mine.yaml", environment={}).run
+        plan = command._plan(run, request, NO_GPU)  # raises an error if nothing fits
+        assert plan.device.total <= gb * 1e9
+        assert plan.batch == size_preset(request).batch_size
