@@ -58,7 +58,13 @@ NEVER = {("cache", "gracetune.data.pipeline")}
 
 WITHOUT_TORCH = GROUND | {"entry_points", "config", "events", "dashboard", "__init__", "__main__"}
 """Packages that never import torch, not even inside functions."""
-LOADED_WITHOUT_TORCH = {"gracetune.cli", "gracetune.cli.main", "gracetune.cli.now"}
+LOADED_WITHOUT_TORCH = {
+    "gracetune.cli",
+    "gracetune.cli.data",
+    "gracetune.cli.init",
+    "gracetune.cli.main",
+    "gracetune.cli.now",
+}
 """Modules that must not load torch when they are imported, although their functions may."""
 
 BRINGS_TORCH = {

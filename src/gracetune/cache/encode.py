@@ -446,7 +446,7 @@ class PromptEncoder:
         for group in groups:
             for sample in group.samples:
                 epochs = prompt_names.epochs(sample)
-                for caption, epoch in product((sample.caption, EMPTY_PROMPT), epochs):
+                for caption, epoch in product((*sample.captions, EMPTY_PROMPT), epochs):
                     name = prompt_names(caption, sample, group.size, epoch)
                     self._prompts.setdefault(name, _Prompt(caption, sample, group.size, epoch))
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 VERBS = {
+    "init": ("gracetune.cli.init", "look at your data and write a commented run file"),
+    "data": ("gracetune.cli.data", "show what training would see of a dataset"),
     "train": ("gracetune.cli.train", "train a model from a run file, or resume a run"),
     "sample": ("gracetune.cli.sample", "generate samples from a run, a step or adapter files"),
     "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.planner_input import TrainedSize
-    from gracetune.plan.search import PlanBudget
+    from gracetune.plan.report import ReportHeading
+    from gracetune.plan.search import PlanBudget, SearchResult
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
-CAPTION_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".parquet", ".caption"}
-"""Suffixes of dataset files that hold captions or tables, not samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,28 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
+    from gracetune.plan.report import report_json, report_lines
+
     run_file = load_run_file(args.run_file, args.overrides).run
     check_family(run_file.model)
+    result, heading = predict(run_file, args, open_machine, measured)
+    if args.json:
+        print(json.dumps(report_json(result, heading), indent=2))
+    else:
+        print(*report_lines(result, heading), sep="\n")
+    return 0
+
+
+def predict(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+) -> tuple[SearchResult, ReportHeading]:
+    """Return the fastest plan of a run, and what a report says about the run and the machine.
+
+    Reads `machine`, `hbm`, `host_memory` and `samples` of the command's arguments.
+    """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
@@ -105,7 +124,7 @@ def plan(
         make_plan,
         plan_settings,
     )
-    from gracetune.plan.report import ReportHeading, report_json, report_lines
+    from gracetune.plan.report import ReportHeading
 
     sample = largest_sample(run_file)
     configs, unavailable = _find_configs(run_file)
@@ -136,11 +155,7 @@ def plan(
         notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget.one_memory)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
-    if args.json:
-        print(json.dumps(report_json(result, heading), indent=2))
-    else:
-        print(*report_lines(result, heading), sep="\n")
-    return 0
+    return result, heading
 
 
 def _budget(
@@ -265,13 +280,16 @@ def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
 
 def count_samples(run_file: RunFile) -> int | None:
     """Count the samples of all datasets; return None if one is not in a local folder."""
+    from gracetune.data.dataset import EXTENSIONS
+
     total = 0
     for section in run_file.datasets:
         folder = None if section.instance_data_dir is None else Path(section.instance_data_dir)
         if folder is None or not folder.is_dir():
             return None
         files = [path for path in folder.rglob("*") if path.is_file()]
-        files = [path for path in files if path.suffix.lower() not in CAPTION_SUFFIXES]
+        known = EXTENSIONS[section.dataset_type]
+        files = [path for path in files if path.suffix.lower() in known]
         total += len(files) * section.variants
     return total
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
+from gracetune.config.dataset_schema import TRIGGER
 from gracetune.config.parse_text import dotted, format_value, locate_line
 from gracetune.errors import ConfigError
 
@@ -137,6 +138,28 @@ def canonical_path(path: KeyPath, value: object = "") -> KeyPath:
         if replaced is None:
             return path
         path = replaced
+
+
+def fill_trigger_word(draft: Draft) -> None:
+    """Replace `[trigger]` in the validation prompts by the trigger word of the datasets.
+
+    A prompt is a text or an object with texts. If the datasets have no word or several, prompts
+    stay as they are, and `checks.py` reports those with the placeholder.
+    """
+    datasets = draft.tree.get("datasets")
+    sections = datasets if isinstance(datasets, list) else []
+    found = {d.get("trigger_word") for d in sections if isinstance(d, dict)}
+    words = [word.strip() for word in found if isinstance(word, str)]
+    prompts = draft.get("validation.prompts")
+    if len(words) != 1 or not isinstance(prompts, list):
+        return
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            prompts[index] = prompt.replace(TRIGGER, words[0])
+        elif isinstance(prompt, dict):
+            for key, text in prompt.items():
+                if isinstance(text, str):
+                    prompt[key] = text.replace(TRIGGER, words[0])
 
 
 def apply_implied_settings(draft: Draft) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.config.dataset_schema import STAGED_TYPES, InMemorySection
+from gracetune.config.dataset_schema import STAGED_TYPES, TRIGGER, InMemorySection
 from gracetune.errors import REDACTED, ConfigError
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
@@ -263,6 +263,20 @@ def _check_validation(run: RunFile) -> Iterator[Violation]:
         )
 
 
+def _check_trigger(run: RunFile) -> Iterator[Violation]:
+    """Find prompts in which `[trigger]` is left, because there is not exactly one trigger word."""
+    words = list(dict.fromkeys(d.trigger_word for d in run.datasets if d.trigger_word))
+    reason = f"the datasets have several trigger words ({', '.join(words)})"
+    fix = "Write the word itself in the prompt."
+    if not words:
+        reason, fix = "no dataset has a trigger_word", "Set datasets.0.trigger_word to the word."
+    for index, prompt in enumerate(run.validation.prompts or ()):
+        if TRIGGER in str(prompt):
+            yield Violation(
+                f"validation.prompts.{index}", f"contains {TRIGGER}, but {reason}. {fix}"
+            )
+
+
 def _check_has_data(run: RunFile) -> Iterator[Violation]:
     if not run.datasets:
         yield Violation(
@@ -289,6 +303,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_datasets,
     _check_persistent_cache,
     _check_validation,
+    _check_trigger,
 )
 
 
@@ -405,6 +420,20 @@ def _unused_media_settings(run: RunFile) -> Iterator[str]:
                 )
 
 
+def _unused_caption_settings(run: RunFile) -> Iterator[str]:
+    for index, dataset in enumerate(run.datasets):
+        here = f"datasets.{index}"
+        for key in ("caption_keep_tokens", "caption_variants"):
+            if not dataset.caption_shuffle and _is_changed(dataset, key):
+                yield f"{here}.{key} has no effect, because {here}.caption_shuffle is false."
+        strategy = dataset.caption_strategy
+        if strategy not in ("auto", "textfile") and _is_changed(dataset, "caption_extension"):
+            yield (
+                f"{here}.caption_extension has no effect, because {here}.caption_strategy is "
+                f"{strategy}."
+            )
+
+
 def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
     for key, note in optimizer_info(run.optimizer.name).setting_notes.items():
         if key in run.optimizer.model_fields_set:
@@ -424,5 +453,6 @@ REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
     _unused_family_settings,
     _unused_adapter_settings,
     _unused_media_settings,
+    _unused_caption_settings,
     _unused_optimizer_settings,
 )

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_serializer
+from pydantic import Field, field_serializer, field_validator
 
 from gracetune.config.schema_base import (
     Fraction,
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 Resolution = Annotated[int, Field(ge=8)]
 STAGED_TYPES = frozenset(("in_memory", "shapes"))
 """Values of `datasets[].type` whose files are staged: read into host memory before training."""
+
+
+TRIGGER = "[trigger]"
+"""Placeholder in captions and prompts, which `datasets[].trigger_word` replaces."""
 
 
 PUBLIC_OPTIONS = frozenset(
@@ -248,15 +253,36 @@ class DatasetSection(Section):
     caption_strategy: Literal[
         "auto", "textfile", "jsonl", "parquet", "filename", "instanceprompt"
     ] = "auto"
-    """Where captions come from. `textfile`: a .txt file next to each sample; `jsonl` or `parquet`:
-    a table metadata.jsonl or metadata.parquet with columns `file_name` and `text`; `filename`: the
-    words of the file name; `instanceprompt`: `instance_prompt` for all samples. `auto`: `jsonl` if
-    such a table exists, otherwise `textfile`."""
+    """Where captions come from. `textfile`: a text file next to each sample, see
+    `caption_extension`; `jsonl` or `parquet`: a table metadata.jsonl or metadata.parquet with
+    columns `file_name` and `text`; `filename`: the words of the file name; `instanceprompt`:
+    `instance_prompt` for all samples. `auto`: `jsonl` if such a table exists, otherwise
+    `textfile`."""
+    caption_extension: str = "txt"
+    """Suffix of the caption files of `caption_strategy: textfile`, such as `txt`, `caption` or
+    `tags`. A file with the suffix `json` has an object with a text `caption` or `text`."""
     instance_prompt: str | None = None
     """Caption of all samples, for `caption_strategy: instanceprompt`."""
+    trigger_word: str | None = None
+    """Word that stands for what is trained, such as `ohwx`. It replaces `[trigger]` in captions and
+    in validation prompts. Captions that do not contain it get it in front, followed by a comma."""
+    caption_prefix: str = ""
+    """Text in front of every caption, joined with a space."""
+    caption_suffix: str = ""
+    """Text after every caption, joined with a space unless it starts with punctuation."""
+    caption_shuffle: bool = False
+    """Shuffle the comma-separated tags of each caption. The prefix, the suffix and a trigger word
+    in front stay where they are. The orders are derived from the run's seed and the sample, and
+    each of them is encoded before training; see `caption_variants`."""
+    caption_keep_tokens: NonNegativeInt = 0
+    """Number of tags at the start of each caption that `caption_shuffle` leaves in place."""
+    caption_variants: Annotated[int, Field(ge=2)] = 8
+    """Number of orders of each caption's tags that `caption_shuffle` encodes; the first is the
+    written one. The uses of a sample take them in turn. More variants take longer to encode and
+    need more cache."""
     caption_dropout: Fraction = 0.0
-    """Probability that a sample is trained with an empty caption, drawn again each time. A value
-    such as 0.1 helps classifier-free guidance."""
+    """Probability that a sample is trained with an empty caption, without trigger word, prefix and
+    suffix, drawn again each time. A value such as 0.1 helps classifier-free guidance."""
     repeats: PositiveInt = 1
     """Number of times that an epoch uses each sample. Raise it for a small dataset that is mixed
     with larger ones."""
@@ -286,6 +312,21 @@ class DatasetSection(Section):
     variants: PositiveInt = 1
     """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.
     Epochs use them in turn."""
+
+    @field_validator("caption_extension")
+    @classmethod
+    def _check_caption_extension(cls, value: str) -> str:
+        name = value.removeprefix(".").lower()
+        if re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) is None:
+            raise ValueError("a file suffix such as txt, without * and /")
+        return name
+
+    @field_validator("trigger_word")
+    @classmethod
+    def _check_trigger_word(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or TRIGGER in value):
+            raise ValueError(f"a word that is not empty and does not contain {TRIGGER}")
+        return value if value is None else value.strip()
 
     @property
     def resolutions(self) -> tuple[int, ...]:

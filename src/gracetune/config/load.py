@@ -22,6 +22,7 @@ from gracetune.config.aliases import (
     Draft,
     apply_implied_settings,
     apply_override,
+    fill_trigger_word,
     find_origin,
     pattern_of,
     translate,
@@ -130,6 +131,7 @@ def _load_parsed(
     for each in overrides:
         _override(draft, each)
     apply_implied_settings(draft)
+    fill_trigger_word(draft)
     env = process_environment() if environment is None else environment
     environment_notices = _apply_environment(draft, environment_settings(env))
     run = _validate(draft, name)

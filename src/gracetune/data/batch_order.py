@@ -71,7 +71,7 @@ class Draw:
 
     sample: Sample
     caption: str
-    """Caption of the sample, or an empty string if caption dropout removed it."""
+    """Caption of the sample, perhaps shuffled, or an empty string if dropout removed it."""
     size: Shape
     """Shape of the sample's bucket, to which it is cropped and resized."""
     epoch: int = NO_EPOCH
@@ -223,8 +223,12 @@ class BatchOrder:
             place = int(self._epoch.extras[index][place])
         sample = group.samples[place]
         seed = f"caption {self._seed} {epoch} {repeat} {sample.dataset!r} {sample.key!r}"
-        dropped = group.caption_dropout > 0 and seeded_uniform(seed) < group.caption_dropout
-        return Draw(sample, "" if dropped else sample.caption, group.size, epoch)
+        if group.caption_dropout > 0 and seeded_uniform(seed) < group.caption_dropout:
+            return Draw(sample, "", group.size, epoch)
+        uses_per_epoch = -(-group.draws_per_epoch // len(group.samples))
+        captions = sample.captions
+        caption = captions[(epoch * uses_per_epoch + repeat) % len(captions)]
+        return Draw(sample, caption, group.size, epoch)
 
 
 class Loader:

@@ -1,4 +1,9 @@
-"""Read the captions of a dataset: from text files, tables, file names, or one caption for all."""
+"""Read the captions of a dataset, and add what its settings ask for.
+
+Captions come from text files, tables, file names, or are one caption for all. `find_captions`
+reads them as they are written; `caption_orders` adds prefix, suffix and trigger word to one, and
+shuffles its tags.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from gracetune.config.dataset_schema import TRIGGER
+from gracetune.data.batch_order import seeded_permutation
 from gracetune.data.prefetch import default_workers, ordered_map
 from gracetune.data.sample import UnreadableSampleError
 from gracetune.data.source import printable
@@ -34,6 +41,10 @@ MAX_CAPTION_NBYTES = 64 * 1024
 """Size of a caption in bytes above which its sample is unreadable; text encoders use a few kB."""
 MAX_SHOWN = 200
 """Number of characters of an invalid row that an error message shows."""
+MAX_DRAWS_PER_ORDER = 4
+"""A caption of few tags has few orders: after this many draws for each, no more are looked for."""
+PUNCTUATION = tuple(",.;:!?)")
+"""Characters that follow a caption without a space if a suffix starts with one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +59,26 @@ class Captions:
     """Keys of the files that the captions were read from."""
     absent: tuple[str, ...]
     """Rows of caption tables whose file is not a sample of the dataset, each with its location."""
+    missing: tuple[str, ...]
+    """Keys of the samples that have no caption."""
 
 
-def read_captions(
+def find_captions(
     source: Source, image_keys: Sequence[str], section: DatasetSection, setting: str = "datasets"
 ) -> Captions:
-    """Read the captions as `caption_strategy` says.
+    """Read the captions as `caption_strategy` says, without prefix, suffix and trigger word.
 
-    The key of a sample is its relative path in `source`. Raises an error if a sample has no
-    caption. An empty caption is allowed.
+    The key of a sample is its relative path in `source`. An empty caption is allowed; samples
+    without a caption are in `missing`.
     """
-    strategy = section.caption_strategy
-    if strategy == "auto":
-        strategy = "jsonl" if _tables(source, METADATA) else "textfile"
+    strategy = _strategy(source, section)
     found: dict[str, Caption] = {}
     files: Sequence[str] = ()
     absent: list[str] = []
     match strategy:
         case "textfile":
             num_workers = section.in_memory.num_workers or default_workers()
-            beside = _text_files(source, image_keys)
+            beside = _text_files(source, image_keys, section.caption_extension)
             read = ordered_map(lambda name: _text(source, name), beside.values(), num_workers)
             found, files = dict(zip(beside, read, strict=True)), list(beside.values())
         case "jsonl" | "parquet":
@@ -78,37 +89,102 @@ def read_captions(
             found.update(_from_names(image_keys))
         case "instanceprompt":
             found.update(dict.fromkeys(image_keys, _prompt(section, setting)))
-    missing = [key for key in image_keys if key not in found]
-    if missing:
-        named = ", ".join(map(printable, missing[:MAX_LISTED])) + (
-            ", ..." if len(missing) > MAX_LISTED else ""
-        )
-        raise DataError(
-            f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of "
-            f"{len(image_keys)} samples have no caption: {named}. {_REMEDY[strategy]}."
-        )
-    captions = {key: found[key] for key in image_keys}
+    captions = {key: found[key] for key in image_keys if key in found}
     return Captions(
         {key: text for key, text in captions.items() if isinstance(text, str)},
         {key: text.reason for key, text in captions.items() if not isinstance(text, str)},
         frozenset(files),
         tuple(absent),
+        tuple(key for key in image_keys if key not in found),
     )
+
+
+def require_captions(
+    captions: Captions, source: Source, section: DatasetSection, setting: str = "datasets"
+) -> None:
+    """Raise an error if a sample has no caption."""
+    missing = captions.missing
+    if not missing:
+        return
+    strategy = _strategy(source, section)
+    named = ", ".join(map(printable, missing[:MAX_LISTED])) + (
+        ", ..." if len(missing) > MAX_LISTED else ""
+    )
+    total = len(missing) + len(captions.texts) + len(captions.unreadable)
+    remedy = _REMEDY[strategy].format(suffix=section.caption_extension)
+    other = _other_extension(source, missing, section) if strategy == "textfile" else None
+    if other is not None:
+        remedy = f"Set caption_extension: {other}, if the .{other} files are the captions"
+    raise DataError(
+        f"{setting}.caption_strategy is {section.caption_strategy!r}: {len(missing)} of {total} "
+        f"samples have no caption: {named}. {remedy}."
+    )
+
+
+def _strategy(source: Source, section: DatasetSection) -> str:
+    if section.caption_strategy != "auto":
+        return section.caption_strategy
+    return "jsonl" if _tables(source, METADATA) else "textfile"
+
+
+def _other_extension(source: Source, missing: Sequence[str], section: DatasetSection) -> str | None:
+    """Return the suffix of files that look like captions of the samples that have none."""
+    for suffix in ("txt", "caption", "tags", "json"):
+        if suffix != section.caption_extension and _text_files(source, missing, suffix):
+            return suffix
+    return None
+
+
+def caption_orders(text: str, section: DatasetSection, seed: str) -> tuple[str, ...]:
+    """Return a caption with prefix, suffix and trigger word: first as written, then shuffled.
+
+    There is one text unless the dataset shuffles tags (`caption_shuffle`). The orders depend only
+    on the caption and on the text `seed`; equal ones are left out.
+    """
+    orders = [_complete(text, section)]
+    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    kept, free = tags[: section.caption_keep_tokens], tags[section.caption_keep_tokens :]
+    if not section.caption_shuffle or len(free) < 2:
+        return tuple(orders)
+    for draw in range(MAX_DRAWS_PER_ORDER * section.caption_variants):
+        if len(orders) == section.caption_variants:
+            break
+        order = seeded_permutation(len(free), f"tags {seed} {draw}")
+        shuffled = _complete(", ".join([*kept, *(free[place] for place in order)]), section)
+        if shuffled not in orders:
+            orders.append(shuffled)
+    return tuple(orders)
+
+
+def _complete(text: str, section: DatasetSection) -> str:
+    """Add the prefix, the suffix and the trigger word to a caption."""
+    prefix, suffix = section.caption_prefix.strip(), section.caption_suffix.strip()
+    glue = "" if suffix.startswith(PUNCTUATION) else " "
+    caption = " ".join(part for part in (prefix, text) if part)
+    if suffix:
+        caption = f"{caption}{glue}{suffix}" if caption else suffix.lstrip(", ")
+    word = section.trigger_word
+    if word is None:
+        return caption
+    caption = caption.replace(TRIGGER, word)
+    if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption, re.IGNORECASE):
+        return caption
+    return f"{word}, {caption}" if caption else word
 
 
 _OR = ", or set caption_strategy: instanceprompt and one instance_prompt for all"
 _REMEDY = {
-    "textfile": f"Add a .txt file of the same name next to each (it may be empty){_OR}",
+    "textfile": f"Add a .{{suffix}} file of the same name next to each (it may be empty){_OR}",
     "jsonl": f"Add a line with file_name and text to {METADATA} for each{_OR}",
     "parquet": f"Add a row with file_name and text to {PARQUET} for each{_OR}",
     "filename": f"Give each file a name that contains words{_OR}",
 }
 
 
-def _text_files(source: Source, image_keys: Sequence[str]) -> dict[str, str]:
+def _text_files(source: Source, image_keys: Sequence[str], extension: str) -> dict[str, str]:
     """Return the caption file next to each sample, if it has one, by the sample's key."""
-    names = source.keys()
-    texts = {name[: -len(".txt")]: name for name in names if name.lower().endswith(".txt")}
+    names, ending = source.keys(), f".{extension}"
+    texts = {name[: -len(ending)]: name for name in names if name.lower().endswith(ending)}
     return {
         key: texts[stem]
         for key in image_keys
@@ -164,11 +240,27 @@ def _prompt(section: DatasetSection, setting: str) -> str:
 
 def _text(source: Source, key: str) -> Caption:
     try:
-        return _decoded(source.read(key), key)
+        data = source.read(key)
+        return _json_caption(data, key) if key.lower().endswith(".json") else _decoded(data, key)
     except OSError as error:
         return UnreadableSampleError(
             f"its caption {key} cannot be read ({error.strerror or error})"
         )
+
+
+def _json_caption(data: bytes, key: str) -> Caption:
+    """Return the text `caption` or `text` of a JSON file, or the reason why there is none."""
+    text = _decoded(data, key)
+    if not isinstance(text, str):
+        return text
+    try:
+        row = json.loads(text, parse_int=float)
+    except (ValueError, RecursionError) as error:
+        return UnreadableSampleError(f"its caption {key} is not JSON ({error})")
+    for name in ("caption", "text") if isinstance(row, dict) else ():
+        if isinstance(row.get(name), str):
+            return _encodable(row[name].strip(), key)
+    return UnreadableSampleError(f"its caption {key} is no object with a text `caption` or `text`")
 
 
 def _decoded(data: bytes, where: str) -> Caption:

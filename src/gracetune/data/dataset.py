@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -17,10 +17,11 @@ from blake3 import blake3
 
 from gracetune import entry_points
 from gracetune.atomic_files import write_text
-from gracetune.config.dataset_schema import STAGED_TYPES
+from gracetune.config.dataset_schema import STAGED_TYPES, TRIGGER
 from gracetune.data import audio, images, video
-from gracetune.data.captions import read_captions
+from gracetune.data.captions import caption_orders, find_captions, require_captions
 from gracetune.data.conditioning import find_companions, same_aspect
+from gracetune.data.data_quality import thumbnail
 from gracetune.data.prefetch import prefetched, worker_threads
 from gracetune.data.sample import Companion, Sample, UnreadableSampleError
 from gracetune.data.source import FolderSource, data_dir, printable, walk
@@ -30,7 +31,7 @@ from gracetune.events.dispatcher import ProgressReporter
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gracetune.config.dataset_schema import DatasetSection
     from gracetune.data.captions import Captions
@@ -78,6 +79,22 @@ class SourceOpener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ListedDataset:
+    """The files of a dataset and its captions, before any sample is read."""
+
+    section: DatasetSection
+    setting: str
+    """Name of the dataset in messages, such as `datasets[0]`."""
+    source: Source
+    names: Sequence[str]
+    """Names of all files."""
+    keys: Sequence[str]
+    """Names of the samples."""
+    captions: Captions
+    """Captions as they are written, without prefix, suffix and trigger word."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenDataset:
     """A dataset whose files have been listed and checked."""
 
@@ -86,6 +103,8 @@ class OpenDataset:
     """Source that reads the samples, their control images and their masks."""
     samples: tuple[Sample, ...]
     """All samples that are readable."""
+    thumbnails: Mapping[str, bytes] = field(default_factory=dict)
+    """Thumbnail of each image by its key, for finding near duplicates; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,7 @@ class _Probe:
     seconds: float = 0.0
     fps: float = 0.0
     companions: tuple[Companion, ...] = ()
+    thumbnail: bytes = b""
 
 
 def open_dataset(
@@ -105,25 +125,61 @@ def open_dataset(
     corruption: CorruptionLog,
     shared_folder: Path | None = None,
     output_dir: Path | None = None,
+    seed: int = 0,
+    max_thumbnails: int = 0,
 ) -> OpenDataset:
     """List the samples and captions of a dataset, and check that every sample can be decoded.
 
     Files are first read into host memory if the dataset's type says so. Processes on one machine
     that pass the same folder as `shared_folder` share one copy in memory. Files in the run's folder
-    `output_dir` are no samples, such as images of its validation.
+    `output_dir` are no samples, such as images of its validation. `seed` is the run's seed, which
+    decides the order of shuffled tags. If the dataset has at most `max_thumbnails` images, their
+    thumbnails are returned as well.
     """
+    listed = list_dataset(section, index, emit, output_dir)
+    require_captions(listed.captions, listed.source, section, listed.setting)
+    return read_samples(
+        listed, emit, corruption, shared_folder, seed, len(listed.keys) <= max_thumbnails
+    )
+
+
+def list_dataset(
+    section: DatasetSection, index: int, emit: Emit, output_dir: Path | None = None
+) -> ListedDataset:
+    """List the files of a dataset and read its captions; samples without one are no error here."""
     setting = f"datasets[{index}]"
     PACKAGES[section.dataset_type]()
     opener = cast("SourceOpener", entry_points.load("source", section.type, SOURCES))
     source = opener(section, setting, emit)
     names = _names_outside(source, output_dir, setting, emit)
     keys = _sample_keys(source, names, section, setting)
-    captions = read_captions(source, keys, section, setting)
+    captions = find_captions(source, keys, section, setting)
     _report_captions(section, captions, emit)
     _report_ignored(section, names, keys, captions, emit)
+    return ListedDataset(section, setting, source, names, keys, captions)
+
+
+def read_samples(
+    listed: ListedDataset,
+    emit: Emit,
+    corruption: CorruptionLog,
+    shared_folder: Path | None = None,
+    seed: int = 0,
+    with_thumbnails: bool = False,
+) -> OpenDataset:
+    """Read every sample that has a caption, and check that it can be decoded.
+
+    See `open_dataset` for the parameters.
+    """
+    section, setting, source, captions = (
+        listed.section,
+        listed.setting,
+        listed.source,
+        listed.captions,
+    )
     for key, reason in captions.unreadable.items():
         corruption.record(section.id, key, reason)
-    num_samples, keys = len(keys), list(captions.texts)
+    num_samples, keys = len(listed.keys), list(captions.texts)
     corruption.check(section.id, num_samples, section.max_corruption_rate)
     beside = find_companions(
         section,
@@ -137,30 +193,19 @@ def open_dataset(
         needed = [*keys, *(key for pairs in beside.keys.values() for _, key in pairs)]
         source = StagedSource.stage(source, needed, section.in_memory, emit, setting, shared_folder)
 
-    samples = []
+    samples, thumbnails = [], {}
     progress = ProgressReporter("reading", len(keys), emit)
     probes = prefetched(
         keys,
-        lambda key: _probe(source, key, section, beside.keys.get(key, ())),
+        lambda key: _probe(source, key, section, beside.keys.get(key, ()), with_thumbnails),
         lambda key: f"dataset {section.id!r}: {key}",
         worker_threads(section.in_memory.num_workers, PROBED_AHEAD, section.timeout_s),
     )
     for key, probe in zip(keys, probes, strict=True):
         if isinstance(probe, _Probe):
-            samples.append(
-                Sample(
-                    section.id,
-                    key,
-                    captions.texts[key],
-                    probe.digest,
-                    probe.width,
-                    probe.height,
-                    section.dataset_type,
-                    probe.seconds,
-                    probe.fps,
-                    probe.companions,
-                )
-            )
+            samples.append(_sample(section, key, captions.texts[key], probe, seed))
+            if probe.thumbnail:
+                thumbnails[key] = probe.thumbnail
         else:
             corruption.record(section.id, key, probe)
         progress.advance()
@@ -172,7 +217,25 @@ def open_dataset(
             f"{NOUNS[section.dataset_type]} in {source.describe()} can be read. "
             "Fix the files, or set another folder."
         )
-    return OpenDataset(section, source, tuple(samples))
+    return OpenDataset(section, source, tuple(samples), thumbnails)
+
+
+def _sample(section: DatasetSection, key: str, text: str, probe: _Probe, seed: int) -> Sample:
+    # The order of tags depends on contents, not on paths, so that a dataset can be moved.
+    caption, *shuffled = caption_orders(text, section, f"{seed} {probe.digest} {text!r}")
+    return Sample(
+        section.id,
+        key,
+        caption,
+        probe.digest,
+        probe.width,
+        probe.height,
+        section.dataset_type,
+        probe.seconds,
+        probe.fps,
+        probe.companions,
+        tuple(shuffled),
+    )
 
 
 def _open_companions(section: DatasetSection, folder: str, setting: str, emit: Emit) -> Source:
@@ -229,7 +292,11 @@ def _sample_keys(
 
 
 def _probe(
-    source: Source, key: str, section: DatasetSection, companions: Sequence[tuple[Role, str]]
+    source: Source,
+    key: str,
+    section: DatasetSection,
+    companions: Sequence[tuple[Role, str]],
+    with_thumbnail: bool,
 ) -> _Probe | str:
     """Read a sample and its control images and mask; return their sizes, duration and digests.
 
@@ -238,6 +305,8 @@ def _probe(
     try:
         data = source.read(key)
         probe = _probe_file(data, section.dataset_type)
+        if with_thumbnail and section.dataset_type == "image":
+            probe = replace(probe, thumbnail=thumbnail(data))
         if not companions:
             return probe
         size = (probe.width, probe.height)
@@ -278,9 +347,14 @@ def _companion(
 
 
 def _report_captions(section: DatasetSection, captions: Captions, emit: Emit) -> None:
-    """Warn of empty captions, and of rows in caption tables without a sample."""
+    """Warn of empty captions, of placeholders, and of rows in caption tables without a sample."""
+    waiting = [key for key, caption in captions.texts.items() if TRIGGER in caption]
+    if waiting and section.trigger_word is None:
+        text = f"dataset {section.id!r}: {len(waiting)} captions contain {TRIGGER} (the first is "
+        hint = "nothing replaces it. Set trigger_word to the word that it stands for"
+        emit(Notice(f"{text}{waiting[0]}), but {hint}", level="warning"))
     empty = [key for key, caption in captions.texts.items() if not caption]
-    if empty:
+    if empty and not (section.trigger_word or section.caption_prefix or section.caption_suffix):
         emit(
             Notice(
                 f"dataset {section.id!r}: {len(empty)} of {len(captions.texts)} captions are empty "
@@ -310,7 +384,8 @@ def _report_ignored(
     ignored: dict[str, list[str]] = {}
     for key in names:
         ending = _suffix(key)
-        is_caption = ending == ".txt" and section.caption_strategy != "textfile"
+        suffixes = {".txt", f".{section.caption_extension}"}
+        is_caption = ending in suffixes and section.caption_strategy != "textfile"
         if key not in used and not is_caption and ending not in NON_SAMPLE_SUFFIXES:
             ignored.setdefault(ending, []).append(key)
     if ignored:

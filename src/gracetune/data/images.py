@@ -1,9 +1,9 @@
 """Decode image files to upright, opaque, 8-bit sRGB pixels, and resize them to a bucket.
 
-Pillow is the reference. Faster decoders (simplejpeg, and imagecodecs if it is installed) decode the
-formats and modes in which they return the same pixels as Pillow, and Pillow decodes all others. A
-file that is damaged raises `UnreadableImageError` with a reason for the user, even if Pillow would
-decode it.
+Pillow is the reference, with pillow-heif for HEIC. Faster decoders (simplejpeg, and imagecodecs if
+it is installed) decode the formats and modes in which they return the same pixels as Pillow, and
+Pillow decodes all others. A file that is damaged raises `UnreadableImageError` with a reason for
+the user, even if Pillow would decode it.
 
 A file is called "simple" if it is 8-bit RGB, upright, opaque, not animated and without a colour
 profile. Its header is read by `parse_simple_header`, which is faster than `Image.open`.
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError, features
 
 from gracetune.data.sample import UnreadableSampleError
+from gracetune.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,8 +167,14 @@ def _add_imagecodecs(found: dict[str, Decode], simple: dict[str, DecodeSimple]) 
 
 # Decoding and resizing
 
-EXTENSIONS = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"))
+EXTENSIONS = frozenset(
+    (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif")
+)
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+"""Formats that Pillow decodes, by its names. pillow-heif decodes HEIC, which Pillow cannot."""
+_HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"))
+_AVIF_BRANDS = frozenset((b"avif", b"avis"))
+"""Brands in the first box of an ISO media file (`ftyp`) that name the codec of its images."""
 
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
@@ -361,14 +368,22 @@ def _decode_errors_as_unreadable() -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return f"not an image in a known format ({', '.join(_FORMATS)})"
-    return str(error) or type(error).__name__
+        return f"not an image in a known format ({', '.join((*_FORMATS, 'HEIC'))})"
+    return str(error).strip() or type(error).__name__
 
 
 def _open(data: bytes) -> tuple[Image.Image, int]:
     """Open a file with Pillow, ignoring its warnings; return the image and its EXIF orientation."""
     if not data:
         raise UnreadableImageError("the file is empty")
+    brands = _media_brands(data)
+    if not brands.isdisjoint(_HEIC_BRANDS):
+        return _open_heic(data), 1
+    if not brands.isdisjoint(_AVIF_BRANDS) and not features.check("avif"):
+        raise DataError(
+            "it is an AVIF image, and this Pillow was built without support for it. Run "
+            "`pip install --force-reinstall pillow`, or convert the AVIF images."
+        )
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -379,6 +394,32 @@ def _open(data: bytes) -> tuple[Image.Image, int]:
         if image.format == "PNG" and PNG_EXIF.isdisjoint(png_chunks(data)):
             return image, 1  # getexif() would decode all pixels to look for EXIF after them
         return image, _orientation(image)
+
+
+def _media_brands(data: bytes) -> set[bytes]:
+    """Return the brands of an ISO media file, such as HEIC or AVIF; empty for other files."""
+    if data[4:8] != b"ftyp":
+        return set()
+    end = min(int.from_bytes(data[:4]), len(data), 256)
+    return {data[8:12], *(data[at : at + 4] for at in range(16, end, 4))}
+
+
+def _open_heic(data: bytes) -> Image.Image:
+    """Decode a HEIC file with pillow-heif, which applies its rotation and converts it to 8 bits."""
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise DataError(
+            "it is a HEIC image, whatever its suffix says, and that needs the package pillow-heif. "
+            "Run `pip install 'gracetune[images]'`, or convert the HEIC images to JPEG."
+        ) from error
+    found = pillow_heif.open_heif(data)
+    most = Image.MAX_IMAGE_PIXELS
+    if most is not None and found.size[0] * found.size[1] > most:
+        raise UnreadableImageError(f"{found.size[0]}x{found.size[1]} pixels, more than {most}")
+    image: Image.Image = found.to_pillow()
+    image.format = "HEIF"
+    return image
 
 
 def _load_pixels(

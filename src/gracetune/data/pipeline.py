@@ -65,6 +65,7 @@ from gracetune.cache.open_stores import CacheStores
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
 from gracetune.data.batch_order import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
+from gracetune.data.data_quality import MAX_COMPARED_AT_START, quality_warnings
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.dataset_checks import check_fit, check_kind
 from gracetune.data.images import choose_decoders
@@ -267,8 +268,9 @@ class DataPipeline:
                 for epoch in self._prompt_names.epochs(sample):
                     empty = self._prompt_names(EMPTY_PROMPT, sample, group.size, epoch)
                     uses[empty] += group.repeats * group.caption_dropout
-                    name = self._prompt_names(sample.caption, sample, group.size, epoch)
-                    uses[name] += group.repeats
+                    for caption in sample.captions:
+                        name = self._prompt_names(caption, sample, group.size, epoch)
+                        uses[name] += group.repeats / len(sample.captions)
         names = sorted(uses, key=lambda name: (-uses[name], name))
         budget_gb = self._run.cache_config.device_budget_gb
         budget = int(budget_gb * GIB) if budget_gb is not None else None
@@ -400,11 +402,21 @@ class DatasetPreparer:
         step = section.bucket_step or self._family.pixel_step
         check_fit(section, index, step, self._family)
         dataset = open_dataset(
-            section, index, self.emit, self._corruption, self.folder / "staged", self.folder
+            section,
+            index,
+            self.emit,
+            self._corruption,
+            self.folder / "staged",
+            self.folder,
+            self.run.seed,
+            MAX_COMPARED_AT_START if self.ranks.rank == 0 and section.type != "shapes" else 0,
         )
         left_out = sum(entry.dataset == section.id for entry in self._corruption.entries)
         num_samples = len(dataset.samples) + left_out
         plan = buckets.assign(dataset.samples, section, step)
+        if self.ranks.rank == 0 and section.type != "shapes":  # whose images are alike on purpose
+            for text in quality_warnings(section.id, plan, dataset.samples, dataset.thumbnails):
+                self.emit(Notice(text, level="warning"))
         groups = [
             BucketGroup(samples, section.repeats, section.caption_dropout, size, section.weight)
             for size, samples in plan.buckets.items()
@@ -630,13 +642,13 @@ def required_keys(run: RunFile, family: Family, emit: Emit) -> set[CacheKey]:
     prompt_names = PromptNames(family.takes_control, transforms)
     keys: set[CacheKey] = set()
     for index, section in enumerate(run.datasets):
-        dataset = open_dataset(section, index, emit, corruption, output_dir=folder)
+        dataset = open_dataset(section, index, emit, corruption, output_dir=folder, seed=run.seed)
         plan = buckets.assign(dataset.samples, section, section.bucket_step or family.pixel_step)
         for size, samples in plan.buckets.items():
             for sample in samples:
                 keys |= {
                     text_key(prompt_names(caption, sample, size, epoch), identity["text"])
-                    for caption in (sample.caption, EMPTY_PROMPT)
+                    for caption in (*sample.captions, EMPTY_PROMPT)
                     for epoch in prompt_names.epochs(sample)
                 }
                 if augmentation_mode(section) == "disable_cache":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from gracetune.errors import DataError
@@ -63,6 +63,13 @@ class Sample:
     """Average frame rate of a video in frames per second; 0 for images and audio."""
     companions: tuple[Companion, ...] = ()
     """The control images and the mask of the sample, if its dataset has them."""
+    shuffled: tuple[str, ...] = field(default=(), compare=False)
+    """The caption with its tags in other orders, if the dataset shuffles them."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All captions that the sample is trained with, in turn; `caption` is the first."""
+        return (self.caption, *self.shuffled)
 
     @property
     def mask(self) -> Companion | None:

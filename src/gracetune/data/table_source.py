@@ -52,6 +52,8 @@ _MAGIC_BYTES = (
     (0, b"II*\x00", ".tiff"),
     (0, b"MM\x00*", ".tiff"),
     (4, b"ftypavif", ".avif"),
+    (4, b"ftyphei", ".heic"),
+    (4, b"ftypmif1", ".heic"),
     (4, b"ftyp", ".mp4"),
     (0, b"\x1aE\xdf\xa3", ".mkv"),
     (0, b"fLaC", ".flac"),

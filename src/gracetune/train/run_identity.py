@@ -65,8 +65,9 @@ IDENTITY_SETTINGS = _names(
         "low_noise_min_lr low_noise_max_lr",
         "datasets.*": "id dataset_type mask_invert mask_background mask_normalize resolution "
         "resolution_type crop decode bucket_step bucket_aspects max_aspect min_edge min_resolution "
-        "frames fps sample_rate channels seconds clip instance_prompt caption_dropout repeats "
-        "weight augmentations_cache_mode variants",
+        "frames fps sample_rate channels seconds clip instance_prompt caption_dropout "
+        "caption_shuffle caption_keep_tokens caption_variants repeats weight "
+        "augmentations_cache_mode variants",
         "datasets.*.augmentations.*": "name probability amount",
     }
 )
@@ -89,6 +90,7 @@ CHANGEABLE_SETTINGS = _names(
         "optimizer": "state",
         # The digest of all samples and captions is compared.
         "datasets.*": "type instance_data_dir conditioning_data_dir mask_data_dir caption_strategy "
+        "caption_extension trigger_word caption_prefix caption_suffix "
         "max_corruption_rate timeout_s cache_latents_to_disk",
         "datasets.*.columns": "image caption",
         "datasets.*.shapes": "copies size seed concept",

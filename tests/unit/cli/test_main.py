@@ -65,9 +65,9 @@ def test_version_prints_the_package_version() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "a verb is missing. Use one of: train, "),
+        ([], "a verb is missing. Use one of: init, data, train"),
         (["trian"], "'trian' is not a verb. Did you mean 'train'?"),
-        (["xyzzy"], "'xyzzy' is not a verb. Use one of: train, "),
+        (["xyzzy"], "'xyzzy' is not a verb. Use one of: init, data, train"),
         (["--quiet"], "'--quiet' is not a verb."),
     ],
 )

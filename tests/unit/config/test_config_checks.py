@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from gracetune.config.checks import check_run, find_remarks, find_violations
+from gracetune.config.load import load_run_text
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
@@ -237,3 +240,54 @@ def test_settings_without_effect_are_reported(sections, setting):
 )
 def test_settings_with_an_effect_are_not_reported(sections):
     assert find_remarks(run(**sections)) == []
+
+
+def test_the_trigger_word_replaces_its_placeholder_in_prompts():
+    text = (
+        '{"datasets": [{"instance_data_dir": "d", "trigger_word": " ohwx "}],'
+        ' "validation": {"prompts": ["a photo of [trigger]", "a cat"]}}'
+    )
+    run = load_run_text(text, "json", "run.json", environment={}).run
+    assert run.validation.prompts == ("a photo of ohwx", "a cat")
+    assert run.datasets[0].trigger_word == "ohwx"
+
+
+@pytest.mark.parametrize(
+    ("datasets", "reason"),
+    [
+        ([{"id": "a"}], r"prompts.0 contains \[trigger\], but no dataset has a trigger_word"),
+        (
+            [{"id": "a", "trigger_word": "x"}, {"id": "b", "trigger_word": "y"}],
+            r"several trigger words \(x, y\)\. Write the word itself",
+        ),
+    ],
+)
+def test_a_prompt_with_a_placeholder_needs_one_trigger_word(datasets, reason):
+    text = json.dumps({"datasets": datasets, "validation": {"prompts": ["[trigger] sits"]}})
+    with pytest.raises(ConfigError, match=reason):
+        load_run_text(text, "json", "run.json", environment={})
+
+
+@pytest.mark.parametrize(
+    ("settings", "remark"),
+    [
+        ({"caption_keep_tokens": 2}, "datasets.0.caption_keep_tokens has no effect"),
+        ({"caption_variants": 2}, "datasets.0.caption_variants has no effect"),
+        (
+            {"caption_strategy": "filename", "caption_extension": "tags"},
+            "datasets.0.caption_extension has no effect",
+        ),
+    ],
+)
+def test_caption_settings_without_effect_are_remarked(settings, remark):
+    (found,) = find_remarks(RunFile.model_validate({"datasets": [settings]}))
+    assert found.startswith(remark)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"caption_extension": "../x"}, {"caption_extension": ""}, {"trigger_word": " "}]
+)
+def test_unusable_caption_settings_are_refused(settings):
+    text = json.dumps({"datasets": [settings]})
+    with pytest.raises(ConfigError, match="it must be a"):
+        load_run_text(text, "json", "run.json", environment={})

@@ -6,7 +6,16 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from media_files import audio_bytes, grey_frames, image_bytes, m4a_bytes, photo, tone, video_bytes
+from media_files import (
+    audio_bytes,
+    grey_frames,
+    heic_bytes,
+    image_bytes,
+    m4a_bytes,
+    photo,
+    tone,
+    video_bytes,
+)
 
 from gracetune.data.audio import decode_audio, probe_audio
 from gracetune.data.images import choose_decoders, decode, probe
@@ -40,6 +49,7 @@ IMAGES: dict[str, Callable[[], bytes]] = {
     "packed tiff": lambda: _image("TIFF", compression="tiff_lzw"),
     "bmp": lambda: _image("BMP"),
     "avif": lambda: _image("AVIF", speed=10),
+    "heic": lambda: heic_bytes(photo(48, 32)),
 }
 VIDEOS: dict[str, Callable[[], bytes]] = {
     "mp4": lambda: video_bytes(grey_frames(9)),

@@ -27,6 +27,14 @@ def image_bytes(pixels: np.ndarray, file_format: str = "PNG", **options: object)
     return buffer.getvalue()
 
 
+def heic_bytes(pixels: np.ndarray, **options: object) -> bytes:
+    import pillow_heif
+
+    buffer = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(pixels)).save(buffer, **options)
+    return buffer.getvalue()
+
+
 def animated_image_bytes(file_format: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     frames = [Image.fromarray(photo(24, 16, seed)) for seed in range(3)]

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gracetune.config.dataset_schema import DatasetSection
-from gracetune.data.captions import Captions, read_captions
+from gracetune.data.captions import Captions, caption_orders, find_captions, require_captions
 from gracetune.data.source import FolderSource
 from gracetune.errors import ConfigError, DataError
 
@@ -29,7 +29,10 @@ def _read_all(root: Path, files: dict[str, bytes], **section: object) -> Caption
         (root / name).write_bytes(data)
     source = FolderSource(root)
     images = [key for key in source.keys() if key.lower().endswith(".png")]  # noqa: SIM118
-    return read_captions(source, images, DatasetSection.model_validate(section), "datasets[0]")
+    settings = DatasetSection.model_validate(section)
+    captions = find_captions(source, images, settings, "datasets[0]")
+    require_captions(captions, source, settings, "datasets[0]")
+    return captions
 
 
 def _table(*rows: tuple[str, str]) -> bytes:
@@ -234,3 +237,81 @@ def test_newlines_in_file_names_are_escaped_in_errors(tmp_path: Path) -> None:
     assert "metadata.jsonl, line 1" in str(caught.value)
     with pytest.raises(DataError, match=r"no caption: b\\nb\.png"):
         _read(tmp_path / "deeper", {"b\nb.png": b""})
+
+
+def test_captions_may_have_another_suffix(tmp_path: Path) -> None:
+    files = {"a.png": b"", "a.txt": b"notes", "a.tags": b"cat, hat", "b.png": b"", "b.TAGS": b"x"}
+    assert _read(tmp_path, files, caption_extension=".TAGS") == {"a.png": "cat, hat", "b.png": "x"}
+
+
+def test_json_captions_have_the_key_caption_or_text(tmp_path: Path) -> None:
+    files = dict.fromkeys(("a.png", "b.png", "c.png", "d.png"), b"")
+    files |= {
+        "a.json": b'{"caption": " a cat ", "text": "other"}',
+        "b.json": b'{"text": "a hat"}',
+        "c.json": b'{"tags": []}',
+        "d.json": b"{",
+    }
+    captions = _read_all(tmp_path, files, caption_extension="json")
+    assert captions.texts == {"a.png": "a cat", "b.png": "a hat"}
+    no_text = "its caption c.json is no object with a text `caption` or `text`"
+    assert captions.unreadable["c.png"] == no_text
+    assert captions.unreadable["d.png"].startswith("its caption d.json is not JSON (")
+
+
+def test_missing_captions_with_another_suffix_are_suggested(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Set caption_extension: caption, if the \.caption files"):
+        _read(tmp_path, {"a.png": b"", "a.caption": b"a cat"})
+
+
+@pytest.mark.parametrize(
+    ("written", "settings", "expected"),
+    [
+        ("a cat", {}, "a cat"),
+        ("a cat", {"trigger_word": "ohwx"}, "ohwx, a cat"),
+        ("", {"trigger_word": "ohwx"}, "ohwx"),
+        ("a photo of [trigger], an [trigger] cat", {"trigger_word": "ohwx"}, None),
+        ("Ohwx sits", {"trigger_word": "ohwx"}, "Ohwx sits"),
+        ("a category", {"trigger_word": "cat"}, "cat, a category"),
+        ("a c++ (x) book", {"trigger_word": "c++ (x)"}, "a c++ (x) book"),
+        ("a cat", {"caption_prefix": "photo of ", "caption_suffix": ", 35mm"}, None),
+        ("", {"caption_prefix": "photo of", "caption_suffix": "at night"}, "photo of at night"),
+        ("", {"caption_suffix": ", 35mm"}, "35mm"),
+        ("a cat", {"caption_prefix": "[trigger],", "trigger_word": "ohwx"}, "ohwx, a cat"),
+        ("a cat", {"caption_suffix": "by ohwx", "trigger_word": "ohwx"}, "a cat by ohwx"),
+    ],
+)
+def test_prefix_suffix_and_trigger_word_complete_a_caption(written, settings, expected) -> None:
+    if expected is None:
+        expected = {
+            "a cat": "photo of a cat, 35mm",
+            "a photo of [trigger], an [trigger] cat": "a photo of ohwx, an ohwx cat",
+        }[written]
+    assert caption_orders(written, DatasetSection(**settings), "0") == (expected,)
+
+
+def test_shuffled_tags_keep_the_first_ones_and_what_is_added() -> None:
+    section = DatasetSection(
+        caption_shuffle=True,
+        caption_keep_tokens=2,
+        caption_variants=5,
+        trigger_word="ohwx",
+        caption_suffix=", best",
+    )
+    written = "1girl,  solo, red hair , blue eyes, hat, park"
+    orders = caption_orders(written, section, "seed 0")
+    assert orders[0] == f"ohwx, {written}, best"
+    assert len(set(orders)) == 5
+    for order in orders[1:]:
+        tags = order.split(", ")
+        assert tags[:3] == ["ohwx", "1girl", "solo"]
+        assert tags[-1] == "best"
+        assert sorted(tags[3:-1]) == ["blue eyes", "hat", "park", "red hair"]
+    assert caption_orders(written, section, "seed 0") == orders
+    assert caption_orders(written, section, "seed 1")[1:] != orders[1:]
+
+
+@pytest.mark.parametrize(("written", "count"), [("a cat", 1), ("a, b", 2), ("a, b, c", 6), ("", 1)])
+def test_a_caption_of_few_tags_has_few_orders(written: str, count: int) -> None:
+    section = DatasetSection(caption_shuffle=True, caption_variants=8)
+    assert len(caption_orders(written, section, "0")) == count

@@ -146,14 +146,14 @@ def test_a_caption_that_is_not_utf8_counts_as_an_unreadable_sample(images: Path,
 
 
 def test_ignored_files_are_counted_by_suffix_once(images: Path) -> None:
-    for name in ("x.heic", "y.HEIC", "clip.mp4", "README.md", "notes.txt", ".DS_Store"):
+    for name in ("x.psd", "y.PSD", "clip.mp4", "README.md", "notes.txt", ".DS_Store"):
         (images / name).write_bytes(b"x")
     opener = DatasetOpener(images)
     opener.open()
     (text,) = opener.warnings()
     assert text == (
-        "dataset 'cats': ignored 3 files that are not images or captions: 2 .heic (such as "
-        "x.heic), 1 .mp4 (such as clip.mp4)"
+        "dataset 'cats': ignored 3 files that are not images or captions: 2 .psd (such as "
+        "x.psd), 1 .mp4 (such as clip.mp4)"
     )
 
 

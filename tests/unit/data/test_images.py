@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import threading
 import warnings
 import zlib
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from media_files import animated_image_bytes, assemble_png
+from media_files import animated_image_bytes, assemble_png, heic_bytes
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 
@@ -23,6 +24,7 @@ from gracetune.data.images import (
     fit_pixels,
     probe,
 )
+from gracetune.errors import DataError
 
 
 def _encode(image: Image.Image, file_format: str = "PNG", **options: object) -> bytes:
@@ -58,6 +60,49 @@ def test_every_image_format_is_read(file_format: str) -> None:
     found = np.asarray(image)[[3, 3, 12, 12], [3, 20, 3, 20]].astype(int)
     wanted = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
     assert np.abs(found - np.array(wanted)).max() < 30
+
+
+def test_heic_is_recognised_by_its_content() -> None:
+    data = heic_bytes(np.asarray(_corners(96, 64)), quality=95)
+    assert probe(data) == (96, 64)
+    image = decode(data)
+    assert (image.mode, image.size) == ("RGB", (96, 64))
+    found = np.asarray(image)[[9, 9, 50, 50], [9, 80, 9, 80]].astype(int)
+    wanted = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)]
+    assert np.abs(found - np.array(wanted)).max() < 12
+    assert np.array_equal(decode_pixels(data, choose_decoders()), np.asarray(image))
+
+
+def test_heic_is_shown_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise to show it
+    data = heic_bytes(np.asarray(_corners(96, 64)), exif=exif.tobytes())
+    assert probe(data) == (64, 96)
+    red, blue = np.asarray(decode(data))[[9, 9], [50, 9]].astype(int)
+    assert red[0] > 200 > 60 > red[2]
+    assert blue[2] > 200 > 60 > blue[0]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_truncated_heic_is_refused(share: float) -> None:
+    data = heic_bytes(np.asarray(_noise(96, 64)))
+    with pytest.raises(UnreadableImageError):
+        probe(data[: int(len(data) * share)])
+
+
+def test_heic_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = heic_bytes(np.asarray(_noise(96, 64)))
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(DataError, match=r"pip install 'gracetune\[images\]'") as caught:
+        probe(data)
+    assert not isinstance(caught.value, UnreadableImageError)
+
+
+def test_avif_that_pillow_cannot_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _encode(_noise(), "AVIF")
+    monkeypatch.setattr("PIL.features.check", lambda name: False)
+    with pytest.raises(DataError, match="AVIF image, and this Pillow was built without"):
+        probe(data)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])

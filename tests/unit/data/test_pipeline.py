@@ -3,6 +3,7 @@
 import io
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from PIL import Image
 from gracetune.cache.batch_reader import PromptNames, SampleTransforms
 from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.cache.encode import EncodeItem, PromptEncoder, decode_item
+from gracetune.cache.keys import text_key
 from gracetune.cache.loss_masks import render_masks
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.config.schema import RunFile
@@ -23,7 +25,7 @@ from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
-from gracetune.data.pipeline import DataPipeline, split_holdout
+from gracetune.data.pipeline import DataPipeline, required_keys, split_holdout
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
@@ -394,6 +396,46 @@ def test_batches_hold_the_latents_of_the_augmented_pixels(build_dataset, folder,
             data = (folder / draw.sample.key).read_bytes()
             expected = family.encode(render(data, recipe, draw.size, decoders)[None])[0]
             assert torch.allclose(latents, expected, atol=1e-5)
+
+
+def test_shuffled_captions_take_turns_and_repeat_exactly(build_dataset, folder, recorder):
+    for file in folder.glob("*.*"):
+        file.with_suffix(".txt").write_text("red, round, small, new")
+    settings = {
+        "caption_strategy": "textfile",
+        "caption_shuffle": True,
+        "caption_variants": 3,
+        "caption_keep_tokens": 1,
+        "trigger_word": "ohwx",
+        "repeats": 2,
+    }
+    run, family, pipeline = build_dataset(**settings)
+    indices = range(3 * pipeline.order.epoch_length)
+    batches = [pipeline.order.batch_at(index) for index in indices]
+    uses = {}
+    for draws in batches:
+        pipeline.load(draws)  # every caption is in the cache
+        for draw in draws:
+            uses.setdefault(draw.sample, []).append(draw.caption)
+    for sample, captions in uses.items():
+        assert Counter(captions) == dict.fromkeys(sample.captions, 2)
+        assert sample.captions[0] == "ohwx, red, round, small, new"
+        assert all(caption.startswith("ohwx, red, ") for caption in captions)
+    assert len({sample.captions for sample in uses}) > 1  # each sample has its own orders
+    _, _, other = build_dataset(**settings)
+    assert [other.order.batch_at(index) for index in indices] == batches
+    names = {text_key(caption, family.identity()["text"]) for s in uses for caption in s.captions}
+    assert names <= required_keys(run, family, recorder)
+
+
+def test_enlarged_and_duplicate_images_are_reported_once(build_dataset, folder, recorder):
+    first = min(folder.iterdir())
+    (folder / "a copy.png").write_bytes(first.read_bytes())
+    build_dataset(resolution=48)
+    warnings = [text for text in recorder.texts() if "`gracetune data check`" in text]
+    assert len(warnings) == 2
+    assert "are enlarged, up to " in warnings[0]
+    assert "1 samples are exact copies of others" in warnings[1]
 
 
 def test_augmented_latents_differ_from_plain_ones_and_repeat(build_dataset):

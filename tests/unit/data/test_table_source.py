@@ -54,6 +54,7 @@ def test_a_single_binary_column_is_the_image_column(tmp_path: Path) -> None:
     [
         (b"RIFF....WEBP", ".webp"),
         (b"\0\0\0 ftypavif", ".avif"),
+        (b"\0\0\0 ftypheic", ".heic"),
         (b"\0\0\0 ftypisom", ".mp4"),
         (b"RIFF....WAVE", ".wav"),
         (b"who knows", ".bin"),
