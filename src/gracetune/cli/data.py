@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.dataset_schema import DatasetSection
-from gracetune.config.load import FORMATS_BY_SUFFIX, load_run_file
+from gracetune.config.load import load_run_file
+from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.config.presets import FAMILY_PRESETS, WAN_5B
 from gracetune.data.dataset_report import (
     check_dataset,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from gracetune.atomic_files import write_text
 from gracetune.config.checks import check_run
 from gracetune.config.dataset_schema import DatasetSection
-from gracetune.config.load import FORMATS_BY_SUFFIX, load_run_text
+from gracetune.config.load import load_run_text
+from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.config.presets import (
     FAMILY_PRESETS,
     GOAL_PRESETS,
