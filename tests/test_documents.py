@@ -124,8 +124,10 @@ def measured():
             f"{families[f'{name}_ratio']:.2f}" for name in ("flux", "qwen", "clip")
         )
         + " times",
-        "LoRA on a FLUX.2-shaped model": f"{large['flux2.predicted_images_s']:.3f} and "
-        f"{large['flux2.images_s']:.3f}",
+        "LoRA on a FLUX.2-shaped model": "; ".join(
+            f"{large[f'{name}.predicted_images_s']:.3f} and {large[f'{name}.images_s']:.3f}"
+            for name in ("flux2", "z_image")
+        ),
         "Both experts of Wan2.2": f"{both['device_gib.planned']:.1f} and "
         f"{both['device_gib.measured']:.1f} GiB",
         "Step time of the trainer": f"{figures('bare_loop')['trainer_over_bare_loop']:.2f}",
