@@ -131,7 +131,8 @@ class CheckpointHeader:
 
 def is_marker(name: str) -> bool:
     """Return True for a tensor that only describes the storage of others."""
-    return name.endswith((*WEIGHT_SCALES, *INPUT_SCALES, *FP8_MARKERS)) or name in UNUSED_TENSORS
+    ends = (*WEIGHT_SCALES, *INPUT_SCALES, *FP8_MARKERS)
+    return name.endswith(ends) or name.rpartition(".")[2] in UNUSED_TENSORS
 
 
 def is_checkpoint_file(path: str) -> bool:
