@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, NamedTuple
@@ -150,10 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_HEAD(self) -> None:
-        self._answer()
+        with suppress(ConnectionError):  # the client was killed
+            self._answer()
 
     def do_GET(self) -> None:
-        self._answer()
+        self.do_HEAD()
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)

@@ -319,6 +319,13 @@ def test_adapters_and_other_quantizations_are_refused(tensors, message, tmp_path
         locate_model(ModelSection(family="flux", path=str(tmp_path / "x.safetensors")))
 
 
+@pytest.mark.parametrize("start", ["", "https://huggingface.co/"])
+def test_a_file_on_the_hub_says_how_to_download_it(start):
+    path = f"{start}Comfy-Org/Qwen/{'blob/main/' if start else ''}split_files/qwen.safetensors"
+    with pytest.raises(ModelError, match="`hf download Comfy-Org/Qwen split_files/qwen"):
+        locate_model(ModelSection(family="qwen_image", path=path))
+
+
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     file = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(100)}, file)
@@ -573,4 +580,6 @@ def test_a_single_transformer_takes_the_other_parts_from_the_published_model(
         weights = [path for path in server.downloads() if path.endswith(".safetensors")]
     assert [path.partition("/")[0] for path in weights] == ["text_encoder", "vae"]
     assert family.weights_digest() == load("z-image", others("z-image")).weights_digest()
+    family.export(tmp_path / "exported")
+    assert load("z-image", tmp_path / "exported").weights_digest() == family.weights_digest()
     assert any("If it was made from Tongyi-MAI/Z-Image-Turbo" in text for text in recorder.texts())
