@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 LARGE_SUFFIXES = (".safetensors", ".bin", ".onnx", ".ckpt", ".msgpack")
 """Files that the hub stores in LFS, whose ETag is their SHA-256."""
 CHUNK = 4096
+STALL_S = 1.5
 TREE = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)")
 INFO = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+?)(/revision/(?P<revision>[^/]+))?")
 FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
@@ -86,6 +87,8 @@ class HubServer:
     log: list[Request] = field(default_factory=list)
     cuts: dict[str, list[int]] = field(default_factory=dict)
     """End of a path -> after how many bytes each of the next downloads of it is cut."""
+    stalls: dict[str, int] = field(default_factory=dict)
+    """End of a path -> after how many bytes the next download of it stalls."""
     delay_s: float = 0.0
     """Seconds before each chunk of a file."""
     corrupted: set[str] = field(default_factory=set)
@@ -147,10 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_HEAD(self) -> None:
-        self._answer()
+        with suppress(ConnectionError):  # the client was killed
+            self._answer()
 
     def do_GET(self) -> None:
-        self._answer()
+        self.do_HEAD()
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -214,7 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_bytes(self, path: str, data: bytes) -> int:
         cuts = next((c for end, c in self.hub.cuts.items() if path.endswith(end) and c), None)
+        stall = next((end for end in self.hub.stalls if path.endswith(end)), None)
         limit = cuts.pop(0) if cuts else len(data)
+        if stall is not None:
+            limit = self.hub.stalls.pop(stall)
         sent = 0
         while sent < min(limit, len(data)):
             time.sleep(self.hub.delay_s)
@@ -223,6 +230,8 @@ class _Handler(BaseHTTPRequestHandler):
             sent += len(chunk)
         if sent < len(data):
             self.wfile.flush()
+            if stall is not None:
+                time.sleep(STALL_S)
             self.close_connection = True
             self.connection.shutdown(2)
         return sent

@@ -9,6 +9,7 @@ with or without a scale for each layer. This module reads no weights and does no
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,6 +64,12 @@ OTHER_QUANTIZATIONS = {
 ADAPTER_PARTS = (".lora_", "lora_unet_", "lora_te", ".lokr_", ".hada_", ".dora_scale")
 UNUSED_TENSORS = ("__index_timestep_zero__", "v_pred", "ztsnr")
 """Markers that ComfyUI reads, without a weight in the model."""
+
+
+FILE_ON_HUB = re.compile(
+    r"(https?://[^/]+/)?(?P<repository>[\w.-]+/[\w.-]+)/((blob|resolve)/[^/]+/)?(?P<file>[^?]+)(\?.*)?"
+)
+"""Matches the address of a file on the hub, or its path after the name of a model there."""
 
 
 class TensorInfo(NamedTuple):
@@ -131,7 +138,8 @@ class CheckpointHeader:
 
 def is_marker(name: str) -> bool:
     """Return True for a tensor that only describes the storage of others."""
-    return name.endswith((*WEIGHT_SCALES, *INPUT_SCALES, *FP8_MARKERS)) or name in UNUSED_TENSORS
+    ends = (*WEIGHT_SCALES, *INPUT_SCALES, *FP8_MARKERS)
+    return name.endswith(ends) or name.rpartition(".")[2] in UNUSED_TENSORS
 
 
 def is_checkpoint_file(path: str) -> bool:
@@ -147,7 +155,11 @@ def read_header(path: str, setting: str) -> CheckpointHeader:
     named = f"{setting} is {path!r}"
     file = Path(path)
     if not file.is_file():
-        raise ModelError(f"{named}, but there is no such file. Correct the path.")
+        fix = "Correct the path."
+        if on_hub := FILE_ON_HUB.fullmatch(path):
+            command = f"hf download {on_hub['repository']} {on_hub['file']}"
+            fix = f"If it is on the hub, run `{command}` and give the path that it prints."
+        raise ModelError(f"{named}, but there is no such file. {fix}")
     try:
         with file.open("rb") as opened:
             start = opened.read(8)

@@ -22,7 +22,7 @@ import re
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import ERROR
@@ -60,7 +60,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from gracetune.errors import ModelError, ModelUnavailableError
 from gracetune.events.types import Notice, StageProgress
-from gracetune.models.registry import family_info
+from gracetune.models.registry import FAMILIES, family_info
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ WITHOUT_MODEL = ("tokenizer", "scheduler", "processor", "feature_extractor")
 NUM_THREADS = 4
 NUM_ATTEMPTS = 5
 """Attempts to continue a file before an error, since the last byte that has arrived."""
+RETRY_S = 1.0
+"""Half of the seconds before the second attempt. Each further wait is twice as long."""
 MEGABYTE = 1_000_000
 PARTIAL_CONTENT = 206
 HASH_CHUNK = 1 << 22
@@ -140,6 +142,8 @@ def fetch_pipeline(model: HubModel, emit: Emit, *, is_first: bool = True) -> Pat
     """
     if (folder := _pinned(model)) is not None:
         return folder
+    if constants.HF_HUB_OFFLINE:  # without a lock: a shared cache may be read-only
+        return _use_cache(model, OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), emit)
     with _explained(model):
         if not is_first:
             time.sleep(1)
@@ -152,6 +156,7 @@ def fetch_pipeline(model: HubModel, emit: Emit, *, is_first: bool = True) -> Pat
                 if _is_answer(error):
                     raise
                 return _use_cache(model, error, emit)
+            _check_pipeline(index, model)
             needed = needed_files(listed, index, model)
             _download(model, folder, {path: listed[path] for path in needed}, emit)
     return folder
@@ -176,6 +181,19 @@ def fetch_configs(model: HubModel) -> Path:
 
 
 # Choosing files
+
+
+def _check_pipeline(index: Mapping[str, Any], model: HubModel) -> None:
+    """Raise if a model is not of the family, before gigabytes of it are downloaded."""
+    known, found = family_info(model.family).pipelines, index.get("_class_name")
+    if not known or found in known:
+        return
+    others = [name for name, info in FAMILIES.items() if found in info.pipelines]
+    fix = f"Set model.family: {others[0]}, or name another model." if others else "Name another."
+    raise ModelError(
+        f"{model.setting} is {model.name!r}, which holds a {found}, but {model.family} reads "
+        f"{' or '.join(known)}. {fix}"
+    )
 
 
 def needed_files(
@@ -359,7 +377,8 @@ def _only_process(model: HubModel, emit: Emit) -> Iterator[None]:
     except OSError as error:
         raise ModelError(
             f"The cache of the hub, {model.storage.parent}, cannot be written "
-            f"({error.strerror}). Set HF_HOME to a folder that you may write to."
+            f"({error.strerror}). Set HF_HOME to a folder that you may write to, or set "
+            "HF_HUB_OFFLINE=1 if it has the model."
         ) from error
     lock = FileLock(folder / "gracetune.lock")
     try:
@@ -401,10 +420,12 @@ def _download(model: HubModel, folder: Path, files: Mapping[str, RepoFile], emit
             for path, file in sorted(todo.items(), key=lambda item: -item[1].size)
         ]
         try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
             for job in jobs:
-                job.result()
+                if job.done():
+                    job.result()
         except BaseException:  # also Ctrl-C: the threads would finish gigabytes first
-            progress.is_stopped = True
+            progress.stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
             raise
     progress.finish()
@@ -413,14 +434,16 @@ def _download(model: HubModel, folder: Path, files: Mapping[str, RepoFile], emit
 def _fetch_file(
     model: HubModel, commit: str, path: str, file: RepoFile, progress: _Progress
 ) -> None:
-    if file.lfs is not None:
+    is_large = file.lfs is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
+    if is_large and file.lfs is not None:
         blob = model.storage / "blobs" / file.lfs.sha256
         if not blob.exists():
             url = hf_hub_url(model.name, path, revision=commit)
             _fetch_blob(model, url, blob, file, progress)
-    # Links a blob that is there into the snapshot's folder, and downloads a small file.
+    # Links a blob that is there into the snapshot's folder, and downloads a small file, or one
+    # that is too large for the hub's plain downloads.
     _fetch_small(model, path, commit)
-    if file.lfs is None:
+    if not is_large:
         progress.add(file.size)
 
 
@@ -437,7 +460,7 @@ def _fetch_blob(model: HubModel, url: str, blob: Path, file: RepoFile, progress:
             attempt = 1 if partial.exists() and partial.stat().st_size > before else attempt + 1
             if _is_answer(error) or attempt >= NUM_ATTEMPTS:
                 raise
-            time.sleep(2**attempt)
+            progress.stopped.wait(RETRY_S * 2**attempt)
     digest = hashlib.sha256()
     with partial.open("rb") as opened:
         while chunk := opened.read(HASH_CHUNK):
@@ -494,8 +517,8 @@ class _Progress:
     def __init__(
         self, nbytes: int, emit: Emit, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.is_stopped = False
-        """True to end the downloads of all threads at their next bytes."""
+        self.stopped = threading.Event()
+        """Set to end the downloads of all threads at their next bytes."""
         self._total = max(1, math.ceil(nbytes / MEGABYTE))
         self._emit = emit
         self._clock = clock
@@ -505,7 +528,7 @@ class _Progress:
 
     def add(self, nbytes: int) -> None:
         """Count bytes, and emit the progress if a second has passed."""
-        if self.is_stopped:
+        if self.stopped.is_set():
             raise ModelError("The download was stopped.")
         with self._lock:
             self._nbytes += nbytes

@@ -64,6 +64,9 @@ def locate_model(
     if section.path is not None and is_checkpoint_file(section.path):
         return _locate_single_file(section, emit, is_first=is_first)
     if section.path is not None and Path(section.path).is_dir():
+        if section.revision is not None:
+            text = f"model.revision has no effect: model.path {section.path!r} is a local folder"
+            emit(Notice(text, level="warning"))
         return section
     replaced = {part for name, part in FILE_SETTINGS.items() if getattr(section, name) is not None}
     if "transformer" in replaced:

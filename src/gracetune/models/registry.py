@@ -56,6 +56,9 @@ class FamilyInfo:
     models: tuple[PublishedModel, ...] = ()
     """Models on the hub, the one for a run file without `model.path` first; empty for a family that
     creates its model. Names are those of diffusers' documentation and of the examples."""
+    pipelines: tuple[str, ...] = ()
+    """Classes of the pipelines that the module reads, so that others are refused before they are
+    downloaded."""
     unused_components: tuple[str, ...] = ()
     """Components of the pipelines that training and validation do not need. They are neither
     downloaded nor read."""
@@ -88,9 +91,9 @@ FLUX_DEV = FileMarks((FLUX_NORM, "guidance_in.in_layer.bias"), NOT_FLUX)
 FLUX2_GUIDANCE = "guidance_in.in_layer.weight"
 KLEIN_9B = FileMarks((FLUX2_MODULATION,), (FLUX2_GUIDANCE,), ("img_in.weight", (4096,)))
 KLEIN_4B = FileMarks((FLUX2_MODULATION,), (FLUX2_GUIDANCE,), ("img_in.weight", (3072,)))
-QWEN_IMAGE = FileMarks(
-    ("transformer_blocks.0.attn.add_q_proj.weight", "txt_norm.weight", "img_in.weight")
-)
+QWEN_NAMES = ("transformer_blocks.0.attn.add_q_proj.weight", "txt_norm.weight", "img_in.weight")
+QWEN_2511 = "__index_timestep_zero__"  # ComfyUI's marker
+QWEN_IMAGE = FileMarks(QWEN_NAMES, (QWEN_2511,))
 Z_IMAGE = FileMarks(("layers.0.adaLN_modulation.0.weight", "cap_embedder.0.weight"))
 KREA2 = FileMarks(("txtfusion.projector.weight",))
 UNET_INPUT, SDXL_LABELS = "input_blocks.0.0.weight", "label_emb.0.0.weight"
@@ -111,6 +114,10 @@ FAMILIES: Mapping[str, FamilyInfo] = {
             "train.expert_turns",
             "train.switch_every",
         },
+        pipelines=(
+            "WanPipeline",
+            "WanImageToVideoPipeline",
+        ),
         models=(
             PublishedModel(
                 "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
@@ -152,6 +159,10 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "flux": FamilyInfo(
         "gracetune.models.flux",
+        pipelines=(
+            "FluxPipeline",
+            "FluxKontextPipeline",
+        ),
         models=(
             PublishedModel(
                 "black-forest-labs/FLUX.1-dev", "FLUX.1 dev, distilled guidance, 12 B", FLUX_DEV
@@ -172,6 +183,10 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "flux2": FamilyInfo(
         "gracetune.models.flux2",
+        pipelines=(
+            "Flux2Pipeline",
+            "Flux2KleinPipeline",
+        ),
         models=(
             PublishedModel(
                 "black-forest-labs/FLUX.2-dev",
@@ -195,6 +210,11 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "qwen_image": FamilyInfo(
         "gracetune.models.qwen_image",
+        pipelines=(
+            "QwenImagePipeline",
+            "QwenImageEditPipeline",
+            "QwenImageEditPlusPipeline",
+        ),
         models=(
             PublishedModel("Qwen/Qwen-Image", "Qwen-Image, 20 B", QWEN_IMAGE),
             PublishedModel("Qwen/Qwen-Image-Edit", "edits an image, 20 B", QWEN_IMAGE),
@@ -204,7 +224,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
             PublishedModel(
                 "Qwen/Qwen-Image-Edit-2511",
                 "edits with several references, newer, 20 B",
-                QWEN_IMAGE,
+                FileMarks((*QWEN_NAMES, QWEN_2511)),
             ),
         ),
         has_key_table=True,
@@ -216,6 +236,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sd15": FamilyInfo(
         "gracetune.models.sd15",
+        pipelines=("StableDiffusionPipeline",),
         models=(
             PublishedModel(
                 "stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -228,6 +249,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sdxl": FamilyInfo(
         "gracetune.models.sdxl",
+        pipelines=("StableDiffusionXLPipeline",),
         models=(
             PublishedModel(
                 "stabilityai/stable-diffusion-xl-base-1.0",
@@ -240,6 +262,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sd3": FamilyInfo(
         "gracetune.models.sd3",
+        pipelines=("StableDiffusion3Pipeline",),
         models=(
             PublishedModel(
                 "stabilityai/stable-diffusion-3.5-large",
@@ -264,6 +287,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "chroma": FamilyInfo(
         "gracetune.models.chroma",
+        pipelines=("ChromaPipeline",),
         models=(
             PublishedModel(
                 "lodestones/Chroma1-HD",
@@ -276,6 +300,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "z_image": FamilyInfo(
         "gracetune.models.z_image",
+        pipelines=("ZImagePipeline",),
         models=(
             PublishedModel("Tongyi-MAI/Z-Image", "Z-Image, 6 B", Z_IMAGE),
             PublishedModel(
@@ -286,6 +311,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "krea2": FamilyInfo(
         "gracetune.models.krea2",
+        pipelines=("Krea2Pipeline",),
         models=(
             PublishedModel("krea/Krea-2-Raw", "Krea 2, 12.8 B", KREA2),
             PublishedModel("krea/Krea-2-Turbo", "Krea 2, distilled to few steps, 12.8 B", KREA2),
@@ -294,6 +320,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "stable_audio": FamilyInfo(
         "gracetune.models.stable_audio",
+        pipelines=("StableAudioPipeline",),
         models=(PublishedModel("stabilityai/stable-audio-open-1.0", "Stable Audio Open, 1 B"),),
         has_planner_shapes=False,
     ),

@@ -18,12 +18,7 @@ from safetensors.torch import load_file
 
 from gracetune.atomic_files import atomic_folder, link_or_copy, write_text
 from gracetune.errors import ModelError
-from gracetune.models.checkpoint_header import (
-    PARTS,
-    UNUSED_TENSORS,
-    WEIGHT_SCALES,
-    is_marker,
-)
+from gracetune.models.checkpoint_header import PARTS, WEIGHT_SCALES, is_marker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +62,7 @@ def dequantize(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     weights = {}
     for name in list(stored):
         tensor = stored.pop(name)
-        if is_marker(name) or name in UNUSED_TENSORS:
+        if is_marker(name):
             continue
         if name in scales:
             scale = _expand_scale(scales[name].float(), tensor, name)
@@ -99,6 +94,10 @@ def load_transformer(
 
     `source` starts errors. Raises if the file has weights that the model does not have.
     """
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    if cls.__name__ not in SINGLE_FILE_LOADABLE_CLASSES:
+        raise ValueError(f"diffusers has no single-file form of {cls.__name__}")
     with torch.device("meta"):
         expected = cls.from_config(cls.load_config(config_folder, local_files_only=True))
     names = set(expected.state_dict())
@@ -110,7 +109,7 @@ def load_transformer(
             f"of {config_folder} does not have, first {unexpected[0]}. It belongs to another "
             "variant of the model: name that one in model.path."
         )
-    missing = sorted(set(dict(expected.named_parameters())) - set(converted))
+    missing = sorted(names - set(converted))
     if missing:
         raise ModelError(
             f"{source} lacks {len(missing)} of the weights that a {cls.__name__} with the "
@@ -136,9 +135,7 @@ def _convert(cls: Any, config: Mapping[str, Any], weights: dict[str, Tensor]) ->
     """Convert original names and shapes to diffusers', with diffusers' own function."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    entry = SINGLE_FILE_LOADABLE_CLASSES.get(cls.__name__)
-    if entry is None:
-        raise ValueError(f"diffusers has no single-file form of {cls.__name__}")
+    entry = SINGLE_FILE_LOADABLE_CLASSES[cls.__name__]
     if cls.__name__ == "UNet2DConditionModel":
         weights = {f"{UNET_PREFIX}{name}": tensor for name, tensor in weights.items()}
     converted: dict[str, Tensor] = entry["checkpoint_mapping_fn"](
@@ -173,7 +170,7 @@ def write_components(header: CheckpointHeader, family: str, base: Path, folder: 
             weights = {key: tensor for key, tensor in stored.items() if key.startswith(prefix)}
             found = {tensor.dtype for key, tensor in weights.items() if not is_marker(key)}
             dtype = _common_dtype(found)
-            weights = _with_tied_embeddings(dequantize(weights, dtype))
+            weights = _complete_names(dequantize(weights, dtype))
             library, cls_name = index[name]
             cls = getattr(transformers if library == "transformers" else diffusers, cls_name)
             source = f"{header.path} as {name}"
@@ -188,8 +185,13 @@ def _common_dtype(found: set[torch.dtype]) -> torch.dtype:
     return torch.float16 if torch.float16 in found else torch.bfloat16
 
 
-def _with_tied_embeddings(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the second name of T5's token embeddings, of which files have one or both."""
+def _complete_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add names that some files leave out, and that diffusers needs to find the weights."""
+    # Older files of Stable Diffusion 1.5 have CLIP without `text_model`.
+    old, new = "cond_stage_model.transformer.", "cond_stage_model.transformer.text_model."
+    if any(key.startswith(f"{old}embeddings.") for key in weights):
+        weights = {key.replace(old, new, 1): tensor for key, tensor in weights.items()}
+    # T5's token embeddings have two names, of which files have one or both.
     names = (".shared.weight", ".encoder.embed_tokens.weight")
     for one, other in (names, names[::-1]):
         for key in [key for key in weights if key.endswith(one)]:

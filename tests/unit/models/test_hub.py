@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from importlib import import_module
 
 import pytest
 from fakes.hub_server import Repository, serve_hub, set_endpoint, use_hub
@@ -51,7 +52,7 @@ def server(folder, tmp_path, monkeypatch):
     """Return a running hub with one model, which huggingface_hub uses, with an empty cache."""
     with serve_hub({NAME: Repository(folder)}) as server:
         use_hub(monkeypatch, server.endpoint, tmp_path / "cache")
-        monkeypatch.setattr(hub_module.time, "sleep", lambda _: None)
+        monkeypatch.setattr(hub_module, "RETRY_S", 0.0)
         yield server
 
 
@@ -146,6 +147,12 @@ def test_a_revision_is_downloaded_and_a_commit_needs_no_connection(server):
     assert server.log == []
 
 
+def test_a_revision_of_a_local_folder_has_no_effect(folder):
+    events = []
+    locate(events, path=str(folder), revision="v1")
+    assert [event.level for event in events] == ["warning"]
+
+
 def test_a_repository_without_a_pipeline_is_refused(server, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_bytes(b"x")
@@ -174,6 +181,36 @@ def test_a_download_that_ends_early_is_continued_by_the_next_run(server, folder,
     assert server.sent(WEIGHTS) == size
     assert any("are here already" in event.text for event in events if isinstance(event, Notice))
     assert load_family(located).name == "sd15"
+
+
+def test_a_connection_that_stalls_is_continued(server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    server.stalls[WEIGHTS] = 40_000
+    assert load_family(locate()).name == "sd15"
+    starts = [r.start for r in server.log if r.method == "GET" and r.path.endswith(WEIGHTS)]
+    assert starts[0] == 40_000  # the stalled request ends, and is logged, after it
+
+
+def test_a_model_of_another_family_is_refused_before_its_download(server):
+    with pytest.raises(ModelError, match=r"a StableDiffusionPipeline, .* Set model\.family: sd15"):
+        locate(family="flux")
+    assert server.downloads() == ["model_index.json"]
+
+
+@pytest.mark.parametrize("family", [name for name, info in FAMILIES.items() if info.pipelines])
+def test_the_registry_has_the_pipelines_that_families_read(family, monkeypatch):
+    module = import_module(FAMILIES[family].module)
+    read = {}
+
+    def read_parts(_section, _shapes, pipelines, *_others, **_options):
+        read["pipelines"] = tuple(pipelines)
+        raise ModelError("enough")
+
+    monkeypatch.setattr(module, "read_parts", read_parts)
+    monkeypatch.setattr(module, "find_model_folder", lambda _: hub_module.Path(), raising=False)
+    with pytest.raises(ModelError, match="enough"):
+        module.load(ModelSection(family=family, path="x"))
+    assert read["pipelines"] == FAMILIES[family].pipelines
 
 
 def test_a_damaged_file_is_not_kept(server):

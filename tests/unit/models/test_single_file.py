@@ -22,7 +22,7 @@ from gracetune.models.checkpoint_header import (
 from gracetune.models.family import load_family
 from gracetune.models.locate import locate_model
 from gracetune.models.pipeline_folder import without_progress_bars
-from gracetune.models.registry import FAMILIES
+from gracetune.models.registry import FAMILIES, QWEN_NAMES
 from gracetune.models.single_file import _convert, dequantize
 
 COMFYUI = "model.diffusion_model."
@@ -319,6 +319,13 @@ def test_adapters_and_other_quantizations_are_refused(tensors, message, tmp_path
         locate_model(ModelSection(family="flux", path=str(tmp_path / "x.safetensors")))
 
 
+@pytest.mark.parametrize("start", ["", "https://huggingface.co/"])
+def test_a_file_on_the_hub_says_how_to_download_it(start):
+    path = f"{start}Comfy-Org/Qwen/{'blob/main/' if start else ''}split_files/qwen.safetensors"
+    with pytest.raises(ModelError, match="`hf download Comfy-Org/Qwen split_files/qwen"):
+        locate_model(ModelSection(family="qwen_image", path=path))
+
+
 def test_a_file_that_is_cut_off_is_refused(tmp_path):
     file = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(100)}, file)
@@ -393,6 +400,12 @@ def test_a_file_of_another_variant_names_the_weights(miniature, others, tmp_path
         ({"joint_blocks.37.x_block.mlp.fc1.weight": (1,)}, "sd3", ["3.5-large"]),
         ({"joint_blocks.0.x_block.attn2.qkv.weight": (1,)}, "sd3", ["3.5-medium"]),
         ({"double_blocks.0.img_attn.norm.key_norm.scale": (1,)}, "flux", ["schnell"]),
+        (dict.fromkeys(QWEN_NAMES, (1,)), "qwen_image", ["Qwen-Image", "Edit", "2509"]),
+        (
+            dict.fromkeys((*QWEN_NAMES, "__index_timestep_zero__"), (1,)),
+            "qwen_image",
+            ["Edit-2511"],
+        ),
     ],
 )
 def test_published_models_are_told_apart(tensors, family, models, tmp_path):
@@ -501,8 +514,11 @@ def whole_checkpoint(name, folder):
     found = {f"{COMFYUI}{key}": tensor for key, tensor in unet.items()}
     found |= ldm_vae(component(folder, "vae"))
     first = text_model(component(folder, "text_encoder"))
-    if name == "sd15":
-        found |= {f"cond_stage_model.transformer.{key}": t for key, t in first.items()}
+    if name == "sd15":  # with the names of older files
+        found |= {
+            f"cond_stage_model.transformer.{key.removeprefix('text_model.')}": tensor
+            for key, tensor in first.items()
+        }
     elif name == "sdxl":
         found |= {f"conditioner.embedders.0.transformer.{key}": t for key, t in first.items()}
         found |= open_clip(component(folder, "text_encoder_2"))
@@ -564,4 +580,6 @@ def test_a_single_transformer_takes_the_other_parts_from_the_published_model(
         weights = [path for path in server.downloads() if path.endswith(".safetensors")]
     assert [path.partition("/")[0] for path in weights] == ["text_encoder", "vae"]
     assert family.weights_digest() == load("z-image", others("z-image")).weights_digest()
+    family.export(tmp_path / "exported")
+    assert load("z-image", tmp_path / "exported").weights_digest() == family.weights_digest()
     assert any("If it was made from Tongyi-MAI/Z-Image-Turbo" in text for text in recorder.texts())
