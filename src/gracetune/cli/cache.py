@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import read_run
+from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.errors import CacheError, ConfigError
 from gracetune.events.run_control import reserve_folder
@@ -126,7 +126,7 @@ def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.data.pipeline import required_keys
     from gracetune.models.family import load_family
 
-    runs = [read_run(path) for path in args.run_files]
+    runs = [load_run_file(path).run for path in args.run_files]
     required = {key for run in runs for key in required_keys(run, load_family(run.model), emit)}
     verb = "deleted" if args.yes else "would delete"
     lines: list[str] = []
@@ -229,7 +229,7 @@ def _load_persistent_run(run_file: str | Path) -> RunFile:
     In the returned settings, latents and encoded text are both cached on disk, even if the file
     says memory, so that filling the cache needs little memory.
     """
-    run = read_run(run_file)
+    run = load_run_file(run_file).run
     section = run.cache_config
     kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if not kept and "disk" not in (section.vae_cache_type, section.text_cache_type):
@@ -306,7 +306,7 @@ def _folders(where: Path) -> list[Path]:
     if _is_run_file(where):
         from gracetune.cache.open_stores import cache_root
 
-        where = cache_root(read_run(where))
+        where = cache_root(load_run_file(where).run)
     return find_caches(where)
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import add_run_file_arguments, read_run
+from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import trains_in_bf16
+from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
 from gracetune.units import GIB, format_bytes, parse_bytes
 
@@ -90,7 +91,7 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
-    run_file = read_run(args.run_file, args.overrides)
+    run_file = load_run_file(args.run_file, args.overrides).run
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
