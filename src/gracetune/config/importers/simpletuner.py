@@ -251,15 +251,11 @@ def _import_loop(config: KeyReader) -> None:
 def _import_trackers(config: KeyReader) -> None:
     reports = texts(config.peek("report_to"))
     others = [name for name in reports if name not in ("tensorboard", "none", "all")]
-    if reports:
-        uses = "tensorboard" in reports or "all" in reports
-        config.imported.set("logging.tensorboard", uses)
     if others:
-        fix = f"{', '.join(others)}: set logging.tensorboard, or read events.jsonl"
+        fix = f"{', '.join(others)}: TensorBoard files and events.jsonl are written instead"
         config.not_supported("report_to", fix)
-    elif reports:
-        text = f"logging.tensorboard is {str(uses).lower()}"
-        config.report("report_to", "translated", text, "logging.tensorboard")
+    elif reports == ["none"]:
+        config.translate("report_to", "logging.tensorboard", False)
     config.not_needed("report_to", "TensorBoard files are written")
 
 

@@ -448,13 +448,18 @@ class _Dataset:
         self.downsampling(kind)
 
     def edge(self, key: str, kind: str) -> object:
-        """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels."""
+        """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels.
+
+        SimpleTuner rounds the sizes that it resizes to.
+        """
         value = parse_scalar(self.value(key))
         found = number(value)
         if found is None:
             return None if value is MISSING else value
         if kind == "area":
-            return round(math.sqrt(found * 1e6) / ALIGNMENT) * ALIGNMENT
+            exact = math.sqrt(max(found, 0) * 1e6)
+            is_limit = key == "minimum_image_size"
+            return round(exact) if is_limit else round(exact / ALIGNMENT) * ALIGNMENT
         return int(found)
 
     def downsampling(self, kind: str) -> None:

@@ -90,7 +90,8 @@ def verdicts(imported):
         ({"validation_resolution": "512"}, {"validation.height": 512}),
         ({"validation_resolution": "1.0"}, {"validation.height": 1024}),
         ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
-        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": True}),
+        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": MISSING}),
+        ({"report_to": "none"}, {"logging.tensorboard": False}),
         ({"caption_dropout_probability": 0.3}, {"datasets.0.caption_dropout": 0.3}),
     ],
 )
@@ -114,7 +115,7 @@ def test_an_option_becomes_its_setting(convert, options, settings):
         ({"minimum_image_size": 0}, {"min_resolution": MISSING}),
         (
             {"minimum_image_size": 0.25, "resolution_type": "area", "resolution": 1},
-            {"min_resolution": 512},
+            {"min_resolution": 500},
         ),
         ({"crop": True}, {"crop": "center", "bucket_aspects": [1.0]}),
         ({"crop": True, "crop_aspect": "preserve", "crop_style": "random"}, {"crop": "random"}),
