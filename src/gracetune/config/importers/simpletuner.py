@@ -167,7 +167,7 @@ def _import_flavour(config: KeyReader, family: SimpleTunerFamily, *, has_path: b
     if (str(config.peek("model_family")).replace("-", "_"), name) in ASSISTED_FLAVOURS:
         off = "train few steps, or train the base model"
         remark = f"SimpleTuner adds an assistant LoRA in training, which gracetune lacks: {off}"
-        config.not_needed("disable_assistant_lora", "there is no assistant LoRA")
+    config.not_needed("disable_assistant_lora", "there is no assistant LoRA")
     if is_off(value):
         if not has_path:
             imported.default("model.path", path, f"model_flavour is {name}. {remark}".rstrip(". "))
