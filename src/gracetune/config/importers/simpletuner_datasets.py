@@ -380,6 +380,11 @@ class _Dataset:
             setting = f"{self.prefix}.instance_data_dir"
             reader.report("subfolder", "translated", f"{setting} is {where}", setting)
         self.put("type", "type", "local")
+        self.columns()
+
+    def columns(self) -> None:
+        """Translate the columns of a dataset on the hub, which may have a section of their own."""
+        reader = self.reader
         columns = reader.section("huggingface")
         for section in (reader, columns):
             if section is None:
