@@ -17,7 +17,7 @@ import pytest
 from fakes.datasets import WRITE
 from fakes.miniatures import write_miniature
 
-from gracetune.config.importers.detect import import_files
+from gracetune.config.importers.detect import check_importable, import_files
 from gracetune.config.importers.simpletuner_datasets import KNOWN_KEYS as DATASET_KEYS
 from gracetune.config.importers.simpletuner_keys import (
     FAMILIES,
@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason=f"no SimpleTuner in {CLONE.name}"),
 ]
+needs_pages = pytest.mark.skipif(not PAGES.is_dir(), reason=f"no pages in {CLONE.name}")
 QUICKSTARTS = (
     *("FLUX", "FLUX2", "FLUX_KONTEXT", "QWEN_IMAGE", "QWEN_EDIT", "SDXL", "SD3", "CHROMA", "WAN"),
     *("ZIMAGE", "KREA2"),
@@ -87,6 +88,11 @@ class Published(NamedTuple):
     def family(self):
         return self.config["model_family"].replace("-", "_")
 
+    @property
+    def is_ours(self):
+        flavour = self.config.get("model_flavour")
+        return self.family in FAMILIES and (not flavour or flavour in FAMILIES[self.family].paths)
+
 
 def read_json(text):
     """Parse JSON as it is on SimpleTuner's pages, where comments and a last comma are common."""
@@ -117,7 +123,7 @@ def published_examples():
 
 
 def published_pages():
-    for page in QUICKSTARTS:
+    for page in QUICKSTARTS if PAGES.is_dir() else ():  # a wheel has no pages
         found = blocks(PAGES / "quickstart" / f"{page}.md")
         configs = [b for b in found if isinstance(b, dict) and "model_family" in b and len(b) > 3]
         datasets = [b for b in found if isinstance(b, list) and all(isinstance(e, dict) for e in b)]
@@ -126,8 +132,8 @@ def published_pages():
 
 
 ALL = [*published_examples(), *published_pages()] if EXAMPLES.is_dir() else []
-OURS = [one for one in ALL if one.family in FAMILIES]
-OTHERS = [one for one in ALL if one.family not in FAMILIES]
+OURS = [one for one in ALL if one.is_ours]
+OTHERS = [one for one in ALL if not one.is_ours]
 
 
 @pytest.fixture(scope="module")
@@ -288,13 +294,14 @@ def test_another_family_is_refused_in_one_line(one, tmp_path, outcomes):
     path.write_text(json.dumps(one.config))
     (tmp_path / "datasets.json").write_text("[]")
     with pytest.raises(ConfigError) as error:
-        import_files([path, tmp_path / "datasets.json"])
-    family = one.config["model_family"]
-    assert f"model_family is {family!r}, which gracetune does not train" in str(error.value)
-    assert "\n" not in str(error.value)
+        check_importable(import_files([path, tmp_path / "datasets.json"]))
+    line = str(error.value).splitlines()[0]
+    key = "model_flavour" if one.family in FAMILIES else "model_family"
+    assert f"{key} is {one.config[key]!r}, which gracetune does not train" in line
     outcomes.append("of other families, refused in one line")
 
 
+@needs_pages
 def test_every_documented_option_is_known():
     text = (PAGES / "OPTIONS.md").read_text(encoding="utf-8")
     options = set(re.findall(r"--([a-z][a-z0-9_]+)", text)) - OTHER_COMMANDS
@@ -304,6 +311,7 @@ def test_every_documented_option_is_known():
     assert not unknown
 
 
+@needs_pages
 def test_every_documented_key_of_a_dataset_is_known():
     page = PAGES / "DATALOADER.md"
     headings = re.findall(r"^#{2,5} (`.*`)$", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -316,6 +324,6 @@ def test_every_documented_key_of_a_dataset_is_known():
 
 def test_all_families_have_published_configs():
     """A clone without examples must not pass."""
-    assert {one.family for one in OURS} == set(FAMILIES)
-    assert len(OURS) > 30
+    assert {one.family for one in ALL} >= set(FAMILIES)
+    assert len(OURS) > 25
     assert len(OTHERS) > 50

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.atomic_files import write_text
-from gracetune.config.load import load_run_file
+from gracetune.cli.main import read_run
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.performance_baseline import (
     BASELINE_FILE,
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _capture(args: argparse.Namespace) -> int:
-    scenario = load_run_file(args.run_file, args.overrides).run
+    scenario = read_run(args.run_file, args.overrides)
     steps = scenario.train.max_train_steps
     warmup = min(_MAX_WARMUP, steps // 5) if args.warmup is None else args.warmup
     if args.repeats < 1:

@@ -8,10 +8,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gracetune.cli.main import add_run_file_arguments
+from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import check_run
 from gracetune.config.environment import prefer_expandable_segments
-from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
 from gracetune.train.preflight import check_before_torch
 
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the gradients of a run file, and print a table by block and kind of tensor."""
     if args.blocks is not None and args.blocks < 1:
         raise ConfigError(f"--blocks is {args.blocks}, but must be 1 or more. Raise it.")
-    run_file = load_run_file(args.run_file, args.overrides).run
+    run_file = read_run(args.run_file, args.overrides)
     check_run(run_file)
     check_before_torch(run_file, "none")
     if run_file.model.quantize != "none":

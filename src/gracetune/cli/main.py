@@ -22,6 +22,9 @@ from gracetune.errors import GracetuneError, redact_urls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from gracetune.config.schema import RunFile
 
 
 VERBS = {
@@ -158,6 +161,16 @@ def _discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(null, stream.fileno())
+
+
+def read_run(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Load a run file; print a summary to stderr if it is the config of another trainer."""
+    from gracetune.config.load import load_run_file
+
+    loaded = load_run_file(path, overrides)
+    if loaded.import_summary:
+        print(loaded.import_summary, file=sys.stderr)
+    return loaded.run
 
 
 def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,6 +77,8 @@ class LoadedRun:
     """Messages about translated keys, replaced values, environment variables and settings without
     effect."""
     path: Path
+    import_summary: str = ""
+    """Notice about the translation of another trainer's config; empty for a run file."""
 
 
 def load_run_file(
@@ -104,7 +106,8 @@ def load_run_file(
     imported = import_files([file])
     check_importable(imported)
     loaded = _load_parsed(ParsedText(imported.run, {}), str(file), overrides, environment)
-    return LoadedRun(loaded.run, (summarize(imported, str(file)), *loaded.notices), file)
+    summary = summarize(imported, str(file))
+    return LoadedRun(loaded.run, (summary, *loaded.notices), file, summary)
 
 
 def load_run_text(

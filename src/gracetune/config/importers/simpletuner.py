@@ -167,7 +167,7 @@ def _import_flavour(config: KeyReader, family: SimpleTunerFamily, *, has_path: b
     if (str(config.peek("model_family")).replace("-", "_"), name) in ASSISTED_FLAVOURS:
         off = "train few steps, or train the base model"
         remark = f"SimpleTuner adds an assistant LoRA in training, which gracetune lacks: {off}"
-        config.not_needed("disable_assistant_lora", "there is no assistant LoRA")
+    config.not_needed("disable_assistant_lora", "there is no assistant LoRA")
     if is_off(value):
         if not has_path:
             imported.default("model.path", path, f"model_flavour is {name}. {remark}".rstrip(". "))
@@ -251,15 +251,11 @@ def _import_loop(config: KeyReader) -> None:
 def _import_trackers(config: KeyReader) -> None:
     reports = texts(config.peek("report_to"))
     others = [name for name in reports if name not in ("tensorboard", "none", "all")]
-    if reports:
-        uses = "tensorboard" in reports or "all" in reports
-        config.imported.set("logging.tensorboard", uses)
     if others:
-        fix = f"{', '.join(others)}: set logging.tensorboard, or read events.jsonl"
+        fix = f"{', '.join(others)}: TensorBoard files and events.jsonl are written instead"
         config.not_supported("report_to", fix)
-    elif reports:
-        text = f"logging.tensorboard is {str(uses).lower()}"
-        config.report("report_to", "translated", text, "logging.tensorboard")
+    elif reports == ["none"]:
+        config.translate("report_to", "logging.tensorboard", False)
     config.not_needed("report_to", "TensorBoard files are written")
 
 
@@ -513,20 +509,38 @@ def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> No
 
 
 def _import_validation_size(config: KeyReader) -> None:
-    sizes = texts(config.peek("validation_resolution"))
-    edges = [number(part) for part in re.split("[x*]", sizes[0].lower())] if sizes else []
-    if not 1 <= len(edges) <= 2 or not all(edge and edge > 0 for edge in edges):
-        not_supported_unless_off(config, "validation_resolution", "set validation.width and height")
+    """Translate one or several sizes of validation samples; each prompt is used at each size."""
+    imported = config.imported
+    sizes = [_parse_size(text) for text in texts(config.peek("validation_resolution"))]
+    if not sizes or None in sizes:
+        fix = "set validation.width and height"
+        not_supported_unless_off(config, "validation_resolution", fix)
         return
-    width, height = (int(edge or 0) for edge in (edges[0], edges[-1]))
-    if width < 16:  # megapixels, as resolution_type: area
-        width = height = round(math.sqrt(width * 1e6) / 64) * 64
-    config.imported.set("validation.width", width)
-    config.imported.set("validation.height", height)
+    (width, height), *others = [size for size in sizes if size is not None]
+    imported.set("validation.width", width)
+    imported.set("validation.height", height)
     text = f"validation.width is {width} and validation.height is {height}"
-    if len(sizes) > 1:
-        text += "; only the first size is used, see validation.prompts for others"
+    prompts = imported.get("validation.prompts")
+    if others and isinstance(prompts, list):
+        more = [
+            {"prompt": prompt, "width": wide, "height": high}
+            for wide, high in others
+            for prompt in prompts
+        ]
+        imported.set("validation.prompts", [*prompts, *more])
+        text += "; validation.prompts has the other sizes"
     config.report("validation_resolution", "translated", text)
+
+
+def _parse_size(text: str) -> tuple[int, int] | None:
+    """Return the width and height of a text such as `832x480` or `1024`; None if it is no size."""
+    edges = [number(part) for part in re.split("[x*]", text.lower())]
+    if len(edges) > 2 or not all(edge and edge > 0 for edge in edges):
+        return None
+    width, height = (edge or 0 for edge in (edges[0], edges[-1]))
+    if width < 16:  # megapixels, as with resolution_type: area
+        width = height = max(64, round(math.sqrt(width * 1e6) / 64) * 64)
+    return int(width), int(height)
 
 
 def _import_prompts(

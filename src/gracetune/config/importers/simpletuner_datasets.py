@@ -136,6 +136,7 @@ NOT_SUPPORTED = {
     "split": "all files of the repository are read; name a folder with the files to use",
     "subset": "all files of the repository are read; name a folder with the files to use",
     "token": "log in with `hf auth login`, or set HF_TOKEN",
+    "subfolder": "set instance_data_dir to the folder",
     "source_dataset_id": "set conditioning_data of the dataset that it belongs to",
 }
 """Keys of a dataset that would change the result, with what to do."""
@@ -367,13 +368,23 @@ class _Dataset:
     def hub(self, key: str) -> None:
         """Translate the name of a dataset on the Hugging Face hub, or the folder of one."""
         reader, name = self.reader, str(self.reader.peek(key))
+        inner = reader.peek("subfolder")
         if os.path.isdir(os.path.expanduser(name)) or "://" in name or name.startswith(("/", ".")):
-            where, why = name, ""
+            where, why = name if is_off(inner) else os.path.join(name, str(inner)), ""
         else:
-            where = f"hf://datasets/{name}"
+            folder = "" if is_off(inner) else f"/{str(inner).strip('/')}"
+            where = f"hf://datasets/{name}{folder}"
             why = "its files are read from the hub, which needs `gracetune[remote]`"
         self.put(key, "instance_data_dir", where, why)
+        if not is_off(inner):
+            setting = f"{self.prefix}.instance_data_dir"
+            reader.report("subfolder", "translated", f"{setting} is {where}", setting)
         self.put("type", "type", "local")
+        self.columns()
+
+    def columns(self) -> None:
+        """Translate the columns of a dataset on the hub, which may have a section of their own."""
+        reader = self.reader
         columns = reader.section("huggingface")
         for section in (reader, columns):
             if section is None:
@@ -448,13 +459,18 @@ class _Dataset:
         self.downsampling(kind)
 
     def edge(self, key: str, kind: str) -> object:
-        """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels."""
+        """Return a size in pixels, the edge of a square; SimpleTuner's may be in megapixels.
+
+        SimpleTuner rounds the sizes that it resizes to.
+        """
         value = parse_scalar(self.value(key))
         found = number(value)
         if found is None:
             return None if value is MISSING else value
         if kind == "area":
-            return round(math.sqrt(found * 1e6) / ALIGNMENT) * ALIGNMENT
+            exact = math.sqrt(max(found, 0) * 1e6)
+            is_limit = key == "minimum_image_size"
+            return round(exact) if is_limit else round(exact / ALIGNMENT) * ALIGNMENT
         return int(found)
 
     def downsampling(self, kind: str) -> None:

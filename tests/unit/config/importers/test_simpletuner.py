@@ -88,8 +88,10 @@ def verdicts(imported):
         ({"pretrained_model_name_or_path": "mine"}, {"model.path": "mine"}),
         ({"validation_steps": 9, "validation_resolution": "832x480"}, {"validation.width": 832}),
         ({"validation_resolution": "512"}, {"validation.height": 512}),
+        ({"validation_resolution": "1.0"}, {"validation.height": 1024}),
         ({"validation_disable": True, "validation_steps": 9}, {"validation.every": 0}),
-        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": True}),
+        ({"report_to": "tensorboard,wandb"}, {"logging.tensorboard": MISSING}),
+        ({"report_to": "none"}, {"logging.tensorboard": False}),
         ({"caption_dropout_probability": 0.3}, {"datasets.0.caption_dropout": 0.3}),
     ],
 )
@@ -113,7 +115,7 @@ def test_an_option_becomes_its_setting(convert, options, settings):
         ({"minimum_image_size": 0}, {"min_resolution": MISSING}),
         (
             {"minimum_image_size": 0.25, "resolution_type": "area", "resolution": 1},
-            {"min_resolution": 512},
+            {"min_resolution": 500},
         ),
         ({"crop": True}, {"crop": "center", "bucket_aspects": [1.0]}),
         ({"crop": True, "crop_aspect": "preserve", "crop_style": "random"}, {"crop": "random"}),
@@ -302,6 +304,15 @@ def test_prompts_of_a_library_are_validated(convert):
     )
     assert imported.get("validation.prompts") == ["a bird", "a cat", "a dog"]
     assert imported.get("validation.negative_prompt") == "blurry"
+
+
+def test_several_sizes_repeat_the_prompts(convert):
+    imported = convert(validation_prompt="a cat", validation_resolution="512x512,832x480")
+    assert imported.get("validation.width") == 512
+    assert imported.get("validation.prompts") == [
+        "a cat",
+        {"prompt": "a cat", "width": 832, "height": 480},
+    ]
 
 
 def leaf_keys(tree):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gracetune.cli.main import main
+from gracetune.cli.main import main, read_run
 from gracetune.config.importers.report import ImportedRun, KeyReader, format_report, summarize
 from gracetune.config.importers.write_run import format_run
 from gracetune.config.load import load_run_file, load_run_text
@@ -132,3 +132,8 @@ def test_a_refused_config_has_a_report_and_no_run_file(config, tmp_path, capsys)
     assert "controlnet = true -> remove controlnet" in out
     assert "gracetune: controlnet asks for a ControlNet" in err
     assert not output.exists()
+
+
+def test_other_commands_print_a_summary(config, capsys):
+    assert read_run(config, ["seed=4"]).seed == 4
+    assert "config.json is a config of SimpleTuner: " in capsys.readouterr().err
