@@ -162,8 +162,8 @@ def test_the_command_line_replaces_the_settings_of_validation(trained, tmp_path,
 @pytest.mark.parametrize(
     "kind",
     [
-        "dora",
         "lokr",
+        pytest.param("dora", marks=pytest.mark.slow),
         pytest.param("loha", marks=pytest.mark.slow),
         pytest.param("full", marks=pytest.mark.slow),
     ],
@@ -189,7 +189,7 @@ def test_every_kind_of_adapter_is_sampled_from_its_checkpoint_and_its_file(
     "sections",
     [
         {"train": {"ema_decay": 0.0}, "optimizer": {"name": "schedule_free"}},
-        {"train": {"ema_decay": 0.9}},
+        pytest.param({"train": {"ema_decay": 0.9}}, marks=pytest.mark.slow),
     ],
     ids=["schedule_free", "ema"],
 )
