@@ -158,6 +158,17 @@ def test_the_command_line_replaces_the_settings_of_validation(trained, tmp_path,
         assert (each["width"], each["height"], each["steps"], each["guidance"]) == (32, 16, 1, 1)
     assert "--negative has no effect on 3 of 3 prompts" in capsys.readouterr().err
 
+    words = ["--size", "32x24", "--seed", "3", "--steps", "1", "--out", str(tmp_path / "own")]
+    assert main(["sample", str(folder), *words]) == 0  # the second prompt has its own seed and size
+    settings = [
+        json.loads(Image.open(path).text["gracetune"])
+        for path in sorted((tmp_path / "own").iterdir())
+    ]
+    assert [(s["prompt"], s["seed"], s["width"]) for s in settings] == [
+        ("a red circle", 3, 32),
+        ("a blue box", 4, 32),
+    ]
+
 
 @pytest.mark.parametrize(
     "kind",
