@@ -196,11 +196,7 @@ def test_default_files_load_in_the_pipeline_of_every_variant(model, kind, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "family",
-    [
-        "flux",
-        "wan",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in ("flux", "wan")),
-    ],
+    ["flux", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "flux")],
 )
 def test_a_default_file_loads_where_a_run_says_and_is_sampled_right(
     family, kind, transformers, tmp_path

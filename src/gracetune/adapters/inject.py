@@ -221,22 +221,22 @@ def _find_module(model: nn.Module, path: LayerPath, table: KeyTable) -> nn.Modul
     """
     if is_bare_parameter(path.module, table):
         parent, _, name = path.module.rpartition(".")
-        owner = _get_submodule(model, parent)
-        parameter = None if owner is None else getattr(owner, name, None)
-        if not isinstance(parameter, nn.Parameter):
+        parameter = _own_parameters(model, parent).get(name)
+        if parameter is None:
             return None
         holder = nn.Module()
         holder.weight = parameter
         return holder
-    module = _get_submodule(model, path.module)
-    return module if module is not None and isinstance(module.weight, torch.Tensor) else None
+    has_weight = "weight" in _own_parameters(model, path.module)
+    return model.get_submodule(path.module) if has_weight else None
 
 
-def _get_submodule(model: nn.Module, name: str) -> nn.Module | None:
+def _own_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module, without those of its submodules; empty if it is absent."""
     try:
-        return model.get_submodule(name)
+        return dict(model.get_submodule(name).named_parameters(recurse=False))
     except AttributeError:
-        return None
+        return {}
 
 
 def _check_shape(path: LayerPath, layer: Layer, module: nn.Module) -> None:

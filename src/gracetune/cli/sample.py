@@ -85,9 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find the weights, check the settings, and generate."""
-    section = _settings({})
     prompts = _read_prompts(args)  # first: it needs no torch
-    _section(args, section, prompts)
+    _section(args, _settings({}), prompts)
     from gracetune.train.sample_targets import find_targets
 
     prefer_expandable_segments()  # before torch is imported
@@ -100,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
             '"..." (it can be repeated), or --prompts FILE.'
         )
     validation = _section(args, settings.validation, shown)
+    shown = tuple(_without_replaced(one, args) for one in shown)
     from gracetune.events.console import LABEL_WIDTH, labelled, notice_lines
     from gracetune.events.types import Notice
     from gracetune.train.build import start_accelerator
@@ -178,6 +178,28 @@ def _validated_prompts(folder: Path) -> tuple[str, ...]:
     """Return the prompts of a run's last validation, which are captions if it has no prompts."""
     files = sorted(folder.glob("validation/step-*/prompts.json"))
     return tuple(json.loads(files[-1].read_text(encoding="utf-8"))) if files else ()
+
+
+PROMPT_OPTIONS = {
+    "negative": ("negative_prompt",),
+    "seed": ("seed",),
+    "size": ("width", "height"),
+    "steps": ("steps",),
+    "guidance": ("guidance",),
+    "image": ("images",),
+    "frames": ("frames",),
+    "seconds": ("seconds",),
+}
+"""Option -> the settings of a prompt that it replaces."""
+
+
+def _without_replaced(prompt: str | PromptSection, args: argparse.Namespace) -> str | PromptSection:
+    """Return a prompt without the settings of its own that the command line replaces."""
+    if isinstance(prompt, str):
+        return prompt
+    given = [option for option in PROMPT_OPTIONS if getattr(args, option) is not None]
+    replaced = {name: None for option in given for name in PROMPT_OPTIONS[option]}
+    return prompt.model_copy(update=replaced)
 
 
 def _section(

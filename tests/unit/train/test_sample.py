@@ -158,12 +158,23 @@ def test_the_command_line_replaces_the_settings_of_validation(trained, tmp_path,
         assert (each["width"], each["height"], each["steps"], each["guidance"]) == (32, 16, 1, 1)
     assert "--negative has no effect on 3 of 3 prompts" in capsys.readouterr().err
 
+    words = ["--size", "32x24", "--seed", "3", "--steps", "1", "--out", str(tmp_path / "own")]
+    assert main(["sample", str(folder), *words]) == 0  # the second prompt has its own seed and size
+    settings = [
+        json.loads(Image.open(path).text["gracetune"])
+        for path in sorted((tmp_path / "own").iterdir())
+    ]
+    assert [(s["prompt"], s["seed"], s["width"]) for s in settings] == [
+        ("a red circle", 3, 32),
+        ("a blue box", 4, 32),
+    ]
+
 
 @pytest.mark.parametrize(
     "kind",
     [
-        "dora",
         "lokr",
+        pytest.param("dora", marks=pytest.mark.slow),
         pytest.param("loha", marks=pytest.mark.slow),
         pytest.param("full", marks=pytest.mark.slow),
     ],
@@ -189,7 +200,7 @@ def test_every_kind_of_adapter_is_sampled_from_its_checkpoint_and_its_file(
     "sections",
     [
         {"train": {"ema_decay": 0.0}, "optimizer": {"name": "schedule_free"}},
-        {"train": {"ema_decay": 0.9}},
+        pytest.param({"train": {"ema_decay": 0.9}}, marks=pytest.mark.slow),
     ],
     ids=["schedule_free", "ema"],
 )
