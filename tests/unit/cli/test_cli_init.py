@@ -254,6 +254,7 @@ def test_a_run_that_does_not_fit_is_lowered_or_reported(shared, monkeypatch, cap
     assert loaded().train.batch_size == 1
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_small_model_is_printed(shared, capsys) -> None:
     call(shared, "--family", "sd15", "--memory", "12GB", "--out", "mine.yaml")
     said = capsys.readouterr().out
