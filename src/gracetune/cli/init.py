@@ -296,7 +296,8 @@ def _summary(report: DatasetReport, pair: Pair) -> list[str]:
     notes += [f"{len(facts.empty)} empty captions"] if facts.empty else []
     if notes:
         lines.append(f"look at    {', '.join(notes)}: gracetune data check {pair.target}")
-    return lines
+    ignored = [text.partition(": ")[2] for text in report.warnings if ": ignored " in text]
+    return lines + [f"note       {text}" for text in ignored]
 
 
 # Questions

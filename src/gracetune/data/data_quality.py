@@ -139,6 +139,6 @@ def quality_warnings(
         if groups:
             extra = sum(len(group) - 1 for group in groups)
             example = " and ".join(map(printable, groups[0][:2]))
-            lines.append(f"{extra} samples {what} (such as {example})")
+            lines.append(f"{extra} of {len(samples)} samples {what} (such as {example})")
     hint = "; `gracetune data check` lists all"
     return [f"dataset {dataset!r}: {line}{hint}" for line in lines]

@@ -116,7 +116,7 @@ def test_unreadable_masks_are_named_with_their_samples(recorder):
         (
             "broken.png",
             "its mask broken: not an image in a known format "
-            "(PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF)",
+            "(PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF, HEIC)",
         ),
     ]
 

@@ -216,9 +216,13 @@ def test_files_without_captions_get_one_for_all() -> None:
     assert loaded("other.yaml").datasets[0].instance_prompt == "a red toy"
 
 
-def test_captions_with_another_suffix_are_found() -> None:
+def test_captions_with_another_suffix_are_found_and_other_files_named(capsys) -> None:
     write_images(Path("tagged"), suffix="tags")
+    Path("tagged/clip.mp4").write_bytes(b"x")
     call("tagged", "--family", "tiny", "--out", "mine.yaml")
+    assert "note       ignored 1 files that are not images or captions: 1 .mp4" in (
+        capsys.readouterr().out
+    )
     run = loaded()
     assert run.datasets[0].caption_extension == "tags"
     assert run.validation.prompts[0] == "a cat 0"
@@ -254,6 +258,7 @@ def test_a_run_that_does_not_fit_is_lowered_or_reported(shared, monkeypatch, cap
     assert loaded().train.batch_size == 1
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_small_model_is_printed(shared, capsys) -> None:
     call(shared, "--family", "sd15", "--memory", "12GB", "--out", "mine.yaml")
     said = capsys.readouterr().out

@@ -90,8 +90,8 @@ def test_each_kind_is_one_line_with_the_worst_or_first_example() -> None:
         "dataset 'd': 1 of 4 samples are smaller than their bucket and are enlarged, up to 3.5 "
         "times (tiny.png, 24x16). Lower resolution, or leave them out with min_edge; `gracetune "
         "data check` lists all",
-        "dataset 'd': 1 samples are exact copies of others, so they are trained more often (such "
-        "as a.png and b.png); `gracetune data check` lists all",
-        "dataset 'd': 1 samples look like others (such as a.png and c.jpg); `gracetune data check` "
-        "lists all",
+        "dataset 'd': 1 of 4 samples are exact copies of others, so they are trained more often "
+        "(such as a.png and b.png); `gracetune data check` lists all",
+        "dataset 'd': 1 of 4 samples look like others (such as a.png and c.jpg); `gracetune data "
+        "check` lists all",
     ]
