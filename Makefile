@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui check format lint types bench wheels test-install clean
+.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui check format lint types bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -126,6 +126,7 @@ check: lint types coverage  ## format, lint, types, tests with coverage
 bench: venv  ## per-step overhead over a bare loop
 	$(BIN)/python benchmarks/bare_loop.py --write
 
+.PHONY: wheels test-install
 wheels: venv  ## build and check the wheels for x86_64 and aarch64, and the source distribution
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt auditwheel build ziglang
 	$(BIN)/python scripts/build_wheels.py

@@ -16,7 +16,6 @@ from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError
-from gracetune.train.preflight import check_family
 from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -92,8 +91,10 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
+    from gracetune.train.preflight import check_family
+
     run_file = load_run_file(args.run_file, args.overrides).run
-    check_family(run_file.model)
+    check_family(run_file.model)  # before torch is imported
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.plan.meta_models import build_meta_model
