@@ -164,7 +164,10 @@ def test_the_compiled_libraries_load_and_extras_can_be_added(debian):
         debian,
         "source gracetune-env/bin/activate\n"
         "gracetune diagnose --allow-cpu | grep 'OK *libraries'\n"
-        "pip install --quiet 'gracetune[images]'\n"  # as messages say; gracetune is not replaced
+        f"pip install --quiet './{wheel_for('x86_64').name}[parquet]'\n"  # as the README says
+        "python -c 'import pyarrow'\n"
+        "pip install --quiet 'gracetune[images]'\n"  # as messages say: keeps the installed wheel
+        "python -c 'import imagecodecs'\n"
         "gracetune --version\n",
     )
     assert done.returncode == 0, done.stdout
