@@ -153,6 +153,7 @@ def test_the_readme_leads_from_the_wheel_to_an_adapter_in_diffusers(debian):
     done = run_in(debian, script)
     sys.stdout.write(done.stdout)
     assert done.returncode == 0
+    assert "loaded: ['default_0']" in done.stdout
     assert not any((debian / "usr/bin" / name).exists() for name in COMPILERS)
     work = debian / "root/work"
     assert list(work.glob("runs/stars/adapter/*.safetensors"))
