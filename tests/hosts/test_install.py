@@ -3,6 +3,7 @@
 The x86_64 wheel goes into a new Debian without a compiler, where a shell runs, in order, every
 command of the README's sections "Install" and "Try it without a GPU". The aarch64 wheel is used by
 an aarch64 Python under qemu. This needs root, debootstrap, qemu-user-static and a package index.
+INSTALL_ROOT=FOLDER keeps the Debian in a folder, and uses it again.
 """
 
 from __future__ import annotations
@@ -89,8 +90,10 @@ def debian(tmp_path_factory):
     """Return the root of a new Debian, with the wheel in /root/work."""
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         pytest.skip("this needs root and debootstrap")
-    root = tmp_path_factory.mktemp("debian") / "root"
-    debootstrap(root)
+    kept = os.environ.get("INSTALL_ROOT")
+    root = Path(kept) if kept else tmp_path_factory.mktemp("debian") / "root"
+    if not (root / "usr/bin/python3").exists():
+        debootstrap(root)
     for name in FROM_HOST:
         if Path("/", name).exists():
             shutil.copyfile(Path("/", name), root / name)
@@ -100,10 +103,12 @@ def debian(tmp_path_factory):
     for folder in local_folders(configuration):
         (root / folder[1:]).mkdir(parents=True, exist_ok=True)
     shutil.copyfile(REPOSITORY / "constraints.txt", root / "etc/constraints.txt")
+    shutil.rmtree(root / "root/work", ignore_errors=True)
     (root / "root/work").mkdir()
     shutil.copy(wheel_for("x86_64"), root / "root/work")
     yield root
-    shutil.rmtree(root.parent)
+    if not kept:
+        shutil.rmtree(root)
 
 
 def run_in(root: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -148,6 +153,7 @@ def test_the_readme_leads_from_the_wheel_to_an_adapter_in_diffusers(debian):
     done = run_in(debian, script)
     sys.stdout.write(done.stdout)
     assert done.returncode == 0
+    assert "loaded: ['default_0']" in done.stdout
     assert not any((debian / "usr/bin" / name).exists() for name in COMPILERS)
     work = debian / "root/work"
     assert list(work.glob("runs/stars/adapter/*.safetensors"))
@@ -159,7 +165,10 @@ def test_the_compiled_libraries_load_and_extras_can_be_added(debian):
         debian,
         "source gracetune-env/bin/activate\n"
         "gracetune diagnose --allow-cpu | grep 'OK *libraries'\n"
-        "pip install --quiet 'gracetune[images]'\n"  # as messages say; gracetune is not replaced
+        f"pip install --quiet './{wheel_for('x86_64').name}[parquet]'\n"  # as the README says
+        "python -c 'import pyarrow'\n"
+        "pip install --quiet 'gracetune[images]'\n"  # as messages say: keeps the installed wheel
+        "python -c 'import imagecodecs'\n"
         "gracetune --version\n",
     )
     assert done.returncode == 0, done.stdout

@@ -16,7 +16,6 @@ from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, ModelUnavailableError
-from gracetune.train.preflight import check_family
 from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -92,9 +91,10 @@ def plan(
     functions of their own.
     """
     from gracetune.plan.report import report_json, report_lines
+    from gracetune.train.preflight import check_family
 
     run_file = load_run_file(args.run_file, args.overrides).run
-    check_family(run_file.model)
+    check_family(run_file.model)  # before torch is imported
     result, heading = predict(run_file, args, open_machine, measured)
     if args.json:
         print(json.dumps(report_json(result, heading), indent=2))

@@ -205,11 +205,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def load_snapshot(path: Path) -> Snapshot:
     """Read a checkpoint; compare the manifest with its checksum and each file with its digest."""
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it has no {MANIFEST}. Name a folder such as "
-            f"<output_dir>/{CHECKPOINT_FOLDER}/step-000100."
-        )
+    preflight.require_checkpoint(path)
     try:
         manifest = _read_manifest(path / MANIFEST)
         progress = _parse_progress(manifest["progress"])

@@ -16,7 +16,7 @@ from gracetune import entry_points
 from gracetune.config.schema import Gh200Section
 from gracetune.data.dataset import SOURCES
 from gracetune.data.source import check_exists
-from gracetune.errors import ConfigError
+from gracetune.errors import CheckpointError, ConfigError
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS
 from gracetune.train.run_identity import check_same_run, identity_settings
@@ -72,7 +72,7 @@ def check_output_outside_datasets(run: RunFile) -> None:
 def check_same_settings(run: RunFile, resume_from: str) -> None:
     """Raise if the checkpoint to resume from was saved with other settings than the run has.
 
-    Only its manifest is read. If that is missing or damaged, `checkpoint.py` reports it.
+    Only its manifest is read. If that is damaged, `checkpoint.py` reports it.
     """
     checkpoint = _checkpoint_to_resume(Path(run.output_dir) / CHECKPOINT_FOLDER, resume_from)
     saved = {} if checkpoint is None else _read_identity(checkpoint / MANIFEST)
@@ -80,6 +80,15 @@ def check_same_settings(run: RunFile, resume_from: str) -> None:
         # Whether `auto` means bf16 depends on the device, so run.py compares the precision.
         precision = str(saved.get("train.mixed_precision", ""))
         check_same_run(saved, identity_settings(effective_run(run), precision))
+
+
+def require_checkpoint(path: Path) -> None:
+    """Raise if a folder is no checkpoint, for example because `--resume` has a typo."""
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it has no {MANIFEST}. Name a folder such as "
+            f"<output_dir>/{CHECKPOINT_FOLDER}/step-000100."
+        )
 
 
 def effective_run(run: RunFile) -> RunFile:
@@ -110,7 +119,9 @@ def _checkpoint_to_resume(folder: Path, resume_from: str) -> Path | None:
     if resume == "none":
         return None
     if resume != "auto":
-        return folder / resume if (folder / resume).is_dir() else Path(resume)
+        named = folder / resume if (folder / resume).is_dir() else Path(resume)
+        require_checkpoint(named)
+        return named
     steps = {
         int(path.name.removeprefix("step-")): path
         for path in folder.glob("step-*")

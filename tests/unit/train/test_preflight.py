@@ -79,6 +79,7 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
             "train.batch_size=many",
         ],
         "optimizer.name: optimizer 'adamm' is not known": [*train, "--set", "optimizer.name=adamm"],
+        "no/step is not a checkpoint": [*train, "--resume", "no/step"],
         "datasets[0].type: source 'tape' is not known": [*train, "--set", "datasets.0.type=tape"],
         "train.batch_sise is not a known key; did you mean train.batch_size?": [
             *train,
