@@ -149,6 +149,10 @@ def test_an_option_becomes_its_setting(convert, options, settings):
             {"instance_data_dir": "hf://datasets/a/b", "columns.caption": "text"},
         ),
         (
+            {"type": "webshart", "source": "a/b", "subfolder": "c"},
+            {"instance_data_dir": "hf://datasets/a/b/c", "type": "tar"},
+        ),
+        (
             {"dataset_type": "video", "video": {"num_frames": 83, "min_frames": 83}},
             {"frames": 81, "dataset_type": "video"},
         ),
@@ -272,6 +276,7 @@ def test_what_gracetune_cannot_train_is_refused(convert, options, message):
 def test_csv_lists_and_unknown_kinds_of_data_are_refused(convert):
     assert "is a CSV list of addresses" in convert({"type": "csv"}).refusals[0]
     assert "dataset_type is 'audio'" in convert({"dataset_type": "audio"}).refusals[0]
+    assert "aws_bucket_name is missing" in convert({"type": "aws"}).refusals[0]
 
 
 def test_another_family_is_one_clear_line(convert):
