@@ -201,6 +201,10 @@ def small_sizes(run):
         *("validation.sample_steps=1", "logging.tensorboard=false"),
         *("validation.width=32", "validation.height=32", "optimizer.warmup_steps=0"),
     ]
+    prompts = run["validation"].get("prompts", [])
+    if any(isinstance(prompt, dict) for prompt in prompts):  # with sizes of their own
+        small = [p if isinstance(p, str) else p | {"width": 32, "height": 32} for p in prompts]
+        overrides.append(f"validation.prompts={json.dumps(small)}")
     if run["validation"]["every"]:
         overrides.append("validation.every=3")
     for index, dataset in enumerate(run["datasets"]):

@@ -327,13 +327,18 @@ class _Dataset:
     def location(self, config: KeyReader) -> None:
         """Translate where the samples are."""
         reader, kind = self.reader, str(self.reader.peek("type"))
-        if kind == "huggingface":
-            self.hub("dataset_name")
-        elif kind == "webshart":
-            self.hub("source")
-            self.put("type", "type", "tar")
+        needed = {"huggingface": "dataset_name", "webshart": "source", "aws": "aws_bucket_name"}
+        if kind in needed and reader.peek(needed[kind]) is MISSING:
+            fix = f"set {needed[kind]}, or another type"
+            self.imported.refuse(
+                f"{reader.file}: the dataset {reader.peek('id')!r} is of type {kind}, but "
+                f"{needed[kind]} is missing: {fix}."
+            )
+            reader.not_supported("type", fix)
         elif kind == "aws":
             self.s3()
+        elif kind in needed:
+            self.hub(needed[kind])
         elif kind == "csv":
             fix = "download the files, and list them with their captions in metadata.jsonl"
             self.imported.refuse(
@@ -379,7 +384,7 @@ class _Dataset:
         if not is_off(inner):
             setting = f"{self.prefix}.instance_data_dir"
             reader.report("subfolder", "translated", f"{setting} is {where}", setting)
-        self.put("type", "type", "local")
+        self.put("type", "type", "tar" if key == "source" else "local")
         self.columns()
 
     def columns(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from gracetune.config.importers.detect import import_files
 from gracetune.config.importers.report import MISSING
 from gracetune.config.importers.simpletuner_datasets import KNOWN_KEYS as DATASET_KEYS
-from gracetune.config.importers.simpletuner_keys import FAMILIES, KNOWN_KEYS
+from gracetune.config.importers.simpletuner_keys import KNOWN_KEYS
 from gracetune.config.parse_text import walk
 from gracetune.errors import ConfigError
 
@@ -149,6 +149,10 @@ def test_an_option_becomes_its_setting(convert, options, settings):
             {"instance_data_dir": "hf://datasets/a/b", "columns.caption": "text"},
         ),
         (
+            {"type": "webshart", "source": "a/b", "subfolder": "c"},
+            {"instance_data_dir": "hf://datasets/a/b/c", "type": "tar"},
+        ),
+        (
             {"dataset_type": "video", "video": {"num_frames": 83, "min_frames": 83}},
             {"frames": 81, "dataset_type": "video"},
         ),
@@ -272,6 +276,7 @@ def test_what_gracetune_cannot_train_is_refused(convert, options, message):
 def test_csv_lists_and_unknown_kinds_of_data_are_refused(convert):
     assert "is a CSV list of addresses" in convert({"type": "csv"}).refusals[0]
     assert "dataset_type is 'audio'" in convert({"dataset_type": "audio"}).refusals[0]
+    assert "aws_bucket_name is missing" in convert({"type": "aws"}).refusals[0]
 
 
 def test_another_family_is_one_clear_line(convert):
@@ -328,7 +333,7 @@ def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
     """Every key has exactly one line, whatever its value is."""
     options = dict.fromkeys(KNOWN_KEYS - {"model_family", "data_backend_config"}, odd)
     keys = dict.fromkeys(DATASET_KEYS - {"disabled", "disable", "dataset_type"}, odd)
-    for family in FAMILIES:
+    for family in ("flux", "sdxl", "wan"):
         (tmp_path / "config.json").write_text(
             json.dumps({"model_family": family, "data_backend_config": "datasets.json"} | options)
         )
