@@ -144,7 +144,8 @@ def is_marker(name: str) -> bool:
 
 def is_checkpoint_file(path: str) -> bool:
     """Return True if a path names a single file, by its suffix or because there is such a file."""
-    return path.lower().endswith(CHECKPOINT_SUFFIXES) or Path(path).is_file()
+    is_named = path.lower().endswith(CHECKPOINT_SUFFIXES) and not Path(path).is_dir()
+    return is_named or Path(path).is_file()
 
 
 def read_header(path: str, setting: str) -> CheckpointHeader:
