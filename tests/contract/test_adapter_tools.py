@@ -518,3 +518,12 @@ def test_a_unet_lora_has_one_alpha_in_kohya_names(form, tmp_path):
     back = read_adapter(path, TABLES)
     for place, layer in layers.items():
         torch.testing.assert_close(delta(back.layers[place]), delta(layer))
+
+
+def test_a_lokr_with_a_core_tensor_is_wrong_in_comfyui(transformers, tmp_path):
+    """ComfyUI logs an error and leaves the weight as it is."""
+    adapters = unusual_adapters("sd15", transformers["sd15"])
+    for kind, loads in (("lokr-tucker", False), ("lora-tucker", True), ("loha-tucker", True)):
+        adapter = adapters[f"convolution, {kind}"]
+        path = write_adapter(tmp_path / f"{kind}.safetensors", adapter, "comfyui")
+        assert comfyui_result(path).loads == loads, kind

@@ -685,6 +685,11 @@ def _difference_in_comfyui(layer: Layer, seen: Layer | None) -> str:
             "magnitudes (DoRA) are divided by the norms of W, not of W + dW. Merge the file into "
             "the model with `gracetune adapter merge --into`"
         )
+    if "lokr_t2" in layer.tensors:
+        return (
+            "ComfyUI fails on a LoKr with a core tensor (Tucker) and goes on without it. Merge the "
+            "file into the model with `gracetune adapter merge --into`"
+        )
     if any(
         role in layer.tensors and layer.tensors[role].dim() not in (2, 4) for role in CORE_ROLES
     ):
