@@ -113,7 +113,9 @@ def find_targets(
     folder = runs[0] / SAMPLES_FOLDER if runs else Path(SAMPLES_FOLDER)
     is_one_run = len(targets) == 1 and bool(runs) and targets[0].strength is None
     if is_one_run and not (compare and targets[0].step is not None):
-        run, variants = _run_variants(run, targets[0], "all" if compare else steps)
+        run, variants = _run_variants(
+            run, targets[0], "all" if compare and steps is None else steps
+        )
         return SampleTargets(run, tuple(variants), folder)
     if steps is not None:
         raise ConfigError(

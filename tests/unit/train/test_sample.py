@@ -110,6 +110,11 @@ def test_steps_whose_checkpoints_are_deleted_are_sampled_from_their_adapters(tra
     assert_close(*sample(folder / "adapters" / "step-000002").values(), [*validated[2]])
 
 
+def test_a_comparison_has_the_steps_that_are_named(trained):
+    chosen = find_targets([str(trained[0])], None, "0,2", compare=True).variants
+    assert [variant.name for variant in chosen] == ["step-000000", "step-000002"]
+
+
 def test_a_sampled_file_has_the_pixels_of_validation_and_its_settings(trained, tmp_path, capsys):
     folder, _ = trained
     words = ["sample", str(folder), "--out", str(tmp_path), "--at", "2,3"]
