@@ -3,8 +3,8 @@
     [COMFYUI=.hosts/comfyui] python scripts/family_table.py [--only flux,krea2] [--write]
 
 Prints a Markdown table with a row for each miniature of `tests/fakes/miniatures.py` that a family
-reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers.
-The columns:
+reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers;
+with `--only`, the rows of other miniatures stay as they are there. The columns:
 
 contract
     The tests of `tests/contract/test_family.py` for the miniature, which include the physical ones.
@@ -95,11 +95,25 @@ def main() -> None:
         with TemporaryDirectory() as folder:
             rows[name] = {"contract": contract[name], **results_of(name, Path(folder))}
         print(name, rows[name], file=sys.stderr, flush=True)
-    table = "\n".join(table_lines(rows))
-    print(table)
+    print("\n".join(table_lines(rows)))
     if arguments.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+        written, _, after = rest.partition(END)
+        rows = read_table(written) | rows
+        ordered = {name: rows[name] for name in MINIATURES if name in rows}
+        table = "\n".join(table_lines(ordered))
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def read_table(text: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a table from `table_lines`, with the reason for each "no"."""
+    reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
+    rows = {}
+    for name, cells in re.findall(r"^\| (\S+) \| `\w+` \| (.+) \|$", text, re.MULTILINE):
+        numbers = [re.fullmatch(r"no \((\d+)\)", cell) for cell in cells.split(" | ")]
+        values = [YES if number is None else reasons[number[1]] for number in numbers]
+        rows[name] = dict(zip(COLUMNS, values, strict=True))
+    return rows
 
 
 def contract_results(names: Sequence[str]) -> dict[str, str]:
@@ -232,6 +246,12 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
             error = effect.error(load)
         else:
             with adapter_tools.comfyui_modules(clone) as comfy:
+                if adapter_tools.comfyui_class(comfy, name) is None:
+                    (version,) = re.findall(
+                        r'__version__ = "(.+)"', (clone / "comfyui_version.py").read_text()
+                    )
+                    known = adapter_tools.table_of(name).comfyui_version
+                    return f"ComfyUI {version} does not know this model; {known} and newer do."
                 load = partial(adapter_tools.load_in_comfyui, comfy, name, transformer, file)
                 error = effect.error(load)
         if not error <= adapter_tools.MAX_ERROR:

@@ -727,8 +727,8 @@ MINIATURES = {
     "sd15": Miniature(partial(_unet, is_sdxl=False), "sd15"),
     "sdxl": Miniature(partial(_unet, is_sdxl=True), "sdxl"),
     "sdxl-v": Miniature(partial(_unet, is_sdxl=True, prediction="v_prediction"), "sdxl"),
-    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
+    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),
     "z-image": Miniature(_z_image, "z_image"),
     "krea2": Miniature(_krea2, "krea2"),
@@ -740,4 +740,5 @@ MINIATURES = {
     "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22", "first frame"),
     "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22", "video"),
 }
-"""Every model of the tests. The contract of families runs on all that a family reads."""
+"""Every model of the tests. The contract of families runs on all that a family reads. Tests
+that need one model of a family use the first."""
