@@ -37,6 +37,8 @@ TRANSFORMER_FOLDERS = {"": "transformer", "high": "transformer", "low": "transfo
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMFYUI_PREFIX = "model.diffusion_model."
 """Prefix of every tensor name in some single-file checkpoints made for ComfyUI."""
+FP8 = "F8_E4M3"
+"""Name of the dtype of fp8 weights in safetensors files."""
 READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """Errors that diffusers and transformers raise if a folder is incomplete or damaged."""
 
@@ -282,9 +284,50 @@ def read_vae(folder: Path, cls: Any) -> Any:
 
 
 def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
-    """Load a text encoder, frozen and in the dtype of its file."""
-    encoder: nn.Module = read_pretrained(folder, name, cls, dtype="auto")
+    """Load a text encoder, frozen and in the dtype of its file; fp8 weights become bf16."""
+    files = sorted((folder / name).glob("*.safetensors"))
+    if FP8 in _stored_dtypes(files):
+
+        def read(path: Path) -> nn.Module:
+            config = cls.config_class.from_pretrained(path, local_files_only=True)
+            return _load_scaled_fp8(lambda: cls(config), files, torch.bfloat16)
+
+        encoder = read_component(folder, name, read)
+    else:
+        encoder = read_pretrained(folder, name, cls, dtype="auto")
     return encoder.eval().requires_grad_(False)
+
+
+def _load_scaled_fp8(
+    build: Callable[[], nn.Module], files: Sequence[Path], dtype: torch.dtype
+) -> nn.Module:
+    """Return a model with weights that are stored in fp8, each with a scale for every row.
+
+    diffusers and transformers would load the fp8 numbers without the scales, which have the name of
+    the weight and `_scale` after it.
+    """
+    from accelerate import init_empty_weights
+
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        stored |= load_file(file)
+    scales = {key: stored.pop(key) for key in list(stored) if key.endswith(".weight_scale")}
+    for key, tensor in stored.items():
+        scale = scales.pop(f"{key}_scale", None)
+        if scale is not None:
+            rows = scale.float().reshape(-1, *[1] * (tensor.dim() - 1))
+            stored[key] = (tensor.float() * rows).to(dtype)
+        elif tensor.dtype is torch.float8_e4m3fn:
+            raise ValueError(f"{key} is stored in fp8 without a scale")
+        elif tensor.is_floating_point():
+            stored[key] = tensor.to(dtype)
+    with init_empty_weights():
+        model = build()
+    missing, unexpected = model.load_state_dict(stored, strict=False, assign=True)
+    if missing or unexpected or scales:
+        wrong = sorted([*missing, *unexpected, *scales])
+        raise ValueError(f"{len(wrong)} weights are missing or unknown, first {wrong[0]}")
+    return model
 
 
 def read_transformer(
@@ -306,17 +349,7 @@ def read_transformer(
         if shapes is not None:
             shapes.check_config(config, f"{_describe_pipeline(folder)} whose transformer")
     if file is None:
-        dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
-        transformer, loaded = read_pretrained(
-            folder, name, cls, torch_dtype=dtype, output_loading_info=True
-        )
-        if loaded["unexpected_keys"]:
-            raise ModelError(
-                f"{folder / name} has {len(loaded['unexpected_keys'])} weights that a "
-                f"{cls.__name__} with this config.json does not have, first "
-                f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
-            )
-        return _check_complete(transformer, folder / name)
+        return _read_transformer_folder(cls, section, folder / name, config)
     path = Path(file)
     setting = "model.transformer_2_file" if name == "transformer_2" else "model.transformer_file"
     if not path.is_file():
@@ -351,6 +384,37 @@ def read_transformer(
     return _check_complete(transformer, path)
 
 
+def _read_transformer_folder(
+    cls: Any, section: ModelSection, folder: Path, config: Mapping[str, Any]
+) -> Any:
+    """Load a transformer from its subfolder, which has this configuration."""
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "another tool")
+        raise ModelError(
+            f"{folder} has weights that are quantized by {method}, which cannot be trained on. "
+            "Name a model.path with weights in fp32, bf16 or scaled fp8. model.quantize quantizes "
+            "them again."
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    dtype = _weights_dtype(section, lambda: files)
+    if FP8 in _stored_dtypes(files):
+        return read_component(
+            folder.parent,
+            folder.name,
+            lambda _: _load_scaled_fp8(lambda: cls.from_config(config), files, dtype),
+        )
+    transformer, loaded = read_pretrained(
+        folder.parent, folder.name, cls, torch_dtype=dtype, output_loading_info=True
+    )
+    if loaded["unexpected_keys"]:
+        raise ModelError(
+            f"{folder} has {len(loaded['unexpected_keys'])} weights that a {cls.__name__} with "
+            f"this config.json does not have, first {min(loaded['unexpected_keys'])}. Download it "
+            "again, or name another model."
+        )
+    return _check_complete(transformer, folder)
+
+
 def check_channels(
     folder: Path, transformer: Any, passed: Sequence[int], family: str, supported: str
 ) -> None:
@@ -371,18 +435,25 @@ def _describe_pipeline(folder: Path) -> str:
 
 
 def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:
-    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16, else fp32."""
+    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16 or fp8, else fp32.
+
+    A bf16 model may keep a few tensors in fp32.
+    """
     if section.dtype != "auto":
         return DTYPES[section.dtype]
-    for file in files():
+    return torch.bfloat16 if {"BF16", FP8} & _stored_dtypes(files()) else torch.float32
+
+
+def _stored_dtypes(files: Sequence[Path]) -> set[str]:
+    """Return the names of the dtypes of all tensors in safetensors files."""
+    stored: set[str] = set()
+    for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                stored = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+                stored |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             break  # reading the weights will report what is wrong with the file
-        if "BF16" in stored:  # a bf16 model may keep a few tensors in fp32
-            return torch.bfloat16
-    return torch.float32
+    return stored
 
 
 def _check_complete(model: nn.Module, source: Path) -> Any:
