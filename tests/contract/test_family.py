@@ -469,22 +469,22 @@ def training_inputs(family, noisy, timesteps, conditions):
     return recorder.calls[0]
 
 
-def predicts_the_negative(family, noisy, conditions):
+def as_latents(family, value, x0, conditions):
+    """Return the prediction for a transformer whose output is `value`."""
+    if isinstance(value, torch.Tensor) and value.ndim == 5:
+        value = value[:, : x0.shape[1]]
+    with torch.no_grad():
+        sigmas = torch.full((len(x0),), 0.5)
+        return family.predict(lambda *_, **__: (value,), x0, sigmas, conditions)
+
+
+def predicts_the_negative(family, x0, layout, conditions):
     """Return True if the family changes the sign of the transformer's output.
 
-    The pipeline's sampler, which arrives at the sample or not, then shows whether that is right.
+    `layout` is `x0` as the transformer reads it. The pipeline's sampler, which arrives at the
+    sample or not, shows whether the sign is right.
     """
-
-    def repeat(*args, **options):
-        first = next(iter([*args, *options.values()]))
-        is_list = isinstance(first, list)
-        out = torch.stack(first) if is_list else first
-        out = out[:, : noisy.shape[1]] if out.ndim == 5 and not is_list else out
-        return (list(out) if is_list else out,)
-
-    with torch.no_grad():
-        out = family.predict(repeat, noisy, torch.full((len(noisy),), 0.5), conditions)
-    return bool((out * noisy).sum() < 0)
+    return bool((as_latents(family, layout, x0, conditions) * x0).sum() < 0)
 
 
 def assert_same(ours, theirs):
@@ -524,7 +524,7 @@ def assert_physical(case, monkeypatch, media, prompt, text, shape, images=(), **
     assert encoded.shape[1:] == (x0.shape[1] + added, *cells)
     conditions = {**family.stack_text([text]), **given}
     layout = next(iter(training_inputs(family, x0, torch.ones(1), conditions).values()))
-    is_negated = predicts_the_negative(family, x0, conditions)
+    is_negated = predicts_the_negative(family, x0, layout, conditions)
 
     timesteps = []
 
@@ -540,7 +540,9 @@ def assert_physical(case, monkeypatch, media, prompt, text, shape, images=(), **
     ours = PerfectPredictor(family, layout, x0.shape[1], timesteps.__getitem__, is_negated)
     validated = run_validation(case, ours, monkeypatch, text, shape, images)
     torch.testing.assert_close(validated, raw, **CLOSE)
-    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(SEED))
+    start = as_latents(family, next(iter(theirs.calls[0].values())), x0, conditions)
+    start = -start if is_negated else start
+    noise = (start - (1 - timesteps[0]) * x0) / timesteps[0]  # samplers may start below sigma 1
     for number, (given_by_pipeline, sampled) in enumerate(
         zip(theirs.calls, ours.calls, strict=True)
     ):
@@ -617,7 +619,7 @@ def test_a_perfect_prediction_has_no_loss(case):
             layout,
             x0.shape[1],
             lambda _: timesteps,
-            predicts_the_negative(family, x0, conditions),
+            predicts_the_negative(family, x0, layout, conditions),
         ),
         objective.add_noise(x0, noise, timesteps, family.prediction),
         timesteps,
