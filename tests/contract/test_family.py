@@ -398,8 +398,16 @@ def open_case(name, miniature):
 
 
 @pytest.fixture(scope="module")
-def case(request, miniature):
-    return open_case(request.param, miniature)
+def opened_cases():
+    return {}
+
+
+@pytest.fixture
+def case(request, opened_cases, miniature):
+    """Return a case, loaded once: pytest would load it for each test, as others are in between."""
+    if request.param not in opened_cases:
+        opened_cases[request.param] = open_case(request.param, miniature)
+    return opened_cases[request.param]
 
 
 def timestep_of(scheduler, call, prediction):
