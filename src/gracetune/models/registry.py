@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FOLDER_SETTINGS = frozenset(("model.revision", "model.transformer_file"))
-"""Run-file settings that all families with a diffusers folder use."""
+REVISION_SETTING = frozenset(("model.revision",))
+"""Run-file setting of families whose transformer diffusers reads from a folder only."""
+FOLDER_SETTINGS = REVISION_SETTING | {"model.transformer_file"}
+"""Run-file settings that most families with a diffusers folder use."""
 
 
 @dataclass(frozen=True, slots=True)
