@@ -514,6 +514,38 @@ def _krea2(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def _ideogram4(folder: Path) -> None:
+    """Write Ideogram 4, which reads 13 of the 36 layers of its language model."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        Ideogram4Pipeline,
+        Ideogram4Transformer2DModel,
+    )
+
+    channels = 4
+    transformer, guide = (
+        Ideogram4Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            intermediate_size=64,
+            adaln_dim=16,
+            llm_features_dim=13 * TEXT_WIDTH,
+            mrope_section=(4, 2, 2),
+        )
+        for _ in range(2)
+    )
+    Ideogram4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=_flux2_vae(channels),
+        text_encoder=_qwen3_vl(36),
+        tokenizer=_tokenizer(length=2048, chat=True),
+        transformer=transformer,
+        unconditional_transformer=guide,
+    ).save_pretrained(folder)
+
+
 def _qwen_image(folder: Path, zero_cond_t: bool = False) -> None:
     from diffusers import (
         FlowMatchEulerDiscreteScheduler,
@@ -734,6 +766,7 @@ MINIATURES = {
     "chroma": Miniature(_chroma, "chroma"),
     "z-image": Miniature(_z_image, "z_image"),
     "krea2": Miniature(_krea2, "krea2"),
+    "ideogram4": Miniature(_ideogram4, "ideogram4"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(WAN21_IMAGE, clip_images=1), "wan22", "first frame"),

@@ -65,6 +65,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "chroma": FamilyInfo("gracetune.models.chroma", has_key_table=True),
     "z_image": FamilyInfo("gracetune.models.z_image", has_key_table=True),
     "krea2": FamilyInfo("gracetune.models.krea2", has_key_table=True),
+    "ideogram4": FamilyInfo("gracetune.models.ideogram4", REVISION_SETTING, has_key_table=True),
     "stable_audio": FamilyInfo("gracetune.models.stable_audio", has_planner_shapes=False),
     "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
 }
