@@ -146,6 +146,11 @@ class Ideogram4(DiffusersFamily):
         self.section = section
 
     @property
+    def uses_negative_prompt(self) -> bool:
+        """False: guidance uses a transformer without text."""
+        return False
+
+    @property
     def vae_scale(self) -> int:
         """Pixels along each edge of a token."""
         return super().vae_scale * FOLD
