@@ -3,9 +3,8 @@
     [COMFYUI=.hosts/comfyui] python scripts/family_table.py [--only flux,krea2] [--write]
 
 Prints a Markdown table with a row for each miniature of `tests/fakes/miniatures.py` that a family
-reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers.
-With `--only`, the page keeps the rows of the other miniatures.
-The columns:
+reads, and the reasons for each "no". `--write` puts both into docs/families.md, between markers;
+with `--only`, the rows of other miniatures stay as they are there. The columns:
 
 contract
     The tests of `tests/contract/test_family.py` for the miniature, which include the physical ones.
@@ -99,20 +98,21 @@ def main() -> None:
     print("\n".join(table_lines(rows)))
     if arguments.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        old, _, after = rest.partition(END)
-        kept = {name: cells for name, cells in read_table(old).items() if name not in rows}
-        both = {name: {**kept, **rows}[name] for name in MINIATURES if name in {**kept, **rows}}
-        table = "\n".join(table_lines(both))
+        written, _, after = rest.partition(END)
+        rows = read_table(written) | rows
+        ordered = {name: rows[name] for name in MINIATURES if name in rows}
+        table = "\n".join(table_lines(ordered))
         PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def read_table(text: str) -> dict[str, dict[str, str]]:
-    """Return the rows of a written table, with "yes" or the reason for "no" in each column."""
+    """Return the rows of a table from `table_lines`, with the reason for each "no"."""
     reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
     rows = {}
-    for name, line in re.findall(r"^\| (\S+) \| `\w+` \| (.+) \|$", text, re.MULTILINE):
-        cells = [re.sub(r"no \((\d+)\)", lambda m: reasons[m[1]], c) for c in line.split(" | ")]
-        rows[name] = dict(zip(COLUMNS, cells, strict=True))
+    for name, cells in re.findall(r"^\| (\S+) \| `\w+` \| (.+) \|$", text, re.MULTILINE):
+        numbers = [re.fullmatch(r"no \((\d+)\)", cell) for cell in cells.split(" | ")]
+        values = [YES if number is None else reasons[number[1]] for number in numbers]
+        rows[name] = dict(zip(COLUMNS, values, strict=True))
     return rows
 
 
@@ -242,8 +242,11 @@ def load_files(name: str, model: Path, files: Sequence[Path], clone: Path | None
             error = effect.error(load)
         else:
             with adapter_tools.comfyui_modules(clone) as comfy:
-                if not adapter_tools.comfyui_knows(comfy, name):
-                    return f"ComfyUI {comfy.version} does not know the model."
+                if adapter_tools.comfyui_class(comfy, name) is None:
+                    known = adapter_tools.table_of(name).comfyui_version
+                    return (
+                        f"ComfyUI {comfy.version} does not know this model; {known} and newer do."
+                    )
                 load = partial(adapter_tools.load_in_comfyui, comfy, name, transformer, file)
                 error = effect.error(load)
         if not error <= adapter_tools.MAX_ERROR:

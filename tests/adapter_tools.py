@@ -18,6 +18,8 @@ import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -64,34 +66,46 @@ SIZES = {
     "sdxl": {"block_out_channels": (8, 16, 32)},
 }
 """Settings in which the transformers differ from the miniatures, by family."""
-OTHER_NAMES = {
-    "wan": "wan21-t2v",
-    "qwen_image": "qwen-image",
-    "qwen_image_edit": "qwen-image-edit",
-    "stable_audio": "stable-audio",
-    "flux2": "flux2-dev",
-    "sd3": "sd35-medium",
-    "z_image": "z-image",
+TABLE_NAMES = {
+    family: import_module(info.module).KEY_TABLE.family
+    for family, info in FAMILIES.items()
+    if info.has_key_table
 }
-"""Name of a key table -> its miniature, if that has another name."""
-UNETS = ("sd15", "sdxl")
-"""Families with a U-Net, whose adapters also change convolutions."""
-VARIANTS = [
-    name
-    for name, small in MINIATURES.items()
-    if small.family and FAMILIES[small.family].has_key_table
-]
+"""Family -> name of its key table."""
+TRANSFORMER_TABLES = tuple(name for name, table in TABLES.items() if table.component != "unet")
+"""Key tables of transformers."""
+UNETS = tuple(name for name, table in TABLES.items() if table.component == "unet")
+"""Key tables of U-Nets, whose adapters also change convolutions."""
+VARIANTS = [name for name, small in MINIATURES.items() if small.family in TABLE_NAMES]
 """Miniatures with a key table."""
+
+
+def miniature_of(name):
+    """Return a miniature by its name, or the first one of a family or of a key table."""
+    if name in MINIATURES:
+        return name
+    families = {family for family, table in TABLE_NAMES.items() if table == name} | {name}
+    return next(small for small, found in MINIATURES.items() if found.family in families)
 
 
 def family_of(name):
     """Return the family of a miniature, or of the name of a key table."""
-    return MINIATURES[OTHER_NAMES.get(name, name)].family
+    return MINIATURES[miniature_of(name)].family
+
+
+@cache
+def transformer_config(small):
+    """Return the class of a miniature's pipeline, and its transformer's or U-Net's settings."""
+    with TemporaryDirectory() as folder:
+        path = write_miniature(small, Path(folder) / "model")
+        index = json.loads((path / "model_index.json").read_text())
+        config = json.loads((path / component_of(small) / "config.json").read_text())
+    return getattr(diffusers, index["_class_name"]), config
 
 
 def component_of(name):
     """Return the name of a miniature's model in its diffusers pipeline."""
-    return "unet" if family_of(name) in UNETS else "transformer"
+    return table_of(name).component
 
 
 def build_transformer(name):
@@ -100,16 +114,13 @@ def build_transformer(name):
     `name` is a miniature, or a key table with a miniature. The attribute `pipeline_class` of the
     result is the class of its diffusers pipeline.
     """
-    with TemporaryDirectory() as folder:
-        path = write_miniature(OTHER_NAMES.get(name, name), Path(folder) / "model")
-        index = json.loads((path / "model_index.json").read_text())
-        config = json.loads((path / component_of(name) / "config.json").read_text())
+    pipeline_class, config = transformer_config(miniature_of(name))
     torch.manual_seed(1)
     with without_progress_bars():
         model = getattr(diffusers, config["_class_name"]).from_config(
             config, **SIZES.get(family_of(name), {})
         )
-    model.pipeline_class = getattr(diffusers, index["_class_name"])
+    model.pipeline_class = pipeline_class
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -162,9 +173,9 @@ def uninitialised_is_nan():
         torch.use_deterministic_algorithms(before)
 
 
-def table_of(family):
-    table = {"wan22": "wan"}.get(family_of(family), family_of(family))
-    return TABLES[table] if table in TABLES else any_name_table(table)
+def table_of(name):
+    family = family_of(name)
+    return TABLES[TABLE_NAMES[family]] if family in TABLE_NAMES else any_name_table(family)
 
 
 UNET_OUTSIDE = (
@@ -196,7 +207,8 @@ OUTSIDE = {
     "sd15": (*UNET_OUTSIDE, "down_blocks.2.resnets.0.conv_shortcut"),
     "sdxl": (*UNET_OUTSIDE, "add_embedding.linear_1"),
 }
-"""Modules outside of the blocks, or that a default run does not train, by key table."""
+"""Modules outside of the blocks, or that a default run does not train, by key table. For other
+tables it is the layer that reads the latents."""
 
 
 def adapted_modules(family, model, outside=False):
@@ -206,7 +218,8 @@ def adapted_modules(family, model, outside=False):
         return [name for name in linear if "transformer_blocks" in name]
     table = table_of(family)
     found = [name for name in linear if {name, template_of(name)[0]} & {*table.block_linears}]
-    return [*found, *OUTSIDE[table.family]] if outside else found
+    more = OUTSIDE.get(table.family, (planner_shapes(family_of(family)).input_layer,))
+    return [*found, *more] if outside else found
 
 
 def make_adapter(family, kind, model, alpha=None, outside=False):
@@ -549,24 +562,14 @@ def _swap(tensor):
     return torch.cat(tensor.chunk(2)[::-1])
 
 
-COMFYUI_CLASSES = {
-    "wan": "WAN21",
-    "flux": "Flux",
-    "flux2": "Flux2",
-    "chroma": "Chroma",
-    "qwen_image": "QwenImage",
-    "sd3": "SD3",
-    "z_image": "Lumina2",
-    "krea2": "Krea2",
-    "sd15": "BaseModel",
-    "sdxl": "SDXL",
-}
-"""Key table -> ComfyUI's class of the model."""
+COMFYUI_CLASSES = {"wan": "WAN21", "z_image": "Lumina2", "sd15": "BaseModel", "sdxl": "SDXL"}
+"""Key table -> ComfyUI's class of the model, if it is not the name of diffusers' class."""
 
 
-def comfyui_knows(comfy, family):
-    """Return True if the clone has the model of a family."""
-    return hasattr(comfy.model_base, COMFYUI_CLASSES[table_of(family).family])
+def comfyui_class(comfy, name):
+    """Return ComfyUI's class of a model, or None if this version of ComfyUI does not know it."""
+    class_name = planner_shapes(family_of(name)).class_name.partition("Transformer")[0]
+    return getattr(comfy.model_base, COMFYUI_CLASSES.get(table_of(name).family, class_name), None)
 
 
 def comfyui_config(config):
@@ -607,7 +610,7 @@ def comfyui_unet_config(config):
 def load_in_comfyui(comfy, family, model, path):
     """Patch the weights as ComfyUI does, and return a diffusers model with the patched weights."""
     originals = original_weights(family, model)
-    comfy_model = getattr(comfy.model_base, COMFYUI_CLASSES[table_of(family).family])()
+    comfy_model = comfyui_class(comfy, family)()
     state = {f"diffusion_model.{key}": weight for key, (weight, *_) in originals.items()}
     comfy_model.state_dict = lambda: state
     comfy_model.model_config = SimpleNamespace(unet_config=comfyui_config(model.config))

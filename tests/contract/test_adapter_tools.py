@@ -18,6 +18,7 @@ from adapter_examples import make_lokr, make_lora, map_tensors
 from adapter_tools import (
     MAX_ERROR,
     TABLES,
+    TRANSFORMER_TABLES,
     UNETS,
     VARIANTS,
     WIDTH,
@@ -37,6 +38,7 @@ from adapter_tools import (
 from safetensors.torch import load_file, save_file
 
 from gracetune.adapters.files.check_loading import check_file
+from gracetune.adapters.files.formats import FORMATS
 from gracetune.adapters.files.io import (
     default_format,
     loading_tools,
@@ -51,31 +53,10 @@ from gracetune.errors import AdapterError
 from gracetune.train.export import TOOL_NAMES
 
 KINDS = ("lora", "dora", "loha", "lokr", "lokr-whole", "lokr-both", "full")
-FAMILIES = ("wan", "flux", "qwen_image", "flux2", "chroma", "sd3", "z_image", "krea2")
+FAMILIES = TRANSFORMER_TABLES
 FORMS = ("comfyui", "lightning", "diffusers", "kohya", "lycoris", "onetrainer", "bare")
-ORIGINAL = {"comfyui", "lightning", "kohya"}
-"""Formats with original names, which ComfyUI reads for every model that it knows."""
-IN_COMFYUI = {
-    "wan": set(),
-    "flux": {"diffusers", "lycoris", "onetrainer", "bare"},
-    "flux2": {"diffusers", "lycoris", "onetrainer", "bare"},
-    "chroma": {"diffusers", "lycoris", "onetrainer", "bare"},
-    "qwen_image": {"diffusers", "lycoris", "bare"},
-    "sd3": {"diffusers", "lycoris", "onetrainer"},
-    "z_image": {"diffusers", "lycoris", "bare"},
-    "krea2": {"diffusers", "lycoris", "bare"},
-    "sd15": {"lycoris", "onetrainer"},
-    "sdxl": {"lycoris", "onetrainer"},
-}
-"""Formats with diffusers' names that ComfyUI reads, by family."""
-
-
 ALL_FAMILIES = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in UNETS)]
 """Families for the large tests. U-Nets have many layers; a few cases of theirs are not slow."""
-
-
-def test_every_key_table_is_tested():
-    assert {*FAMILIES, *UNETS} == set(TABLES)
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +64,25 @@ def transformers():
     return {family: build_transformer(family) for family in (*FAMILIES, *UNETS, "stable_audio")}
 
 
-def loads_in_comfyui(family, kind, form, outside):
-    """Return whether ComfyUI computes such a file right, by its own functions."""
-    by_diffusers_names = form in IN_COMFYUI[family]
-    if outside and table_of(family).not_in_comfyui:
-        by_diffusers_names = False
-    fused_biases = family in ("flux", "chroma", "sd3") and kind == "full"
-    known = form in ORIGINAL or (by_diffusers_names and not fused_biases)
-    return known and kind != "dora"
+def loads_in_comfyui(family, model, kind, form, outside):
+    """Return whether ComfyUI computes such a file right.
+
+    tests/hosts/test_comfyui.py compares the prefixes in the key table with ComfyUI's functions.
+    """
+    table = table_of(family)
+    (names,) = (one for one in FORMATS if one.name == form)
+    prefix = names.prefix.replace("transformer", table.component)
+    if (prefix, names.separator, names.naming) not in table.comfyui_prefixes:
+        return False
+    if names.naming == "diffusers":
+        if table.component == "unet" and names.separator == ".":
+            return False  # ComfyUI knows these names for the attention of old diffusers alone
+        parts = [part.format(0) for fused in table.fused for part, _ in fused.parts]
+        if kind == "full" and any(model.get_submodule(part).bias is not None for part in parts):
+            return False
+        if outside and table.not_in_comfyui:
+            return False
+    return kind != "dora"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +109,7 @@ def test_a_file_loads_if_and_only_if_its_output_is_right(
             loaders.append(load_in_diffusers_transformer)
         error = min(effect.error(partial(load, family, model, path)) for load in loaders)
         assert diffusers.loads == (error <= MAX_ERROR), (form, error, diffusers)
-        in_comfyui = loads_in_comfyui(family, kind, form, outside)
+        in_comfyui = loads_in_comfyui(family, model, kind, form, outside)
         assert comfyui.loads == in_comfyui, (form, comfyui)
         if form == "lycoris":
             for merged in (False, True):

@@ -340,19 +340,10 @@ def _mistral3(layers: int) -> object:
     ).eval()
 
 
-def _flux2(folder: Path, *, is_klein: bool) -> None:
-    """Write FLUX.2 dev or Klein. They read hidden states of a language model's 30th or 27th layer.
+def _flux2_vae(channels: int) -> object:
+    """Return the VAE of FLUX.2, whose batch norm, which normalises latents, is random."""
+    from diffusers import AutoencoderKLFlux2
 
-    The batch norm of the VAE, which normalises latents, has random statistics.
-    """
-    from diffusers import (
-        AutoencoderKLFlux2,
-        Flux2KleinPipeline,
-        Flux2Pipeline,
-        Flux2Transformer2DModel,
-    )
-
-    channels = 4
     vae = AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -363,9 +354,17 @@ def _flux2(folder: Path, *, is_klein: bool) -> None:
     )
     torch.nn.init.normal_(vae.bn.running_mean)
     torch.nn.init.uniform_(vae.bn.running_var, 0.5, 2.0)
+    return vae
+
+
+def _flux2(folder: Path, *, is_klein: bool) -> None:
+    """Write FLUX.2 dev or Klein. They read 30 or 27 layers of a language model."""
+    from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+
+    channels = 4
     (Flux2KleinPipeline if is_klein else Flux2Pipeline)(
         scheduler=_shifting_scheduler(),
-        vae=vae,
+        vae=_flux2_vae(channels),
         text_encoder=_qwen3(27, causal_lm=True) if is_klein else _mistral3(30),
         tokenizer=_tokenizer(chat=True),
         transformer=Flux2Transformer2DModel(
@@ -459,18 +458,15 @@ def _qwen_vae(channels: int) -> object:
     )
 
 
-def _krea2(folder: Path) -> None:
-    """Write Krea 2, which reads two layers of its language model."""
-    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+def _qwen3_vl(layers: int = 3) -> object:
     from transformers import Qwen3VLConfig, Qwen3VLModel
 
-    channels = 4
     rope = {"mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 1000000.0}
     text_config = {
         "vocab_size": VOCABULARY,
         "hidden_size": TEXT_WIDTH,
         "intermediate_size": 37,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -484,12 +480,18 @@ def _krea2(folder: Path) -> None:
         "out_hidden_size": TEXT_WIDTH,
         "deepstack_visual_indexes": [0],
     }
+    return Qwen3VLModel(Qwen3VLConfig(text_config=text_config, vision_config=vision_config)).eval()
+
+
+def _krea2(folder: Path) -> None:
+    """Write Krea 2, which reads two layers of its language model."""
+    from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+
+    channels = 4
     Krea2Pipeline(
         scheduler=_shifting_scheduler(),
         vae=_qwen_vae(channels),
-        text_encoder=Qwen3VLModel(
-            Qwen3VLConfig(text_config=text_config, vision_config=vision_config)
-        ).eval(),
+        text_encoder=_qwen3_vl(),
         tokenizer=_tokenizer(length=2048),
         transformer=Krea2Transformer2DModel(
             in_channels=4 * channels,
@@ -509,6 +511,38 @@ def _krea2(folder: Path) -> None:
             axes_dims_rope=(4, 6, 6),
         ),
         text_encoder_select_layers=(1, 3),
+    ).save_pretrained(folder)
+
+
+def _ideogram4(folder: Path) -> None:
+    """Write Ideogram 4, which reads 13 of the 36 layers of its language model."""
+    from diffusers import (
+        FlowMatchEulerDiscreteScheduler,
+        Ideogram4Pipeline,
+        Ideogram4Transformer2DModel,
+    )
+
+    channels = 4
+    transformer, guide = (
+        Ideogram4Transformer2DModel(
+            in_channels=4 * channels,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            intermediate_size=64,
+            adaln_dim=16,
+            llm_features_dim=13 * TEXT_WIDTH,
+            mrope_section=(4, 2, 2),
+        )
+        for _ in range(2)
+    )
+    Ideogram4Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=_flux2_vae(channels),
+        text_encoder=_qwen3_vl(36),
+        tokenizer=_tokenizer(length=2048, chat=True),
+        transformer=transformer,
+        unconditional_transformer=guide,
     ).save_pretrained(folder)
 
 
@@ -727,11 +761,12 @@ MINIATURES = {
     "sd15": Miniature(partial(_unet, is_sdxl=False), "sd15"),
     "sdxl": Miniature(partial(_unet, is_sdxl=True), "sdxl"),
     "sdxl-v": Miniature(partial(_unet, is_sdxl=True, prediction="v_prediction"), "sdxl"),
-    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "sd35-medium": Miniature(partial(_sd3, is_medium=True), "sd3"),
+    "sd35-large": Miniature(partial(_sd3, is_medium=False), "sd3"),
     "chroma": Miniature(_chroma, "chroma"),
     "z-image": Miniature(_z_image, "z_image"),
     "krea2": Miniature(_krea2, "krea2"),
+    "ideogram4": Miniature(_ideogram4, "ideogram4"),
     "stable-audio": Miniature(_stable_audio, "stable_audio", "audio"),
     "wan21-t2v": Miniature(partial(_wan, task="text", experts=1), "wan22", "video"),
     "wan21-i2v": Miniature(partial(WAN21_IMAGE, clip_images=1), "wan22", "first frame"),
@@ -740,4 +775,5 @@ MINIATURES = {
     "wan22-i2v": Miniature(partial(_wan, task="image", experts=2), "wan22", "first frame"),
     "wan22-5b": Miniature(partial(_wan, task="text", experts=1, is_5b=True), "wan22", "video"),
 }
-"""Every model of the tests. The contract of families runs on all that a family reads."""
+"""Every model of the tests. The contract of families runs on all that a family reads. Tests
+that need one model of a family use the first."""

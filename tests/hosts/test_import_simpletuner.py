@@ -24,6 +24,7 @@ from gracetune.config.importers.simpletuner_keys import (
     FEATURES,
     IGNORED_PREFIXES,
     KNOWN_KEYS,
+    NOT_TRANSLATED,
 )
 from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import parse_json, walk
@@ -301,7 +302,9 @@ def test_another_family_is_refused_in_one_line(one, tmp_path, outcomes):
         check_importable(import_files([path, tmp_path / "datasets.json"]))
     line = str(error.value).splitlines()[0]
     key = "model_flavour" if one.family in FAMILIES else "model_family"
-    assert f"{key} is {one.config[key]!r}, which gracetune does not train" in line
+    translated = one.config[key] not in NOT_TRANSLATED
+    why = "which gracetune does not train" if translated else "whose settings are not translated"
+    assert f"{key} is {one.config[key]!r}, {why}" in line
     outcomes.append("of other families, refused in one line")
 
 

@@ -66,6 +66,9 @@ class FamilyPreset:
     sample_steps: int
     timestep_shift: tuple[float | str, str] | None = None
     """Value of `train.timestep_shift` and its reason."""
+    unshifted_edge: int | None = None
+    """Edge of an image in pixels at which the shift is 1, if it is proportional to the edge."""
+    timestep_std: float | None = None
     uniform_timesteps: bool = False
     kinds: tuple[str, ...] = ("image",)
     """Media that the model is trained on."""
@@ -127,6 +130,19 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
     ),
     "krea2": FamilyPreset(
         "krea/Krea-2-Raw", "Krea 2", 16, LARGE, 5.5, 28, FLOW_BY_SIZE, weights_gb=26
+    ),
+    "ideogram4": FamilyPreset(
+        "ideogram-ai/ideogram-4-fp8",
+        "Ideogram 4",
+        16,
+        LARGE,
+        7.0,
+        48,
+        unshifted_edge=512,
+        timestep_std=1.5,
+        weights_gb=19,
+        uses_guidance=False,  # its guidance uses another transformer, which is not trained
+        tokenizer=("tokenizer", 2048),
     ),
     "chroma": FamilyPreset(
         "lodestones/Chroma1-HD", "Chroma1 HD", 16, LARGE, 3.0, 40, FLOW_BY_SIZE, weights_gb=18
@@ -523,6 +539,14 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
         settings.append(Setting("train.timestep_sampling", "uniform", "as the model was trained"))
     if preset.timestep_shift is not None:
         settings.append(Setting("train.timestep_shift", *preset.timestep_shift))
+    if preset.unshifted_edge is not None:
+        edge = resolution_setting(request, size).value
+        assert isinstance(edge, int)
+        shift = edge / preset.unshifted_edge
+        why = f"the pipeline's for {edge}x{edge} pixels; proportional to the edge"
+        settings.append(Setting("train.timestep_shift", shift, why))
+    if preset.timestep_std is not None:
+        settings.append(Setting("train.timestep_std", preset.timestep_std, "as in its pipeline"))
     if preset.min_snr:
         settings.append(
             Setting("train.min_snr_gamma", 5.0, "balances timesteps; the value of its paper")

@@ -18,13 +18,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from gracetune.atomic_files import link_or_copy
 from gracetune.errors import ModelError
 from gracetune.models.checkpoint_header import FP8_TYPES, read_header
 from gracetune.models.locate import locate_model
 from gracetune.models.registry import family_info
-from gracetune.models.single_file import load_transformer, read_transformer_weights
+from gracetune.models.single_file import (
+    dequantize,
+    load_transformer,
+    read_transformer_weights,
+    unscaled_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,9 +257,48 @@ def read_vae(folder: Path, cls: Any) -> Any:
 
 
 def read_text_encoder(folder: Path, name: str, cls: Any) -> nn.Module:
-    """Load a text encoder, frozen and in the dtype of its file."""
-    encoder: nn.Module = read_pretrained(folder, name, cls, dtype="auto")
+    """Load a text encoder, frozen and in the dtype of its file; fp8 weights become bf16."""
+    files = sorted((folder / name).glob("*.safetensors"))
+    if _has_fp8(files):
+
+        def read(path: Path) -> nn.Module:
+            config = cls.config_class.from_pretrained(path, local_files_only=True)
+            return _load_fp8(lambda: cls(config), files, torch.bfloat16)
+
+        encoder = read_component(folder, name, read)
+    else:
+        encoder = read_pretrained(folder, name, cls, dtype="auto")
     return encoder.eval().requires_grad_(False)
+
+
+def _load_fp8(
+    build: Callable[[], nn.Module], files: Sequence[Path], dtype: torch.dtype
+) -> nn.Module:
+    """Return a model with weights that are stored in fp8, in `dtype`.
+
+    diffusers and transformers would load the fp8 numbers without their scales.
+    """
+    from accelerate import init_empty_weights
+
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        stored |= load_file(file)
+    unscaled = unscaled_weights(stored)
+    if unscaled:
+        raise ValueError(f"{unscaled[0]} is stored in fp8 without a scale, but others have one")
+    weights = dequantize(stored, dtype)
+    with init_empty_weights():
+        model = build()
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in weights.items():
+        if tensor.is_floating_point():
+            is_kept = not kept.isdisjoint(name.split("."))
+            weights[name] = tensor.to(torch.float32 if is_kept else dtype)
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    if missing or unexpected:
+        wrong = sorted([*missing, *unexpected])
+        raise ValueError(f"{len(wrong)} weights are missing or unknown, first {wrong[0]}")
+    return model
 
 
 def read_transformer(
@@ -275,17 +320,7 @@ def read_transformer(
         if shapes is not None:
             shapes.check_config(config, f"{_describe_pipeline(folder)} whose transformer")
     if file is None:
-        dtype = _weights_dtype(section, lambda: sorted((folder / name).glob("*.safetensors")))
-        transformer, loaded = read_pretrained(
-            folder, name, cls, torch_dtype=dtype, output_loading_info=True
-        )
-        if loaded["unexpected_keys"]:
-            raise ModelError(
-                f"{folder / name} has {len(loaded['unexpected_keys'])} weights that a "
-                f"{cls.__name__} with this config.json does not have, first "
-                f"{min(loaded['unexpected_keys'])}. Download it again, or name another model."
-            )
-        return _check_complete(transformer, folder / name)
+        return _read_transformer_folder(cls, section, folder / name, config)
     setting = "model.transformer_2_file" if name == "transformer_2" else "model.transformer_file"
     header = read_header(file, setting)
     dtype = _weights_dtype(section, lambda: [header.path])
@@ -309,6 +344,37 @@ def read_transformer(
     return _check_complete(transformer, header.path)
 
 
+def _read_transformer_folder(
+    cls: Any, section: ModelSection, folder: Path, config: Mapping[str, Any]
+) -> Any:
+    """Load a transformer from its subfolder, which has this configuration."""
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "another tool")
+        raise ModelError(
+            f"{folder} has weights that are quantized by {method}, which cannot be trained on. "
+            "Name a model.path with weights in fp32, bf16 or fp8. model.quantize quantizes "
+            "them again."
+        )
+    files = sorted(folder.glob("*.safetensors"))
+    dtype = _weights_dtype(section, lambda: files)
+    if _has_fp8(files):
+        return read_component(
+            folder.parent,
+            folder.name,
+            lambda _: _load_fp8(lambda: cls.from_config(config), files, dtype),
+        )
+    transformer, loaded = read_pretrained(
+        folder.parent, folder.name, cls, torch_dtype=dtype, output_loading_info=True
+    )
+    if loaded["unexpected_keys"]:
+        raise ModelError(
+            f"{folder} has {len(loaded['unexpected_keys'])} weights that a {cls.__name__} with "
+            f"this config.json does not have, first {min(loaded['unexpected_keys'])}. Download it "
+            "again, or name another model."
+        )
+    return _check_complete(transformer, folder)
+
+
 def check_channels(
     folder: Path, transformer: Any, passed: Sequence[int], family: str, supported: str
 ) -> None:
@@ -329,18 +395,30 @@ def _describe_pipeline(folder: Path) -> str:
 
 
 def _weights_dtype(section: ModelSection, files: Callable[[], list[Path]]) -> torch.dtype:
-    """Return `model.dtype`; for `auto`, bf16 if the files have bf16 or fp8 tensors, else fp32."""
+    """Return `model.dtype`; for `auto`, bf16 if any tensor in the files is bf16 or fp8, else fp32.
+
+    A bf16 model may keep a few tensors in fp32.
+    """
     if section.dtype != "auto":
         return DTYPES[section.dtype]
-    for file in files():
+    is_short = not _stored_dtypes(files()).isdisjoint(("BF16", *FP8_TYPES))
+    return torch.bfloat16 if is_short else torch.float32
+
+
+def _has_fp8(files: Sequence[Path]) -> bool:
+    return not _stored_dtypes(files).isdisjoint(FP8_TYPES)
+
+
+def _stored_dtypes(files: Sequence[Path]) -> set[str]:
+    """Return the names of the dtypes of all tensors in safetensors files."""
+    stored: set[str] = set()
+    for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                stored = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+                stored |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError):
             break  # reading the weights will report what is wrong with the file
-        if stored & {"BF16", *FP8_TYPES}:  # such a model may keep a few tensors in fp32
-            return torch.bfloat16
-    return torch.float32
+    return stored
 
 
 def _check_complete(model: nn.Module, source: Path) -> Any:

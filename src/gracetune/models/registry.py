@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FOLDER_SETTINGS = frozenset(("model.revision", "model.transformer_file"))
-"""Run-file settings that all families with a diffusers folder use."""
+REVISION_SETTING = frozenset(("model.revision",))
+"""Run-file setting of families whose transformer diffusers reads from a folder only."""
+FOLDER_SETTINGS = REVISION_SETTING | {"model.transformer_file"}
+"""Run-file settings that most families with a diffusers folder use."""
 IP_ADAPTER_COMPONENTS = ("image_encoder", "feature_extractor")
 UNET_COMPONENTS = ("safety_checker", *IP_ADAPTER_COMPONENTS)
 
@@ -316,6 +318,14 @@ FAMILIES: Mapping[str, FamilyInfo] = {
             PublishedModel("krea/Krea-2-Raw", "Krea 2, 12.8 B", KREA2),
             PublishedModel("krea/Krea-2-Turbo", "Krea 2, distilled to few steps, 12.8 B", KREA2),
         ),
+        has_key_table=True,
+    ),
+    "ideogram4": FamilyInfo(
+        "gracetune.models.ideogram4",
+        settings=REVISION_SETTING,
+        pipelines=("Ideogram4Pipeline",),
+        models=(PublishedModel("ideogram-ai/ideogram-4-fp8", "Ideogram 4, weights in fp8, 9.3 B"),),
+        unused_components=("prompt_enhancer_head",),
         has_key_table=True,
     ),
     "stable_audio": FamilyInfo(

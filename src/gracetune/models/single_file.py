@@ -53,12 +53,7 @@ def dequantize(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
     Tensors in other types without a scale are returned as they are. `stored` is emptied, so that
     memory holds each weight once.
     """
-    scales = {
-        f"{name.removesuffix(end)}.weight": tensor
-        for name, tensor in stored.items()
-        for end in WEIGHT_SCALES
-        if name.endswith(end)
-    }
+    scales = _scales_of_weights(stored)
     weights = {}
     for name in list(stored):
         tensor = stored.pop(name)
@@ -71,6 +66,27 @@ def dequantize(stored: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
             tensor = tensor.to(dtype)
         weights[name] = tensor
     return weights
+
+
+def unscaled_weights(stored: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of fp8 weights without a scale, if there are scales of others."""
+    scales = _scales_of_weights(stored)
+    if not scales:
+        return []
+    return [
+        n
+        for n, t in stored.items()
+        if t.dtype in FP8_DTYPES and n not in scales and not is_marker(n)
+    ]
+
+
+def _scales_of_weights(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"{name.removesuffix(end)}.weight": tensor
+        for name, tensor in stored.items()
+        for end in WEIGHT_SCALES
+        if name.endswith(end)
+    }
 
 
 def _expand_scale(scale: Tensor, weight: Tensor, name: str) -> Tensor:

@@ -160,7 +160,7 @@ class WanShapes(PlannerShapes):
 PLANNER_SHAPES = WanShapes(
     class_name="WanTransformer3DModel",
     published_config={},
-    published_name="the published A14B, with two experts",
+    published_name="the published A14B, with two experts of 14 B",
     blocks=("blocks",),
     targets=TARGETS,
     input_layer="patch_embedding",

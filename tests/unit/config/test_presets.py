@@ -62,6 +62,22 @@ def test_every_memory_size_and_goal_gives_a_valid_file(family):
         assert "[trigger]" not in str(run.validation.prompts)
 
 
+def test_every_family_has_a_preset_for_its_default_model():
+    models = {family: preset.model for family, preset in FAMILY_PRESETS.items()}
+    assert models == {family: info.default_model for family, info in FAMILIES.items()}, (
+        "add the family to FAMILY_PRESETS in config/presets.py, with the first model of its "
+        "entry in models/registry.py"
+    )
+
+
+def test_the_shift_of_ideogram_4_follows_the_resolution():
+    """512x512 pixels have a shift of 1 in the pipeline, and 1024x1024 pixels one of 2."""
+    for gb, edge in ((12, 1024), (24, 1024), (24, 768)):
+        run, _ = load(request("ideogram4", memory_gb=float(gb), typical_edge=edge))
+        assert run.train.timestep_shift == run.datasets[0].resolution / 512
+        assert run.train.timestep_std == 1.5
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_memory_never_gives_less(family):
     preset = FAMILY_PRESETS[family]

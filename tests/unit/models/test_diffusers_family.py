@@ -1,6 +1,7 @@
 """Flux, Qwen-Image and Stable Audio encode and call the model as diffusers' pipelines do."""
 
 import json
+import shutil
 
 import diffusers
 import pytest
@@ -163,6 +164,50 @@ def test_a_clip_is_padded_with_silence_and_its_length_is_a_condition(miniature):
     whole = torch.zeros(1, 2, family.audio.max_length)
     whole[..., :1600] = short
     torch.testing.assert_close(family.split_encoded(family.encode(whole))[0], x0)
+
+
+def store_in_fp8(folder):
+    """Store the matrices of a component in fp8, each with a scale for every row."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in list(tensors.items()):
+        if name.endswith(".weight") and tensor.dim() == 2:
+            scale = tensor.abs().amax(1).clamp(min=1e-6) / 448
+            tensors[name] = (tensor / scale[:, None]).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_weights_in_scaled_fp8_are_read_with_their_scales(miniature, tmp_path):
+    plain = load("z_image", miniature("z-image"))
+    folder = shutil.copytree(miniature("z-image"), tmp_path / "model")
+    for component in ("transformer", "text_encoder"):
+        store_in_fp8(folder / component)
+    scaled = load("z_image", folder)
+    assert scaled.dtype is torch.bfloat16
+    pairs = ((plain.transformer, scaled.transformer), (*plain.text_encoders, *scaled.text_encoders))
+    for one, other in pairs:
+        weights = dict(other.named_parameters())
+        assert weights.keys() == dict(one.named_parameters()).keys()
+        for name, weight in one.named_parameters():
+            torch.testing.assert_close(weights[name].float(), weight, rtol=0.08, atol=0.02)
+    assert scaled.encode_text(["a red ring"])[0]["tokens"].dtype is torch.bfloat16
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop(next(name for name in tensors if name.endswith("_scale")))
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match="stored in fp8 without a scale"):
+        load("z_image", folder)
+
+
+def test_a_folder_that_another_tool_has_quantized_is_refused(miniature, tmp_path):
+    folder = shutil.copytree(miniature("z-image"), tmp_path / "model")
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text())
+    quantized = config | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    file.write_text(json.dumps(quantized))
+    with pytest.raises(ModelError, match=r"quantized by bitsandbytes.* bf16 or fp8"):
+        load("z_image", folder)
 
 
 @pytest.mark.parametrize(("family", "name"), [("flux", "flux"), ("qwen_image", "qwen-image")])

@@ -70,6 +70,7 @@ _EXPERT_PREFIXES: dict[str, Stage] = {
 _PREFIX_WORDS = (
     *_EXPERT_PREFIXES,
     "diffusion_model",
+    "conditional_transformer",
     "transformer",
     "base_model",
     "lycoris",

@@ -19,7 +19,7 @@ from gracetune.config.importers.ai_toolkit_data import (
     import_sample,
     import_save,
 )
-from gracetune.config.importers.ai_toolkit_keys import MODELS, OTHER_MODELS, Job
+from gracetune.config.importers.ai_toolkit_keys import MODELS, NOT_TRANSLATED, OTHER_MODELS, Job
 from gracetune.config.importers.ai_toolkit_train import import_train
 from gracetune.config.importers.read_values import (
     EMPTY,
@@ -165,6 +165,11 @@ def _find_arch(file: str, model: KeyReader) -> tuple[str, str]:
     if arch not in MODELS:
         known = f"the model {OTHER_MODELS[arch]}" if arch in OTHER_MODELS else "this model"
         where = f"model.{key} is {model.peek(key)!r}" if key else "model"
+        if arch in NOT_TRANSLATED:
+            raise ConfigError(
+                f"{file}: {where} ({path or 'no path'}): settings of {known} are not translated. "
+                f"Start from `gracetune examples {NOT_TRANSLATED[arch]} --copy`."
+            )
         families = sorted({each.family for each in MODELS.values()})
         raise ConfigError(
             f"{file}: {where} ({path or 'no path'}): gracetune does not have {known}. It has the "

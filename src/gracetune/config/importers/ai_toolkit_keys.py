@@ -117,6 +117,8 @@ MODELS: Mapping[str, Model] = {
 }
 """Models by ai-toolkit's `model.arch`, without the tag after a colon."""
 
+NOT_TRANSLATED = {"ideogram4": "ideogram4-lora"}
+"""Models of `OTHER_MODELS` that gracetune trains, with the example to start from."""
 OTHER_MODELS: Mapping[str, str] = {
     "ace_step_15": "ACE-Step 1.5",
     "ace_step_15_xl": "ACE-Step 1.5 XL",

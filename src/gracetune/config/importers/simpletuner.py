@@ -24,6 +24,7 @@ from gracetune.config.importers.simpletuner_keys import (
     KNOWN_KEYS,
     NOT_NEEDED,
     NOT_SUPPORTED,
+    NOT_TRANSLATED,
     OPTIMIZERS,
     SimpleTunerOptimizer,
 )
@@ -89,6 +90,11 @@ def _find_family(files: SimpleTunerFiles) -> SimpleTunerFamily:
             f"of {known}."
         )
     found = FAMILIES.get(str(name).replace("-", "_"))
+    if name in NOT_TRANSLATED:
+        raise ConfigError(
+            f"{files.name} is a config of SimpleTuner: model_family is {name!r}, whose settings "
+            f"are not translated. Start from `gracetune examples {NOT_TRANSLATED[name]} --copy`."
+        )
     if found is None:
         raise ConfigError(
             f"{files.name} is a config of SimpleTuner: model_family is {name!r}, which gracetune "

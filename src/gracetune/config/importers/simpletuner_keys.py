@@ -133,6 +133,9 @@ FAMILIES: Mapping[str, SimpleTunerFamily] = {
     ),
 }
 """Families that both train, by SimpleTuner's `model_family`."""
+NOT_TRANSLATED = {"ideogram": "ideogram4-lora"}
+"""SimpleTuner's `model_family` -> the example to start from, for families that both train but whose
+keys are not translated: Ideogram 4 has a schedule and captions of its own there."""
 EDIT_FLAVOURS = {
     ("flux", "kontext"),
     *(("qwen_image", f"edit-{version}") for version in ("v1", "v2", "v2+", "v3")),

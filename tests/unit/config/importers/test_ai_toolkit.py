@@ -216,6 +216,7 @@ def test_ai_toolkits_defaults_are_used_for_missing_keys():
         ({"model.arch": "lumina2:x"}, "Lumina Image 2"),
         ({"model.name_or_path": "ostris/Flex.1-alpha"}, "Flex.1"),
         ({"model.arch": "no_such"}, "this model"),
+        ({"model.arch": "ideogram4"}, "Start from `gracetune examples ideogram4-lora --copy`"),
         (
             {"model.arch": "krea2:o_edit", "model.model_kwargs": {"edit": True}},
             "without references",

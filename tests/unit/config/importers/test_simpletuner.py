@@ -284,6 +284,11 @@ def test_another_family_is_one_clear_line(convert):
         convert(model_family="hidream")
 
 
+def test_a_family_without_a_translation_names_its_example(convert):
+    with pytest.raises(ConfigError, match=r"not translated\. Start from .*ideogram4-lora --copy"):
+        convert(model_family="ideogram")
+
+
 def test_a_typo_is_reported_with_the_right_name(convert):
     found = verdicts(convert(learning_rte=1e-4))
     verdict, text = found["learning_rte"]
