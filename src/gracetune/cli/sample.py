@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import read_run
 from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.schema import PlanSection, ValidationSection
 from gracetune.errors import ConfigError
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     from gracetune.train.sample_targets import find_targets
 
     prefer_expandable_segments()  # before torch is imported
-    targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
+    targets = find_targets(
+        args.targets, args.model, args.at, compare=args.compare, read_run=read_run
+    )
     settings = _limit_memory(targets.run, args.device_memory)
     shown = prompts or settings.validation.prompts or _validated_prompts(targets.folder.parent)
     if not shown:
