@@ -275,4 +275,6 @@ def test_a_finished_run_does_nothing_when_started_again(finished_run, finished_r
     assert again.returncode == 0
     assert "finished   all 3 steps are done, and nothing is left to do." in again.stdout
     assert "--set train.max_train_steps=6" in again.stdout
+    assert "           log        " in again.stdout
+    assert "steps in" not in again.stdout
     assert manifest(folder, 3) == before

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import read_run
 from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.errors import CacheError, ConfigError
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace, emit: Emit) -> int:
-    _fill(_load_persistent_run(args.run_file), emit)
+    _fill(_with_disk_cache(read_run(args.run_file)), emit)
     return 0
 
 
@@ -99,7 +100,7 @@ def _verify(args: argparse.Namespace, emit: Emit) -> int:
     was_clean = all(before.is_clean for _, before, _ in reports)
     is_clean = all(after.is_clean for _, _, after in reports)
     if args.repair and not was_clean and _is_run_file(args.where):
-        _fill(_load_persistent_run(args.where), emit)
+        _fill(_with_disk_cache(load_run_file(args.where).run), emit)
     lines, answer = [], []
     for folder, before, after in reports:
         answer.append(
@@ -126,7 +127,7 @@ def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.data.pipeline import required_keys
     from gracetune.models.family import load_family
 
-    runs = [load_run_file(path).run for path in args.run_files]
+    runs = [read_run(path) for path in args.run_files]
     required = {
         key for run in runs for key in required_keys(run, load_family(run.model, emit), emit)
     }
@@ -214,7 +215,7 @@ def _stats(args: argparse.Namespace, emit: Emit) -> int:
 def _import(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.import_foreign import import_foreign
 
-    run = _load_persistent_run(args.run_file)
+    run = _with_disk_cache(read_run(args.run_file))
     report = import_foreign(run, _load_family(run, emit), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
     lines = [f"{verb} {len(report.imported)} entries from {args.folder}"]
@@ -225,13 +226,12 @@ def _import(args: argparse.Namespace, emit: Emit) -> int:
     return 0
 
 
-def _load_persistent_run(run_file: str | Path) -> RunFile:
-    """Load a run file; raise if its settings do not keep the cache after the run.
+def _with_disk_cache(run: RunFile) -> RunFile:
+    """Return the settings to fill a cache with; raise if the cache is not kept after the run.
 
     In the returned settings, latents and encoded text are both cached on disk, even if the file
     says memory, so that filling the cache needs little memory.
     """
-    run = load_run_file(run_file).run
     section = run.cache_config
     kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
     if not kept and "disk" not in (section.vae_cache_type, section.text_cache_type):
@@ -308,7 +308,7 @@ def _folders(where: Path) -> list[Path]:
     if _is_run_file(where):
         from gracetune.cache.open_stores import cache_root
 
-        where = cache_root(load_run_file(where).run)
+        where = cache_root(read_run(where))
     return find_caches(where)
 
 

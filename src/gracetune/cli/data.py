@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import read_run
 from gracetune.config.dataset_schema import DatasetSection
-from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.config.presets import FAMILY_PRESETS, WAN_5B
 from gracetune.data.dataset_report import (
@@ -85,7 +85,7 @@ def _check_run(args: argparse.Namespace, emit: Emit) -> list[DatasetReport]:
                 f"--{option} is for folders, but {args.where} is a run file, which sets it. Remove "
                 f"--{option}."
             )
-    run_file = load_run_file(args.where).run
+    run_file = read_run(args.where)
     if not run_file.datasets:
         raise ConfigError(f"{args.where} has no datasets. Add one with its instance_data_dir.")
     step = pixel_step(run_file.model)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import add_run_file_arguments
+from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import trains_in_bf16
-from gracetune.config.load import load_run_file
 from gracetune.errors import ConfigError, ModelUnavailableError
 from gracetune.units import GIB, format_bytes, parse_bytes
 
@@ -93,7 +92,7 @@ def plan(
     from gracetune.plan.report import report_json, report_lines
     from gracetune.train.preflight import check_family
 
-    run_file = load_run_file(args.run_file, args.overrides).run
+    run_file = read_run(args.run_file, args.overrides)
     check_family(run_file.model)  # before torch is imported
     result, heading = predict(run_file, args, open_machine, measured)
     if args.json:

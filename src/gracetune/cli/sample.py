@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.cli.main import read_run
+from gracetune.config.aliases import replace_trigger
+from gracetune.config.dataset_schema import TRIGGER
 from gracetune.config.environment import prefer_expandable_segments
 from gracetune.config.schema import PlanSection, ValidationSection
 from gracetune.errors import ConfigError
@@ -90,8 +93,11 @@ def run(args: argparse.Namespace) -> int:
     from gracetune.train.sample_targets import find_targets
 
     prefer_expandable_segments()  # before torch is imported
-    targets = find_targets(args.targets, args.model, args.at, compare=args.compare)
+    targets = find_targets(
+        args.targets, args.model, args.at, compare=args.compare, read_run=read_run
+    )
     settings = _limit_memory(targets.run, args.device_memory)
+    prompts = _fill_trigger(prompts, settings)
     shown = prompts or settings.validation.prompts or _validated_prompts(targets.folder.parent)
     if not shown:
         raise ConfigError(
@@ -172,6 +178,27 @@ def _read_prompts(args: argparse.Namespace) -> tuple[str | PromptSection, ...]:
         if not prompts:
             raise ConfigError(f"--prompts is {args.prompts}, which has no prompts. Add some lines.")
     return _settings({"prompts": prompts}).prompts or () if prompts else ()
+
+
+def _fill_trigger(
+    prompts: tuple[str | PromptSection, ...], run: RunFile
+) -> tuple[str | PromptSection, ...]:
+    """Replace `[trigger]` in prompts by the trigger word of a run, as in validation prompts."""
+    unfilled = [prompt for prompt in prompts if TRIGGER in str(prompt)]
+    if not unfilled:
+        return prompts
+    words = list(dict.fromkeys(d.trigger_word.strip() for d in run.datasets if d.trigger_word))
+    if len(words) != 1:
+        several = f"the run's datasets have several trigger words ({', '.join(words)})"
+        reason = several if words else "there is no run whose datasets have a trigger_word"
+        shown = unfilled[0] if isinstance(unfilled[0], str) else unfilled[0].prompt
+        raise ConfigError(
+            f"--prompt is {shown!r}, which contains {TRIGGER}, but {reason}. Write the word itself "
+            "in the prompt."
+        )
+    values = [each if isinstance(each, str) else each.model_dump() for each in prompts]
+    filled = [replace_trigger(value, words[0]) for value in values]
+    return _settings({"prompts": filled}).prompts or ()
 
 
 def _validated_prompts(folder: Path) -> tuple[str, ...]:

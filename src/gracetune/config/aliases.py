@@ -153,13 +153,14 @@ def fill_trigger_word(draft: Draft) -> None:
     prompts = draft.get("validation.prompts")
     if len(words) != 1 or not isinstance(prompts, list):
         return
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            prompts[index] = prompt.replace(TRIGGER, words[0])
-        elif isinstance(prompt, dict):
-            for key, text in prompt.items():
-                if isinstance(text, str):
-                    prompt[key] = text.replace(TRIGGER, words[0])
+    prompts[:] = [replace_trigger(prompt, words[0]) for prompt in prompts]
+
+
+def replace_trigger(prompt: object, word: str) -> object:
+    """Return a prompt, which is a text or an object with texts, with `word` for `[trigger]`."""
+    if isinstance(prompt, dict):
+        return {key: replace_trigger(text, word) for key, text in prompt.items()}
+    return prompt.replace(TRIGGER, word) if isinstance(prompt, str) else prompt
 
 
 def apply_implied_settings(draft: Draft) -> None:

@@ -18,6 +18,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gracetune.models.registry import FAMILIES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -33,7 +35,7 @@ HOLDOUT_SAMPLES = 40
 
 @dataclass(frozen=True, slots=True)
 class SizePreset:
-    """What to train in a certain amount of GPU memory."""
+    """Resolution and batch size that fit a certain amount of GPU memory."""
 
     resolution: int
     batch_size: int
@@ -55,8 +57,6 @@ FLOW_BY_SIZE = ("flux", "larger images get more noise, as in the model's own tra
 class FamilyPreset:
     """The settings of a first run that depend on the model family."""
 
-    model: str | None
-    """Name of the model on the Hugging Face hub; None: the family creates its model."""
     title: str
     pixel_step: int
     """Pixels that widths and heights are multiples of, for the model on the hub."""
@@ -91,7 +91,6 @@ class FamilyPreset:
 
 FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
     "flux": FamilyPreset(
-        "black-forest-labs/FLUX.1-dev",
         "FLUX.1 dev",
         16,
         LARGE,
@@ -104,7 +103,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         tokenizer=("tokenizer_2", 512),
     ),
     "flux2": FamilyPreset(
-        "black-forest-labs/FLUX.2-dev",
         "FLUX.2 dev",
         16,
         HUGE,
@@ -115,7 +113,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         uses_guidance=False,
     ),
     "qwen_image": FamilyPreset(
-        "Qwen/Qwen-Image",
         "Qwen-Image",
         16,
         LARGE,
@@ -125,14 +122,9 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         edit_model="Qwen/Qwen-Image-Edit-2511",
         weights_gb=41,
     ),
-    "z_image": FamilyPreset(
-        "Tongyi-MAI/Z-Image", "Z-Image", 16, MEDIUM, 5.0, 50, FLOW_BY_SIZE, weights_gb=12
-    ),
-    "krea2": FamilyPreset(
-        "krea/Krea-2-Raw", "Krea 2", 16, LARGE, 5.5, 28, FLOW_BY_SIZE, weights_gb=26
-    ),
+    "z_image": FamilyPreset("Z-Image", 16, MEDIUM, 5.0, 50, FLOW_BY_SIZE, weights_gb=12),
+    "krea2": FamilyPreset("Krea 2", 16, LARGE, 5.5, 28, FLOW_BY_SIZE, weights_gb=26),
     "ideogram4": FamilyPreset(
-        "ideogram-ai/ideogram-4-fp8",
         "Ideogram 4",
         16,
         LARGE,
@@ -144,11 +136,8 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         uses_guidance=False,  # its guidance uses another transformer, which is not trained
         tokenizer=("tokenizer", 2048),
     ),
-    "chroma": FamilyPreset(
-        "lodestones/Chroma1-HD", "Chroma1 HD", 16, LARGE, 3.0, 40, FLOW_BY_SIZE, weights_gb=18
-    ),
+    "chroma": FamilyPreset("Chroma1 HD", 16, LARGE, 3.0, 40, FLOW_BY_SIZE, weights_gb=18),
     "sd3": FamilyPreset(
-        "stabilityai/stable-diffusion-3.5-large",
         "Stable Diffusion 3.5 large",
         16,
         MEDIUM,
@@ -159,7 +148,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         tokenizer=("tokenizer_3", 256),
     ),
     "sdxl": FamilyPreset(
-        "stabilityai/stable-diffusion-xl-base-1.0",
         "SDXL",
         32,
         _sizes((1024, 1), (1024, 2), (1024, 4), (1024, 4), (1024, 8)),
@@ -171,7 +159,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         tokenizer=("tokenizer", 77),
     ),
     "sd15": FamilyPreset(
-        "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "Stable Diffusion 1.5",
         64,
         _sizes((512, 4), (512, 4), (512, 8), (512, 8), (512, 8)),
@@ -184,7 +171,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         tokenizer=("tokenizer", 77),
     ),
     "wan22": FamilyPreset(
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
         "Wan 2.2 T2V-A14B",
         16,
         LARGE,
@@ -198,7 +184,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         min_resolution=256,
     ),
     "stable_audio": FamilyPreset(
-        "stabilityai/stable-audio-open-1.0",
         "Stable Audio Open",
         1,
         _sizes((1024, 1), (1024, 2), (1024, 4), (1024, 8), (1024, 8)),
@@ -209,7 +194,6 @@ FAMILY_PRESETS: Mapping[str, FamilyPreset] = {
         weights_gb=2,
     ),
     "tiny": FamilyPreset(
-        None,
         "a small model for trying things out on a CPU",
         4,
         _sizes(*[(32, 16)] * 5),
@@ -288,7 +272,7 @@ TINY_STEPS = 400
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What `gracetune init` knows: the user's answers, and facts about the data."""
+    """The user's answers to `gracetune init`, and facts about the data."""
 
     folder: str
     family: str
@@ -373,10 +357,15 @@ class _Schedule:
         return max(50, round(self.steps / 8 / 50) * 50)
 
 
+def _default_model(request: RunRequest) -> str | None:
+    """Return the name of the family's default model on the hub; None if the family creates it."""
+    return FAMILIES[request.family].default_model
+
+
 def _schedule(request: RunRequest, size: SizePreset) -> _Schedule:
     batch_size = max(1, min(size.batch_size, request.num_samples // 4))
     accumulation = 4 if request.kind == "video" else 1
-    if FAMILY_PRESETS[request.family].model is None:
+    if _default_model(request) is None:
         return _Schedule(TINY_STEPS, batch_size, 1)
     uses = GOAL_PRESETS[request.goal].uses * request.num_samples
     uses = min(max(uses, USES_LIMITS[0]), USES_LIMITS[1])
@@ -390,7 +379,7 @@ _WHY_LORA = "small, and loads in diffusers and ComfyUI"
 def _model(request: RunRequest) -> list[Setting]:
     preset, goal = FAMILY_PRESETS[request.family], GOAL_PRESETS[request.goal]
     settings = [Setting("model.family", request.family)]
-    model = preset.edit_model if request.control_folder is not None else preset.model
+    model = preset.edit_model if request.control_folder is not None else _default_model(request)
     if model is not None:
         settings.append(Setting("model.path", model, "a name on the Hugging Face hub, or a folder"))
         if request.kind != "audio":
@@ -404,7 +393,7 @@ def _model(request: RunRequest) -> list[Setting]:
                 "Set bf16 for the exact weights",
             )
         )
-    if preset.model is None:
+    if _default_model(request) is None:
         return [
             *settings,
             Setting("adapter.kind", "lora"),
@@ -468,12 +457,14 @@ def _seconds(request: RunRequest) -> list[float]:
 def resolution_setting(request: RunRequest, size: SizePreset) -> Setting:
     """Choose the resolution: that of the memory preset, but not far above that of the data."""
     preset = FAMILY_PRESETS[request.family]
-    step = max(preset.pixel_step, 4) if preset.model is None else max(preset.pixel_step, 64)
+    step = (
+        max(preset.pixel_step, 4) if _default_model(request) is None else max(preset.pixel_step, 64)
+    )
     edge = max(request.typical_edge // step * step, preset.min_resolution)
     key, resolution = "datasets.0.resolution", min(size.resolution, edge)
     if resolution < size.resolution:
         reason = "many of your samples are this small; more would only enlarge them"
-    elif preset.model is None:
+    elif _default_model(request) is None:
         reason = "the model is made for small images"
     else:
         reason = f"pixels per edge of a square; chosen for {request.memory_gb:.3g} GB"
@@ -514,9 +505,9 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
     preset, steps, batch_size = FAMILY_PRESETS[request.family], schedule.steps, schedule.batch_size
     each = steps * batch_size * schedule.accumulation / request.num_samples
     reason = f"each of {request.num_samples} samples is used about {each:.0f} times"
-    if preset.model is None:
+    if _default_model(request) is None:
         reason = "a minute or two on a CPU"
-    why = f"chosen for {request.memory_gb:.3g} GB" if preset.model is not None else ""
+    why = f"chosen for {request.memory_gb:.3g} GB" if _default_model(request) is not None else ""
     settings = [
         Setting("train.max_train_steps", steps, reason),
         Setting(
@@ -562,7 +553,7 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
                 Setting("cache_config.persistent_cache", True, "encode once, also for later runs"),
                 Setting("cache_config.cache_dir", f"cache/{request.family}"),
             ]
-            if preset.model is not None
+            if _default_model(request) is not None
             else []
         ),
     ]

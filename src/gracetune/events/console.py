@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from gracetune.events.types import (
+    FINISHED,
     BatchesFed,
     CheckpointSaved,
     MemoryUsed,
@@ -247,6 +248,7 @@ class ConsoleState:
         self._batches: BatchesFed | None = None
         self._weights: WeightsStreamed | None = None
         self._fallbacks = 0
+        self._was_finished = False
 
     def add(self, event: Event) -> None:
         """Remember the numbers of an event that later lines show."""
@@ -262,6 +264,8 @@ class ConsoleState:
             self._weights = event
         elif isinstance(event, Notice) and event.fallback:
             self._fallbacks += 1
+        elif isinstance(event, Notice) and event.text.startswith(FINISHED):
+            self._was_finished = True
 
     def lines(self, event: Event) -> list[str]:
         """Return the lines to print for an event; none if only a bar or the log shows it."""
@@ -279,7 +283,7 @@ class ConsoleState:
             case RunEnded():
                 return [
                     *self._wait_warnings(event.seconds),
-                    *run_ended_lines(event, self._fallbacks),
+                    *run_ended_lines(event, self._fallbacks, was_finished=self._was_finished),
                 ]
             case (
                 StageProgress()
@@ -437,17 +441,19 @@ def checkpoint_line(event: CheckpointSaved) -> str:
     return labelled("checkpoint", f"{event.path} ({event.reason}, {size})")
 
 
-def run_ended_lines(event: RunEnded, fallbacks: int) -> list[str]:
+def run_ended_lines(event: RunEnded, fallbacks: int, *, was_finished: bool = False) -> list[str]:
     """Return the lines that say how the run ended, list its output files and name a next command.
 
     `fallbacks` counts how often a slower method was used than requested. The adapter is the result
-    of the run, or that of the newest checkpoint if the run has no result yet.
+    of the run, or that of the newest checkpoint if the run has no result yet. If the run was
+    finished before it was started again, no step was trained, so there is no line with their time.
     """
     seconds = format_seconds(event.seconds)
     text = f"{event.step} steps in {seconds}"
     if event.status != "done":
         text = f"at step {event.step} after {seconds}"
-    lines = [labelled(STATUS_LABELS[event.status], text)]
+    is_old = was_finished and event.status == "done"
+    lines = [] if is_old else [labelled(STATUS_LABELS[event.status], text)]
     files, model = _adapter_files(event), _model_folder(event)
     tools = f" (loads in {', '.join(event.loads_in)})" if event.loads_in else ""
     lines += [_output_line("adapter", f"{file}{tools}") for file in files]

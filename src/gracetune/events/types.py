@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+FINISHED = "finished: "
+"""Start of the notice that a run which is started again has no steps left."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunStarted:
     """A run is set up and starts to train, from step 0 or from a checkpoint."""

@@ -32,6 +32,7 @@ from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import (
+    FINISHED,
     CheckpointSaved,
     Notice,
     RunEnded,
@@ -119,7 +120,7 @@ def run_training(
             for text in warnings:
                 events.emit(Notice(text, level="warning", fallback=True))
             if not has_steps:
-                events.emit(Notice(f"finished: {nothing_left(run)}"))
+                events.emit(Notice(f"{FINISHED}{nothing_left(run)}"))
             if has_steps or not has_current_outputs(run):
                 with closing(
                     build_session(run, accelerator, events.emit, control, signals, resumed)

@@ -27,7 +27,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.registry import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 RUN_RECORDS = ("run.resolved.json", "run.json")
 """Files in a run's folder with its settings; the first that exists."""
@@ -88,16 +88,26 @@ class _Target:
     strength: float | None
 
 
+def load_settings(path: Path) -> RunFile:
+    """Return the settings of a run file."""
+    return load_run_file(path).run
+
+
 def find_targets(
-    texts: Sequence[str], model: str | None, steps: str | None, *, compare: bool
+    texts: Sequence[str],
+    model: str | None,
+    steps: str | None,
+    *,
+    compare: bool,
+    read_run: Callable[[Path], RunFile] = load_settings,
 ) -> SampleTargets:
     """Return what to sample with.
 
     `model` is `FAMILY` or `FAMILY=PATH`, and replaces a run's model. `steps` is `all` or a list of
     numbers separated by commas. `compare` samples with every step of a run, or with each of several
-    targets on its own, instead of all of them together.
+    targets on its own, instead of all of them together. `read_run` reads a run file that is named.
     """
-    targets = [_parse(text) for text in texts]
+    targets = [_parse(text, read_run) for text in texts]
     run = next((target.run for target in targets if target.run is not None), None)
     if model is not None:
         section = _parse_model(model)
@@ -221,10 +231,10 @@ def _parse_steps(text: str) -> list[int]:
 # Arguments
 
 
-def _parse(text: str) -> _Target:
+def _parse(text: str, read_run: Callable[[Path], RunFile]) -> _Target:
     path, strength = _split_strength(text)
     if path.suffix in RUN_FILE_SUFFIXES and path.is_file():
-        loaded = load_run_file(path).run
+        loaded = read_run(path)
         return _Target(text, loaded, Path(loaded.output_dir), None, (), strength)
     if path.is_file():
         return _Target(text, _run_around(path), None, None, (path,), strength)
@@ -281,7 +291,7 @@ def _read_record(folder: Path) -> RunFile | None:
     """Return the settings that a run has written to its folder, or None."""
     for name in RUN_RECORDS:
         if (folder / name).is_file():
-            return load_run_file(folder / name).run
+            return load_settings(folder / name)
     return None
 
 

@@ -239,6 +239,15 @@ def test_the_end_names_the_adapter_files_the_tools_and_the_next_command(
     ]
 
 
+def test_a_run_that_was_finished_before_lists_its_outputs_without_a_time() -> None:
+    outputs = {"log": "runs/x/events.jsonl"}
+    plain = Plain()
+    plain.emit(Notice("finished: all 6 steps are done."))
+    assert plain.emit(RunEnded(6, "done", 0.5, outputs)) == [
+        "           log        runs/x/events.jsonl"
+    ]
+
+
 def test_the_end_of_full_training_names_the_model_folder() -> None:
     outputs = {"log": "runs/x/events.jsonl", "result": "runs/x/model"}
     lines = Plain().emit(RunEnded(100, "done", 75.0, outputs))

@@ -115,6 +115,25 @@ def test_a_comparison_has_the_steps_that_are_named(trained):
     assert [variant.name for variant in chosen] == ["step-000000", "step-000002"]
 
 
+def test_the_trigger_word_of_the_run_fills_prompts(trained, tmp_path, capsys):
+    folder, _ = trained
+    settings = json.loads((folder / "run.json").read_text())
+    settings["datasets"][0]["trigger_word"] = "ohwx"
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    prompts = [{"prompt": "[trigger] box", "negative_prompt": "no [trigger]", "seed": 5}]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    words = ["--prompt", "a [trigger] cat", "--prompts", str(tmp_path / "prompts.json")]
+    out = tmp_path / "out"
+    assert main(["sample", str(tmp_path / "run.json"), *words, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "step-000003_00_a-ohwx-cat_seed0.png",
+        "step-000003_01_ohwx-box_seed5.png",
+    ]
+    capsys.readouterr()
+    assert main(["sample", str(folder), *words, "--out", str(out)]) == 2
+    assert "--prompt is 'a [trigger] cat', which contains [trigger]" in capsys.readouterr().err
+
+
 def test_a_sampled_file_has_the_pixels_of_validation_and_its_settings(trained, tmp_path, capsys):
     folder, _ = trained
     words = ["sample", str(folder), "--out", str(tmp_path), "--at", "2,3"]

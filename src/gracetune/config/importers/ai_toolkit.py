@@ -21,7 +21,8 @@ from gracetune.config.importers.ai_toolkit_data import (
 )
 from gracetune.config.importers.ai_toolkit_keys import MODELS, NOT_TRANSLATED, OTHER_MODELS, Job
 from gracetune.config.importers.ai_toolkit_train import import_train
-from gracetune.config.importers.read_values import (
+from gracetune.config.importers.report import MISSING, ImportedRun, KeyReader
+from gracetune.config.importers.values import (
     EMPTY,
     NO_EFFECT,
     as_bool,
@@ -34,9 +35,7 @@ from gracetune.config.importers.read_values import (
     open_section,
     put_value,
     read_value,
-    set_default,
 )
-from gracetune.config.importers.report import MISSING, ImportedRun, KeyReader
 from gracetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -203,15 +202,14 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
     job = Job(
         imported, arch, MODELS[arch], has_adapter, is_dora, trigger, captions_unused, resolutions
     )
-    imported.set("model.family", job.model.family)
     for key in ("arch", *tables.MODEL_FLAGS):
         if key == arch_key:
             model.translate(key, "model.family", job.model.family)
         else:
             model.not_needed(key, f"the model is {job.model.family}")
     if not arch_key:
-        why = "ai-toolkit's default" if arch == "sd1" else "the path of the model suggests it"
-        set_default(model, "model.arch", "model.family", job.model.family, why)
+        why = "arch is not set" if arch == "sd1" else "the path of the model suggests it"
+        imported.default("model.family", job.model.family, why)
     _import_path(model)
     _import_quantization(job, model)
     _import_model_kwargs(file, job, model)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gracetune.config.dataset_schema import TRIGGER
 from gracetune.config.importers import ai_toolkit_keys as tables
-from gracetune.config.importers.read_values import (
+from gracetune.config.importers.report import MISSING, DefaultReport
+from gracetune.config.importers.values import (
     EMPTY,
     NO_EFFECT,
     as_bool,
     as_float,
     as_int,
     as_text,
+    clip_length,
     copy_flag,
     copy_value,
     finish_section,
@@ -22,14 +25,11 @@ from gracetune.config.importers.read_values import (
     read_value,
     set_default,
 )
-from gracetune.config.importers.report import MISSING
 
 if TYPE_CHECKING:
     from gracetune.config.importers.ai_toolkit_keys import Job
     from gracetune.config.importers.report import KeyReader
 
-TRIGGER = "[trigger]"
-"""Placeholder in captions and prompts that the trigger word replaces."""
 EVERY_LENGTH = [17, 33, 49, 65, 81, 97, 113, 129]
 """Clip lengths for `auto_frame_count`; each video uses the largest that it is long enough for."""
 PROMPT_FLAGS = {
@@ -139,7 +139,7 @@ def _import_resolution(reader: KeyReader, here: str) -> int:
     setting = f"{here}.resolution"
     if given is MISSING or given in EMPTY:
         reader.not_needed("resolution", "it is empty")
-        set_default(reader, setting, setting, 512)
+        set_default(reader, "resolution", setting, 512)
     elif len(valid) != len(sizes):
         reader.not_supported("resolution", "it must be a number or a list of numbers")
     else:
@@ -272,7 +272,8 @@ def _import_clips(job: Job, reader: KeyReader, here: str) -> None:
         )
         text += "over the whole video. Cut the videos to the length of a clip, or set fps"
         if reader.peek("shrink_video_to_frames") is MISSING:
-            set_default(reader, f"{here}.shrink_video_to_frames", f"{here}.clip", "start")
+            job.imported.set(f"{here}.clip", "start")
+            job.imported.defaults.append(DefaultReport(f"{here}.clip", "start", text))
         reader.not_supported("shrink_video_to_frames", text)
         reader.not_needed("fps", "ai-toolkit uses it only without shrink_video_to_frames")
     else:
@@ -335,11 +336,6 @@ def _take_all(reader: KeyReader, section: object, setting: str) -> None:
         reader.take(key, f"{setting}.{key}")
 
 
-def clip_length(frames: int) -> int:
-    """Return the largest number of the form 4n+1 that is at most `frames`."""
-    return (max(frames, 1) - 1) // 4 * 4 + 1
-
-
 def _report_flips(reader: KeyReader, here: str) -> None:
     for key in ("flip_x", "flip_y"):
         if read_value(reader, key, as_bool):
@@ -373,7 +369,7 @@ def import_save(job: Job, process: KeyReader) -> None:
         steps = job.count_steps(every) if every > 0 else 0
         put_value(save, "save_every", "train.checkpoint_every", steps)
     else:
-        set_default(save, "save.save_every", "train.checkpoint_every", job.count_steps(1000))
+        set_default(save, "save_every", "train.checkpoint_every", job.count_steps(1000))
     kept = read_value(save, "max_step_saves_to_keep", as_int)
     if is_usable(save, "max_step_saves_to_keep", as_int):
         setting = "train.keep_adapters" if job.has_adapter else "train.keep_checkpoints"
@@ -401,7 +397,7 @@ def import_sample(job: Job, process: KeyReader) -> None:
         steps = job.count_steps(every) if every > 0 else 0
         put_value(sample, "sample_every", "validation.every", steps)
     else:
-        set_default(sample, "sample.sample_every", "validation.every", job.count_steps(100))
+        set_default(sample, "sample_every", "validation.every", job.count_steps(100))
     _import_sample_sizes(job, sample)
     copy_value(sample, "guidance_scale", "validation.guidance", as_float, default=7.0)
     copy_value(sample, "sample_steps", "validation.sample_steps", as_int, default=20)
@@ -418,7 +414,7 @@ def _import_sample_sizes(job: Job, sample: KeyReader) -> None:
             edge = job.fit_edge(read_value(sample, key, as_int) or 512)
             put_value(sample, key, f"validation.{key}", edge)
         else:
-            set_default(sample, f"sample.{key}", f"validation.{key}", 512)
+            set_default(sample, key, f"validation.{key}", 512)
     frames = read_value(sample, "num_frames", as_int)
     if frames is None or not job.is_video:
         sample.not_needed("num_frames", "the model generates images")

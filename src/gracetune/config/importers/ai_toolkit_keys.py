@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gracetune.config.importers.read_values import Unsupported
+from gracetune.config.importers.values import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

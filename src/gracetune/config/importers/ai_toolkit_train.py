@@ -7,7 +7,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
 from gracetune.config.importers import ai_toolkit_keys as tables
-from gracetune.config.importers.read_values import (
+from gracetune.config.importers.report import MISSING, KeyReader
+from gracetune.config.importers.values import (
     NO_EFFECT,
     as_bool,
     as_float,
@@ -22,7 +23,6 @@ from gracetune.config.importers.read_values import (
     read_value,
     set_default,
 )
-from gracetune.config.importers.report import MISSING, KeyReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,7 +119,7 @@ def _import_steps(job: Job, train: KeyReader) -> None:
         steps = job.count_steps(read_value(train, "steps", as_int) or 1)
         put_value(train, "steps", "train.max_train_steps", steps)
     else:
-        set_default(train, "train.steps", "train.max_train_steps", job.count_steps(1000))
+        set_default(train, "steps", "train.max_train_steps", job.count_steps(1000))
 
 
 def _import_precision(job: Job, train: KeyReader) -> None:
@@ -129,7 +129,7 @@ def _import_precision(job: Job, train: KeyReader) -> None:
     precision, dtype = ("no", "float32") if is_single else ("bf16", "bfloat16")
     job.imported.set("model.dtype", dtype)
     if not is_usable(train, "dtype", as_text):
-        set_default(train, "train.dtype", "train.mixed_precision", precision)
+        set_default(train, "dtype", "train.mixed_precision", precision)
     elif name in ("fp16", "float16", "half"):
         why = f"transformers overflow in fp16; model.dtype is {dtype}"
         train.translate("dtype", "train.mixed_precision", precision, why)
@@ -234,7 +234,6 @@ def _import_timesteps(job: Job, train: KeyReader) -> None:
         train.report("content_or_style", "translated", drawn.describe())
     elif is_usable(train, "content_or_style", as_text):
         train.not_needed("content_or_style", NO_EFFECT)
-    drawn.apply(job)
     replaced_by = ""
     for key in ("linear_timesteps", "linear_timesteps2"):
         if job.is_flow and read_value(train, key, as_bool):
@@ -248,7 +247,8 @@ def _import_timesteps(job: Job, train: KeyReader) -> None:
         verdict: Verdict = "translated" if drawn.is_like else "not supported"
         train.report("timestep_type", verdict, drawn.describe())
     else:
-        set_default(train, "train.timestep_type", "train.timestep_sampling", drawn.sampling)
+        set_default(train, "timestep_type", "train.timestep_sampling", drawn.sampling)
+    drawn.apply(job)
 
 
 def _shift(job: Job) -> float | str:
@@ -338,7 +338,7 @@ def _import_rate(train: KeyReader, name: str) -> None:
         train.not_needed("unet_lr", "it is empty")
     if not is_usable(train, key, as_float):
         default = 1.0 if name.startswith(("prodigy", "dadaptation")) else 1e-6
-        set_default(train, f"train.{key}", "optimizer.lr", default)
+        set_default(train, key, "optimizer.lr", default)
         return
     rate = read_value(train, key, as_float) or 0.0
     if rate <= 0:

@@ -29,11 +29,11 @@ from gracetune.config.importers.simpletuner_keys import (
     SimpleTunerOptimizer,
 )
 from gracetune.config.importers.values import (
-    flag,
+    as_bool,
+    as_number,
+    copy_flag,
     is_off,
     not_supported_unless_off,
-    number,
-    set_flag,
     take_unless_off,
     texts,
 )
@@ -234,10 +234,10 @@ def _import_loop(config: KeyReader) -> None:
         config.take("gradient_checkpointing", "train.gradient_checkpointing")
     else:
         setting = "train.gradient_checkpointing"
-        config.translate("gradient_checkpointing", setting, flag(recomputes))
+        config.translate("gradient_checkpointing", setting, bool(as_bool(recomputes)))
     imported.default("train.gradient_checkpointing", True, "gradient_checkpointing is true")
     _import_clipping(config)
-    if flag(config.peek("use_ema")):
+    if as_bool(config.peek("use_ema")):
         config.report("use_ema", "translated", "train.ema_decay is set")
         config.take("ema_decay", "train.ema_decay")
         imported.default("train.ema_decay", 0.995, "ema_decay is 0.995")
@@ -250,7 +250,7 @@ def _import_loop(config: KeyReader) -> None:
         take_unless_off(config, key, "train.keep_checkpoints", "the default number is kept")
     imported.default("train.keep_checkpoints", 5, "checkpoints_total_limit is 5")
     imported.default("cache_config.persistent_cache", True, "SimpleTuner keeps its caches")
-    set_flag(config, "vae_enable_tiling", "cache_config.vae_tiling", True)
+    copy_flag(config, "vae_enable_tiling", "cache_config.vae_tiling", True)
     _import_trackers(config)
 
 
@@ -299,7 +299,7 @@ def _import_optimizer(config: KeyReader) -> None:
     config.take("learning_rate", "optimizer.lr")
     imported.default("optimizer.lr", 4e-7, "learning_rate is 4e-7")
     options = _optimizer_options(config)
-    betas = (number(config.peek("optimizer_beta1")), number(config.peek("optimizer_beta2")))
+    betas = (as_number(config.peek("optimizer_beta1")), as_number(config.peek("optimizer_beta2")))
     for key in ("optimizer_beta1", "optimizer_beta2"):
         if config.peek(key) is not MISSING and None not in betas:
             config.translate(key, "optimizer.betas", list(betas))
@@ -323,7 +323,7 @@ def _optimizer_options(config: KeyReader) -> dict[str, float]:
         config.not_needed("optimizer_config", "it is empty")
         return {}
     parts = [text.partition("=") for text in texts(value)]
-    pairs = {name.strip(): number(text) for name, _, text in parts}
+    pairs = {name.strip(): as_number(text) for name, _, text in parts}
     used = {
         name: v for name, v in pairs.items() if name in ("eps", "weight_decay") and v is not None
     }
@@ -366,7 +366,7 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
             config, "lr_scheduler", "set optimizer.schedule: constant, linear or cosine"
         )
     config.take("lr_warmup_steps", "optimizer.warmup_steps")
-    lr, end = number(imported.get("optimizer.lr")), number(config.peek("lr_end"))
+    lr, end = as_number(imported.get("optimizer.lr")), as_number(config.peek("lr_end"))
     if schedule == "constant" or not lr or lr < 0:
         config.not_needed("lr_end", "the learning rate stays constant")
     elif name in ("polynomial", "cosine", "sine", "cosine_with_restarts"):
@@ -384,15 +384,18 @@ def _import_schedule(config: KeyReader, optimizer: SimpleTunerOptimizer) -> None
 def _import_length(config: KeyReader, num_samples: int | None) -> None:
     """Set the number of steps, which SimpleTuner may also give as a number of epochs."""
     imported = config.imported
-    steps, epochs = number(config.peek("max_train_steps")), number(config.peek("num_train_epochs"))
+    steps, epochs = (
+        as_number(config.peek("max_train_steps")),
+        as_number(config.peek("num_train_epochs")),
+    )
     if steps:
         config.take("max_train_steps", "train.max_train_steps")
         config.not_needed("num_train_epochs", "max_train_steps decides")
         return
     config.not_needed("max_train_steps", "num_train_epochs decides")
     epochs = 1 if epochs is None and config.peek("num_train_epochs") is MISSING else epochs
-    batch = number(imported.get("train.batch_size")) or 1
-    accumulated = number(imported.get("train.gradient_accumulation_steps")) or 1
+    batch = as_number(imported.get("train.batch_size")) or 1
+    accumulated = as_number(imported.get("train.gradient_accumulation_steps")) or 1
     if num_samples and epochs:
         count = max(1, math.ceil(math.ceil(num_samples / batch) / accumulated) * int(epochs))
         why = f"{epochs:g} epochs of {num_samples} samples, counting repeats"
@@ -428,8 +431,8 @@ def _import_timesteps(config: KeyReader, family: SimpleTunerFamily) -> None:
 
 def _import_flow(config: KeyReader, family: SimpleTunerFamily) -> None:
     """Translate the distribution of timesteps of a flow-matching model."""
-    is_automatic = flag(config.peek("flow_schedule_auto_shift"))
-    if is_automatic and not number(config.peek("flow_schedule_shift")):
+    is_automatic = as_bool(config.peek("flow_schedule_auto_shift"))
+    if is_automatic and not as_number(config.peek("flow_schedule_shift")):
         rule = family.family if family.family in ("qwen_image", "sd3") else "flux"
         config.translate("flow_schedule_auto_shift", "train.timestep_shift", rule)
         config.not_needed("flow_schedule_shift", "flow_schedule_auto_shift decides")
@@ -438,9 +441,9 @@ def _import_flow(config: KeyReader, family: SimpleTunerFamily) -> None:
     take_unless_off(config, key, "train.timestep_shift", "timesteps are not shifted")
     if config.peek(key) is MISSING:
         config.imported.default("train.timestep_shift", 3.0, "flow_schedule_shift is 3")
-    set_flag(config, "flow_use_uniform_schedule", "train.timestep_sampling", "uniform")
+    copy_flag(config, "flow_use_uniform_schedule", "train.timestep_sampling", "uniform")
     config.take("flow_sigmoid_scale", "train.timestep_std")
-    if number(config.peek("flux_guidance_value")) == 1:
+    if as_number(config.peek("flux_guidance_value")) == 1:
         config.not_needed("flux_guidance_value", "training has a guidance input of 1")
     config.not_supported("flux_guidance_value", "training has a guidance input of 1")
     if config.peek("flux_guidance_mode") == "constant":
@@ -458,20 +461,20 @@ def _import_validation(config: KeyReader, files: SimpleTunerFiles) -> None:
     empty = "it is empty"
     setting = "validation.negative_prompt"
     take_unless_off(config, "validation_negative_prompt", setting, empty)
-    if number(config.peek("num_validation_images")) == 1:
+    if as_number(config.peek("num_validation_images")) == 1:
         config.not_needed("num_validation_images", "each prompt has one sample")
     config.take("validation_guidance", "validation.guidance")
     config.take("validation_num_inference_steps", "validation.sample_steps")
     config.take("validation_seed", "validation.seed")
-    frames = number(config.peek("validation_num_video_frames"))
+    frames = as_number(config.peek("validation_num_video_frames"))
     if frames:
         ours = int(frames) - (int(frames) - 1) % 4
         config.translate("validation_num_video_frames", "validation.frames", ours)
     for key in ("validation_guidance_rescale", "validation_guidance_real"):
-        if number(config.peek(key)) in (0, 1):
+        if as_number(config.peek(key)) in (0, 1):
             config.not_needed(key, "it is off")
     for key in ("validation_lycoris_strength", "validation_adapter_strength"):
-        if number(config.peek(key)) == 1:
+        if as_number(config.peek(key)) == 1:
             config.not_needed(key, "samples use the adapter at full strength")
     _import_validation_size(config)
     imported.default("validation.guidance", 7.5, "validation_guidance is 7.5")
@@ -481,7 +484,7 @@ def _import_validation(config: KeyReader, files: SimpleTunerFiles) -> None:
 def _import_validation_interval(config: KeyReader) -> None:
     imported = config.imported
     needs_image = _edits_images(config) or str(config.peek("model_flavour")).startswith("i2v")
-    set_flag(config, "validation_disable", "validation.every", 0)
+    copy_flag(config, "validation_disable", "validation.every", 0)
     for key in ("validation_step_interval", "validation_steps"):
         if imported.get("validation.every") == 0:
             config.not_needed(key, "validation_disable is true")
@@ -509,7 +512,7 @@ def _import_validation_prompts(config: KeyReader, files: SimpleTunerFiles) -> No
     not_supported_unless_off(config, "user_prompt_library", fix)
     if prompts:
         config.imported.set("validation.prompts", prompts)
-    if flag(config.peek("validation_disable_unconditional")):
+    if as_bool(config.peek("validation_disable_unconditional")):
         config.not_needed("validation_disable_unconditional", "only the prompts are used")
     config.not_supported("validation_disable_unconditional", 'add "" to validation.prompts')
 
@@ -540,7 +543,7 @@ def _import_validation_size(config: KeyReader) -> None:
 
 def _parse_size(text: str) -> tuple[int, int] | None:
     """Return the width and height of a text such as `832x480` or `1024`; None if it is no size."""
-    edges = [number(part) for part in re.split("[x*]", text.lower())]
+    edges = [as_number(part) for part in re.split("[x*]", text.lower())]
     if len(edges) > 2 or not all(edge and edge > 0 for edge in edges):
         return None
     width, height = (edge or 0 for edge in (edges[0], edges[-1]))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from gracetune.config.importers.report import MISSING, KeyReader
 from gracetune.config.importers.simpletuner_keys import CLASS_PATTERNS, FLUX_TARGETS
 from gracetune.config.importers.values import (
-    flag,
+    as_bool,
+    as_number,
     is_off,
     not_supported_unless_off,
-    number,
     take_unless_off,
     texts,
 )
@@ -85,7 +85,7 @@ def import_adapter(config: KeyReader, family: SimpleTunerFamily, files: SimpleTu
         _import_lycoris(config, family, files)
         return
     config.not_needed("lycoris_config", "lora_type is not lycoris")
-    if flag(config.peek("use_dora")):
+    if as_bool(config.peek("use_dora")):
         config.not_needed("lora_type", "use_dora decides")
         config.translate("use_dora", "adapter.kind", "dora")
     else:
@@ -158,8 +158,8 @@ def _import_lycoris(config: KeyReader, family: SimpleTunerFamily, files: SimpleT
 def _import_lycoris_size(lycoris: KeyReader, kind: str | None) -> None:
     """Translate the rank, alpha, factor and dropout of a LyCORIS adapter."""
     imported = lycoris.imported
-    rank = number(lycoris.peek("linear_dim"))
-    is_full = flag(lycoris.peek("full_matrix")) or (rank or 0) >= FULL_MATRIX_RANK
+    rank = as_number(lycoris.peek("linear_dim"))
+    is_full = as_bool(lycoris.peek("full_matrix")) or (rank or 0) >= FULL_MATRIX_RANK
     if kind == "lokr" and is_full:
         imported.set("adapter.full_matrix", True)
         lycoris.not_needed("linear_alpha", "a full matrix has no alpha")

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.importers.report import MISSING, ImportedRun, KeyReader
-from gracetune.config.importers.values import flag, is_off, number, parse_scalar, texts
+from gracetune.config.importers.values import (
+    as_bool,
+    as_number,
+    clip_length,
+    is_off,
+    parse_scalar,
+    texts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -187,7 +194,7 @@ def import_datasets(
         kind = str(entry.get("dataset_type") or "image")
         if str(entry.get("id")) in paired or "conditioning_type" in entry:
             kind = "conditioning"
-        if flag(entry.get("disabled")) or flag(entry.get("disable")):
+        if as_bool(entry.get("disabled")) or as_bool(entry.get("disable")):
             _report_all(reader, "the dataset is disabled")
         elif kind in CACHE_TYPES:
             _report_all(reader, _CACHED)
@@ -307,17 +314,17 @@ class _Dataset:
             self.video(config)
         else:
             reader.not_needed("video", "the dataset has no videos")
-        repeats = number(reader.peek("repeats"))
+        repeats = as_number(reader.peek("repeats"))
         if repeats is not None:
             why = "SimpleTuner does not count the first use"
             self.put("repeats", "repeats", int(repeats) + 1, why)
-        probability = number(reader.peek("probability"))
+        probability = as_number(reader.peek("probability"))
         if probability == 1:
             reader.not_needed("probability", "datasets are mixed by their samples and repeats")
         elif probability:
             self.put("probability", "weight", probability)
         reader.not_supported("probability", "remove the dataset, or set disabled: true")
-        if number(reader.peek("timestep_sampling_offset")):
+        if as_number(reader.peek("timestep_sampling_offset")):
             fix = "set train.timestep_mean, which applies to all datasets"
             reader.not_supported("timestep_sampling_offset", fix)
         reader.not_needed("timestep_sampling_offset", "it is off")
@@ -444,7 +451,7 @@ class _Dataset:
         kind = str(self.value("resolution_type"))
         self.put("resolution_type", "resolution_type", "edge" if kind == "pixel" else "area")
         self.put("resolution", "resolution", self.edge("resolution", kind))
-        alignment = number(self.value("aspect_bucket_alignment"))
+        alignment = as_number(self.value("aspect_bucket_alignment"))
         if alignment and alignment != ALIGNMENT:
             self.put("aspect_bucket_alignment", "bucket_step", int(alignment))
         smallest = self.edge("minimum_image_size", kind)
@@ -453,8 +460,8 @@ class _Dataset:
             why = "" if kind == "pixel" else "SimpleTuner compares areas"
             self.put("minimum_image_size", setting, smallest, why)
         self.reader.not_needed("minimum_image_size", "no sample is too small")
-        low = number(self.reader.peek("minimum_aspect_ratio"))
-        high = number(self.reader.peek("maximum_aspect_ratio"))
+        low = as_number(self.reader.peek("minimum_aspect_ratio"))
+        high = as_number(self.reader.peek("maximum_aspect_ratio"))
         limit = max(high or 1, 1 / low if low else 1)
         why = "one limit for tall and wide samples"
         for key in ("minimum_aspect_ratio", "maximum_aspect_ratio"):
@@ -469,7 +476,7 @@ class _Dataset:
         SimpleTuner rounds the sizes that it resizes to.
         """
         value = parse_scalar(self.value(key))
-        found = number(value)
+        found = as_number(value)
         if found is None:
             return None if value is MISSING else value
         if kind == "area":
@@ -482,7 +489,7 @@ class _Dataset:
         """Report the sizes that SimpleTuner resizes large images to before it crops them."""
         reader, keys = self.reader, ("maximum_image_size", "target_downsample_size")
         target, edge = self.edge(keys[1], kind), self.edge("resolution", kind)
-        crops = flag(reader.peek("crop"))
+        crops = as_bool(reader.peek("crop"))
         for key in keys:
             if not crops:
                 reader.not_needed(key, "samples are always resized to their bucket")
@@ -496,7 +503,7 @@ class _Dataset:
         """Translate the crop; gracetune resizes a sample to cover its bucket and then crops it."""
         reader = self.reader
         style, aspect = reader.peek("crop_style"), reader.peek("crop_aspect")
-        if not flag(reader.peek("crop")):
+        if not as_bool(reader.peek("crop")):
             if reader.peek("crop") is not MISSING:
                 why = "samples are cropped only where their bucket has another aspect ratio"
                 reader.report("crop", "translated", f"{self.prefix}.crop is center: {why}")
@@ -515,7 +522,7 @@ class _Dataset:
             self.put("crop_style", "crop", ours, "")
         self.imported.set(f"{self.prefix}.crop", ours)
         self.crop_aspect(aspect)
-        if ours == "random" and flag(reader.peek("vae_cache_clear_each_epoch")):
+        if ours == "random" and as_bool(reader.peek("vae_cache_clear_each_epoch")):
             setting = "augmentations_cache_mode"
             self.put("vae_cache_clear_each_epoch", setting, "refresh_each_epoch")
         reader.not_needed("vae_cache_clear_each_epoch", "crops are drawn once")
@@ -540,7 +547,9 @@ class _Dataset:
         """Return the aspect ratios of `crop_aspect_buckets`, which may have weights."""
         values = self.reader.peek("crop_aspect_buckets")
         entries = values if isinstance(values, list) else []
-        found = [number(each.get("aspect") if isinstance(each, dict) else each) for each in entries]
+        found = [
+            as_number(each.get("aspect") if isinstance(each, dict) else each) for each in entries
+        ]
         kept = [float(each) for each in found if each]
         widest = max((max(each, 1 / each) for each in kept), default=1.0)
         if widest > 3:  # the default of max_aspect, which would drop such samples
@@ -554,10 +563,10 @@ class _Dataset:
         text = "" if is_off(prompt) else str(prompt)
         strategy = str(self.value("caption_strategy")).replace("_", "").replace("-", "")
         table = reader.section("parquet")
-        if flag(self.value("only_instance_prompt")) or strategy == "instanceprompt":
+        if as_bool(self.value("only_instance_prompt")) or strategy == "instanceprompt":
             self.put("caption_strategy", "caption_strategy", "instanceprompt")
             self.put("instance_prompt", "instance_prompt", text)
-            if flag(reader.peek("only_instance_prompt")):
+            if as_bool(reader.peek("only_instance_prompt")):
                 name = f"{self.prefix}.caption_strategy is instanceprompt"
                 reader.report("only_instance_prompt", "translated", name)
         elif strategy in ("textfile", "filename"):
@@ -575,7 +584,7 @@ class _Dataset:
             _report_all(table, "caption_strategy is not parquet")
         self.added_words(text, strategy)
         self.shuffle()
-        if flag(self.value("disable_multiline_split")) or strategy != "textfile":
+        if as_bool(self.value("disable_multiline_split")) or strategy != "textfile":
             reader.not_needed("disable_multiline_split", "a caption file is one caption")
         else:
             self.used.add("disable_multiline_split")
@@ -583,7 +592,7 @@ class _Dataset:
 
     def added_words(self, text: str, strategy: str) -> None:
         reader = self.reader
-        prepends = flag(self.value("prepend_instance_prompt")) and strategy != "instanceprompt"
+        prepends = as_bool(self.value("prepend_instance_prompt")) and strategy != "instanceprompt"
         if prepends and text:
             name = f"{self.prefix}.caption_prefix"
             self.imported.set(name, text)
@@ -621,7 +630,7 @@ class _Dataset:
         settings = self.reader.section("caption_shuffle")
         if settings is None:
             return
-        if not flag(settings.peek("enable")):
+        if not as_bool(settings.peek("enable")):
             _report_all(settings, "caption_shuffle.enable is off")
             return
         if settings.peek("split_on") not in (MISSING, "comma"):
@@ -671,27 +680,27 @@ class _Dataset:
     def video(self, config: KeyReader) -> None:
         """Translate the lengths of clips, which must be of the form 4n+1."""
         video = self.reader.section("video")
-        rate = number(config.peek("framerate")) or WAN_FRAMERATE
-        frames = number(video.peek("num_frames")) if video is not None else None
-        low = number(video.peek("min_frames")) if video is not None else None
-        high = number(video.peek("max_frames")) if video is not None else None
-        step = number(video.peek("frame_interval")) if video is not None else None
+        rate = as_number(config.peek("framerate")) or WAN_FRAMERATE
+        frames = as_number(video.peek("num_frames")) if video is not None else None
+        low = as_number(video.peek("min_frames")) if video is not None else None
+        high = as_number(video.peek("max_frames")) if video is not None else None
+        step = as_number(video.peek("frame_interval")) if video is not None else None
         setting = f"{self.prefix}.frames"
         if video is None:
-            ours = _clip_length(rate * DEFAULT_SECONDS)
+            ours = clip_length(rate * DEFAULT_SECONDS)
             self.imported.default(setting, ours, f"video.num_frames is {DEFAULT_SECONDS} seconds")
             return
         if frames is None and low and video.peek("bucket_strategy") == "resolution_frames":
             counts = range(int(low), int(high or low) + 1, int(step or 8))
-            lengths = sorted({_clip_length(count) for count in counts})
+            lengths = sorted({clip_length(count) for count in counts})
             for key in ("min_frames", "max_frames", "frame_interval", "bucket_strategy"):
                 if video.peek(key) is not MISSING:
                     video.translate(key, setting, lengths, "each clip has the longest that fits")
         elif frames:
-            ours = _clip_length(frames)
+            ours = clip_length(frames)
             why = "" if ours == frames else "lengths are of the form 4n+1"
             video.translate("num_frames", setting, ours, why)
-        self.imported.default(setting, _clip_length(low or rate * DEFAULT_SECONDS), "min_frames")
+        self.imported.default(setting, clip_length(low or rate * DEFAULT_SECONDS), "min_frames")
         if low and frames and low > frames:
             video.not_supported("min_frames", "videos that are long enough for num_frames are used")
         video.not_needed("min_frames", "shorter videos are dropped and reported")
@@ -708,7 +717,7 @@ class _Dataset:
         for key, why in NOT_NEEDED.items():
             self.reader.not_needed(key, why)
         for key, fix in NOT_SUPPORTED.items():
-            if key == "start_epoch" and number(self.reader.peek(key)) == 1:
+            if key == "start_epoch" and as_number(self.reader.peek(key)) == 1:
                 self.reader.not_needed(key, "the dataset is used from the first step")
             elif is_off(self.reader.peek(key)):
                 self.reader.not_needed(key, "it is off")
@@ -728,10 +737,5 @@ class _Dataset:
             for _, _, names in os.walk(folder, followlinks=True)
             for name in names
         )
-        repeats = number(self.imported.get(f"{self.prefix}.repeats")) or 1
+        repeats = as_number(self.imported.get(f"{self.prefix}.repeats")) or 1
         return int(found * repeats) or None
-
-
-def _clip_length(frames: float) -> int:
-    """Return the largest number of the form 4n+1 that is at most `frames`."""
-    return max(1, int(frames) - (int(frames) - 1) % 4)

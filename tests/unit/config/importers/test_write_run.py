@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gracetune.cli.main import main, read_run
+from gracetune.cli.main import main
 from gracetune.config.importers.report import ImportedRun, KeyReader, format_report, summarize
 from gracetune.config.importers.write_run import format_run
 from gracetune.config.load import load_run_file, load_run_text
@@ -134,6 +134,21 @@ def test_a_refused_config_has_a_report_and_no_run_file(config, tmp_path, capsys)
     assert not output.exists()
 
 
-def test_other_commands_print_a_summary(config, capsys):
-    assert read_run(config, ["seed=4"]).seed == 4
-    assert "config.json is a config of SimpleTuner: " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plan {} --set model.family=missing",
+        "check gradients {} --set model.family=missing",
+        "cache build {}",
+        "cache verify {}",
+        "cache stats {}",
+        "data check {}",
+        "sample {}",
+    ],
+)
+def test_other_commands_print_a_summary(words, config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = json.loads(config.read_text()) | {"pretrained_model_name_or_path": "./missing"}
+    config.write_text(json.dumps(options))
+    main(words.format(config).split())  # most end with an error, because files are missing
+    assert capsys.readouterr().err.count("config.json is a config of SimpleTuner: ") == 1
