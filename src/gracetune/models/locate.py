@@ -187,6 +187,11 @@ def _choose_model(
     """Return the published model that has the other components of a file."""
     named = f"model.path is {str(header.path)!r}"
     both = "Set model.path to the pipeline with its other components"
+    if all(model.marks is None for model in FAMILIES[section.family].models):
+        raise ModelError(
+            f"{named}, but diffusers reads no single file of {section.family}. Set model.path to "
+            f"{FAMILIES[section.family].default_model}, or to a folder that diffusers has saved."
+        )
     if not models:
         names = ", ".join(model.name for model in FAMILIES[section.family].models)
         raise ModelError(

@@ -351,6 +351,13 @@ def test_a_file_for_the_demo_family_names_its_family(tmp_path):
         locate_model(ModelSection(path=str(tmp_path / "x.safetensors")))
 
 
+@pytest.mark.parametrize("family", ["ideogram4", "stable_audio"])
+def test_a_family_without_a_single_file_form_names_its_model(family, tmp_path):
+    save_file({"x.weight": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(ModelError, match=rf"reads no single file of {family}\. Set model\.path to"):
+        locate_model(ModelSection(family=family, path=str(tmp_path / "x.safetensors")))
+
+
 def test_a_file_of_another_variant_names_the_weights(miniature, others, tmp_path):
     original = original_weights("wan22", load_file(transformer_file(others("wan21-t2v"))))
     extra = {"blocks.7.self_attn.q.weight": original["blocks.0.self_attn.q.weight"].clone()}
