@@ -15,6 +15,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from accelerate import Accelerator
 from blake3 import blake3
 from fakes.miniatures import MINIATURES, QwenProcessor
 from PIL import Image
@@ -38,6 +39,7 @@ from gracetune.models.family import (
 from gracetune.models.pipeline_folder import without_progress_bars
 from gracetune.models.registry import FAMILIES
 from gracetune.train import objective
+from gracetune.train.validate import sampling_autocast
 
 MODELS = {name: small.family for name, small in MINIATURES.items() if small.family} | {"tiny": None}
 """Tested model -> family that reads its miniature. None: the family needs no files."""
@@ -209,12 +211,13 @@ def test_the_prediction_type_is_known(family):
     assert family.prediction in ("flow", "epsilon", "v")
 
 
-def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
+def sample_request(family, shape):
+    """Return a request for two samples."""
     *texts, empty = encode_captions(family, ["one", "two", ""])
     image_sizes = [shape[:2]] * 2 if family.starts_from == "image" else []
     if family.takes_control:
         image_sizes = [family.control_size(*shape)] * 2
-    request = SampleRequest(
+    return SampleRequest(
         texts=texts,
         empty_text=empty,
         shape=shape,
@@ -223,9 +226,14 @@ def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
         guidance=1.0 if family.takes_control else 2.0,
         images=[[torch.zeros(3, height, width)] for width, height in image_sizes],
     )
+
+
+def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
+    request = sample_request(family, shape)
+    first = replace(request, texts=request.texts[:1], images=request.images[:1])
     with torch.no_grad():
         samples = family.sample(request)
-        (again,) = family.sample(replace(request, texts=texts[:1], images=request.images[:1]))
+        (again,) = family.sample(first)
     assert len(samples) == 2
     torch.testing.assert_close(samples[0].data, again.data)  # batch sizes round differently
     for sample in samples:
@@ -240,10 +248,24 @@ def test_sampling_gives_the_requested_shape_and_is_repeatable(family, shape):
         assert torch.isfinite(sample.data).all()
     assert not torch.equal(samples[0].data, samples[1].data)
     if not family.takes_control:
-        one = replace(request, texts=texts[:1], images=request.images[:1])
+        other = request.texts[1]
         with torch.no_grad():
-            (negative,) = family.sample(replace(one, empty_text=texts[1], has_negative=True))
+            (negative,) = family.sample(replace(first, empty_text=other, has_negative=True))
         assert torch.equal(negative.data, again.data) != family.uses_negative_prompt
+
+
+@pytest.mark.parametrize("name", ["flux", "sd15", "stable-audio", "wan22-t2v"])
+def test_a_bf16_model_is_sampled_without_mixed_precision(name, miniature):
+    section = ModelSection(family=MODELS[name], path=str(miniature(name)), dtype="bfloat16")
+    family = load_family(section)
+    size = (2 * family.pixel_step, 3 * family.pixel_step) if "audio" not in family.kinds else ()
+    request = sample_request(family, size or (2, 4096))
+    accelerator = Accelerator(mixed_precision="no", cpu=True)
+    with torch.no_grad(), sampling_autocast(accelerator, family.transformer):
+        (sample,) = family.sample(
+            replace(request, texts=request.texts[:1], images=request.images[:1], steps=1)
+        )
+    assert sample.data.isfinite().all()
 
 
 def test_an_exported_model_loads_again(family, tmp_path):

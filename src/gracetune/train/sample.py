@@ -50,7 +50,7 @@ from gracetune.train.prompts import (
 )
 from gracetune.train.state import restore_optimizer, restore_weights
 from gracetune.train.step import derive_seed
-from gracetune.train.validate import comparison_sheet, write_sample
+from gracetune.train.validate import comparison_sheet, sampling_autocast, write_sample
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Sampler:
 
     def _sample(self, request: SampleRequest) -> list[GeneratedSample]:
         self.family.transformer.eval()
-        with torch.no_grad(), self.accelerator.autocast():
+        with torch.no_grad(), sampling_autocast(self.accelerator, self.family.transformer):
             return self.family.sample(request)
 
     def _stream_everything(self, variant: Variant, reason: str) -> None:

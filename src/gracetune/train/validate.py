@@ -37,9 +37,11 @@ from gracetune.train.timesteps import scheduled_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    from accelerate import Accelerator
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gracetune.config.schema import PromptSection, RunFile
     from gracetune.data.pipeline import DataPipeline
@@ -102,10 +104,25 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
 
 def generate_samples(state: TrainState, validation: ValidationSetup) -> list[GeneratedSample]:
     """Generate one sample for each prompt with the pipeline of the model family."""
-    with state.accelerator.autocast():
+    with sampling_autocast(state.accelerator, state.family.transformer):
         return [
             sample for request in validation.requests for sample in state.family.sample(request)
         ]
+
+
+def sampling_autocast(
+    accelerator: Accelerator, transformer: nn.Module
+) -> AbstractContextManager[object]:
+    """Return autocast as in training; for bf16 weights, bf16 autocast even if training has none.
+
+    Pipelines pass latents to the VAE in the dtype of the transformer. The VAE is in fp32, so that
+    without autocast its first layer would raise an error for latents in bf16.
+    """
+    in_bf16 = any(weight.dtype == torch.bfloat16 for weight in transformer.parameters())
+    if in_bf16 and accelerator.mixed_precision == "no":
+        return torch.autocast(accelerator.device.type, torch.bfloat16)
+    found: AbstractContextManager[object] = accelerator.autocast()
+    return found
 
 
 def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
