@@ -56,7 +56,7 @@ import sys
 
 import torch
 
-from gracetune.config.schema import DatasetSection
+from gracetune.config.dataset_schema import DatasetSection
 from gracetune.data.audio import decode_audio
 from gracetune.data.dataset import CorruptionLog
 from gracetune.data.dataset import open_dataset

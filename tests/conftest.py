@@ -12,8 +12,10 @@ import pytest
 
 from gracetune.config.schema import RunFile
 
-# `nohup make test` ignores SIGHUP, and runs started by the tests would inherit that.
+# `nohup make test` ignores SIGHUP, a shell ignores SIGINT for its background jobs, and runs started
+# by the tests would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class EventRecorder:

@@ -270,8 +270,11 @@ def test_a_family_trains_a_lokr_and_all_weights(model, adapter, build_run, tmp_p
     ],
 )
 def test_settings_that_a_family_does_not_support_are_rejected_by_name(
-    case, sections, message, build_run
+    case, sections, message, build_run, tmp_path, monkeypatch
 ):
     model, kind, _ = CASES[case]
+    monkeypatch.chdir(tmp_path)
+    for name in "abxy":
+        Path(name).mkdir()
     with pytest.raises(ConfigError, match=message):
         run_training(build_run(model, MINIATURES[model].family, media_of(kind), **sections))

@@ -89,11 +89,13 @@ def plan(
     `open_machine` returns this machine, and `measured` its compute and copy speeds; tests pass
     functions of their own.
     """
-    from gracetune.plan.report import report_json, report_lines
     from gracetune.train.preflight import check_family
 
     run_file = read_run(args.run_file, args.overrides)
     check_family(run_file.model)  # before torch is imported
+
+    from gracetune.plan.report import report_json, report_lines
+
     result, heading = predict(run_file, args, open_machine, measured)
     if args.json:
         print(json.dumps(report_json(result, heading), indent=2))

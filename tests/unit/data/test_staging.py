@@ -276,7 +276,7 @@ def test_reading_a_staged_file_opens_no_file(tmp_path: Path) -> None:
     write_folder(tmp_path, {f"{n}.png": BIG for n in range(5)})
     program = f"""
 import sys
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 source = FolderSource({str(tmp_path)!r})
@@ -298,7 +298,7 @@ print(while_staging, opened)
 RANK = """
 import os, re, signal, sys
 from pathlib import Path
-from gracetune.config.schema import InMemorySection
+from gracetune.config.dataset_schema import InMemorySection
 from gracetune.data.source import FolderSource
 from gracetune.data.staging import StagedSource
 
