@@ -154,7 +154,7 @@ def _import_average(train: KeyReader) -> None:
 # Timesteps
 
 
-class Distribution(NamedTuple):
+class TimestepSettings(NamedTuple):
     """A distribution of timesteps in gracetune's words."""
 
     normal: tuple[float, float] | None = None
@@ -188,32 +188,32 @@ class Distribution(NamedTuple):
         return ", ".join(words) + (f": {self.why}" if self.why else "")
 
 
-def _distribution(job: Job, train: KeyReader) -> Distribution:
+def _distribution(job: Job, train: KeyReader) -> TimestepSettings:
     """Return the distribution of `timestep_type`.
 
     ai-toolkit draws the index of a timestep evenly, from a list that depends on the type. Loss
     weights are translated to a distribution that draws timesteps as often as they are weighted.
     """
     if not job.is_flow:
-        return Distribution()
+        return TimestepSettings()
     as_weighted = "timesteps are drawn about as often as ai-toolkit weights their loss"
     if read_value(train, "linear_timesteps2", as_bool):
-        return Distribution(HALF_BELL, why=as_weighted)
+        return TimestepSettings(HALF_BELL, why=as_weighted)
     if read_value(train, "linear_timesteps", as_bool):
-        return Distribution(BELL, why=as_weighted)
-    shifted = Distribution(shift=_shift(job), why="the shift of ai-toolkit's scheduler")
-    few = Distribution(why="training on a few timesteps only is not supported", is_like=False)
-    blend = Distribution(STANDARD, why="this blend is not supported", is_like=False)
+        return TimestepSettings(BELL, why=as_weighted)
+    shifted = TimestepSettings(shift=_shift(job), why="the shift of ai-toolkit's scheduler")
+    few = TimestepSettings(why="training on a few timesteps only is not supported", is_like=False)
+    blend = TimestepSettings(STANDARD, why="this blend is not supported", is_like=False)
     known = {
-        "sigmoid": Distribution(STANDARD),
-        "linear": Distribution(),
-        "weighted": Distribution(WEIGHTED, why=as_weighted),
+        "sigmoid": TimestepSettings(STANDARD),
+        "linear": TimestepSettings(),
+        "weighted": TimestepSettings(WEIGHTED, why=as_weighted),
         **dict.fromkeys(("shift", "flux_shift", "lumina2_shift"), shifted),
         **dict.fromkeys(FEW_STEP_TYPES, few),
         "lognorm_blend": blend,
     }
     kind = read_value(train, "timestep_type", as_text) or "sigmoid"
-    unknown = Distribution(STANDARD, why="ai-toolkit does not have this type", is_like=False)
+    unknown = TimestepSettings(STANDARD, why="ai-toolkit does not have this type", is_like=False)
     return known.get(kind, unknown)
 
 

@@ -39,7 +39,7 @@ SECRET_KEY = re.compile(r"secret|password|credential|token$|access_key|api_key",
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What became of one key of the imported file."""
+    """The verdict on one key of the imported file."""
 
     file: str
     key: str
