@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goal", choices=GOALS, help="what the adapter is to learn")
     parser.add_argument("--memory", metavar="SIZE", help="memory of the GPU, such as 24GB")
     parser.add_argument("--trigger", metavar="WORD", help="word that stands for what is trained")
-    parser.add_argument("--caption", metavar="TEXT", help="one caption, for files that have none")
+    parser.add_argument(
+        "--caption", metavar="TEXT", help="one caption for all files, instead of theirs"
+    )
     parser.add_argument("--control", metavar="FOLDER", help="images before an edit, same names")
     parser.add_argument("--out", metavar="FILE", help="run file to write (.yaml)")
     parser.add_argument("--yes", action="store_true", help="ask nothing and take the defaults")
@@ -110,7 +112,7 @@ def init(
     memory_gb = _memory(args, questions, family, platform)
     trigger = _trigger(args, questions, goal)
     if caption is None and report.captions.missing:
-        hint = trigger or f"a {NOUNS[report.kind].removesuffix('s').removesuffix(' file')}"
+        hint = trigger or ("a video" if report.kind == "video" else f"an {report.kind}")
         caption = questions.ask("Your files have no captions. One caption for all", hint)
     default = f"{pair.target.resolve().name}.yaml"
     out = Path(args.out or questions.ask("Run file to write", default))

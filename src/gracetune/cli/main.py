@@ -42,7 +42,7 @@ VERBS = {
     "diagnose": ("gracetune.cli.diagnose", "check this machine and suggest fixes"),
     "env": ("gracetune.cli.env", "show environment variables and their effect"),
     "baseline": ("gracetune.cli.baseline", "measure a run file, and detect regressions"),
-    "host": ("gracetune.cli.host", "use gracetune inside an unmodified SimpleTuner"),
+    "host": ("gracetune.cli.host", "use gracetune inside SimpleTuner or ai-toolkit"),
     "port": ("gracetune.cli.port", "move a fork's patches to a newer upstream"),
     "examples": ("gracetune.cli.examples", "list, print or copy the example run files"),
 }

@@ -266,7 +266,7 @@ GOAL_PRESETS: Mapping[Goal, GoalPreset] = {
 USES_LIMITS = (1500, 6000)
 """Fewest and most uses of samples in a run."""
 MIN_STEPS = 500
-TINY_STEPS = 400
+TINY_STEPS = 600
 """Steps of a run of `tiny`: a minute or two on two CPU cores."""
 
 
@@ -547,6 +547,11 @@ def _train(request: RunRequest, size: SizePreset, schedule: _Schedule) -> list[S
         *settings,
         Setting("train.checkpoint_every", schedule.interval, "each has the adapter so far"),
         Setting("optimizer.lr", preset.lr, "the usual rate for a LoRA of this family"),
+        *(
+            [Setting("optimizer.schedule", "cosine", "ends with small steps, for cleaner images")]
+            if _default_model(request) is None
+            else []
+        ),
         Setting("optimizer.warmup_steps", warmup, "a gentle start"),
         *(
             [
