@@ -59,7 +59,12 @@ of the decoder have twice as many input channels."""
 
 @pytest.mark.parametrize(
     ("family", "kinds"),
-    [("wan22", (0,)), ("flux", (0, 1, 1)), ("qwen_image", (0, 0)), ("sdxl", UNET_KINDS)],
+    [
+        ("wan22", (0,)),
+        ("flux", (0, 1, 1)),
+        ("qwen_image", (0, 0)),
+        pytest.param("sdxl", UNET_KINDS, marks=pytest.mark.slow),
+    ],
 )
 def test_every_known_model_can_be_traced(family: str, kinds: tuple[int, ...]) -> None:
     shape = build_meta_model(ModelSection(family=family), SampleShape(64, 64), SMALL[family])
