@@ -366,9 +366,9 @@ def _select_spans(tensor: Tensor, spans: Sequence[Span], axis: int, rows_per_ent
 def _not_exact_error(module: str, reason: str) -> AdapterError:
     return AdapterError(
         f"{module} cannot be split or joined exactly, as the other format needs it, because "
-        f"{reason}. Keep the file's format (ComfyUI loads Flux adapters with original and with "
-        "diffusers' names), or approximate the adapter by a LoRA: with --lora-rank when "
-        "converting, with --rank when merging.",
+        f"{reason}. Keep the file's format (`gracetune adapter check` tells which tools load it), "
+        "or approximate the adapter by a LoRA: with --lora-rank when converting, with --rank when "
+        "merging.",
         kind="not-exact",
         key=module,
     )
