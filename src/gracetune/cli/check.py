@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
     """Build the session of a run as `train` does, and check it; None on ranks but the main one."""
+    from gracetune.distributed.ranks import connect_ranks
     from gracetune.events.console import console_sink
     from gracetune.events.run_control import RunControl, reserve_folder
     from gracetune.train.build import build_session, start_accelerator
@@ -99,6 +100,7 @@ def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
                     RunControl(folder),
                     SignalHandler(),
                     checked_blocks=lambda count: spread(count, num_blocks),
+                    ranks=connect_ranks(run_file.distributed.timeout_s),
                 )
             )
         )

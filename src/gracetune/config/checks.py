@@ -119,6 +119,25 @@ def _check_warmup(run: RunFile) -> Iterator[Violation]:
         )
 
 
+def _check_effective_batch_size(run: RunFile) -> Iterator[Violation]:
+    train = run.train
+    if train.effective_batch_size is None:
+        return
+    if train.gradient_accumulation_steps > 1:
+        yield Violation(
+            "train.effective_batch_size",
+            f"is {train.effective_batch_size} and train.gradient_accumulation_steps is "
+            f"{train.gradient_accumulation_steps}, but each sets the samples per optimizer step. "
+            "Remove one of them.",
+        )
+    elif train.effective_batch_size % train.batch_size:
+        yield Violation(
+            "train.effective_batch_size",
+            f"is {train.effective_batch_size}, but must be a multiple of train.batch_size "
+            f"({train.batch_size}). Change one of them.",
+        )
+
+
 def _check_timestep_window(run: RunFile) -> Iterator[Violation]:
     low, high = run.train.timestep_window
     if low >= high:
@@ -294,6 +313,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_credentials,
     _check_ramp,
     _check_warmup,
+    _check_effective_batch_size,
     _check_timestep_window,
     _check_optimizer_settings,
     _check_optimizer_state,

@@ -178,9 +178,11 @@ class Gh200Section(Section):
     be set if the ramp is on."""
     target_effective_batch_size: PositiveInt | None = None
     """Effective batch size at the end of the batch-size ramp, in samples over all ranks. Default:
-    `train.batch_size` times `train.gradient_accumulation_steps` times the number of ranks."""
+    `train.effective_batch_size`, or else `train.batch_size` times
+    `train.gradient_accumulation_steps` times the number of ranks."""
     batch_rampup_steps: PositiveInt = 1000
-    """Number of micro-batches per rank during which the effective batch size grows."""
+    """Number of micro-batches, of all ranks together, during which the effective batch size
+    grows."""
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
     """Growth of the effective batch size in the batch-size ramp: `linear` grows evenly, `quadratic`
     slowly at first."""
@@ -197,8 +199,12 @@ class TrainSection(Section):
     batch_size: PositiveInt = 1
     """Micro-batch size: samples in one forward and backward pass, per rank."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Number of micro-batches whose gradients are averaged in one optimizer step. Raise it for
-    a larger effective batch without more memory. A batch-size ramp replaces it."""
+    """Number of micro-batches per rank whose gradients are averaged in one optimizer step. Raise it
+    for a larger effective batch without more memory. A batch-size ramp replaces it."""
+    effective_batch_size: PositiveInt | None = None
+    """Samples in one optimizer step, over all ranks: a multiple of `train.batch_size`. Set it
+    instead of `train.gradient_accumulation_steps` to train with the same samples in each step on
+    any number of GPUs."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Precision of forward and backward passes. `no`: fp32; `fp16` is replaced by bf16. `auto`: the
     variable ACCELERATE_MIXED_PRECISION if set, otherwise bf16 if the GPU supports it."""
@@ -399,6 +405,9 @@ class LoggingSection(Section):
 class DistributedSection(Section):
     """Training with more than one process (rank)."""
 
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Library with which ranks exchange gradients. `auto`: NCCL, or gloo on CPUs and if more ranks
+    than GPUs are started on a machine, which NCCL refuses."""
     timeout_s: PositiveFloat = 1800
     """Seconds that a rank waits for the other ranks before the run fails. Raise it if one rank
     needs longer, for example to encode its part of the cache."""

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from gracetune.memory.shared_memory import pid_namespace_id
@@ -83,6 +84,17 @@ class RankGroup:
         dist.broadcast_object_list(values, src=0, group=self._control)
         found: T = values[0]
         return found
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Return, for each flag, whether it is true on any rank.
+
+        This is cheaper than `gather` and suitable for every step, also with many ranks.
+        """
+        if self._control is None:
+            return flags
+        found = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
+        return tuple(map(bool, found.tolist()))
 
     def name(self, rank: int) -> str:
         """Return a rank's number and host name, for messages."""

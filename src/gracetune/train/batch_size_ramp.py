@@ -1,8 +1,9 @@
-"""The gradient-accumulation ramp: increase the effective batch size during a run.
+"""The number of micro-batches in an optimizer step, and a ramp that increases it during a run.
 
-The number of micro-batches in a step depends only on the micro-batches done so far, so a checkpoint
-stores nothing but that count. It changes between optimizer steps only: in the middle of a step, a
-change would give samples the wrong weights.
+A step has the same micro-batches at any number of ranks, which share them. Their number depends
+only on the micro-batches done so far, so a checkpoint stores nothing but that count. It changes
+between optimizer steps only: in the middle of a step, a change would give samples the wrong
+weights.
 """
 
 from __future__ import annotations
@@ -26,22 +27,39 @@ class AccumulationRamp:
     target: int
     """Effective batch size after `length` micro-batches."""
     length: int
-    """Micro-batches that each rank does until the target is reached."""
+    """Micro-batches that all ranks together do until the target is reached."""
     shape: Literal["quadratic", "linear"]
-    samples_per_micro_batch: int
-    """Samples in one micro-batch, over all ranks."""
+    batch_size: int
+    """Samples in one micro-batch."""
+    world_size: int = 1
+    """Number of ranks; each has at least one micro-batch in a step."""
 
-    def accumulation(self, micro_batches: int) -> int:
-        """Return the number of micro-batches in the next step, when `micro_batches` are done."""
-        done = min(1.0, micro_batches / self.length)
-        share = done if self.shape == "linear" else done * done
+    def micro_batches(self, done: int) -> int:
+        """Return the micro-batches of the next step over all ranks, when `done` are done."""
+        progress = min(1.0, done / self.length)
+        share = progress if self.shape == "linear" else progress * progress
         effective = self.initial + (self.target - self.initial) * share
-        return math.ceil(round(effective, 6) / self.samples_per_micro_batch)
+        return max(self.world_size, math.ceil(round(effective, 6) / self.batch_size))
 
     @property
     def is_constant(self) -> bool:
         """True if steps have the same number of micro-batches at the start and the end."""
-        return self.accumulation(0) == self.accumulation(self.length)
+        return self.micro_batches(0) == self.micro_batches(self.length)
+
+
+def micro_batches_per_step(run: RunFile, world_size: int) -> int:
+    """Return the micro-batches in each step of a run without a ramp, over all ranks."""
+    train = run.train
+    if train.effective_batch_size is None:
+        return train.gradient_accumulation_steps * world_size
+    count = train.effective_batch_size // train.batch_size
+    if count < world_size:
+        raise ConfigError(
+            f"train.effective_batch_size is {train.effective_batch_size}, but {world_size} ranks "
+            f"with a train.batch_size of {train.batch_size} need at least "
+            f"{train.batch_size * world_size}. Raise it, lower train.batch_size, or use fewer GPUs."
+        )
+    return count
 
 
 def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
@@ -49,16 +67,15 @@ def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
     section, batch = run.gh200_optimizations, run.train.batch_size
     if not section.enable_batch_size_rampup:
         return None
-    per_micro_batch = batch * world_size
     initial = section.initial_effective_batch_size
     assert initial is not None, "config.checks requires it when a ramp is enabled"
     target = section.target_effective_batch_size
-    target = target or per_micro_batch * run.train.gradient_accumulation_steps
-    if target < per_micro_batch:
+    target = target or batch * micro_batches_per_step(run, world_size)
+    if target < batch * world_size:
         raise ConfigError(
             f"gh200_optimizations.target_effective_batch_size is {target}, less than one "
             f"micro-batch ({batch} samples on each of {world_size} ranks). Raise it to "
-            f"{per_micro_batch} or more, or lower train.batch_size."
+            f"{batch * world_size} or more, or lower train.batch_size."
         )
     if initial > target:
         raise ConfigError(
@@ -66,14 +83,14 @@ def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
             f"{target}, but a ramp can only grow. Lower it, or raise target_effective_batch_size."
         )
     return AccumulationRamp(
-        initial, target, section.batch_rampup_steps, section.rampup_shape, per_micro_batch
+        initial, target, section.batch_rampup_steps, section.rampup_shape, batch, world_size
     )
 
 
 def ramp_notes(ramp: AccumulationRamp) -> list[str]:
     """Return messages about the ramp for the log, including rounding to whole micro-batches."""
-    size = ramp.samples_per_micro_batch
-    first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
+    size = ramp.batch_size
+    first, last = (ramp.micro_batches(at) * size for at in (0, ramp.length))
     # "GH200 ... enabled" is what the GH200 forks print; users search their logs for it.
     notes = [
         f"ramp: GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "
@@ -84,9 +101,10 @@ def ramp_notes(ramp: AccumulationRamp) -> list[str]:
         ("initial_effective_batch_size", ramp.initial, first),
     ):
         if rounded != value:
+            ranks = f" on each of {ramp.world_size} ranks" if ramp.world_size > 1 else ""
             notes.append(
-                f"ramp: {setting} {value} is not a multiple of one micro-batch ({size} samples): "
-                f"rounded up to {rounded}"
+                f"ramp: {setting} {value} is not a multiple of one micro-batch ({size} samples), "
+                f"or less than one{ranks}: rounded up to {rounded}"
             )
     if ramp.is_constant:
         notes.append(

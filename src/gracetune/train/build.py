@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     AutocastKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
 )
 from torch import Tensor
 
@@ -35,18 +34,20 @@ from gracetune.config.environment import process_environment, sharding_engine
 from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
+from gracetune.distributed.gradients import ComputeTimer, GradientReducer
+from gracetune.distributed.ranks import SINGLE
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
 from gracetune.memory.stats import Tier
 from gracetune.models.attention_backends import set_attention_backend
-from gracetune.models.family import load_family, transformers_of, unused_weights
+from gracetune.models.family import load_family, transformers_of
 from gracetune.models.quantize import check_quantizable, quantize_blocks
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.plan.attention_autotune import autotune_attention
-from gracetune.train.batch_size_ramp import build_ramp, ramp_notes
+from gracetune.train.batch_size_ramp import build_ramp, micro_batches_per_step, ramp_notes
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.execution_record import (
     POSITIONAL,
@@ -66,7 +67,7 @@ from gracetune.train.export import (
 )
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
-from gracetune.train.run_identity import check_same_run, run_identity
+from gracetune.train.run_identity import check_same_run, run_identity, samples_per_step
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
 from gracetune.train.validate import build_validation, check_validation
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from gracetune.cache.batch_transfer import BatchTransfer
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch, Sample
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
     from gracetune.events.run_control import RunControl
     from gracetune.models.family import Family
@@ -114,8 +116,8 @@ class Session:
     state: TrainState
     pipeline: DataPipeline
     ramp: AccumulationRamp | None
-    """The ramp of the effective batch size. None: every step accumulates the same number of
-    micro-batches, `train.gradient_accumulation_steps`."""
+    """The ramp of the effective batch size. None: every step has the same number of
+    micro-batches."""
     validation: ValidationSetup | None
     """Encoded prompts and held-out samples for validation. None: the run never validates."""
     checkpoints: Path
@@ -138,6 +140,12 @@ class Session:
     """Chooses which weights and activations are kept in host memory, not device memory. None: the
     whole transformer is on the device."""
 
+    def micro_batches(self, consumed: int) -> int:
+        """Return the micro-batches of the next step over all ranks, when `consumed` are done."""
+        if self.ramp is not None:
+            return self.ramp.micro_batches(consumed)
+        return micro_batches_per_step(self.state.run, self.state.ranks.world_size)
+
     def execution_record(self) -> dict[str, object]:
         """Return the device, the versions and the plan that steps are computed with now."""
         return execution_record(
@@ -155,16 +163,11 @@ class Session:
         if snapshot is None:
             return TrainProgress()
         snapshot.check_unchanged()
-        check_same_run(snapshot.identity, self.identity)
         state, tensors = self.state, snapshot.tensors
-        saved_ranks = sum(kind.startswith("generators-") for kind in tensors)
-        ranks = state.accelerator.num_processes
-        if saved_ranks != ranks:
-            text = (
-                f"the checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}: an "
-                "optimizer step now averages over another number of samples, unless a ramp sets it"
-            )
-            self.emit(Notice(text, level="warning"))
+        ranks = state.ranks.world_size
+        check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, ranks)
+        if snapshot.num_ranks != ranks:
+            self._warn_of_other_ranks(snapshot)
         changes = execution_changes(snapshot.execution, self.execution_record())
         if changes:
             text = "the result may differ in rounding from that of an uninterrupted run: "
@@ -175,13 +178,27 @@ class Session:
         )
         if state.ema is not None:
             restore_weights(state.ema.averages, tensors["ema"])
-        rng = tensors.get(f"generators-{state.accelerator.process_index}")
+        rng = tensors.get(f"generators-{state.ranks.rank}")
         if rng is not None:
             restore_rng(rng)
-        else:
+        elif state.dropout is None:
             text = "the checkpoint has no RNG state for the added ranks: their dropout is reseeded"
             self.emit(Notice(text, level="warning", fallback=True))
         return snapshot.progress
+
+    def _warn_of_other_ranks(self, snapshot: Snapshot) -> None:
+        saved_ranks, ranks = snapshot.num_ranks, self.state.ranks.world_size
+        text = f"the checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}"
+        before = samples_per_step(snapshot.identity, saved_ranks)
+        now = samples_per_step(self.identity, ranks)
+        if self.ramp is not None or before == now:
+            self.emit(Notice(f"{text}; each optimizer step has the same samples as before"))
+        else:
+            text += (
+                f": an optimizer step now averages over {now} samples instead of {before}. Set "
+                f"train.effective_batch_size: {before} to keep the number"
+            )
+            self.emit(Notice(text, level="warning"))
 
     def export(self) -> ExportedResult:
         """Write the trained model or adapter."""
@@ -214,37 +231,39 @@ def build_session(
     control: RunControl,
     signals: SignalHandler,
     resumed: Mapping[str, Any] | None = None,
-    checked_blocks: ChooseBlocks = random_block,
+    checked_blocks: ChooseBlocks | None = None,
+    ranks: RankGroup = SINGLE,
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
 
     `resumed` is the execution record of the checkpoint to resume from, whose plan and attention
     backend are used again; it is empty for a checkpoint of an earlier version, and None for a new
-    run. `checked_blocks` chooses the blocks whose gradients can be compared with plain copies.
+    run. `checked_blocks` chooses the blocks whose gradients can be compared with plain copies; by
+    default, one block is chosen at random.
 
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
     """
     folder, device = Path(run.output_dir), with_index(accelerator.device)
-    ramp = build_ramp(run, accelerator.num_processes)
+    ramp = build_ramp(run, ranks.world_size)
     if ramp is not None:
         _emit_all(emit, ramp_notes(ramp))
 
     # The model
-    family = load_family(run.model, emit, is_first=accelerator.is_local_main_process)
+    family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
     base_weights = family.weights_digest()
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
-    _expect_missing_gradients(accelerator, family, schedule)
     check_data(run, family)
     check_validation(run, family)
     quantize_frozen(run, family, emit)
     adapted_modules = make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
-    unplanned = reason_unplanned(run, device, accelerator.num_processes)
-    compares = compares_blocks(run, unplanned, accelerator.num_processes)
-    references = build_references(family, checked_blocks) if compares else []
+    unplanned = reason_unplanned(run, device)
+    compares = compares_blocks(run, unplanned, ranks.world_size)
+    choose = partial(random_block, ranks) if checked_blocks is None else checked_blocks
+    references = build_references(family, choose) if compares else []
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
     if unplanned:
@@ -252,7 +271,7 @@ def build_session(
 
     # The optimizer. Loading the model and injecting adapters reseed the global RNGs, so the run's
     # own seed comes after them.
-    seed_rng(derive_seed(run.seed, "process", accelerator.process_index))
+    seed_rng(derive_seed(run.seed, "process", ranks.rank))
     parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
     optimizer = build_optimizer(parameters, run.optimizer, derive_seed(run.seed, "rounding"))
 
@@ -260,9 +279,7 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
-    pipeline = DataPipeline(
-        run, family, transfer, folder, emit, _agree_on_ranks(run, accelerator, folder)
-    )
+    pipeline = DataPipeline(run, family, transfer, folder, emit, _encoding_ranks(run, ranks, folder))
     _warn_of_truncated_captions(family, pipeline.train_samples, emit)
     schedule = build_expert_schedule(
         run.train, family.boundary, drawn_token_counts(pipeline.order, family)
@@ -303,6 +320,9 @@ def build_session(
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
+        reducer=GradientReducer(ranks),
+        timer=ComputeTimer(device),
+        ranks=ranks,
         dropout=dropout,
     )
     state.transformer.train()
@@ -356,8 +376,10 @@ def start_accelerator(run: RunFile) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         cpu=not torch.cuda.is_available(),  # without it, CPU ranks would not find each other
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=run.distributed.timeout_s)),
-            DistributedDataParallelKwargs(find_unused_parameters=run.adapter is None),
+            InitProcessGroupKwargs(
+                choose_backend(run, process_environment()),
+                timeout=timedelta(seconds=run.distributed.timeout_s),
+            ),
         ],
     )
     if accelerator.distributed_type not in SUPPORTED_ENGINES:
@@ -384,29 +406,27 @@ def resolve_precision(run: RunFile) -> str:
     return "bf16" if precision == "fp16" else precision
 
 
-def _expect_missing_gradients(
-    accelerator: Accelerator, family: Family, schedule: ExpertSchedule | None
-) -> None:
-    """Tell DDP if some trained parameters have no gradient in a step.
+def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
+    """Return the backend of the ranks' gradients; None for the default of their devices.
 
-    A step trains one expert of two, and some models have weights that do not affect their output.
+    NCCL refuses two ranks on one GPU.
     """
-    trains_in_turns = schedule is not None and len(schedule.windows) > 1
-    if accelerator.ddp_handler is not None and (trains_in_turns or unused_weights(family)):
-        accelerator.ddp_handler.find_unused_parameters = True
+    backend = run.distributed.backend
+    if backend != "auto":
+        return backend
+    num_gpus = torch.cuda.device_count()
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return "gloo" if 0 < num_gpus < num_local else None
 
 
-def _agree_on_ranks(run: RunFile, accelerator: Accelerator, folder: Path) -> Ranks:
+def _encoding_ranks(run: RunFile, ranks: RankGroup, folder: Path) -> Ranks:
     """Return this process's rank, and a new folder that all ranks use while they encode the data.
 
     Each rank lists the samples there that it cannot read.
     """
-    (token,) = broadcast_object_list([uuid4().hex])
+    token = ranks.broadcast(uuid4().hex)
     return Ranks(
-        accelerator.process_index,
-        accelerator.num_processes,
-        folder / "ranks" / token,
-        run.distributed.timeout_s,
+        ranks.rank, ranks.world_size, folder / "ranks" / token, run.distributed.timeout_s
     )
 
 
@@ -501,7 +521,7 @@ def _move_to_device(
     if run.model.frozen_compute == "fp8":
         raise ConfigError(
             f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
-            "Set it to bf16, or train on one GPU with plan: auto."
+            "Set it to bf16, or set plan: auto."
         )
     if run.plan != "off":
         emit(unplanned_notice(run, unplanned))
@@ -515,7 +535,7 @@ def _enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -
         emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
 
 
-def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
+def reason_unplanned(run: RunFile, device: torch.device) -> str:
     """Return the reason why no memory plan is made; an empty string if one is made.
 
     A memory plan decides what is streamed from host memory. Without one, the whole model is on the
@@ -525,8 +545,6 @@ def reason_unplanned(run: RunFile, device: torch.device, num_ranks: int) -> str:
         return "plan is off"
     if run.model.quantize != "none":
         return f"model.quantize is {run.model.quantize}, and quantized weights cannot be streamed"
-    if num_ranks > 1:
-        return f"there are {num_ranks} ranks, and each keeps its model on its device"
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
         return "there is no GPU, and plan.device_memory is not set"
     return ""
@@ -572,13 +590,17 @@ Timesteps and positions are not cast: each transformer rounds those itself."""
 def prepare_transformer(
     accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool
 ) -> nn.Module:
-    """Wrap the transformer with Accelerate, for data-parallel ranks and mixed precision."""
+    """Wrap the transformer with Accelerate, for mixed precision."""
     autocast = accelerator.autocast_handler
     in_bf16 = accelerator.mixed_precision == "bf16" and runs_in_dtype(transformer, torch.bfloat16)
     if is_planned and in_bf16:
         accelerator.autocast_handler = AutocastKwargs(enabled=False)
         transformer.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
-    wrapped: nn.Module = accelerator.prepare_model(transformer, device_placement=not is_planned)
+    wrapped: nn.Module = accelerator.prepare_model(
+        transformer,
+        device_placement=not is_planned,
+        evaluation_mode=True,  # no DistributedDataParallel: `train_step` reduces gradients itself
+    )
     accelerator.autocast_handler = autocast
     return wrapped
 

@@ -79,6 +79,11 @@ class Snapshot:
     files: Mapping[Path, str] = field(default_factory=dict)
     """Files that the tensors were read from, with their digests; empty for a new snapshot."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that saved the checkpoint."""
+        return sum(kind.startswith("generators-") for kind in self.tensors)
+
     def check_unchanged(self) -> None:
         """Raise if a file has changed since it was read.
 

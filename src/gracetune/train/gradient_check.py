@@ -17,7 +17,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from gracetune.errors import RunFailedError
@@ -27,16 +26,22 @@ from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.registry import optimizer_info
 from gracetune.train.block_check import MIN_LIMIT, BlockReference, CapturedCall
 from gracetune.train.experts import SINGLE_TRANSFORMER, ExpertTurn
-from gracetune.train.step import TrainProgress, batch_losses, derive_seed, train_step
+from gracetune.train.step import (
+    TrainProgress,
+    batch_losses,
+    derive_seed,
+    train_step,
+    trained_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from accelerate import Accelerator
     from torch.nn import Parameter
 
     from gracetune.cache.batch_transfer import BatchIterator
     from gracetune.data.sample import Batch
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.models.family import Expert, Family
     from gracetune.plan.controller import PlanController
     from gracetune.train.block_check import KindResult
@@ -61,10 +66,9 @@ MAX_GROUP = 1024
 # The blocks to compare
 
 
-def random_block(count: int) -> Sequence[int]:
+def random_block(ranks: RankGroup, count: int) -> Sequence[int]:
     """Return the position of one block, chosen at random and the same on all ranks."""
-    (position,) = broadcast_object_list([secrets.randbelow(count)])
-    return [position]
+    return [ranks.broadcast(secrets.randbelow(count))]
 
 
 def build_references(family: Family, choose: ChooseBlocks) -> list[BlockReference]:
@@ -136,12 +140,16 @@ class FirstStepCheck:
             self._call = reference, CapturedCall(reference)
         return True
 
-    def finish(self, expert: Expert | None, accumulation: int) -> None:
-        """Check the gradients of the step; raise if they are wrong or missing, on all ranks."""
+    def finish(self, expert: Expert | None, one_each: bool) -> None:
+        """Check the gradients of the step; raise if they are wrong or missing, on all ranks.
+
+        `one_each` is True if every rank had one micro-batch in the step. Only then the gradients of
+        a recorded micro-batch can be compared with those of the step.
+        """
         self._unchecked.discard(expert)
         state = self._state
         # It communicates with the other ranks, so it runs even if gradients are missing here.
-        problem = "" if self._call is None else self._compare(*self._call, accumulation)
+        problem = "" if self._call is None else self._compare(*self._call, one_each)
         missing = missing_gradients(state.parameters, expert, unused_weights(state.family))
         if missing:
             problem = (
@@ -152,7 +160,7 @@ class FirstStepCheck:
         self.cancel()
         if not self._unchecked:
             self._references.clear()  # in fp8, they keep the weights from before the conversion
-        problems = _from_all_ranks(state.accelerator, problem)
+        problems = state.ranks.gather(problem)
         first = next(filter(None, problems), "")
         if first:
             raise RunFailedError(
@@ -174,12 +182,12 @@ class FirstStepCheck:
         text = f"the gradients of the first step were not compared with a plain block: {reason}"
         self._emit(Notice(text, level="warning", fallback=True))
 
-    def _compare(self, reference: BlockReference, call: CapturedCall, accumulation: int) -> str:
+    def _compare(self, reference: BlockReference, call: CapturedCall, one_each: bool) -> str:
         """Compare the recorded block; return what is wrong, or an empty string."""
         call.close()
         began = time.monotonic()
         # All ranks must take part, so this comes before anything that can fail on one of them.
-        reduced = _reduction_error(self._state.accelerator, reference, call)
+        reduced = _reduction_error(self._state.ranks, reference, call)
         if not call.is_complete:
             return f"backward did not reach block {reference.name} in the first step"
         try:
@@ -197,10 +205,10 @@ class FirstStepCheck:
                 "To train without the part that fails, set plan.stream: false, plan.offload: false "
                 "or plan.compile: never, and please report this"
             )
-        if accumulation == 1 and not reduced <= _reduction_limit(reference):
+        if one_each and not reduced <= _reduction_limit(reference):
             return (
-                f"the gradients of block {reference.name} were not averaged over the ranks: they "
-                f"differ from the mean by {reduced:.2g}, relative to its norm. Please report this"
+                f"the gradients of block {reference.name} were not summed over the ranks: they "
+                f"differ from the sum by {reduced:.2g}, relative to its norm. Please report this"
             )
         largest = max(result.ratio for result in results)
         text = (
@@ -211,28 +219,21 @@ class FirstStepCheck:
         return ""
 
 
-def _from_all_ranks(accelerator: Accelerator, value: str) -> list[str]:
-    return [value] if accelerator.num_processes == 1 else gather_object([value])
+def _reduction_error(ranks: RankGroup, reference: BlockReference, call: CapturedCall) -> float:
+    """Return how far a block's gradients are from their sum over ranks; 0 for a single rank.
 
-
-def _reduction_error(
-    accelerator: Accelerator, reference: BlockReference, call: CapturedCall
-) -> float:
-    """Return how far a block's gradients are from their mean over ranks; 0 for a single rank.
-
-    Valid after the only micro-batch of a step.
+    Valid after a step in which every rank had one micro-batch.
     """
-    if accelerator.num_processes == 1:
+    if ranks.world_size == 1:
         return 0.0
     distance = norm = 0.0
     for parameter in reference.trained.values():
         local = call.weight_gradient(parameter)
-        mean = torch.zeros_like(parameter) if local is None else local.clone()
-        torch.distributed.all_reduce(mean)
-        mean /= accelerator.num_processes
+        total = torch.zeros_like(parameter) if local is None else local.clone()
+        torch.distributed.all_reduce(total)
         if parameter.grad is not None:
-            distance += float((parameter.grad - mean).double().square().sum())
-        norm += float(mean.double().square().sum())
+            distance += float((parameter.grad - total).double().square().sum())
+        norm += float(total.double().square().sum())
     return math.sqrt(distance / norm if norm else distance)
 
 
@@ -253,7 +254,7 @@ class BlockReport:
     """The plan for the block: where its weights are, and what happens to its activations."""
     results: list[KindResult]
     reduction_error: float | None = None
-    """Distance of the gradients from their mean over ranks, relative to it; None for one rank."""
+    """Distance of the gradients from their sum over ranks, relative to it; None for one rank."""
     reduction_limit: float = MIN_LIMIT
     """Largest `reduction_error` that passes."""
     update_error: float | None = None
@@ -271,7 +272,7 @@ class BlockReport:
         reduced, updated = self.reduction_error, self.update_error
         if reduced is not None and not reduced <= self.reduction_limit:
             failed.append(
-                f"gradients differ from their mean over ranks by {reduced:.2g} "
+                f"gradients differ from their sum over ranks by {reduced:.2g} "
                 f"(limit {self.reduction_limit:.2g})"
             )
         if updated is not None and not updated <= MIN_LIMIT:
@@ -309,9 +310,8 @@ def check_gradients(session: Session) -> GradientReport:
     placements = _placements(state.family, session.plan_controller)
     reports: dict[str, BlockReport] = {}
     notes: list[str] = []
-    batches = session.pipeline.batches(
-        state.accelerator.process_index, state.accelerator.num_processes, 0
-    )
+    ranks = state.ranks
+    batches = session.pipeline.batches(ranks.rank, ranks.world_size, 0)
     try:
         source = _without_state(batches)
         for turn in _turns(state):
@@ -319,15 +319,15 @@ def check_gradients(session: Session) -> GradientReport:
                 reports[reference.name] = BlockReport(
                     reference.name, placements[reference.name], _compare_block(reference, call)
                 )
-                if state.accelerator.num_processes > 1:
+                if ranks.world_size > 1:
                     report = reports[reference.name]
-                    report.reduction_error = _reduction_error(state.accelerator, reference, call)
+                    report.reduction_error = _reduction_error(ranks, reference, call)
                     report.reduction_limit = _reduction_limit(reference)
                 session.clear_device_memory()
             notes += _compare_updates(session, source, turn, reports)
     finally:
         batches.close()
-    return GradientReport(_worst_of_ranks(state.accelerator, list(reports.values())), notes)
+    return GradientReport(_worst_of_ranks(ranks, list(reports.values())), notes)
 
 
 def _compare_block(reference: BlockReference, call: CapturedCall) -> list[KindResult]:
@@ -367,11 +367,14 @@ def _captured_calls(
     while waiting:
         chosen, number = waiting[:group], number + 1
         calls = [CapturedCall(reference) for reference in chosen]
+        state.reducer.begin(trained_parameters(state, expert))
         try:
-            losses = batch_losses(state, next(batches), number, turn)
-            state.accelerator.backward(losses.sum())
+            losses = batch_losses(state, next(batches), turn)
+            with state.reducer.overlapped():
+                state.accelerator.backward(losses.sum())
+            state.reducer.finish()
         except torch.OutOfMemoryError:
-            if group == 1:
+            if group == 1 or state.ranks.world_size > 1:  # other ranks wait for the gradients
                 raise
             group //= 2
             state.optimizer.zero_grad()
@@ -386,7 +389,7 @@ def _captured_calls(
             call = calls.pop(0)
             if not call.is_complete:
                 raise RunFailedError(f"backward did not reach block {reference.name}")
-            group = max(group, _group_size(call))
+            group = max(group, min(state.ranks.gather(_group_size(call))))
             yield reference, call
         state.optimizer.zero_grad()
 
@@ -533,12 +536,9 @@ def _updates_that_fit(state: TrainState, names: Sequence[str]) -> list[str]:
     return fitting if can_be_split or len(fitting) == len(names) else []
 
 
-def _worst_of_ranks(accelerator: Accelerator, reports: list[BlockReport]) -> list[BlockReport]:
+def _worst_of_ranks(ranks: RankGroup, reports: list[BlockReport]) -> list[BlockReport]:
     """Return, for each block, the report of the rank with the largest error."""
-    if accelerator.num_processes == 1:
-        return reports
-    of_ranks: list[list[BlockReport]] = gather_object([reports])
     return [
         max(same, key=lambda report: (not report.passed, report.ratio))
-        for same in zip(*of_ranks, strict=True)
+        for same in zip(*ranks.gather(reports), strict=True)
     ]

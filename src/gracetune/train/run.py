@@ -20,12 +20,12 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
 import torch.distributed
-from accelerate.utils import gather_object
 
 from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
+from gracetune.distributed.ranks import connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Literal
 
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event, Sink
     from gracetune.train.build import Session
     from gracetune.train.checkpoint import Snapshot
@@ -89,7 +90,8 @@ def run_training(
     with SignalHandler() as signals, naming_lost_ranks(run), ExitStack() as stack:
         # First, everything that can be checked without the model and the data.
         accelerator = start_accelerator(run)
-        is_main = accelerator.is_main_process
+        ranks = connect_ranks(run.distributed.timeout_s)
+        is_main = ranks.is_main
         folder = Path(run.output_dir)
         stack.enter_context(full_disk_named(folder))
         check_writable(folder)
@@ -97,11 +99,13 @@ def run_training(
         if is_main:  # for all ranks of the run
             stack.enter_context(reserve_folder(folder, warnings.append))
         snapshot = find_resume_point(folder, resume_from, warnings.append)
-        check_ranks_agree(0 if snapshot is None else snapshot.progress.step)
+        check_ranks_agree(ranks, 0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:
             check_result_absent(result_folder(run))
         else:
-            check_resumable(run, snapshot, accelerator.mixed_precision, warnings.append)
+            check_resumable(
+                run, snapshot, accelerator.mixed_precision, warnings.append, ranks.world_size
+            )
         has_steps = snapshot is None or snapshot.progress.step < run.train.max_train_steps
         # Then open the event sinks, build the session, resume, train and export.
         resumed = None if snapshot is None else snapshot.execution
@@ -123,7 +127,9 @@ def run_training(
                 events.emit(Notice(f"{FINISHED}{nothing_left(run)}"))
             if has_steps or not has_current_outputs(run):
                 with closing(
-                    build_session(run, accelerator, events.emit, control, signals, resumed)
+                    build_session(
+                        run, accelerator, events.emit, control, signals, resumed, ranks=ranks
+                    )
                 ) as session:
                     latest.loads_in = session.tools_for_adapter()
                     progress = session.resume(snapshot)
@@ -175,9 +181,9 @@ def find_resume_point(
     return checkpoint.find_snapshot(checkpoints, resume_from, warn)
 
 
-def check_ranks_agree(step: int) -> None:
+def check_ranks_agree(ranks: RankGroup, step: int) -> None:
     """Raise if the ranks of a run resume from different steps."""
-    steps = gather_object([step])
+    steps = ranks.gather(step)
     if len(set(steps)) > 1:
         raise CheckpointError(
             f"ranks would resume from different steps: {', '.join(map(str, steps))}. output_dir "
@@ -196,13 +202,19 @@ def check_result_absent(result: Path) -> None:
 
 
 def check_resumable(
-    run: RunFile, snapshot: Snapshot, precision: str, warn: Callable[[str], None]
+    run: RunFile,
+    snapshot: Snapshot,
+    precision: str,
+    warn: Callable[[str], None],
+    num_ranks: int = 1,
 ) -> None:
     """Raise if the settings do not allow the run to continue from this checkpoint.
 
     Called before the data are encoded, which can take hours. The data are compared later.
     """
-    check_same_run(snapshot.identity, identity_settings(run, precision))
+    check_same_run(
+        snapshot.identity, identity_settings(run, precision), snapshot.num_ranks, num_ranks
+    )
     removed = removed_settings(snapshot.identity)
     if removed:
         names = ", ".join(removed)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Sample
 
-IDENTITY_VERSION = 3
+IDENTITY_VERSION = 4
 """Version of the identity in a checkpoint. Raise it when a setting is added to `IDENTITY_SETTINGS`,
 so that an earlier gracetune, which does not know the setting, refuses the checkpoint. Version 1
 stored no version."""
@@ -57,7 +57,7 @@ IDENTITY_SETTINGS = _names(
         "cache_config": "vae_tiling",
         "gh200_optimizations": "enable_batch_size_rampup initial_effective_batch_size "
         "target_effective_batch_size batch_rampup_steps rampup_shape",
-        "train": "batch_size gradient_accumulation_steps mixed_precision max_grad_norm "
+        "train": "batch_size gradient_accumulation_steps effective_batch_size mixed_precision max_grad_norm "
         "timestep_sampling timestep_mean timestep_std timestep_shift timestep_window min_snr_gamma "
         "min_snr_in_flow experts expert_turns switch_every ema_decay",
         "optimizer": "name lr betas eps weight_decay schedule warmup_steps final_lr_share lr_bump "
@@ -102,7 +102,7 @@ CHANGEABLE_SETTINGS = _names(
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",
         "logging": "every tensorboard",
-        "distributed": "timeout_s",
+        "distributed": "backend timeout_s",
         "plan": "device_memory host_memory batch compile stream offload",
     }
 )
@@ -113,6 +113,9 @@ MASK_SETTINGS = {"mask_invert", "mask_background", "mask_normalize"}
 FORMER_BEHAVIOUR: dict[str, object] = {}
 """Setting -> the value that computes what was computed before the setting existed, where that is
 not its default."""
+STEP_SIZE_SETTINGS = {"train.gradient_accumulation_steps", "train.effective_batch_size"}
+"""Settings that may change together with the number of ranks, if the samples per optimizer step
+stay the same."""
 ADDED_IN_VERSION_2 = {"cache_config.vae_tiling"}
 """Settings that existed before they became part of the identity: unknown for older checkpoints, and
 not compared with them."""
@@ -170,11 +173,17 @@ def samples_digest(samples: Iterable[Sample]) -> str:
     return hasher.hexdigest(length=16)
 
 
-def check_same_run(saved: Mapping[str, object], current: Mapping[str, object]) -> None:
+def check_same_run(
+    saved: Mapping[str, object],
+    current: Mapping[str, object],
+    saved_ranks: int = 1,
+    current_ranks: int = 1,
+) -> None:
     """Raise if a checkpoint was saved with other settings or data than the run has.
 
     `saved` is the identity in the checkpoint, perhaps of an earlier version. `current` is the run's
-    identity from `run_identity`, or only its settings from `identity_settings`.
+    identity from `run_identity`, or only its settings from `identity_settings`. The other arguments
+    are the numbers of ranks that saved the checkpoint and resume from it.
     """
     version = saved.get(VERSION_KEY, 1)
     if not isinstance(version, int) or version > IDENTITY_VERSION:
@@ -183,12 +192,25 @@ def check_same_run(saved: Mapping[str, object], current: Mapping[str, object]) -
             f"version does not have (identity version {version}, known up to {IDENTITY_VERSION}). "
             "Update gracetune to resume it."
         )
+    if samples_per_step(saved, saved_ranks) == samples_per_step(current, current_ranks):
+        saved = {**saved, **{name: current[name] for name in STEP_SIZE_SETTINGS if name in current}}
     changes = list(_changes(saved, current, version))
     if changes:
         raise CheckpointError(
             f"the checkpoint belongs to another run: {'; '.join(changes)}. Restore the old value "
             "to continue that run, or choose another output_dir to start a new one."
         )
+
+
+def samples_per_step(identity: Mapping[str, object], ranks: int) -> int:
+    """Return the samples in an optimizer step without a batch-size ramp, over all ranks."""
+
+    def number(name: str) -> int:
+        found = identity.get(f"train.{name}")
+        return found if isinstance(found, int) else 0
+
+    accumulated = number("batch_size") * number("gradient_accumulation_steps") * ranks
+    return number("effective_batch_size") or accumulated
 
 
 def removed_settings(saved: Mapping[str, object]) -> list[str]:

@@ -15,6 +15,8 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
+from gracetune.distributed.ranks import SINGLE
+from gracetune.errors import RunFailedError
 from gracetune.models.family import bind_expert
 from gracetune.optim.schedule import (
     AveragingOptimizer,
@@ -39,9 +41,16 @@ if TYPE_CHECKING:
     from gracetune.adapters.compute.dropout import DropoutSeeds
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
+    from gracetune.distributed.gradients import ComputeTimer, GradientReducer
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.models.family import Expert, Family
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.train.experts import ExpertSchedule, ExpertTurn
+
+
+SEED_RANK = 0
+"""Part of the seeds of noise and dropout. Seeds used to depend on the rank; this keeps those of a
+single rank as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,11 @@ class TrainState:
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
+    reducer: GradientReducer
+    """Sums gradients over ranks."""
+    timer: ComputeTimer
+    """Measures how long this rank computes in each step."""
+    ranks: RankGroup = SINGLE
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
     an earlier version started."""
@@ -86,9 +100,10 @@ class TrainProgress:
     step: int = 0
     """Number of optimizer steps done."""
     micro_batches: int = 0
-    """Micro-batches done by each rank; the accumulation ramp depends on it."""
+    """Micro-batches that all ranks together have trained on."""
     consumed: int = 0
-    """Batches that all ranks together have taken from the data pipeline."""
+    """Batches that all ranks together have taken from the data pipeline; the ramp of the effective
+    batch size depends on it."""
     high_steps: int = 0
     """Optimizer steps that trained the high-noise transformer of Wan 2.2; 0 for other models."""
     low_steps: int = 0
@@ -121,7 +136,7 @@ class StepResult:
     samples: Tensor
     """Number of samples in the step, on all ranks."""
     micro_batches: int
-    """Number of micro-batches that each rank accumulated."""
+    """Number of micro-batches in the step, over all ranks."""
     expert: Expert | None = None
     """The trained transformer of Wan 2.2, `high` or `low` noise; None for other models."""
 
@@ -133,64 +148,134 @@ def turn_at(state: TrainState, progress: TrainProgress) -> ExpertTurn:
     return state.expert_schedule.expert_at(progress.step)
 
 
+def trained_parameters(state: TrainState, expert: Expert | None) -> list[Parameter]:
+    """Return the trained parameters of a transformer of Wan 2.2, or of a model's only one."""
+    prefix = "" if expert is None else f"{expert}."
+    return [p for name, p in state.parameters.items() if name.startswith(prefix)]
+
+
+class RankOutOfMemoryError(torch.OutOfMemoryError):
+    """Raised on all ranks if the device of one is out of memory, before weights are changed."""
+
+
 def train_step(
     state: TrainState,
     batches: Iterable[Batch],
     accumulation: int,
     progress: TrainProgress,
-    check_gradients: Callable[[Expert | None, int], None] | None = None,
+    check_gradients: Callable[[Expert | None, bool], None] | None = None,
+    total_batches: int | None = None,
 ) -> StepResult:
     """Accumulate gradients over `accumulation` micro-batches, then update the weights.
 
-    `check_gradients` is called before the update, with the trained transformer and `accumulation`.
+    `total_batches` is the number of micro-batches in the step over all ranks, if there are several.
+    `check_gradients` is called before the update, with the trained transformer, and with True if
+    every rank had one micro-batch.
 
-    Each backward adds the *sum* of its samples' losses. The gradient is divided once, at the end,
-    by the number of samples seen on all ranks. Every sample therefore has the same weight, also in
-    a short batch and when the accumulation changes between steps.
+    Each backward adds the *sum* of its samples' losses. Gradients are then summed over ranks and
+    divided once by the number of samples seen on all ranks. Every sample therefore has the same
+    weight, also in a short batch, when the accumulation changes between steps, and when some ranks
+    have more micro-batches than others.
     """
-    accelerator, train = state.accelerator, state.run.train
+    ranks, train, parameters = state.ranks, state.run.train, state.parameters
+    total_batches = accumulation if total_batches is None else total_batches
     turn = turn_at(state, progress)
-
-    totals = torch.zeros(2, device=accelerator.device)  # sum of losses, number of samples
-    done = 0
-    for done, batch in enumerate(batches, start=1):
-        is_last = done == accumulation
-        # Ranks exchange gradients in the last backward only.
-        with nullcontext() if is_last else accelerator.no_sync(state.transformer):
-            losses = batch_losses(state, batch, progress.micro_batches + done - 1, turn)
-            accelerator.backward(losses.sum())
-        totals[0] += losses.detach().sum()
-        totals[1] += len(batch)
-    assert done == accumulation, f"{done} micro-batches for a step of {accumulation}"
-    loss_sum, samples = accelerator.reduce(totals, "sum")
+    state.reducer.begin(trained_parameters(state, turn.expert))
+    failure = ""
+    totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
+    state.timer.start()
+    try:
+        _accumulate_gradients(state, batches, accumulation, turn, totals)
+    except torch.OutOfMemoryError as error:
+        if ranks.world_size == 1:
+            raise
+        failure = str(error).splitlines()[0]
+    state.timer.stop()
+    if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
+        state.optimizer.zero_grad()
+        state.reducer.abandon()
+    else:
+        state.reducer.finish()
+    loss_sum, samples = _sum_over_ranks(ranks, totals)
+    _raise_if_any_failed(ranks, failure)
     if check_gradients is not None:
-        check_gradients(turn.expert, accumulation)
+        check_gradients(turn.expert, total_batches == ranks.world_size)
 
-    # DDP has averaged the gradients over ranks; the world size turns the mean back into a sum.
-    scale = accelerator.num_processes / samples
     grad_norm = scale_and_clip_gradients(
-        list(state.parameters.values()), scale, train.max_grad_norm
+        list(parameters.values()), 1 / samples, train.max_grad_norm
     )
     set_lr(state.optimizer, lr_scale(state.run.optimizer, progress.step, train.max_train_steps))
-    state.stepper.step()
+    _update_weights(state)
     lr = effective_lr(state.optimizer)
     state.optimizer.zero_grad()
     if state.ema is not None:
         state.ema.update(progress.steps_of(turn.expert), turn.expert)
-    return StepResult(loss_sum / samples, grad_norm, lr, samples, accumulation, turn.expert)
+    return StepResult(loss_sum / samples, grad_norm, lr, samples, total_batches, turn.expert)
+
+
+def _accumulate_gradients(
+    state: TrainState,
+    batches: Iterable[Batch],
+    accumulation: int,
+    turn: ExpertTurn,
+    totals: Tensor,
+) -> None:
+    """Run forward and backward of this rank's micro-batches; add losses and samples to `totals`."""
+    done = 0
+    for done, batch in enumerate(batches, start=1):
+        losses = batch_losses(state, batch, turn)
+        # Ranks exchange gradients during the last backward only.
+        with state.reducer.overlapped() if done == accumulation else nullcontext():
+            state.accelerator.backward(losses.sum())
+        totals[0] += losses.detach().sum()
+        totals[1] += len(batch)
+    assert done == accumulation, f"{done} micro-batches for a step of {accumulation}"
+
+
+def _sum_over_ranks(ranks: RankGroup, values: Tensor) -> Tensor:
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(values)
+    return values
+
+
+def _raise_if_any_failed(ranks: RankGroup, failure: str) -> None:
+    """Raise `RankOutOfMemoryError` on all ranks if the step of one has failed.
+
+    All ranks then free memory in the same way, and repeat the step together.
+    """
+    (has_failed,) = ranks.any(bool(failure))
+    if has_failed:
+        reasons = [
+            f"{ranks.name(rank)}: {text}" for rank, text in enumerate(ranks.gather(failure)) if text
+        ]
+        raise RankOutOfMemoryError("; ".join(reasons))
+
+
+def _update_weights(state: TrainState) -> None:
+    try:
+        state.stepper.step()
+    except torch.OutOfMemoryError as error:
+        if state.ranks.world_size == 1:
+            raise
+        raise RunFailedError(  # the other ranks have changed their weights
+            f"{state.ranks.name(state.ranks.rank)} ran out of device memory in the optimizer's "
+            f"update ({str(error).splitlines()[0]}). Checkpoints are kept. Lower "
+            "plan.device_memory and run the same command again."
+        ) from error
 
 
 def batch_losses(
-    state: TrainState, batch: Batch, micro_batch: int, turn: ExpertTurn = SINGLE_TRANSFORMER
+    state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRANSFORMER
 ) -> Tensor:
     """Draw a timestep and noise for each sample; return its loss, times its min-SNR weight if set.
 
+    They depend on the number of the micro-batch in the run, not on the rank that computes it.
     `turn` is the transformer to train and its range of timesteps, for Wan 2.2.
     """
-    family, train, rank = state.family, state.run.train, state.accelerator.process_index
-    generator = state.rng.at("train", micro_batch, rank)
+    family, train = state.family, state.run.train
+    generator = state.rng.at("train", batch.index, SEED_RANK)
     if state.dropout is not None:
-        state.dropout.set(derive_seed(state.run.seed, "dropout", micro_batch, rank))
+        state.dropout.set(derive_seed(state.run.seed, "dropout", batch.index, SEED_RANK))
     x0, _ = family.split_encoded(batch.latents)
     num_tokens = family.num_tokens(x0.shape[1:])
     positions = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)

@@ -17,6 +17,7 @@ found = {
     "gathered": group.gather({"rank": group.rank}),
     "local": group.gather_local(group.rank + 10),
     "broadcast": group.broadcast([group.rank, "from here"]),
+    "any": group.any(False, group.rank == 1, True),
     "place": [group.rank, group.world_size, group.local_rank, group.local_world_size],
 }
 print(json.dumps(found))
@@ -30,6 +31,7 @@ def test_ranks_of_one_machine_exchange_values() -> None:
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert found["local"] == [10, 11]
         assert found["broadcast"] == [0, "from here"]
+        assert found["any"] == [False, True, True]
         assert found["place"] == [rank, 2, rank, 2]
 
 
@@ -37,6 +39,7 @@ def test_a_single_process_exchanges_with_itself() -> None:
     assert SINGLE.gather("a") == ["a"]
     assert SINGLE.gather_local("a") == ["a"]
     assert SINGLE.broadcast("a") == "a"
+    assert SINGLE.any(True, False) == (True, False)
     assert (SINGLE.local_rank, SINGLE.local_world_size, SINGLE.is_main) == (0, 1, True)
 
 
