@@ -178,13 +178,12 @@ def _make_buckets(parameters: Sequence[Parameter], nbytes: int) -> Iterator[_Buc
 
 
 class ComputeTimer:
-    """Measures how long a rank computes in each step, without the time it waits for others."""
+    """Measures how long a rank computes in its steps, without the time it waits for others."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._started_at = self._seconds = 0.0
-        self._num_steps = 0
 
     def start(self) -> None:
         """Start to measure a step."""
@@ -196,21 +195,18 @@ class ComputeTimer:
 
     def stop(self) -> None:
         """End the measurement of a step; call it before waiting for other ranks."""
-        self._num_steps += 1
         if self._is_cuda:
             self._events[-1][1].record()
         else:
             self._seconds += time.perf_counter() - self._started_at
 
-    def take_mean(self) -> float:
-        """Return the mean seconds per step since the last call. Waits for the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            self._seconds = sum(start.elapsed_time(end) for start, end in self._events) / 1000
+    def total_seconds(self) -> float:
+        """Return the seconds of all steps so far. Waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(start.elapsed_time(end) for start, end in self._events) / 1000
             self._events.clear()
-        mean = self._seconds / max(1, self._num_steps)
-        self._seconds, self._num_steps = 0.0, 0
-        return mean
+        return self._seconds
 
 
 def check_same_weights(ranks: RankGroup, parameters: Mapping[str, Parameter]) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.oversubscription import hard_reclamation
 from gracetune.offload.copy_engine import OffloadError
@@ -31,9 +32,10 @@ from gracetune.plan.simulate import candidate_of
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gracetune.data.sample import Batch
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.offload.ring import RingCounters
@@ -128,8 +130,9 @@ class PlanController:
         largest_numel: int,
         emit: Emit,
         was_checked: bool = False,
+        ranks: RankGroup = SINGLE,
     ) -> None:
-        """Apply the plan.
+        """Apply the plan; with several ranks, all must apply the same one.
 
         `apply` applies a plan to the transformer; its second argument is the device memory, in
         bytes, that the plan leaves free. `largest_numel` is the number of elements in the latents
@@ -143,6 +146,7 @@ class PlanController:
         self._largest_numel = largest_numel
         self._emit = emit
         self._was_checked = was_checked
+        self._ranks = ranks
         self._closed_rings: list[RingCounters] = []
         self._applied = apply(plan, problem.spare_nbytes(plan))
         self.start_measuring()
@@ -184,15 +188,18 @@ class PlanController:
             stalled_s=stalled / max(self._micro_batches, 1),
             peak_nbytes=peak if self._full_size else None,
         )
-        if is_first and self._full_size and is_off(self.plan, measured):
-            return self._correct(measured, remaining)
+        worst = worst_measurement(self._ranks.gather(measured))
+        is_wrong = is_first and worst.is_known and is_off(self.plan, worst)
+        if self._ranks.broadcast(is_wrong):
+            return self._correct(worst, remaining)
         self._allow_ring_growth(measured.peak_nbytes)
         return False
 
     def reduce_memory(self, reason: str) -> bool:
         """Release ring slots or apply a smaller plan, after an out-of-memory error.
 
-        `reason` is the error's text for the warning. Returns False if no smaller plan exists.
+        `reason` is the error's text for the warning. Returns False if no smaller plan exists. All
+        ranks call this together, also those that had enough memory.
         """
         if self.shrink_ring(reason):
             return True
@@ -223,7 +230,7 @@ class PlanController:
 
         `reason` is the text of the out-of-memory error for the warning.
         """
-        released = self._applied.shrink_ring()
+        (released,) = self._ranks.any(self._applied.shrink_ring())
         if released:
             text = f"{reason} Continuing without the slots that were added to the weight ring."
             self._emit(Notice(text, level="warning", fallback=True))
@@ -310,7 +317,7 @@ class PlanController:
         model, fixed = calibrate(self._problem.model, self._problem.fixed, self.plan, measured)
         self._problem = replace(self._problem, model=model, fixed=fixed)
         current = predict(model, candidate_of(self.plan), fixed, simulated=False)
-        better = self._better_plan(current, remaining)
+        better = self._of_main_rank(self._better_plan(current, remaining))
         if better is None:
             self.plan = current
             self._allow_ring_growth(measured.peak_nbytes)
@@ -353,20 +360,32 @@ class PlanController:
         required = self.plan.device.total * (1 + budget.fragmentation)
         for share in SMALLER_SHARES:
             with suppress(PlanError):
-                return self._problem.solve(replace(budget, device_nbytes=int(required * share)))
-        return None
+                smaller = replace(budget, device_nbytes=int(required * share))
+                return self._of_main_rank(self._problem.solve(smaller))
+        return self._of_main_rank(None)
+
+    def _of_main_rank(self, plan: Plan | None) -> Plan | None:
+        """Return the main rank's plan, with this rank's prediction of its time and memory."""
+        candidate = self._ranks.broadcast(None if plan is None else candidate_of(plan))
+        if candidate is None:
+            return None
+        if self._ranks.is_main:
+            return plan
+        return predict(self._problem.model, candidate, self._problem.fixed, simulated=False)
 
     def _try_to_change_to(self, plan: Plan) -> str:
         """Apply a plan. Return an empty string, or the error's first line if memory ran out.
 
-        The exception itself is dropped, because its traceback would keep tensors alive.
+        The exception itself is dropped, because its traceback would keep tensors alive. An error on
+        one rank counts for all.
         """
+        failure = ""
         try:
             self.change_to(plan)
         except (torch.OutOfMemoryError, OffloadError) as error:  # device memory, or pinned memory
             self.plan = plan
-            return str(error).splitlines()[0]
-        return ""
+            failure = str(error).splitlines()[0]
+        return next(filter(None, self._ranks.gather(failure)), "")
 
     def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
         spare = self._problem.spare_nbytes(self.plan, peak_nbytes)
@@ -395,6 +414,22 @@ class StepMeasurement:
     """Seconds per micro-batch in which compute waited for copies of weights or activations."""
     peak_nbytes: int | None
     """Peak of device memory in bytes; None if unknown, or if no micro-batch had full size."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if time or memory was measured with micro-batches that the plan is made for."""
+        return self.seconds is not None or self.peak_nbytes is not None
+
+
+def worst_measurement(measured: Sequence[StepMeasurement]) -> StepMeasurement:
+    """Return the slowest and largest of the ranks' measurements; unknown values are left out."""
+    seconds = [one.seconds for one in measured if one.seconds is not None]
+    peaks = [one.peak_nbytes for one in measured if one.peak_nbytes is not None]
+    return StepMeasurement(
+        max(seconds, default=None),
+        max(one.stalled_s for one in measured),
+        max(peaks, default=None),
+    )
 
 
 def is_off(plan: Plan, measured: StepMeasurement) -> bool:

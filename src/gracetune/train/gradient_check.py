@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from gracetune.data.batch_order import RankShare
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.family import transformers_of, unused_weights
@@ -30,6 +31,7 @@ from gracetune.train.step import (
     TrainProgress,
     batch_losses,
     derive_seed,
+    mark_last,
     train_step,
     trained_parameters,
 )
@@ -311,7 +313,7 @@ def check_gradients(session: Session) -> GradientReport:
     reports: dict[str, BlockReport] = {}
     notes: list[str] = []
     ranks = state.ranks
-    batches = session.pipeline.batches(ranks.rank, ranks.world_size, 0)
+    batches = session.pipeline.batches(RankShare(ranks.rank, ranks.world_size))
     try:
         source = _without_state(batches)
         for turn in _turns(state):
@@ -498,7 +500,7 @@ def _compare_updates(
     compared = replace(state, stepper=stepper, ema=None)  # type: ignore[arg-type]
     progress = _progress_of(state, turn.expert)
     for _ in range(CHECKED_UPDATES):
-        train_step(compared, [next(batches)], 1, progress)
+        train_step(compared, mark_last([next(batches)]), state.ranks.world_size, progress)
     state.stepper.synchronize()
     for name, report in reports.items():
         inside = [n for n in names if n.startswith(f"{name}.")]

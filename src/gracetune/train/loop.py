@@ -13,9 +13,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import gather_object
 
-from gracetune.data.batch_order import LoaderState
+from gracetune.data.batch_order import LoaderState, RankShare
+from gracetune.distributed.gradients import check_same_weights
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Batch
     from gracetune.events.dispatcher import Emit
     from gracetune.events.types import BatchesFed
+    from gracetune.plan.controller import PlanController
     from gracetune.train.build import Session
     from gracetune.train.step import StepResult, TrainProgress
     from gracetune.train.validate import ValidationSetup
@@ -56,13 +57,15 @@ GC_FREEZE_STEPS = 20
 the run, so they are excluded from garbage collection (`gc.freeze`)."""
 CHECKPOINT_REASONS = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """Request that saves a checkpoint -> the reason that is logged with the checkpoint."""
+REQUESTS = ("validate", "save", "stop", "clock")
+"""What a run can be asked to do between two steps; `clock` is a checkpoint every N minutes."""
 
 
 def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
-    accelerator = session.state.accelerator
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    with closing(BatchStream(session.pipeline, rank, world_size, progress.consumed)) as stream:
+    ranks = session.state.ranks
+    share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
+    with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
             return _run_steps(session, stream, progress)
         finally:
@@ -80,14 +83,15 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     check = FirstStepCheck(session)
     first_step = progress.step
     saved_at, saved_step = time.monotonic(), progress.step
-    accumulation = _accumulation(session, progress)
+    micro_batches = session.micro_batches(progress.consumed)
+    _check_ranks_have_same_weights(session, progress.step)
 
     late: set[str] = set()
     if _validation_is_missing(session, progress.step):
         _validate(session, metrics, progress.step)
     while progress.step < total:
-        result = _step(session, stream, accumulation, progress, timing, check)
-        progress = progress.after(accumulation, stream.state.consumed, result.expert)
+        result = _step(session, stream, micro_batches, progress, timing, check)
+        progress = progress.after(micro_batches, stream.state.consumed, result.expert)
         step = progress.step
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
         if step == first_step + GC_FREEZE_STEPS:  # once in each process
@@ -95,9 +99,9 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             session.gc_freeze.freeze()
             metrics.restart_clock()
             timing.disturbed = True
-        timing.after_step(step, accumulation, metrics)
+        timing.after_step(step, stream.state.step_batches, metrics)
 
-        requests = late | _take_requests(session, step, saved_at)
+        requests = late | _take_requests(session, saved_at)
         late = set()
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
@@ -111,7 +115,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             _validate(session, metrics, step)
             timing.disturbed = True
             # Validation takes long. A stop that was requested meanwhile needs no further step.
-            late = _take_requests(session, step, saved_at, always=True)
+            late = _take_requests(session, saved_at)
             if "stop" in late and not is_stopping and step < total:
                 is_stopping = True
                 if saved_step < step:
@@ -121,7 +125,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
                 f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
                 "command again to continue."
             )
-        accumulation = _accumulation(session, progress, before=accumulation)
+        micro_batches = _next_micro_batches(session, progress, micro_batches)
     metrics.flush()
     assert saved_step == total, (saved_step, total)
     return progress
@@ -130,14 +134,15 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
 def _step(
     session: Session,
     stream: BatchStream,
-    accumulation: int,
+    micro_batches: int,
     progress: TrainProgress,
     timing: PlanTiming,
     first_step_check: FirstStepCheck,
 ) -> StepResult:
     """Run one optimizer step; `first_step_check` checks its gradients if it is the first one.
 
-    If the device is out of memory and the run has a memory plan, change to a plan that needs less
+    `micro_batches` is the number of micro-batches in the step, over all ranks. If the device of any
+    rank is out of memory and the run has a memory plan, all ranks change to a plan that needs less
     memory and repeat the step with the same batches and random numbers. The check takes memory that
     the plan does not contain, so the first repetition is without it.
     """
@@ -145,13 +150,13 @@ def _step(
     is_first = first_step_check.begin(turn_at(state, progress).expert)
     check = first_step_check.finish if is_first else None
     if controller is None:
-        return train_step(state, stream.take(accumulation), accumulation, progress, check)
+        return train_step(state, stream.take_step(), micro_batches, progress, check)
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
     while True:
         try:
-            batches = map(controller.count_batch, stream.take(accumulation))
-            return train_step(state, batches, accumulation, progress, check)
+            batches = _counted(stream.take_step(), controller)
+            return train_step(state, batches, micro_batches, progress, check)
         except torch.OutOfMemoryError as error:
             # Drop the traceback: its frames keep the tensors of the failed step alive.
             out_of_memory = error.with_traceback(None)
@@ -172,37 +177,39 @@ def _step(
         timing.restart(progress.step)
 
 
-def _accumulation(session: Session, progress: TrainProgress, before: int | None = None) -> int:
-    """Return the number of micro-batches in the next step.
+def _counted(
+    batches: Iterator[tuple[Batch, bool]], controller: PlanController
+) -> Iterator[tuple[Batch, bool]]:
+    for batch, is_last in batches:
+        yield controller.count_batch(batch), is_last
+
+
+def _next_micro_batches(session: Session, progress: TrainProgress, before: int) -> int:
+    """Return the micro-batches of the next step, over all ranks.
 
     `before` is the number in the previous step. A difference, which comes from the ramp of the
     effective batch size, is logged.
     """
-    if session.ramp is None:
-        return session.state.run.train.gradient_accumulation_steps
-    accumulation = session.ramp.accumulation(progress.micro_batches)
-    if before is not None and accumulation != before:
-        session.emit(RampChanged(progress.step, progress.micro_batches, accumulation))
-    return accumulation
+    micro_batches = session.micro_batches(progress.consumed)
+    if micro_batches != before:
+        session.emit(RampChanged(progress.step, progress.micro_batches, micro_batches))
+    return micro_batches
 
 
-def _take_requests(session: Session, step: int, saved_at: float, always: bool = False) -> set[str]:
-    """Return the pending requests: `validate`, `save`, `stop`, or `clock` for a timed checkpoint.
+def _take_requests(session: Session, saved_at: float) -> set[str]:
+    """Return the pending requests of all ranks: some of `REQUESTS`.
 
-    They come from `gracetune now`, from a signal, or from `train.checkpoint_minutes`. Several ranks
-    must act on the same requests. Agreeing on them costs a synchronisation, so several ranks look
-    for requests only at the steps that they log, or if `always` is true.
+    They come from `gracetune now`, from a signal, or from `train.checkpoint_minutes`.
     """
-    run, accelerator = session.state.run, session.state.accelerator
-    if accelerator.num_processes > 1 and step % run.logging.every and not always:
-        return set()
-    requests = session.control.take_requests() if accelerator.is_main_process else set()
+    run, ranks = session.state.run, session.state.ranks
+    requests = session.control.take_requests() if ranks.is_main else set()
     if session.signals.received is not None:
         requests.add("stop")
     minutes = run.train.checkpoint_minutes
     if minutes and time.monotonic() - saved_at >= 60 * minutes:
         requests.add("clock")
-    return set(gather_object(list(requests))) if accelerator.num_processes > 1 else requests
+    asked = ranks.any(*(request in requests for request in REQUESTS))
+    return {request for request, is_asked in zip(REQUESTS, asked, strict=True) if is_asked}
 
 
 def _is_due(step: int, every: int, total: int) -> bool:
@@ -213,19 +220,24 @@ def _is_due(step: int, every: int, total: int) -> bool:
 
 
 class BatchStream:
-    """Yields the batches of one rank in order; `state` is the position after the last yielded."""
+    """Yields the batches of one rank, step by step; `state` is the position of the run."""
 
-    def __init__(self, pipeline: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
+    def __init__(self, pipeline: DataPipeline, share: RankShare, consumed: int) -> None:
         self.state = LoaderState(consumed)
         self._pipeline = pipeline
-        self._rank, self._world_size = rank, world_size
+        self._share = share
         self._batches = self._open()
 
-    def take(self, count: int) -> Iterator[Batch]:
-        """Yield the next `count` batches, loading each one when a step needs it."""
-        for _ in range(count):
+    def take_step(self) -> Iterator[tuple[Batch, bool]]:
+        """Yield this rank's micro-batches of the next step, each with True if it is the last.
+
+        Each one is loaded when it is needed.
+        """
+        is_last = False
+        while not is_last:
             batch, self.state = next(self._batches)
-            yield batch
+            is_last = self.state.batches_left == 0
+            yield batch, is_last
 
     def rewind(self, state: LoaderState) -> None:
         """Go back to an earlier position, so that the batches after it come again, unchanged."""
@@ -245,7 +257,7 @@ class BatchStream:
         self._pipeline.close()
 
     def _open(self) -> BatchIterator:
-        return self._pipeline.batches(self._rank, self._world_size, self.state.consumed)
+        return self._pipeline.batches(self._share, self.state.consumed)
 
 
 # Checkpoints and validation
@@ -254,9 +266,10 @@ class BatchStream:
 def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
     """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
     metrics.flush()
+    _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
-    accelerator = session.state.accelerator
-    if accelerator.is_main_process:
+    ranks = session.state.ranks
+    if ranks.is_main:
         saved = checkpoint.save_snapshot(
             session.checkpoints,
             snapshot,
@@ -268,8 +281,18 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
         session.emit(
             CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
         )
-    accelerator.wait_for_everyone()
+    ranks.any(False)  # waits until the main rank has written the checkpoint
     metrics.restart_clock()
+
+
+def _check_ranks_have_same_weights(session: Session, step: int) -> None:
+    """Raise if the trained weights differ between ranks, which would make the result arbitrary."""
+    name = check_same_weights(session.state.ranks, session.state.parameters)
+    if name:
+        raise RunFailedError(
+            f"the ranks have different weights after step {step}: {name} differs. All ranks need "
+            "the same model, versions and GPU. Earlier checkpoints are kept."
+        )
 
 
 def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
@@ -282,7 +305,7 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     }
     if state.ema is not None:
         tensors["ema"] = state.ema.averages
-    for rank, states in enumerate(gather_object([rng_state()])):
+    for rank, states in enumerate(state.ranks.gather(rng_state())):
         tensors[f"generators-{rank}"] = states
     headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
     return Snapshot(progress, session.identity, tensors, headers, session.execution_record())
@@ -306,7 +329,7 @@ def _validation_is_missing(session: Session, step: int) -> bool:
     if session.validation is None or every == 0 or not (step == 0 or _is_due(step, every, total)):
         return False
     exists = step > 0 and session.validation.grid_path(step).exists()
-    return not gather_object([exists])[0]  # the main rank decides
+    return not session.state.ranks.broadcast(exists)
 
 
 def _validate(session: Session, metrics: MetricsBuffer, step: int) -> None:
@@ -362,13 +385,16 @@ class PlanTiming:
     """Times a few training steps, to compare them with the speed that the memory plan predicts.
 
     Timing starts after the warm-up steps. If other work (a checkpoint, a validation, a compilation)
-    falls between the timed steps, `disturbed` is set and timing starts over.
+    falls between the timed steps, `disturbed` is set and timing starts over. With several ranks,
+    the time that a rank waits for others is not counted.
     """
 
     def __init__(self, session: Session, first_step: int) -> None:
         self.disturbed = True
         """True if work other than training steps has taken time since the clock started."""
         self._controller = session.plan_controller
+        self._ranks = session.state.ranks
+        self._timer = session.state.timer
         self._total = session.state.run.train.max_train_steps
         self._first_step = first_step
         self._started_at = 0.0
@@ -381,22 +407,26 @@ class PlanTiming:
         if self.disturbed:
             metrics.flush()  # waits for the device
             self._controller.start_measuring()
-            self.disturbed, self._started_at = False, time.monotonic()
+            self.disturbed, self._started_at = False, self._clock()
             self._steps = self._micro_batches = 0
             return
         self._steps += 1
         self._micro_batches += accumulation  # differs between steps of a ramp
         if self._steps == TIMED_STEPS:
             metrics.flush()
-            if self._controller.has_compiled():  # compilation is not part of a step
+            (has_compiled,) = self._ranks.any(self._controller.has_compiled())
+            if has_compiled:  # compilation is not part of a step
                 self.disturbed = True
                 return
-            seconds = (time.monotonic() - self._started_at) / self._micro_batches
+            seconds = (self._clock() - self._started_at) / self._micro_batches
             if self._controller.check(seconds, (self._total - step) * accumulation):
                 self.restart(step)  # the plan has changed: time the new one as well
                 metrics.restart_clock()
             else:
                 self._controller = None
+
+    def _clock(self) -> float:
+        return time.monotonic() if self._ranks.world_size == 1 else self._timer.total_seconds()
 
     def restart(self, step: int) -> None:
         """Start over with warm-up and timing at this step, because the plan has changed."""

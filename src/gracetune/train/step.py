@@ -30,7 +30,7 @@ from gracetune.train.experts import SINGLE_TRANSFORMER
 from gracetune.train.timesteps import sample_timesteps, scheduled_timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
@@ -160,17 +160,16 @@ class RankOutOfMemoryError(torch.OutOfMemoryError):
 
 def train_step(
     state: TrainState,
-    batches: Iterable[Batch],
-    accumulation: int,
+    batches: Iterable[tuple[Batch, bool]],
+    micro_batches: int,
     progress: TrainProgress,
     check_gradients: Callable[[Expert | None, bool], None] | None = None,
-    total_batches: int | None = None,
 ) -> StepResult:
-    """Accumulate gradients over `accumulation` micro-batches, then update the weights.
+    """Accumulate gradients over the micro-batches of a step, then update the weights.
 
-    `total_batches` is the number of micro-batches in the step over all ranks, if there are several.
-    `check_gradients` is called before the update, with the trained transformer, and with True if
-    every rank had one micro-batch.
+    `batches` has the micro-batches of this rank, each with True if it is the rank's last one.
+    `micro_batches` is the number over all ranks. `check_gradients` is called before the update,
+    with the trained transformer, and with True if every rank had one micro-batch.
 
     Each backward adds the *sum* of its samples' losses. Gradients are then summed over ranks and
     divided once by the number of samples seen on all ranks. Every sample therefore has the same
@@ -178,14 +177,13 @@ def train_step(
     have more micro-batches than others.
     """
     ranks, train, parameters = state.ranks, state.run.train, state.parameters
-    total_batches = accumulation if total_batches is None else total_batches
     turn = turn_at(state, progress)
     state.reducer.begin(trained_parameters(state, turn.expert))
     failure = ""
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     state.timer.start()
     try:
-        _accumulate_gradients(state, batches, accumulation, turn, totals)
+        _accumulate_gradients(state, batches, turn, totals)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise
@@ -199,7 +197,7 @@ def train_step(
     loss_sum, samples = _sum_over_ranks(ranks, totals)
     _raise_if_any_failed(ranks, failure)
     if check_gradients is not None:
-        check_gradients(turn.expert, total_batches == ranks.world_size)
+        check_gradients(turn.expert, micro_batches == ranks.world_size)
 
     grad_norm = scale_and_clip_gradients(
         list(parameters.values()), 1 / samples, train.max_grad_norm
@@ -210,26 +208,28 @@ def train_step(
     state.optimizer.zero_grad()
     if state.ema is not None:
         state.ema.update(progress.steps_of(turn.expert), turn.expert)
-    return StepResult(loss_sum / samples, grad_norm, lr, samples, total_batches, turn.expert)
+    return StepResult(loss_sum / samples, grad_norm, lr, samples, micro_batches, turn.expert)
 
 
 def _accumulate_gradients(
-    state: TrainState,
-    batches: Iterable[Batch],
-    accumulation: int,
-    turn: ExpertTurn,
-    totals: Tensor,
+    state: TrainState, batches: Iterable[tuple[Batch, bool]], turn: ExpertTurn, totals: Tensor
 ) -> None:
     """Run forward and backward of this rank's micro-batches; add losses and samples to `totals`."""
-    done = 0
-    for done, batch in enumerate(batches, start=1):
+    is_last = False
+    for batch, is_last in batches:
         losses = batch_losses(state, batch, turn)
         # Ranks exchange gradients during the last backward only.
-        with state.reducer.overlapped() if done == accumulation else nullcontext():
+        with state.reducer.overlapped() if is_last else nullcontext():
             state.accelerator.backward(losses.sum())
         totals[0] += losses.detach().sum()
         totals[1] += len(batch)
-    assert done == accumulation, f"{done} micro-batches for a step of {accumulation}"
+    assert is_last, "the step has no last micro-batch"
+
+
+def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Yield micro-batches as `train_step` takes them, each with True if it is the last one."""
+    for number, batch in enumerate(batches, start=1):
+        yield batch, number == len(batches)
 
 
 def _sum_over_ranks(ranks: RankGroup, values: Tensor) -> Tensor:
