@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from gracetune.data.batch_order import RankShare
 from gracetune.errors import RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.family import transformers_of, unused_weights
@@ -309,9 +310,8 @@ def check_gradients(session: Session) -> GradientReport:
     placements = _placements(state.family, session.plan_controller)
     reports: dict[str, BlockReport] = {}
     notes: list[str] = []
-    batches = session.pipeline.batches(
-        state.accelerator.process_index, state.accelerator.num_processes, 0
-    )
+    share = RankShare(state.accelerator.process_index, state.accelerator.num_processes)
+    batches = session.pipeline.batches(share)
     try:
         source = _without_state(batches)
         for turn in _turns(state):

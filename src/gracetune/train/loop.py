@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from gracetune.data.batch_order import LoaderState
+from gracetune.data.batch_order import LoaderState, RankShare
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
@@ -61,8 +61,8 @@ CHECKPOINT_REASONS = {"stop": "stopping", "save": "asked for", "clock": "every N
 def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
     accelerator = session.state.accelerator
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    with closing(BatchStream(session.pipeline, rank, world_size, progress.consumed)) as stream:
+    share = RankShare(accelerator.process_index, accelerator.num_processes)
+    with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
             return _run_steps(session, stream, progress)
         finally:
@@ -215,10 +215,10 @@ def _is_due(step: int, every: int, total: int) -> bool:
 class BatchStream:
     """Yields the batches of one rank in order; `state` is the position after the last yielded."""
 
-    def __init__(self, pipeline: DataPipeline, rank: int, world_size: int, consumed: int) -> None:
+    def __init__(self, pipeline: DataPipeline, share: RankShare, consumed: int) -> None:
         self.state = LoaderState(consumed)
         self._pipeline = pipeline
-        self._rank, self._world_size = rank, world_size
+        self._share = share
         self._batches = self._open()
 
     def take(self, count: int) -> Iterator[Batch]:
@@ -245,7 +245,7 @@ class BatchStream:
         self._pipeline.close()
 
     def _open(self) -> BatchIterator:
-        return self._pipeline.batches(self._rank, self._world_size, self.state.consumed)
+        return self._pipeline.batches(self._share, self.state.consumed)
 
 
 # Checkpoints and validation
