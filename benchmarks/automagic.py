@@ -70,7 +70,7 @@ def train(steps: int, settings: list[str]) -> tuple[dict[int, float], list[float
 
 def train_and_evaluate(session: Session, steps: int) -> tuple[dict[int, float], list[float]]:
     """Train, and evaluate every `EVALUATE_EVERY` steps."""
-    batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
+    batches = iter(Loader(session.pipeline.order, session.pipeline.load))
     losses, rates = {0: held_out_loss(session)}, []
     for step in range(steps):
         batch, _ = next(batches)

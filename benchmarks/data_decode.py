@@ -39,6 +39,7 @@ from gracetune.data.batch_order import BatchOrder, BucketGroup, Loader
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import PILLOW, choose_decoders, decode_pixels
 from gracetune.data.prefetch import Prefetch, prefetched
+from gracetune.data.sample import Batch
 from gracetune.data.source import FolderSource
 from gracetune.data.video import decode_video
 
@@ -219,7 +220,8 @@ def measure_loader(samples: Sequence[object]) -> dict[str, object]:
     section = DatasetSection(id="photographs", resolution=384)
     plan = buckets.assign(samples, section, 16)
     groups = [BucketGroup(group, 1, 0.1, size, 0.7) for size, group in plan.buckets.items()]
-    loader = Loader(BatchOrder(groups, 8, 0), tuple)
+    nothing = Batch(torch.empty(0), {}, ())
+    loader = Loader(BatchOrder(groups, 8, 0), lambda _: nothing)
     started = time.perf_counter()
     for _ in range(2000):
         next(loader)

@@ -114,7 +114,7 @@ def write_demo_model(folder: Path) -> Path:
 def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:
     """Train, and evaluate the held-out loss every `EVERY` steps."""
     held = held_out_batch(session.state.family, session.state.accelerator.device)
-    batches = iter(Loader(session.pipeline.order, session.pipeline.load, 0, 1, 0))
+    batches = iter(Loader(session.pipeline.order, session.pipeline.load))
 
     @torch.no_grad()
     def evaluate() -> float:

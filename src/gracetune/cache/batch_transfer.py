@@ -308,7 +308,10 @@ def copy_into(tensor: Tensor, allocate: Allocate) -> Tensor:
 
 
 class BatchIterator(Protocol):
-    """Iterates over batches, each with the loader state after it; counts how often steps waited."""
+    """Iterates over batches, each with the loader state after it; counts how often steps waited.
+
+    The batches of a step end with the first whose `state.batches_left` is 0.
+    """
 
     counts: PrefetchCounters
     depth: PrefetchDepth

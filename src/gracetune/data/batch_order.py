@@ -1,10 +1,11 @@
 """Decide the order in which a run sees its samples, and iterate over batches in that order.
 
-The order is an endless sequence of batches, which depends only on the seed, the samples and the
-batch size. Ranks take the batches in turn: rank r of n takes batches r, r + n, ... They are called
-global batches, because they are numbered over all ranks. The position of a run is a single number,
-the count of global batches that all ranks together have taken, so a checkpoint can be resumed with
-another number of ranks.
+The order is an endless sequence of micro-batches, which depends only on the seed, the samples and
+the batch size. They are called global batches, because they are numbered over all ranks. An
+optimizer step takes the next few of them and divides them among the ranks, by planned time: the
+number of ranks changes which rank computes a batch, never which batches a step contains. The
+position of a run is a single number, the count of global batches in all finished steps, so a
+checkpoint can be resumed with another number of ranks.
 
 The random functions at the end of the file hash a text to a random number, so there is no random
 generator whose state must be saved.
@@ -12,9 +13,10 @@ generator whose state must be saved.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gracetune.data.sample import Batch, Sample, Shape
+
+    BatchSeconds = Callable[[Shape, int], float]
+    """Planned seconds of a micro-batch: function of the sample size and the number of samples."""
 
 INLINE = Prefetch()
 """Prefetch settings without workers: each batch is loaded when it is requested. Suitable if loading
@@ -80,13 +85,21 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class LoaderState:
-    """The position of a run in its sequence of batches, which a checkpoint stores."""
+    """The position of a run in its sequence of batches, after one of this rank's batches.
+
+    A checkpoint stores `consumed` only, which is the same on all ranks and changes with the last
+    batch of a step.
+    """
 
     consumed: int
-    """Number of batches that all ranks together have taken since the start of the run."""
+    """Number of global batches (of all ranks) in the steps that are complete."""
+    step_batches: int = 0
+    """Number of batches that this rank has in the step of the last batch; 0 before the first."""
+    batches_left: int = 0
+    """Number of those that this rank has not yet taken; 0 if the last batch ended the step."""
 
     def epoch(self, order: BatchOrder) -> int:
-        """Return the epoch that the next batch belongs to."""
+        """Return the epoch that the first batch of the next step belongs to."""
         return self.consumed // order.epoch_length
 
 
@@ -123,7 +136,8 @@ class BatchOrder:
             )
         self._spans = self._spans_by_size()
         self._bounds = np.concatenate([self._batch_bounds(*span) for span in self._spans])
-        self._epoch = self._shuffle(0)
+        # Two epochs, because a step may begin in one epoch and end in the next.
+        self._epoch = lru_cache(maxsize=2)(self._shuffle)
 
     @property
     def epoch_length(self) -> int:
@@ -138,13 +152,22 @@ class BatchOrder:
     def batch_at(self, index: int) -> tuple[Draw, ...]:
         """Return the samples of the batch with this number, counted over all ranks and epochs.
 
-        The order of one epoch is kept in memory, so consecutive batches are cheap.
+        The order of two epochs is kept in memory, so consecutive batches are cheap.
         """
         number, place = divmod(index, self.epoch_length)
-        if number != self._epoch.number:
-            self._epoch = self._shuffle(number)
-        start, stop = self._epoch.batches[place]
-        return tuple(self._draw(int(entry), number) for entry in self._epoch.draws[start:stop])
+        epoch = self._epoch(number)
+        start, stop = epoch.batches[place]
+        return tuple(self._draw(int(entry), epoch) for entry in epoch.draws[start:stop])
+
+    def size_at(self, index: int) -> tuple[Shape, int]:
+        """Return the sample size of the batch with this number, and its number of samples.
+
+        It is much cheaper than `batch_at`, because it chooses no samples and no captions.
+        """
+        number, place = divmod(index, self.epoch_length)
+        start, stop = self._epoch(number).batches[place]
+        group = int(np.searchsorted(self._starts, start, side="right")) - 1
+        return self._groups[group].size, int(stop - start)
 
     def largest_draw(self) -> tuple[Draw, ...]:
         """Return a batch of one sample of the largest size, to find the peak memory use."""
@@ -156,7 +179,8 @@ class BatchOrder:
         Their epoch is `NO_EPOCH`, so that loading them does not start to encode the augmented
         samples of the next epoch.
         """
-        draws = [replace(self._draw(start, 0), epoch=NO_EPOCH) for start, _ in self._spans]
+        epoch = self._epoch(0)
+        draws = [replace(self._draw(start, epoch), epoch=NO_EPOCH) for start, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
 
     def draws_by_size(self) -> dict[Shape, int]:
@@ -215,13 +239,13 @@ class BatchOrder:
         shuffles = [seeded_permutation(count, f"{seed} {turn}") for turn in rounds]
         return np.concatenate(shuffles)[start - rounds[0] * count :][:share]
 
-    def _draw(self, entry: int, epoch: int) -> Draw:
+    def _draw(self, entry: int, shuffled: _ShuffledEpoch) -> Draw:
         index = int(np.searchsorted(self._starts, entry, side="right")) - 1
         group = self._groups[index]
         repeat, place = divmod(entry - int(self._starts[index]), len(group.samples))
         if repeat == group.draws_per_epoch // len(group.samples):
-            place = int(self._epoch.extras[index][place])
-        sample = group.samples[place]
+            place = int(shuffled.extras[index][place])
+        sample, epoch = group.samples[place], shuffled.number
         seed = f"caption {self._seed} {epoch} {repeat} {sample.dataset!r} {sample.key!r}"
         if group.caption_dropout > 0 and seeded_uniform(seed) < group.caption_dropout:
             return Draw(sample, "", group.size, epoch)
@@ -231,62 +255,154 @@ class BatchOrder:
         return Draw(sample, caption, group.size, epoch)
 
 
+# Dividing the batches of a step among ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The rule that divides the global batches of each optimizer step among ranks.
+
+    Every rank computes the assignment of all ranks by itself, from the same rule.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    step_size: Callable[[int], int] | None = None
+    """`step_size(consumed)` is the number of global batches in the step that begins after
+    `consumed` of them; None means one for each rank. It is called in advance, perhaps in another
+    thread, so its result must depend on its argument only."""
+    batch_seconds: BatchSeconds | None = None
+    """Planned time of a batch, the same function on all ranks; None means that all batches take
+    equally long."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
+
+    def num_batches(self, consumed: int) -> int:
+        """Return the number of global batches in the step after the first `consumed` batches."""
+        return self.world_size if self.step_size is None else self.step_size(consumed)
+
+    def assign(self, order: BatchOrder, consumed: int) -> list[list[int]]:
+        """Return the numbers of the global batches that each rank computes in one step.
+
+        The step is the one after the first `consumed` batches.
+        """
+        indices = range(consumed, consumed + self.num_batches(consumed))
+        if self.world_size == 1:
+            return [list(indices)]
+        seconds = [1.0] * len(indices)
+        if self.batch_seconds is not None:
+            seconds = [self.batch_seconds(*order.size_at(index)) for index in indices]
+        return [[consumed + place for place in own] for own in balance(seconds, self.world_size)]
+
+
+SINGLE_SHARE = RankShare()
+"""The rule of a run with one rank, whose steps have one batch each."""
+
+
+def balance(seconds: Sequence[float], world_size: int) -> list[list[int]]:
+    """Divide tasks that take this long among ranks, so that the slowest rank is done early.
+
+    Returns the indices of each rank's tasks, ascending. The longest task is assigned first, each to
+    the rank with the least work so far (longest processing time first, Graham 1969: at most 4/3 of
+    the best possible time of the slowest rank). Ties go to the rank with fewer tasks, then to the
+    lower rank, so tasks of equal length are taken in turn. Each rank gets at least one task.
+    """
+    assert len(seconds) >= world_size, f"{len(seconds)} micro-batches for {world_size} ranks"
+    assert all(one >= 0 for one in seconds), f"negative times: {seconds}"
+    ranks = [(0.0, 0, rank) for rank in range(world_size)]  # seconds, number of tasks, rank
+    assigned: list[list[int]] = [[] for _ in range(world_size)]
+    for index in sorted(range(len(seconds)), key=lambda index: (-seconds[index], index)):
+        busy, num_tasks, rank = heapq.heappop(ranks)
+        assigned[rank].append(index)
+        heapq.heappush(ranks, (busy + seconds[index], num_tasks + 1, rank))
+    return [sorted(own) for own in assigned]
+
+
+# Loading batches
+
+
 class Loader:
     """An endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
-    Pass `state.consumed` to a new loader to continue after that batch. Prefetched batches that were
-    not taken do not count, so the state does not depend on the number of workers.
+    Pass `state.consumed` to a new loader to continue with the step after the last complete one.
+    Prefetched batches that were not taken do not count, so the state does not depend on the number
+    of workers.
     """
 
     def __init__(
         self,
         order: BatchOrder,
         load: Callable[[Sequence[Draw]], Batch],
-        rank: int = 0,
-        world_size: int = 1,
+        share: RankShare = SINGLE_SHARE,
         consumed: int = 0,
         prefetch: Prefetch = INLINE,
         will_need: Callable[[Sequence[Draw]], None] | None = None,
     ) -> None:
-        """Start after the first `consumed` batches, counted over all ranks.
+        """Start at the optimizer step that follows the first `consumed` global batches.
 
         `load` reads the batch of some draws (uses of samples) in the workers of `prefetch`, if
         there are any. `will_need` is called with the draws of each batch `LOOKAHEAD_BATCHES`
         batches earlier than `load`, so that caches can read ahead.
         """
-        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        self._world_size = world_size
-        self._consumed = consumed
-        draws: Iterator[tuple[Draw, ...]]
-        draws = map(order.batch_at, count(consumed + rank, world_size))
+        planned = _planned_batches(order, share, consumed)
         if will_need is not None:
-            draws = _announce_ahead(draws, will_need)
-        self._batches: Iterator[Batch]
+            planned = _announce_ahead(planned, will_need)
+        self._batches: Iterator[tuple[Batch, LoaderState]]
         if prefetch.num_workers:
-            self._batches = prefetched(draws, load, describe_batch, prefetch)
+            self._batches = prefetched(
+                planned,
+                partial(_load_planned, load),
+                lambda one: describe_batch(one.draws),
+                prefetch,
+            )
         else:
-            self._batches = map(load, draws)
+            self._batches = map(partial(_load_planned, load), planned)
 
     def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
         return self
 
     def __next__(self) -> tuple[Batch, LoaderState]:
-        batch = next(self._batches)
-        self._consumed += self._world_size
-        return batch, LoaderState(self._consumed)
+        return next(self._batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedBatch:
+    """A batch of this rank that is not loaded yet, with the state after it."""
+
+    index: int
+    draws: tuple[Draw, ...]
+    state: LoaderState
+
+
+def _load_planned(
+    load: Callable[[Sequence[Draw]], Batch], planned: _PlannedBatch
+) -> tuple[Batch, LoaderState]:
+    return replace(load(planned.draws), index=planned.index), planned.state
+
+
+def _planned_batches(order: BatchOrder, share: RankShare, consumed: int) -> Iterator[_PlannedBatch]:
+    """Yield the batches of one rank, step by step and in the order of their numbers."""
+    while True:
+        own = share.assign(order, consumed)[share.rank]
+        after = consumed + share.num_batches(consumed)
+        for left, index in zip(reversed(range(len(own))), own, strict=True):
+            state = LoaderState(consumed if left else after, len(own), left)
+            yield _PlannedBatch(index, order.batch_at(index), state)
+        consumed = after
 
 
 def _announce_ahead(
-    batches: Iterator[tuple[Draw, ...]], will_need: Callable[[Sequence[Draw]], None]
-) -> Iterator[tuple[Draw, ...]]:
+    batches: Iterator[_PlannedBatch], will_need: Callable[[Sequence[Draw]], None]
+) -> Iterator[_PlannedBatch]:
     """Yield the batches unchanged, each `LOOKAHEAD_BATCHES` batches after its call of `will_need`.
 
     That call lets caches read the samples of the batch ahead.
     """
-    waiting: deque[tuple[Draw, ...]] = deque()
-    for draws in batches:
-        will_need(draws)
-        waiting.append(draws)
+    waiting: deque[_PlannedBatch] = deque()
+    for planned in batches:
+        will_need(planned.draws)
+        waiting.append(planned)
         if len(waiting) > LOOKAHEAD_BATCHES:
             yield waiting.popleft()
 

@@ -64,7 +64,15 @@ from gracetune.cache.memory_tier import MemoryTier
 from gracetune.cache.open_stores import CacheStores
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
-from gracetune.data.batch_order import BatchOrder, BucketGroup, Draw, Loader, seeded_bits
+from gracetune.data.batch_order import (
+    SINGLE_SHARE,
+    BatchOrder,
+    BucketGroup,
+    Draw,
+    Loader,
+    RankShare,
+    seeded_bits,
+)
 from gracetune.data.data_quality import MAX_COMPARED_AT_START, quality_warnings
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.dataset_checks import check_fit, check_kind
@@ -197,14 +205,15 @@ class DataPipeline:
         """Tell the caches which samples will be loaded soon, so that they can read ahead."""
         self._reader.will_need(draws)
 
-    def batches(self, rank: int = 0, world_size: int = 1, consumed: int = 0) -> BatchIterator:
+    def batches(self, share: RankShare = SINGLE_SHARE, consumed: int = 0) -> BatchIterator:
         """Return an endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
-        It starts after the first `consumed` batches, counted over all ranks. If the device has
-        memory of its own, a thread copies batches there in advance; closing the iterator ends the
-        thread.
+        It starts at the optimizer step after the first `consumed` batches, counted over all ranks.
+        `share` decides which batches of a step this rank gets. If the device has memory of its own,
+        a thread copies batches there in advance, also those of the next steps; closing the iterator
+        ends the thread.
         """
-        loader = Loader(self.order, self.load, rank, world_size, consumed, will_need=self.will_need)
+        loader = Loader(self.order, self.load, share, consumed, will_need=self.will_need)
         if not self._transfer.needs_copy:
             return InlineBatches(loader)
         section = self._run.cache_config

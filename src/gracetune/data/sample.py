@@ -96,6 +96,9 @@ class Batch:
     weights: Tensor | None = None
     """Loss weight of each position in the latents, with the layout BHW; None if all weights are 1.
     """
+    index: int = -1
+    """Number of the batch in the run, counted over all ranks and epochs; it does not depend on the
+    number of ranks. -1 for a batch that is not trained on, such as a held-out one."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the batch."""

@@ -5,11 +5,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gracetune.data.batch_order import (
@@ -19,6 +19,8 @@ from gracetune.data.batch_order import (
     Draw,
     Loader,
     LoaderState,
+    RankShare,
+    balance,
     describe_batch,
 )
 from gracetune.data.prefetch import Prefetch
@@ -28,7 +30,7 @@ from gracetune.errors import DataError, RunFailedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gracetune.data.sample import Batch
+    from gracetune.data.sample import Batch, Shape
 
 
 def _group(
@@ -41,9 +43,20 @@ def _group(
     return BucketGroup(samples, repeats, dropout, size)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """Stands for a batch: the draws themselves instead of what they are encoded to."""
+
+    draws: tuple[object, ...]
+    index: int = -1
+
+
 def _load(draws: Sequence[Draw]) -> Batch:
-    """Return the draws themselves instead of what they are encoded to."""
-    return cast("Batch", tuple(draws))
+    return cast("Batch", Loaded(tuple(draws)))
+
+
+def _draws(batch: Batch) -> tuple[Draw, ...]:
+    return cast("tuple[Draw, ...]", cast("Loaded", batch).draws)
 
 
 def _epoch(order: BatchOrder, number: int) -> list[tuple[Draw, ...]]:
@@ -101,13 +114,13 @@ def test_ranks_partition_the_batches(
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
     loaders = [
-        Loader(BatchOrder(groups, batch_size, seed), _load, rank, world, consumed)
+        Loader(BatchOrder(groups, batch_size, seed), _load, RankShare(rank, world), consumed)
         for rank in range(world)
     ]
     taken = []
     for _ in range(3):
         step = [next(loader) for loader in loaders]
-        taken += [batch for batch, _ in step]
+        taken += [_draws(batch) for batch, _ in step]
         assert len({state for _, state in step}) == 1
     assert taken == [order.batch_at(consumed + place) for place in range(3 * world)]
 
@@ -120,15 +133,16 @@ def test_resuming_with_another_number_of_ranks_continues_the_same_order(
 ) -> None:
     order = BatchOrder(groups, batch_size, seed)
     state = LoaderState(0)
-    loader = Loader(order, _load, 0, before)
+    loader = Loader(order, _load, RankShare(0, before))
     for _ in range(steps):
         _, state = next(loader)
     assert state.consumed == steps * before
     assert state.epoch(order) == steps * before // order.epoch_length
-    resumed = [
-        next(Loader(BatchOrder(groups, batch_size, seed), _load, rank, after, state.consumed))[0]
+    loaders = [
+        Loader(BatchOrder(groups, batch_size, seed), _load, RankShare(rank, after), state.consumed)
         for rank in range(after)
     ]
+    resumed = [_draws(next(loader)[0]) for loader in loaders]
     assert resumed == [order.batch_at(state.consumed + rank) for rank in range(after)]
 
 
@@ -247,14 +261,14 @@ def test_each_batch_is_announced_before_it_is_loaded() -> None:
         return _load(draws)
 
     announcing = Loader(
-        order, load, 1, 3, 4, will_need=lambda draws: calls.append(("announce", draws))
+        order, load, RankShare(1, 3), 4, will_need=lambda draws: calls.append(("announce", draws))
     )
-    plain = Loader(order, _load, 1, 3, 4)
+    plain = Loader(order, _load, RankShare(1, 3), 4)
     taken = [next(announcing) for _ in range(20)]
     assert taken == [next(plain) for _ in range(20)]
     announced = [draws for what, draws in calls if what == "announce"]
-    assert announced[:20] == [batch for batch, _ in taken]
-    first = calls.index(("load", taken[0][0]))
+    assert announced[:20] == [_draws(batch) for batch, _ in taken]
+    first = calls.index(("load", _draws(taken[0][0])))
     assert first == LOOKAHEAD_BATCHES + 1
     assert len(announced) == 20 + LOOKAHEAD_BATCHES
 
@@ -321,7 +335,11 @@ def test_a_weighted_order_resumes_with_another_number_of_ranks(
     order = BatchOrder(groups, 2, 11)
     straight = [order.batch_at(index) for index in range(consumed * before + after)]
     resumed = [
-        next(Loader(BatchOrder(groups, 2, 11), _load, rank, after, consumed * before))[0]
+        _draws(
+            next(
+                Loader(BatchOrder(groups, 2, 11), _load, RankShare(rank, after), consumed * before)
+            )[0]
+        )
         for rank in range(after)
     ]
     assert resumed == straight[consumed * before :]
@@ -332,20 +350,20 @@ THREADS = Prefetch(num_workers=3, depth=6, timeout_s=20)
 
 def load_keys(draws: Sequence[Draw]) -> Batch:
     """Return the keys; a function of a module, which another process can import."""
-    return cast("Batch", tuple(draw.sample.key for draw in draws))
+    return cast("Batch", Loaded(tuple(draw.sample.key for draw in draws)))
 
 
 def refuse_three(draws: Sequence[Draw]) -> Batch:
     if any(draw.sample.key.endswith("/3.png") for draw in draws):
         raise OSError("the disk is gone")
-    return cast("Batch", tuple(draws))
+    return _load(draws)
 
 
 @pytest.mark.parametrize("prefetch", [THREADS, THREADS._replace(processes=True)])
 def test_prefetching_changes_neither_batches_nor_states(prefetch: Prefetch) -> None:
     groups = [_group("cats", 11, 2, 0.3), replace(_group("dogs", 7, size=(16, 8)), weight=0.6)]
-    plain = Loader(BatchOrder(groups, 3, 5), load_keys, 1, 2, 4)
-    ahead = Loader(BatchOrder(groups, 3, 5), load_keys, 1, 2, 4, prefetch)
+    plain = Loader(BatchOrder(groups, 3, 5), load_keys, RankShare(1, 2), 4)
+    ahead = Loader(BatchOrder(groups, 3, 5), load_keys, RankShare(1, 2), 4, prefetch)
     for _ in range(25):
         assert next(ahead) == next(plain)
 
@@ -355,9 +373,10 @@ def test_a_state_taken_while_prefetching_resumes_exactly() -> None:
     ahead = Loader(BatchOrder(groups, 3, 5), _load, prefetch=THREADS)
     for _ in range(9):
         _, state = next(ahead)
+    assert state.consumed == 9
     rest = [next(ahead)[0] for _ in range(9)]
     for prefetch in (Prefetch(), THREADS, THREADS._replace(num_workers=1, depth=1)):
-        again = Loader(BatchOrder(groups, 3, 5), _load, 0, 1, state.consumed, prefetch)
+        again = Loader(BatchOrder(groups, 3, 5), _load, RankShare(), state.consumed, prefetch)
         assert [next(again)[0] for _ in range(9)] == rest
 
 
@@ -387,3 +406,121 @@ def test_one_draw_per_size_starts_with_the_largest() -> None:
     assert [draw.size for draw in order.one_draw_per_size()] == [(16, 16), (8, 24), (8, 8)]
     assert order.largest_draw() == (order.one_draw_per_size()[0],)
     assert {draw.epoch for draw in order.one_draw_per_size()} == {-1}, "they belong to no epoch"
+
+
+# The batches of a step, at any number of ranks
+
+sizes_in_seconds = {(8, 8): 1.0, (8, 16): 2.5, (16, 8): 7.0}
+
+
+def _seconds(size: Shape, num_samples: int) -> float:
+    return sizes_in_seconds[size[0], size[1]] * (0.5 + num_samples)
+
+
+def _ramp(consumed: int) -> int:
+    """Return steps of 4 global batches at first and of 9 later."""
+    return 4 if consumed < 20 else 9
+
+
+def _take_step(loader: Loader) -> list[tuple[Batch, LoaderState]]:
+    """Take the batches of one step, as the training loop does."""
+    taken = [next(loader)]
+    while taken[-1][1].batches_left:
+        taken.append(next(loader))
+    return taken
+
+
+@given(groups_strategy, batch_sizes, seeds, st.integers(1, 4), st.booleans())
+def test_a_step_has_the_same_batches_at_any_number_of_ranks(
+    groups: list[BucketGroup], batch_size: int, seed: int, world: int, timed: bool
+) -> None:
+    order = BatchOrder(groups, batch_size, seed)
+    loaders = [
+        Loader(
+            BatchOrder(groups, batch_size, seed),
+            _load,
+            RankShare(rank, world, _ramp, _seconds if timed else None),
+        )
+        for rank in range(world)
+    ]
+    consumed = 0
+    for _ in range(8):
+        steps = [_take_step(loader) for loader in loaders]
+        for step in steps:
+            *middle, (_, last) = step
+            assert all(state.consumed == consumed for _, state in middle)
+            assert last.consumed == consumed + _ramp(consumed)
+            assert {state.step_batches for _, state in step} == {len(step)}
+            indices = [batch.index for batch, _ in step]
+            assert indices == sorted(indices)
+        together = sorted((b for step in steps for b, _ in step), key=lambda batch: batch.index)
+        assert [batch.index for batch in together] == list(
+            range(consumed, consumed + _ramp(consumed))
+        )
+        assert [_draws(b) for b in together] == [order.batch_at(b.index) for b in together]
+        consumed += _ramp(consumed)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3))
+def test_a_run_that_is_cut_in_a_step_resumes_at_its_start_with_other_ranks(
+    before: int, after: int, steps: int, extra: int
+) -> None:
+    groups = [_group("cats", 9), _group("dogs", 5, size=(16, 8))]
+
+    def loader(rank: int, world: int, consumed: int = 0, workers: int = 0) -> Loader:
+        return Loader(
+            BatchOrder(groups, 2, 3),
+            _load,
+            RankShare(rank, world, _ramp, _seconds),
+            consumed,
+            Prefetch(workers),
+        )
+
+    first = loader(0, before, workers=2)  # which loads batches in advance
+    state = LoaderState(0)
+    for _ in range(steps):
+        state = _take_step(first)[-1][1]
+    for _ in range(extra):
+        state = next(first)[1]
+    ends = list(itertools.accumulate(range(12), lambda done, _: done + _ramp(done), initial=0))
+    assert state.consumed in ends
+    resumed = [
+        batch.index
+        for rank in range(after)
+        for batch, _ in _take_step(loader(rank, after, state.consumed))
+    ]
+    assert sorted(resumed) == list(range(state.consumed, state.consumed + _ramp(state.consumed)))
+
+
+@given(groups_strategy, batch_sizes, st.integers(0, 40))
+def test_size_at_agrees_with_the_batch(
+    groups: list[BucketGroup], batch_size: int, index: int
+) -> None:
+    order = BatchOrder(groups, batch_size, 0)
+    draws = order.batch_at(index)
+    assert order.size_at(index) == (draws[0].size, len(draws))
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=24), st.integers(1, 8))
+def test_balance_divides_all_tasks_and_keeps_grahams_bound(
+    seconds: list[float], world: int
+) -> None:
+    assume(len(seconds) >= world)
+    ranks = balance(seconds, world)
+    assert sorted(itertools.chain(*ranks)) == list(range(len(seconds)))
+    assert all(ranks)
+    # The best time is at least the mean, the longest task, and two of the world + 1 longest.
+    ordered = sorted(seconds, reverse=True)
+    best = max(sum(seconds) / world, ordered[0])
+    if len(seconds) > world:
+        best = max(best, ordered[world - 1] + ordered[world])
+    slowest = max(sum(seconds[place] for place in own) for own in ranks)
+    assert slowest <= best * (2 - 1 / world) + 1e-9
+
+
+def test_balance_takes_equal_tasks_in_turn_and_long_ones_alone() -> None:
+    assert balance([1.0] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert balance([1, 1, 6, 1, 1, 1, 1], 2) == [[2], [0, 1, 3, 4, 5, 6]]
+    assert balance([0.0] * 4, 4) == [[0], [1], [2], [3]], "each rank takes part in every step"
+    with pytest.raises(AssertionError, match="2 micro-batches for 3 ranks"):
+        balance([1.0, 1.0], 3)

@@ -9,6 +9,7 @@ import torch
 
 from gracetune.cache.batch_transfer import PinnedStaging, build_batch_transfer
 from gracetune.cache.memory_tier import allocate_pageable
+from gracetune.data.batch_order import RankShare
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import RunFailedError
 from gracetune.models.tiny import load
@@ -66,7 +67,7 @@ def stream(tiny_run, recorder, tmp_path):
         run = tiny_run(output_dir=str(tmp_path / f"{len(recorder.events)}"), **sections)
         Path(run.output_dir).mkdir()
         pipeline = DataPipeline(run, load(run.model), transfer, Path(run.output_dir), recorder)
-        return BatchStream(pipeline, 0, 1, 0)
+        return BatchStream(pipeline, RankShare(), 0)
 
     return build
 

@@ -78,7 +78,7 @@ def check_first_step(session):
     check = FirstStepCheck(replace(session, references=list(session.references)))
     texts = []
     check._emit = lambda notice: texts.append(notice.text)
-    stream = session.pipeline.batches(0, 1, 0)
+    stream = session.pipeline.batches()
     schedule = session.state.expert_schedule
     for step in range(1 if schedule is None else 2):
         progress = TrainProgress(step=step)
