@@ -22,7 +22,9 @@ Other modules that manage host memory, and how they differ:
   `open_process_file` below.
 - cache/memory_tier.py `SlabAllocator`: private memory, allocated and freed entry by entry.
 - cache/batch_transfer.py `PinnedStaging`: a few pinned slots that batches pass through.
-- offload/host_weights.py: pinned memory for frozen weights, filled once, read by copy engines.
+- offload/host_weights.py: pinned memory for frozen weights, filled once, read by copy engines. The
+  ranks of a machine share it: one rank creates files with `create_anonymous_files`, and the others
+  open them with `open_shared_files`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gracetune.errors import UnsafeFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 OFFSET_BITS = 44
@@ -187,14 +189,14 @@ class SegmentWriter:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """Process ID and files of an arena, with which other processes can map it.
+    """Process ID and anonymous files, such as those of an arena, for other processes to map them.
 
-    It is valid as long as the process that created it lives.
+    It is valid as long as the process that created it lives and has not closed the files.
     """
 
     pid: int
     segments: tuple[tuple[int, int, int], ...]
-    """File descriptor, device number and inode of each of the arena's files (segments).
+    """File descriptor, device number and inode of each file (segment).
 
     Device and inode detect a process ID or a descriptor that was reused for something else.
     """
@@ -217,15 +219,7 @@ class Arena:
     @classmethod
     def attach(cls, handle: ArenaHandle) -> Arena:
         """Map the arena of another process; raise OSError if it is gone or access is denied."""
-        opened: list[int] = []
-        try:
-            for descriptor, *identity in handle.segments:
-                opened.append(open_process_file(handle.pid, descriptor, tuple(identity)))
-        except OSError:
-            for descriptor in opened:
-                os.close(descriptor)
-            raise
-        return cls(opened)
+        return cls(open_shared_files(handle))
 
     def view(self, address: int, nbytes: int) -> memoryview:
         """Return the bytes at an address that a `SegmentWriter` returned, without a copy."""
@@ -235,7 +229,7 @@ class Arena:
     @property
     def handle(self) -> ArenaHandle:
         """A handle with which another process can map the arena (`attach`)."""
-        return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in self._fds))
+        return handle_of(self._fds)
 
     @property
     def resident_nbytes(self) -> int:
@@ -294,6 +288,49 @@ def share_arena(
             file.write(json.dumps(asdict(arena.handle)))
         partial.replace(offer)
         return SharedArena(arena, os.getpid(), attach_error)
+
+
+# Anonymous files, and how other processes open them
+
+
+def create_anonymous_files(sizes: Iterable[int]) -> list[int]:
+    """Create anonymous files of these sizes in bytes, and return their descriptors.
+
+    A page of a file takes memory once it is written to. The kernel frees a file when the last
+    process that maps it ends, even if it was killed. Raises OSError if a limit is reached.
+    """
+    created: list[int] = []
+    try:
+        for nbytes in sizes:
+            created.append(os.memfd_create("gracetune-shared", os.MFD_CLOEXEC))
+            os.ftruncate(created[-1], nbytes)
+    except OSError:
+        close_files(created)
+        raise
+    return created
+
+
+def handle_of(descriptors: Iterable[int]) -> ArenaHandle:
+    """Return a handle with which other processes can open these files of this process."""
+    return ArenaHandle(os.getpid(), tuple((fd, *_identity(os.fstat(fd))) for fd in descriptors))
+
+
+def open_shared_files(handle: ArenaHandle, flags: int = os.O_RDONLY) -> list[int]:
+    """Open files of another process; raise OSError if it has ended or access is denied."""
+    opened: list[int] = []
+    try:
+        for descriptor, *identity in handle.segments:
+            opened.append(open_process_file(handle.pid, descriptor, tuple(identity), flags=flags))
+    except OSError:
+        close_files(opened)
+        raise
+    return opened
+
+
+def close_files(descriptors: Iterable[int]) -> None:
+    """Close file descriptors. Mappings of the files stay valid."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 # The folder in which processes meet
@@ -388,9 +425,13 @@ def pid_namespace_id(proc: Path) -> str:
 
 
 def open_process_file(
-    pid: int, descriptor: int, identity: tuple[int, ...], proc: Path = Path("/proc")
+    pid: int,
+    descriptor: int,
+    identity: tuple[int, ...],
+    proc: Path = Path("/proc"),
+    flags: int = os.O_RDONLY,
 ) -> int:
-    """Open a file of another process for reading, by the process's file descriptor.
+    """Open a file of another process, by default for reading, by the process's file descriptor.
 
     `identity` is the expected device and inode. Raises OSError if the descriptor is closed or now
     another file, if access is denied, or if the file belongs to another user.
@@ -401,7 +442,7 @@ def open_process_file(
     if _identity(status) == identity:
         if status.st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to user {status.st_uid}")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(path, flags | os.O_CLOEXEC)
         if _identity(os.fstat(opened)) == identity:
             return opened
         os.close(opened)

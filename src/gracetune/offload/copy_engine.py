@@ -91,6 +91,13 @@ class CopyEngine(Protocol):
         """Return host memory that the device reads and writes at full speed."""
         ...
 
+    def adopt_host(self, memory: Tensor) -> None:
+        """Let the device read the caller's memory at full speed, as that of `allocate_host`.
+
+        The memory starts at a page of its own. `free_host` and `close` end this.
+        """
+        ...
+
     def free_host(self, memory: Tensor) -> None:
         """Wait for running copies and free one allocation of host memory."""
         ...
@@ -148,6 +155,9 @@ class SynchronousCopyEngine:
     def allocate_pinned(self, nbytes: int) -> Tensor:
         """Return ordinary memory: nothing needs to be pinned."""
         return self.allocate_host(nbytes)
+
+    def adopt_host(self, memory: Tensor) -> None:
+        """Do nothing: nothing needs to be pinned."""
 
     def free_host(self, memory: Tensor) -> None:
         """Do nothing: the memory is freed with the last tensor that uses it."""
@@ -220,6 +230,11 @@ class CudaCopyEngine:
     def allocate_pinned(self, nbytes: int) -> Tensor:
         """Return pinned host memory on every machine: copies to unpinned memory may block."""
         return self._allocate_host(nbytes, pin=True)
+
+    def adopt_host(self, memory: Tensor) -> None:
+        """Pin the caller's memory if this machine needs it."""
+        assert memory.data_ptr() % PAGESIZE == 0, "memory to pin starts within a page"
+        self._adopt(memory, self._pin)
 
     def free_host(self, memory: Tensor) -> None:
         """Free an allocation after the last copy that uses it."""
@@ -300,12 +315,16 @@ class CudaCopyEngine:
         unaligned = torch.empty(pages_nbytes + PAGESIZE, dtype=torch.uint8)
         start = -unaligned.data_ptr() % PAGESIZE  # whole pages, so that no page is pinned twice
         pages = unaligned[start : start + pages_nbytes]
+        self._adopt(pages, pin)
+        return pages[:nbytes]
+
+    def _adopt(self, pages: Tensor, pin: bool) -> None:
+        """Pin memory if `pin` is set, and keep it alive until its last copy has ended."""
         if pin:
             self._register(pages)
         free = weakref.finalize(self, _free_host, tuple(self._streams.values()), pages, pin)
         free.atexit = False  # the driver unpins all memory when the process exits
         self._free_functions[pages.data_ptr()] = free
-        return pages[:nbytes]
 
     def _register(self, pages: Tensor) -> None:
         with torch.cuda.device(self.device):

@@ -43,6 +43,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
+from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice
 from gracetune.offload.buffer_autosize import RingAutosizer
 from gracetune.offload.copy_engine import OffloadError
@@ -50,6 +51,7 @@ from gracetune.offload.host_weights import (
     load_resident_weights,
     move_to_device,
     move_to_host,
+    move_to_shared,
     parameter_state,
     select_streamed_weights,
 )
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.offload.copy_engine import CopyEngine, PendingCopy
 
 
@@ -105,6 +108,7 @@ def stream_weights(
     slots: int = DEFAULT_SLOTS,
     poison: bool = False,
     submodels: Sequence[nn.Module] | None = None,
+    ranks: RankGroup = SINGLE,
 ) -> WeightRing:
     """Stream the frozen weights of some blocks, and move the rest of the model to the device.
 
@@ -118,17 +122,15 @@ def stream_weights(
             reads the old weights computes NaN.
         submodels: Modules whose forward is one pass over their own blocks, such as the high-noise
             and low-noise transformers of Wan 2.2, in the order of `blocks`. None: the model itself.
+        ranks: Ranks that stream the same weights. All of them must call this function, and those of
+            one machine keep one copy of the weights in host memory. Default: one process.
     """
     if slots < MIN_SLOTS:
         raise OffloadError(
             f"slots is {slots}, but a ring needs at least {MIN_SLOTS}: one for the block in use "
             f"and one for the block that comes next. Use {DEFAULT_SLOTS}."
         )
-    first_blocks = (0,) if submodels is None else _first_blocks(submodels, blocks)
-    schedule = FetchSchedule(len(blocks), first_blocks)
-    return WeightRing(
-        model, submodels or [model], blocks, copy_engine, emit, schedule, slots, poison
-    )
+    return WeightRing(model, blocks, copy_engine, emit, slots, poison, submodels, ranks)
 
 
 def _first_blocks(submodels: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[int]:
@@ -163,19 +165,25 @@ class WeightRing:
     def __init__(
         self,
         model: nn.Module,
-        submodels: Sequence[nn.Module],
         blocks: Sequence[nn.Module],
         copy_engine: CopyEngine,
         emit: Callable[[Notice], None],
-        schedule: FetchSchedule,
         slots: int,
         poison: bool,
+        submodels: Sequence[nn.Module] | None,
+        ranks: RankGroup,
     ) -> None:
+        first_blocks = (0,) if submodels is None else _first_blocks(submodels, blocks)
+        self._schedule = FetchSchedule(len(blocks), first_blocks)
         self._block_weights = select_streamed_weights(model, blocks)
         self._engine = copy_engine
         self._emit = emit
         self._poison = poison
-        self._host_memory = move_to_host(self._block_weights, copy_engine.allocate_host)
+        self._host_memory = (
+            move_to_shared(self._block_weights, copy_engine, ranks, emit)
+            if ranks.num_machines < ranks.world_size
+            else move_to_host(self._block_weights, copy_engine.allocate_host)
+        )
         self._parameter_states = {
             weight.parameter: parameter_state(weight.parameter)
             for block in self._block_weights
@@ -187,7 +195,6 @@ class WeightRing:
         slot_nbytes = max(block.nbytes for block in self._block_weights)
         self._slots = SlotPool(copy_engine, slot_nbytes, slots)
         self._autosizer: RingAutosizer | None = None
-        self._schedule = schedule
         self._in_use: int | None = None
         """Index of the block that was used last; None between passes."""
         self._views: SlotViews | None = None
@@ -202,7 +209,7 @@ class WeightRing:
         self._reported_mismatch = False
         self._closed = False
         self._indices = {block: index for index, block in enumerate(blocks)}
-        self._hooks = self._register_hooks(submodels, blocks)
+        self._hooks = self._register_hooks(submodels or [model], blocks)
 
     def __deepcopy__(self, memo: object) -> WeightRing:
         """Raise an error: the hooks of a copied model would set weights in the original."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.compute.fused_lora import fuse_lora
+from gracetune.distributed.ranks import SINGLE
 from gracetune.models.attention_processors import use_fused_processors
 from gracetune.offload.activations import OffloadSettings, offload_activations
 from gracetune.offload.checkpointing import BlockCompiler, wrap_blocks
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Notice
     from gracetune.offload.activations import ActivationOffload
     from gracetune.offload.checkpointing import CheckpointMode
@@ -118,17 +120,19 @@ def apply_plan(
     copy_engine: CopyEngine,
     emit: Emit,
     backend: str = "inductor",
+    ranks: RankGroup = SINGLE,
 ) -> AppliedPlan:
     """Move a model to the device, and install the hooks and wrappers of its plan.
 
     `transformers` maps each transformer of the model to its blocks. Set `requires_grad` before this
     call: only frozen weights can be streamed. If anything does not fit, an exception is raised and
-    all hooks are removed.
+    all hooks are removed. All `ranks` must call this at the same time, with the same layout; those
+    of one machine share the streamed weights.
     """
     blocks = [block for blocks in transformers.values() for block in blocks]
     plans = [plan for _ in transformers for plan in layout.blocks]
     with ExitStack() as undo:
-        ring = _stream(model, transformers, layout, copy_engine, emit)
+        ring = _stream(model, transformers, layout, copy_engine, emit, ranks)
         if ring is None:
             model.to(copy_engine.device)
         else:
@@ -162,13 +166,20 @@ def _stream(
     layout: PlanLayout,
     copy_engine: CopyEngine,
     emit: Emit,
+    ranks: RankGroup,
 ) -> WeightRing | None:
     numbers = [i for i, plan in enumerate(layout.blocks) if plan.weights == "streamed"]
     if not numbers:
         return None
     streamed = [blocks[number] for blocks in transformers.values() for number in numbers]
     return stream_weights(
-        model, streamed, copy_engine, emit, layout.slots, submodels=list(transformers)
+        model,
+        streamed,
+        copy_engine,
+        emit,
+        layout.slots,
+        submodels=list(transformers),
+        ranks=ranks,
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.adapters.compute.fp8_linear import check_fp8_support
+from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.models.family import Family
@@ -79,6 +81,9 @@ class PlannerInputs:
     saved_plan: Mapping[str, Any] | None = None
     """The plan in the checkpoint that the run resumes from, as `PlanController.record` returned it.
     It is used again if it can be, because another plan may round differently."""
+    ranks: RankGroup = SINGLE
+    """The ranks of the run. Those of one machine share its host memory, and stream from one copy of
+    the weights."""
 
 
 def plan_run(
@@ -91,7 +96,10 @@ def plan_run(
     gc_freeze: GcFreeze,
     emit: Emit,
 ) -> PlanController:
-    """Plan a run for the memory that is free now, apply the plan, and return its controller."""
+    """Plan a run for the memory that is free now, apply the plan, and return its controller.
+
+    All ranks of `inputs.ranks` must call this at the same time.
+    """
     # The meter's baseline must not include the workspaces that libraries allocate while rates are
     # measured: the plan counts those itself.
     is_cuda = device.type == "cuda"
@@ -125,7 +133,7 @@ def plan_run(
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         stepper.set_host_share(plan.host_state)
-        return apply_to_family(plan, family, link, device, emit, spare_nbytes)
+        return apply_to_family(plan, family, link, device, emit, spare_nbytes, inputs.ranks)
 
     return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit, was_checked)
 
@@ -237,19 +245,28 @@ def apply_to_family(
     device: torch.device,
     emit: Emit,
     spare_nbytes: int = 0,
+    ranks: RankGroup = SINGLE,
 ) -> AppliedPlan:
-    """Apply a plan to the family's transformers and return the object that can remove it."""
+    """Apply a plan to the family's transformers and return the object that can remove it.
+
+    All `ranks` must call this at the same time, with the same plan.
+    """
     layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
-    return apply_layout(layout, family, link, device, emit)
+    return apply_layout(layout, family, link, device, emit, ranks)
 
 
 def apply_layout(
-    layout: PlanLayout, family: Family, link: Link, device: torch.device, emit: Emit
+    layout: PlanLayout,
+    family: Family,
+    link: Link,
+    device: torch.device,
+    emit: Emit,
+    ranks: RankGroup = SINGLE,
 ) -> AppliedPlan:
     """Apply a layout to the family's transformers and return the object that can remove it.
 
     The two transformers of Wan 2.2 (high noise and low noise) get the same layout and share a
-    weight ring.
+    weight ring. All `ranks` must call this at the same time, with the same layout.
     """
     blocks = family.blocks()
     transformers = list(transformers_of(family.transformer).values())
@@ -258,7 +275,8 @@ def apply_layout(
         transformer: blocks[number * num_blocks : (number + 1) * num_blocks]
         for number, transformer in enumerate(transformers)
     }
-    return apply_plan(family.transformer, blocks_of, layout, open_copy_engine(device, link), emit)
+    copy_engine = open_copy_engine(device, link)
+    return apply_plan(family.transformer, blocks_of, layout, copy_engine, emit, ranks=ranks)
 
 
 def fuse_family(family: Family, undo: ExitStack | None = None) -> None:
