@@ -27,7 +27,7 @@ from gracetune.data.batch_order import Loader
 from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler
-from gracetune.train.step import TrainProgress, losses_given_noise, train_step
+from gracetune.train.step import TrainProgress, losses_given_noise, mark_last, train_step
 
 if TYPE_CHECKING:
     from gracetune.train.build import Session
@@ -74,7 +74,7 @@ def train_and_evaluate(session: Session, steps: int) -> tuple[dict[int, float], 
     losses, rates = {0: held_out_loss(session)}, []
     for step in range(steps):
         batch, _ = next(batches)
-        result = train_step(session.state, [batch], 1, TrainProgress(step, step))
+        result = train_step(session.state, mark_last([batch]), 1, TrainProgress(step))
         rates.append(float(result.lr))
         if (step + 1) % EVALUATE_EVERY == 0 or step + 1 == steps:
             losses[step + 1] = held_out_loss(session)

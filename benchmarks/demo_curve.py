@@ -28,7 +28,7 @@ from gracetune.events.run_control import RunControl
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
 from gracetune.train.run import SignalHandler
-from gracetune.train.step import TrainProgress, train_step
+from gracetune.train.step import TrainProgress, mark_last, train_step
 from gracetune.train.validate import held_out_loss
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:
     curve = {0: evaluate()}
     for step in range(steps):
         batch, _ = next(batches)
-        train_step(session.state, [batch], 1, TrainProgress(step, step))
+        train_step(session.state, mark_last([batch]), 1, TrainProgress(step))
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             curve[step + 1] = evaluate()
     return curve

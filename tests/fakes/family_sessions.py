@@ -10,6 +10,7 @@ from unittest.mock import patch
 from fakes.datasets import DATA, WRITE
 from fakes.miniatures import MINIATURES, Miniature, write_miniature
 from gracetune.config.schema import RunFile
+from gracetune.distributed.ranks import connect_ranks
 from gracetune.events.run_control import RunControl
 from gracetune.memory.platform import Link
 from gracetune.offload.copy_engine import open_copy_engine
@@ -78,13 +79,15 @@ def family_session(run, emit, checked_blocks=range):
     """Build the session of a run as `gracetune train` does, and close it."""
     folder = Path(run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    accelerator = start_accelerator(run)
     session = build_session(
         run,
-        start_accelerator(run),
+        accelerator,
         emit,
         RunControl(folder),
         SignalHandler(),
         checked_blocks=checked_blocks,
+        ranks=connect_ranks(run.distributed.timeout_s),
     )
     try:
         yield session

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gracetune.train.step import TrainProgress, train_step
+from gracetune.train.step import TrainProgress, mark_last, train_step
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def assert_steps_never_sync(session):
 
     def train(first, last):
         for index in range(first, last):
-            train_step(session.state, [batches[index]], 1, TrainProgress(index, index))
+            train_step(session.state, mark_last([batches[index]]), 1, TrainProgress(index))
 
     train(0, 3)
     with forbid_host_syncs():

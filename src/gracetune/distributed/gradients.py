@@ -40,7 +40,12 @@ a higher bandwidth; DistributedDataParallel uses the same size."""
 class GradientReducer:
     """Sums gradients over ranks. With a single rank, it does nothing."""
 
-    def __init__(self, ranks: RankGroup, bucket_nbytes: int = BUCKET_NBYTES) -> None:
+    def __init__(
+        self, ranks: RankGroup, device: torch.device, bucket_nbytes: int = BUCKET_NBYTES
+    ) -> None:
+        self.timer = ComputeTimer(device)
+        """Measures the time between `begin` and the end of the last backward; not used by a single
+        rank."""
         self._ranks = ranks
         self._bucket_nbytes = bucket_nbytes
         self._buckets: list[_Bucket] = []
@@ -49,6 +54,7 @@ class GradientReducer:
     def begin(self, parameters: Iterable[Parameter]) -> None:
         """Start a step that trains these parameters; the same ones on every rank."""
         if self._ranks.world_size > 1:
+            self.timer.start()
             self._buckets = list(_make_buckets(list(parameters), self._bucket_nbytes))
             self._num_launched = 0
 
@@ -57,11 +63,14 @@ class GradientReducer:
         """Reduce gradients while the `with` block runs the last backward of the step."""
         bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-        def on_gradient(parameter: Tensor) -> None:
+        def on_gradient(parameter: Parameter) -> None:
             bucket_of[parameter].missing.discard(parameter)
             self._launch_complete()
 
-        hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in bucket_of]
+        hooks = [
+            p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+            for p in bucket_of
+        ]
         try:
             yield
         finally:
@@ -75,6 +84,7 @@ class GradientReducer:
         """
         if self._ranks.world_size == 1:
             return
+        self.timer.stop()
         self._launch_all()
         absent = self._agree_on_absent()
         for bucket in self._buckets:
@@ -88,6 +98,7 @@ class GradientReducer:
         """
         if self._ranks.world_size == 1:
             return
+        self.timer.stop()
         self._launch_all()
         self._agree_on_absent()
         for bucket in self._buckets:
@@ -125,7 +136,7 @@ class _Bucket:
     parameters: list[Parameter]
     first: int
     """Position of the first parameter among those of all buckets."""
-    missing: set[Tensor]
+    missing: set[Parameter]
     """Parameters whose gradients are not complete yet."""
     sums: Tensor | None = None
     work: dist.Work | None = None
@@ -153,7 +164,7 @@ class _Bucket:
 
     def _views(self) -> Iterator[tuple[Parameter, Tensor]]:
         assert self.sums is not None, "the bucket was not launched"
-        pieces = self.sums.split([p.numel() for p in self.parameters])
+        pieces = torch.split(self.sums, [p.numel() for p in self.parameters])
         for parameter, piece in zip(self.parameters, pieces, strict=True):
             yield parameter, piece.view(parameter.shape)
 
@@ -189,9 +200,12 @@ class ComputeTimer:
         """Start to measure a step."""
         self._started_at = time.perf_counter()
         if self._is_cuda:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            ]
             pair[0].record()
-            self._events.append(pair)
+            self._events.append((pair[0], pair[1]))
 
     def stop(self) -> None:
         """End the measurement of a step; call it before waiting for other ranks."""

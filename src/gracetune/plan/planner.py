@@ -38,7 +38,7 @@ from gracetune.plan.planner_input import (
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import PlanBudget, fits, predict
-from gracetune.plan.simulate import PlanCandidate
+from gracetune.plan.simulate import PlanCandidate, candidate_of
 from gracetune.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def plan_run(
 ) -> PlanController:
     """Plan a run for the memory that is free now, apply the plan, and return its controller.
 
-    All ranks of `inputs.ranks` must call this at the same time.
+    All ranks of `inputs.ranks` must call this at the same time. Each measures its machine, at the
+    same time as the others, because they share the link to host memory. The main rank plans for the
+    smallest memory and the lowest rates, and all ranks apply its plan.
     """
     # The meter's baseline must not include the workspaces that libraries allocate while rates are
     # measured: the plan counts those itself.
@@ -107,10 +109,13 @@ def plan_run(
     one_memory = link is Link.INTEGRATED
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
+    ranks = inputs.ranks
     device_nbytes = device_nbytes_for(run, family, device, one_memory)
+    device_nbytes = min(ranks.gather(device_nbytes // _ranks_on_device(ranks, device)))
     largest = inputs.load_largest()
     latent_shape, text = largest.latents.shape[1:], largest.text
-    rates = _measure_rates(device, run.model.family, emit)
+    ranks.any(False)  # all start to measure at the same time
+    rates = lowest_rates(_measure_rates(device, run.model.family, emit), ranks)
     with ExitStack() as undo:
         fuse_family(family, undo)  # the tracer must see the operations that will run
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
@@ -122,7 +127,7 @@ def plan_run(
     problem = build_problem(
         run, family, model, device_nbytes, inputs.batches_ahead, one_memory=one_memory
     )
-    plan, was_checked = _saved_or_best_plan(problem, inputs.saved_plan, emit)
+    plan, was_checked = _agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if run.model.frozen_compute == "fp8":
@@ -133,9 +138,45 @@ def plan_run(
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         stepper.set_host_share(plan.host_state)
-        return apply_to_family(plan, family, link, device, emit, spare_nbytes, inputs.ranks)
+        return apply_to_family(plan, family, link, device, emit, spare_nbytes, ranks)
 
-    return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit, was_checked)
+    return PlanController(
+        problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
+    )
+
+
+def lowest_rates(rates: MachineRates, ranks: RankGroup) -> MachineRates:
+    """Return the rates with which a plan holds on every rank: the lowest that any has measured."""
+    names = ("flops", "memory", "link_in", "link_out", "both_ways_share")
+    measured = ranks.gather([getattr(rates, name) for name in names])
+    return replace(rates, **dict(zip(names, map(min, zip(*measured, strict=True)), strict=True)))
+
+
+def _ranks_on_device(ranks: RankGroup, device: torch.device) -> int:
+    """Return the number of ranks that share this rank's device; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return ranks.gather(uuid).count(uuid)
+
+
+def _agreed_plan(
+    problem: PlanProblem, saved: Mapping[str, Any] | None, ranks: RankGroup, emit: Emit
+) -> tuple[Plan, bool]:
+    """Return the main rank's plan, and True if it has been compared with its first steps already.
+
+    Other ranks predict its time and memory themselves, from what they have measured.
+    """
+    found = None
+    if ranks.is_main:
+        plan, was_checked = _saved_or_best_plan(problem, saved, emit)
+        found = candidate_of(plan), was_checked
+    found = ranks.broadcast(found)
+    assert found is not None, "the main rank has a plan"
+    candidate, was_checked = found
+    if not ranks.is_main:
+        plan = predict(problem.model, candidate, problem.fixed, simulated=False)
+    return plan, was_checked
 
 
 def _saved_or_best_plan(

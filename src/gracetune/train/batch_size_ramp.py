@@ -34,7 +34,7 @@ class AccumulationRamp:
     world_size: int = 1
     """Number of ranks; each has at least one micro-batch in a step."""
 
-    def micro_batches(self, done: int) -> int:
+    def accumulation(self, done: int) -> int:
         """Return the micro-batches of the next step over all ranks, when `done` are done."""
         progress = min(1.0, done / self.length)
         share = progress if self.shape == "linear" else progress * progress
@@ -44,7 +44,7 @@ class AccumulationRamp:
     @property
     def is_constant(self) -> bool:
         """True if steps have the same number of micro-batches at the start and the end."""
-        return self.micro_batches(0) == self.micro_batches(self.length)
+        return self.accumulation(0) == self.accumulation(self.length)
 
 
 def micro_batches_per_step(run: RunFile, world_size: int) -> int:
@@ -90,7 +90,7 @@ def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
 def ramp_notes(ramp: AccumulationRamp) -> list[str]:
     """Return messages about the ramp for the log, including rounding to whole micro-batches."""
     size = ramp.batch_size
-    first, last = (ramp.micro_batches(at) * size for at in (0, ramp.length))
+    first, last = (ramp.accumulation(at) * size for at in (0, ramp.length))
     # "GH200 ... enabled" is what the GH200 forks print; users search their logs for it.
     notes = [
         f"ramp: GH200 gradient accumulation ramp enabled: effective batch {first} -> {last} "

@@ -34,7 +34,7 @@ from gracetune.config.environment import process_environment, sharding_engine
 from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
-from gracetune.distributed.gradients import ComputeTimer, GradientReducer
+from gracetune.distributed.gradients import GradientReducer
 from gracetune.distributed.ranks import SINGLE
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
 
     from gracetune.cache.batch_transfer import BatchTransfer
     from gracetune.config.schema import RunFile
+    from gracetune.data.batch_order import BatchSeconds
     from gracetune.data.sample import Batch, Sample
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
@@ -134,6 +135,9 @@ class Session:
     """The digest of the model's weights before training."""
     adapted_modules: AdaptedModules
     """Modules that have an adapter, by transformer (Wan 2.2 has two); empty without an adapter."""
+    batch_seconds: BatchSeconds | None = None
+    """Planned seconds of a micro-batch, by sample size and number of samples, with which steps are
+    divided among ranks. None: all micro-batches take equally long."""
     references: list[BlockReference] = field(default_factory=list)
     """Plain copies of the blocks whose gradients are compared in the first step."""
     plan_controller: PlanController | None = None
@@ -143,7 +147,7 @@ class Session:
     def micro_batches(self, consumed: int) -> int:
         """Return the micro-batches of the next step over all ranks, when `consumed` are done."""
         if self.ramp is not None:
-            return self.ramp.micro_batches(consumed)
+            return self.ramp.accumulation(consumed)
         return micro_batches_per_step(self.state.run, self.state.ranks.world_size)
 
     def execution_record(self) -> dict[str, object]:
@@ -279,7 +283,9 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
-    pipeline = DataPipeline(run, family, transfer, folder, emit, _encoding_ranks(run, ranks, folder))
+    pipeline = DataPipeline(
+        run, family, transfer, folder, emit, _encoding_ranks(run, ranks, folder)
+    )
     _warn_of_truncated_captions(family, pipeline.train_samples, emit)
     schedule = build_expert_schedule(
         run.train, family.boundary, drawn_token_counts(pipeline.order, family)
@@ -305,6 +311,7 @@ def build_session(
                 _convert_to_fp8, run, family, pipeline, device, references, emit
             ),
             saved_plan=(resumed or {}).get("plan"),
+            ranks=ranks,
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
     state = TrainState(
@@ -320,8 +327,7 @@ def build_session(
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
-        reducer=GradientReducer(ranks),
-        timer=ComputeTimer(device),
+        reducer=GradientReducer(ranks, device),
         ranks=ranks,
         dropout=dropout,
     )
@@ -425,9 +431,7 @@ def _encoding_ranks(run: RunFile, ranks: RankGroup, folder: Path) -> Ranks:
     Each rank lists the samples there that it cannot read.
     """
     token = ranks.broadcast(uuid4().hex)
-    return Ranks(
-        ranks.rank, ranks.world_size, folder / "ranks" / token, run.distributed.timeout_s
-    )
+    return Ranks(ranks.rank, ranks.world_size, folder / "ranks" / token, run.distributed.timeout_s)
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -363,8 +363,6 @@ def _try_to_validate(session: Session, validation: ValidationSetup, step: int) -
             raise
         session.emit(Notice(f"{error} Training continues.", level="warning", fallback=True))
     except torch.OutOfMemoryError as error:
-        if session.state.accelerator.num_processes > 1:  # other ranks wait in a collective call
-            raise
         return str(error).splitlines()[0]
     return ""
 
@@ -394,7 +392,7 @@ class PlanTiming:
         """True if work other than training steps has taken time since the clock started."""
         self._controller = session.plan_controller
         self._ranks = session.state.ranks
-        self._timer = session.state.timer
+        self._timer = session.state.reducer.timer
         self._total = session.state.run.train.max_train_steps
         self._first_step = first_step
         self._started_at = 0.0

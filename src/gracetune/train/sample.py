@@ -174,7 +174,7 @@ class Sampler:
             emit(Notice("model.frozen_compute is fp8; samples are computed in bf16"))
         quantize_frozen(run, self.family, emit)
         self.family.transformer.requires_grad_(False)
-        self._unplanned = reason_unplanned(run, self.device, 1)
+        self._unplanned = reason_unplanned(run, self.device)
         self._link = open_machine(self.device.index or 0).platform.link
         self._streams_all = False
         self._is_prepared = False

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.compute.dropout import DropoutSeeds
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
-    from gracetune.distributed.gradients import ComputeTimer, GradientReducer
+    from gracetune.distributed.gradients import GradientReducer
     from gracetune.distributed.ranks import RankGroup
     from gracetune.models.family import Expert, Family
     from gracetune.optim.offloaded_state import OptimizerStepper
@@ -73,8 +73,6 @@ class TrainState:
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
     reducer: GradientReducer
     """Sums gradients over ranks."""
-    timer: ComputeTimer
-    """Measures how long this rank computes in each step."""
     ranks: RankGroup = SINGLE
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
@@ -181,14 +179,12 @@ def train_step(
     state.reducer.begin(trained_parameters(state, turn.expert))
     failure = ""
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
-    state.timer.start()
     try:
         _accumulate_gradients(state, batches, turn, totals)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise
         failure = str(error).splitlines()[0]
-    state.timer.stop()
     if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
         state.optimizer.zero_grad()
         state.reducer.abandon()
@@ -264,9 +260,7 @@ def _update_weights(state: TrainState) -> None:
         ) from error
 
 
-def batch_losses(
-    state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRANSFORMER
-) -> Tensor:
+def batch_losses(state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRANSFORMER) -> Tensor:
     """Draw a timestep and noise for each sample; return its loss, times its min-SNR weight if set.
 
     They depend on the number of the micro-batch in the run, not on the rank that computes it.

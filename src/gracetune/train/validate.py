@@ -10,7 +10,8 @@ import json
 import textwrap
 import time
 import wave
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ from gracetune.train.step import derive_seed, losses_given_noise
 from gracetune.train.timesteps import scheduled_timesteps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import PromptSection, RunFile
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
     from gracetune.models.family import Family, GeneratedSample, SampleRequest
     from gracetune.train.prompts import PlannedPrompt
@@ -89,25 +91,103 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
     try:
         with torch.no_grad(), state.averaged_weights():
             losses = held_out_loss(state, validation.held_out)
-            samples = generate_samples(state, validation)
+            grid = _write_samples(state, validation, step)
     finally:
         state.transformer.train(was_training)
-    grid = _write(validation, samples, step) if state.accelerator.is_main_process else None
     return Validated(
         step=step,
-        grid=None if grid is None else str(grid),
+        grid=str(grid),
         prompts=validation.prompts,
         losses=losses,
         seconds=time.monotonic() - started_at,
     )
 
 
-def generate_samples(state: TrainState, validation: ValidationSetup) -> list[GeneratedSample]:
-    """Generate one sample for each prompt with the pipeline of the model family."""
-    with sampling_autocast(state.accelerator, state.family.transformer):
-        return [
-            sample for request in validation.requests for sample in state.family.sample(request)
-        ]
+def _write_samples(state: TrainState, validation: ValidationSetup, step: int) -> Path:
+    """Generate one sample for each prompt, and write all of them and an image grid.
+
+    Each rank writes its part of the samples into one folder, from whose images the main rank makes
+    the grid. If one rank fails, all raise. Returns the path of the grid.
+    """
+    ranks, path = state.ranks, validation.grid_path(step)
+    with _naming_write_errors(path), ExitStack() as stack:
+        folder, write_error, out_of_memory = None, "", ""
+        try:
+            if ranks.is_main:
+                folder = stack.enter_context(atomic_folder(path.with_suffix("")))
+                (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
+        except OSError as error:
+            write_error = str(error)
+        folder = ranks.broadcast(folder)
+        try:
+            if folder is not None:
+                for number, sample in generate_samples(state, validation).items():
+                    write_sample(sample, folder, f"{number:03d}")
+        except OSError as error:
+            write_error = str(error)
+        except torch.OutOfMemoryError as error:
+            if ranks.world_size == 1:
+                raise
+            out_of_memory = str(error).splitlines()[0]
+        for problem in filter(None, ranks.gather(write_error)):
+            raise OSError(problem)
+        _raise_out_of_memory(ranks, out_of_memory)
+    if ranks.is_main:
+        with _naming_write_errors(path), atomic_file(path) as staging:
+            images = [
+                _read_image(path.with_suffix("") / f"{number:03d}.png")
+                for number in range(len(validation.prompts))
+            ]
+            image_grid(images, validation.prompts, f"step {step}").save(staging, format="PNG")
+    return path
+
+
+def _read_image(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        image.load()
+        return image
+
+
+@contextmanager
+def _naming_write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValidationWriteError(
+            f"the samples {path} cannot be written: {error}. Free some disk space, or set "
+            "validation.every: 0."
+        ) from error
+
+
+def generate_samples(state: TrainState, validation: ValidationSetup) -> dict[int, GeneratedSample]:
+    """Generate this rank's part of the samples of every request, by the number of the prompt."""
+    ranks, number = state.ranks, 0
+    found: dict[int, GeneratedSample] = {}
+    for turn, request in enumerate(validation.requests):
+        # Ranks take turns, so that requests of one prompt each do not all fall to one rank.
+        first, part = part_of(request, (ranks.rank + turn) % ranks.world_size, ranks.world_size)
+        if part.texts:
+            with sampling_autocast(state.accelerator, state.family.transformer):
+                samples = state.family.sample(part)
+            found.update(enumerate(samples, start=number + first))
+        number += len(request.texts)
+    return found
+
+
+def part_of(request: SampleRequest, place: int, places: int) -> tuple[int, SampleRequest]:
+    """Return one of `places` parts of a request, after the position of its first prompt.
+
+    Some parts have no prompts, if there are fewer prompts than parts.
+    """
+    count = len(request.texts)
+    first, stop = count * place // places, count * (place + 1) // places
+    return first, replace(
+        request,
+        texts=request.texts[first:stop],
+        seed=request.seed + first,
+        images=request.images[first:stop],
+        empty_texts=request.empty_texts[first:stop],
+    )
 
 
 def sampling_autocast(
@@ -129,51 +209,70 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
     """Return the mean loss on held-out samples by name: one for each trained transformer.
 
     Wan 2.2 has two transformers, other models one. Timesteps are spread evenly over the samples and
-    the noise has a fixed seed, so that the values of different steps can be compared.
+    the noise has a fixed seed, so that the values of different steps can be compared. Each rank
+    computes the losses of some batches.
     """
     if not batches:
         return {}
-    total = sum(len(batch) for batch in batches)
+    ranks, total = state.ranks, sum(len(batch) for batch in batches)
     turns = [SINGLE_TRANSFORMER]
     if state.expert_schedule is not None:
         turns = [ExpertTurn(*item) for item in state.expert_schedule.windows.items()]
     means: dict[str, float] = {}
     for turn in turns:
-        loss, seen = torch.zeros((), device=state.accelerator.device), 0
-        for index, batch in enumerate(batches):
-            x0, _ = state.family.split_encoded(batch.latents)
-            generator = torch.Generator().manual_seed(derive_seed("held out", index))
-            # In fp32, as in training; latents imported from another tool's cache may be in bf16.
-            noise = torch.randn(x0.shape, generator=generator).to(x0.device)
-            shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
-            positions = turn.window.low + (turn.window.high - turn.window.low) * shares
-            timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
-            losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
-            loss += losses.sum()
-            seen += len(batch)
+        sums: dict[int, Tensor] = {}
+        out_of_memory = ""
+        try:
+            sums = _own_held_out_losses(state, batches, turn, total)
+        except torch.OutOfMemoryError as error:
+            if ranks.world_size == 1:
+                raise
+            out_of_memory = str(error).splitlines()[0]
+        _raise_out_of_memory(ranks, out_of_memory)
         name = "held_out" if turn.expert is None else f"held_out_{turn.expert}"
-        means[name] = float(loss / total)
+        means[name] = _sum_in_order(ranks, sums) / total
     return means
 
 
-def _write(validation: ValidationSetup, samples: Sequence[GeneratedSample], step: int) -> Path:
-    """Write every sample, the prompts, and an image grid of all samples; return the grid's path."""
-    path = validation.grid_path(step)
-    try:
-        with atomic_folder(path.with_suffix("")) as folder:
-            images = [
-                write_sample(sample, folder, f"{number:03d}")
-                for number, sample in enumerate(samples)
-            ]
-            (folder / "prompts.json").write_text(json.dumps(validation.prompts, indent=2))
-        with atomic_file(path) as staging:
-            image_grid(images, validation.prompts, f"step {step}").save(staging, format="PNG")
-    except OSError as error:
-        raise ValidationWriteError(
-            f"the samples {path} cannot be written: {error}. Free some disk space, or set "
-            "validation.every: 0."
-        ) from error
-    return path
+def _own_held_out_losses(
+    state: TrainState, batches: Sequence[Batch], turn: ExpertTurn, total: int
+) -> dict[int, Tensor]:
+    """Return the sums of the losses of this rank's batches, by the number of the batch."""
+    sums, seen = {}, 0
+    for index, batch in enumerate(batches):
+        shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
+        seen += len(batch)
+        if index % state.ranks.world_size != state.ranks.rank:
+            continue
+        x0, _ = state.family.split_encoded(batch.latents)
+        generator = torch.Generator().manual_seed(derive_seed("held out", index))
+        # In fp32, as in training; latents imported from another tool's cache may be in bf16.
+        noise = torch.randn(x0.shape, generator=generator).to(x0.device)
+        positions = turn.window.low + (turn.window.high - turn.window.low) * shares
+        timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
+        losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
+        sums[index] = losses.sum()
+    return sums
+
+
+def _raise_out_of_memory(ranks: RankGroup, reason: str) -> None:
+    """Raise on all ranks if one of them is out of memory; `reason` is empty if this one is not."""
+    for rank, text in enumerate(ranks.gather(reason)):
+        if text:
+            raise torch.OutOfMemoryError(f"{ranks.name(rank)}: {text}")
+
+
+def _sum_in_order(ranks: RankGroup, sums: Mapping[int, Tensor]) -> float:
+    """Add up the losses of batches of all ranks in the order of their numbers, in fp32.
+
+    The order makes the result independent of the number of ranks.
+    """
+    own = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+    merged = {index: loss for of_rank in ranks.gather(own) for index, loss in of_rank.items()}
+    total = torch.zeros(())
+    for index in sorted(merged):
+        total += merged[index]
+    return float(total)
 
 
 # Setting up

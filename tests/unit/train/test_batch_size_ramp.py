@@ -24,28 +24,28 @@ def test_the_example_of_the_guide_ramps_from_4_to_32_in_400_micro_batches():
         ),
         world_size=1,
     )
-    assert [ramp.micro_batches(m) for m in (0, 200, 400, 5000)] == [1, 3, 8, 8]
+    assert [ramp.accumulation(m) for m in (0, 200, 400, 5000)] == [1, 3, 8, 8]
     assert ramp_notes(ramp)[0].startswith("ramp: GH200 gradient accumulation ramp enabled")
 
 
 def test_a_ramp_can_be_linear():
     ramp = AccumulationRamp(4, 32, 400, "linear", 4)
-    assert ramp.micro_batches(200) == 5
+    assert ramp.accumulation(200) == 5
 
 
 def test_the_effective_batch_includes_all_ranks():
     ramp = build_ramp(
         run_file(initial_effective_batch_size=8, target_effective_batch_size=64), world_size=2
     )
-    assert ramp.micro_batches(0) == 2
-    assert ramp.micro_batches(10**6) == 16
+    assert ramp.accumulation(0) == 2
+    assert ramp.accumulation(10**6) == 16
 
 
 def test_every_rank_has_a_micro_batch():
     ramp = build_ramp(
         run_file(initial_effective_batch_size=4, target_effective_batch_size=64), world_size=4
     )
-    assert ramp.micro_batches(0) == 4
+    assert ramp.accumulation(0) == 4
     assert any("less than one on each of 4 ranks: rounded up to 16" in n for n in ramp_notes(ramp))
 
 
@@ -57,7 +57,7 @@ def test_an_effective_batch_size_is_the_same_at_any_number_of_ranks(world_size):
 
 def test_an_effective_batch_size_below_one_micro_batch_per_rank_is_rejected():
     run = RunFile.model_validate({"train": {"batch_size": 4, "effective_batch_size": 24}})
-    with pytest.raises(ConfigError, match="7 ranks with a train.batch_size of 4 need at least 28"):
+    with pytest.raises(ConfigError, match=r"7 ranks .* need at least 28"):
         micro_batches_per_step(run, 7)
 
 
@@ -65,7 +65,7 @@ def test_a_target_that_is_not_a_multiple_is_rounded_up_and_reported():
     ramp = build_ramp(
         run_file(initial_effective_batch_size=4, target_effective_batch_size=30), world_size=1
     )
-    assert ramp.micro_batches(10**6) == 8
+    assert ramp.accumulation(10**6) == 8
     assert any("30 is not a multiple" in n and "rounded up to 32" in n for n in ramp_notes(ramp))
 
 
@@ -107,7 +107,7 @@ def test_without_the_setting_there_is_no_ramp():
 def test_a_ramp_grows_and_ends_at_its_target(initial, growth, length, shape, per_micro_batch):
     target = initial + growth
     ramp = AccumulationRamp(initial, target, length, shape, per_micro_batch)
-    values = [ramp.micro_batches(m) for m in range(0, length + 1, max(1, length // 50))]
+    values = [ramp.accumulation(m) for m in range(0, length + 1, max(1, length // 50))]
     assert values == sorted(values)
     assert values[0] == -(-initial // per_micro_batch)
-    assert ramp.micro_batches(length) == -(-target // per_micro_batch)
+    assert ramp.accumulation(length) == -(-target // per_micro_batch)

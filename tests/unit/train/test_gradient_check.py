@@ -21,6 +21,7 @@ from fork_process import run_ranks
 
 from gracetune.cli.check import spread, table_lines
 from gracetune.cli.main import main
+from gracetune.distributed.ranks import SINGLE
 from gracetune.errors import RunFailedError
 from gracetune.events.types import CheckpointSaved, StepDone
 from gracetune.models import family as families
@@ -29,7 +30,7 @@ from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.train.gradient_check import FirstStepCheck, check_gradients, random_block
 from gracetune.train.loop import train_loop
 from gracetune.train.run import run_training
-from gracetune.train.step import TrainProgress, train_step, turn_at
+from gracetune.train.step import TrainProgress, mark_last, train_step, turn_at
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LITTLE = {"device_memory": "63MB", "compile": "never"}
@@ -84,7 +85,7 @@ def check_first_step(session):
         progress = TrainProgress(step=step)
         assert check.begin(turn_at(session.state, progress).expert)
         batch, _ = next(stream)
-        train_step(session.state, [batch], 1, progress, check.finish)
+        train_step(session.state, mark_last([batch]), 1, progress, check.finish)
         assert not check.begin(turn_at(session.state, progress).expert), "checked once"
     stream.close()
     assert len(texts) == (1 if schedule is None else 2)
@@ -202,7 +203,7 @@ def test_memory_for_the_check_does_not_shrink_the_plan(tiny_run, recorder, monke
 
 
 def test_a_random_block_is_one_of_the_blocks():
-    assert {random_block(3)[0] for _ in range(100)} == {0, 1, 2}
+    assert {random_block(SINGLE, 3)[0] for _ in range(100)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_the_command_refuses_what_it_cannot_check(run_path, capsys, words, messa
 
 
 def test_all_families_pass_on_two_ranks(tmp_path):
-    """One pair of processes checks every family, and finds gradients that are not averaged."""
+    """One pair of processes checks every family, and finds gradients that are not summed."""
     for case in FAMILIES.values():
         folder = tmp_path / case
         folder.mkdir()
@@ -271,4 +272,4 @@ def test_all_families_pass_on_two_ranks(tmp_path):
     first, second = run_ranks(script, tmp_path)
     assert first.returncode == second.returncode == 0, first.stderr[-4000:] + second.stderr[-4000:]
     assert first.stdout.count(" passed") == len(FAMILIES)
-    assert first.stdout.count("not averaged: found") == 1
+    assert first.stdout.count("not summed: found") == 1

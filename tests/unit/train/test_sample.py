@@ -34,7 +34,7 @@ def train_recorded(run):
     found, generate = [], validate.generate_samples
 
     def recorded(*given):
-        found.append([sample.data for sample in generate(*given)])
+        found.append([sample.data for sample in generate(*given).values()])
         return generate(*given)
 
     with pytest.MonkeyPatch.context() as patch:

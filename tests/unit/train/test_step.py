@@ -14,6 +14,7 @@ from gracetune.train.step import (
     TrainProgress,
     batch_losses,
     losses_given_noise,
+    mark_last,
     scale_and_clip_gradients,
     train_step,
 )
@@ -34,7 +35,10 @@ def batches(session, sizes):
     """Batches of the given sizes, cut from the order's own draws."""
     draws = [draw for index in range(8) for draw in session.pipeline.order.batch_at(index)]
     cuts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return [session.pipeline.load(draws[a:b]) for a, b in pairwise(cuts)]
+    return [
+        replace(session.pipeline.load(draws[a:b]), index=index)
+        for index, (a, b) in enumerate(pairwise(cuts))
+    ]
 
 
 def weights(session):
@@ -59,7 +63,7 @@ def test_the_loss_is_the_mean_over_all_accumulated_samples(session, sizes):
     s.state.optimizer.step = lambda: seen.update(
         {n: None if p.grad is None else p.grad.clone() for n, p in s.state.parameters.items()}
     )
-    result = train_step(s.state, micro_batches, len(micro_batches), TrainProgress())
+    result = train_step(s.state, mark_last(micro_batches), len(micro_batches), TrainProgress())
     torch.testing.assert_close(result.loss, mean.detach())
     assert result.samples.item() == sum(sizes)
     for gradient, expected_gradient in zip(seen.values(), expected, strict=True):
@@ -79,22 +83,24 @@ def test_every_step_of_a_ramp_uses_whole_micro_batches(session):
     )
     done = 0
     for step in range(5):
-        length = s.ramp.accumulation(done)
+        length = s.micro_batches(done)
         micro_batches = batches(s, [4] * length)
-        result = train_step(s.state, micro_batches, length, TrainProgress(step, done))
+        result = train_step(s.state, mark_last(micro_batches), length, TrainProgress(step, done))
         assert result.samples.item() == 4 * length
         done += length
 
 
 def test_noise_and_timesteps_depend_on_the_position_only(session):
     s = session()
-    micro_batches = batches(s, [4])
-    before = weights(s)
-    first = train_step(s.state, micro_batches, 1, TrainProgress(step=3, micro_batches=7)).loss
-    for name, parameter in s.state.parameters.items():
-        parameter.data.copy_(before[name])
-    again = train_step(s.state, micro_batches, 1, TrainProgress(step=9, micro_batches=7)).loss
-    assert torch.equal(first, again)
+    (batch,) = batches(s, [4])
+    before, losses = weights(s), []
+    for step, index in ((3, 7), (9, 7), (9, 8)):
+        for name, parameter in s.state.parameters.items():
+            parameter.data.copy_(before[name])
+        numbered = mark_last([replace(batch, index=index)])
+        losses.append(train_step(s.state, numbered, 1, TrainProgress(step)).loss)
+    assert torch.equal(losses[0], losses[1])
+    assert not torch.equal(losses[1], losses[2])
 
 
 def test_gradients_are_scaled_and_then_clipped():
@@ -110,7 +116,7 @@ def test_gradients_are_scaled_and_then_clipped():
 
 def test_the_optimizer_uses_the_scheduled_learning_rate(session):
     s = session(optimizer={"lr": 0.5, "warmup_steps": 4})
-    result = train_step(s.state, batches(s, [2]), 1, TrainProgress(step=1))
+    result = train_step(s.state, mark_last(batches(s, [2])), 1, TrainProgress(step=1))
     assert result.lr == pytest.approx(0.5 * 2 / 5)
     assert s.state.optimizer.param_groups[0]["lr"] == result.lr
 
@@ -125,7 +131,7 @@ def test_gradient_checkpointing_does_not_change_gradients(session):
         s.state.optimizer.step = lambda s=s, kept=kept: kept.update(
             {n: p.grad.clone() for n, p in s.state.parameters.items() if p.grad is not None}
         )
-        train_step(s.state, micro_batches, 1, TrainProgress())
+        train_step(s.state, mark_last(micro_batches), 1, TrainProgress())
         gradients.append(kept)
     assert gradients[0].keys() == gradients[1].keys()
     for name in gradients[0]:
@@ -137,9 +143,9 @@ def test_batches_are_read_lazily(session):
     taken = []
 
     def micro_batches():
-        for batch in batches(s, [2, 2]):
+        for batch, is_last in mark_last(batches(s, [2, 2])):
             taken.append(len(batch))
-            yield batch
+            yield batch, is_last
 
     train_step(s.state, micro_batches(), 2, replace(TrainProgress(), step=0))
     assert taken == [2, 2]
@@ -148,8 +154,8 @@ def test_batches_are_read_lazily(session):
 def test_a_step_with_too_few_micro_batches_updates_nothing(session):
     s = session()
     before = {name: p.detach().clone() for name, p in s.state.parameters.items()}
-    with pytest.raises(AssertionError, match="1 micro-batches for a step of 2"):
-        train_step(s.state, batches(s, [4]), 2, TrainProgress())
+    with pytest.raises(AssertionError, match="the step has no last micro-batch"):
+        train_step(s.state, [(batch, False) for batch in batches(s, [4])], 2, TrainProgress())
     assert all(torch.equal(p, before[name]) for name, p in s.state.parameters.items())
 
 
@@ -161,7 +167,7 @@ def test_loss_weights_belong_to_the_timesteps_of_their_samples(session):
     noise = torch.randn(batch.latents.shape, generator=generator)
     plain = losses_given_noise(s.state, batch, timesteps, noise)
     weights = torch.minimum((1 - timesteps) ** 2, 5 * timesteps**2)
-    torch.testing.assert_close(batch_losses(s.state, batch, 0), plain * weights)
+    torch.testing.assert_close(batch_losses(s.state, batch), plain * weights)
 
 
 def test_a_step_draws_from_the_timestep_window_of_the_run_file(session, monkeypatch):
@@ -174,7 +180,7 @@ def test_a_step_draws_from_the_timestep_window_of_the_run_file(session, monkeypa
         return predict(self, transformer, noisy, timesteps, text)
 
     monkeypatch.setattr(type(s.state.family), "predict", recorded)
-    train_step(s.state, batches(s, [4, 4]), 2, TrainProgress())
+    train_step(s.state, mark_last(batches(s, [4, 4])), 2, TrainProgress())
     assert len(seen) == 8
     assert all(0.5 <= timestep < 0.6 for timestep in seen)
 

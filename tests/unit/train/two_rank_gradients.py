@@ -6,7 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pytest
-import torch
 from fakes.family_sessions import family_session
 
 from gracetune.cli.check import table_lines
@@ -27,34 +26,30 @@ def main(folder: Path) -> None:
             assert all(block.reduction_error is not None for block in report.blocks)
             train_loop(session, TrainProgress())
             assert any("gradients: block" in text for text in texts)
-            if session.state.accelerator.is_main_process:
+            if session.state.ranks.is_main:
                 report_line(f"{path.stem} passed")
         if run.model.family == "tiny":
-            check_unaveraged(run.model_copy(update={"output_dir": f"{run.output_dir}-unaveraged"}))
+            check_unreduced(run.model_copy(update={"output_dir": f"{run.output_dir}-unreduced"}))
 
 
-def check_unaveraged(run) -> None:
-    """Let DDP average nothing, which the loss does not show."""
+def check_unreduced(run) -> None:
+    """Let ranks keep their own gradients, which the loss does not show."""
     with family_session(run, lambda _: None) as session:
-        session.state.transformer.register_comm_hook(None, keep_local_gradients)
+        session.state.reducer.begin = lambda parameters: None
+        with pytest.raises(RunFailedError, match="not summed over the ranks"):
+            train_loop(session, TrainProgress())
         report = check_gradients(session)
         assert report.blocks
         assert not report.passed
-        with pytest.raises(RunFailedError, match="not averaged over the ranks"):
+        with pytest.raises(RunFailedError, match="different weights after step 0"):
             train_loop(session, TrainProgress())
-        if session.state.accelerator.is_main_process:
-            report_line("not averaged: found")
+        if session.state.ranks.is_main:
+            report_line("not summed: found")
 
 
 def report_line(text) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def keep_local_gradients(_, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 if __name__ == "__main__":
