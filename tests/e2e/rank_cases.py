@@ -1,0 +1,88 @@
+"""Train run files on the ranks of this group, and write the gradients of every step to a file.
+
+Called as `rank_cases.py FOLDER NAME`: every CASE.json in FOLDER is trained, and rank 0 writes
+CASE-NAME.safetensors. The name before the first dash of CASE is the plan for the blocks. On rank 1,
+a run whose name ends in `-full` runs out of memory once in its second step.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from fakes.family_sessions import MODES, change_mode, family_session, small_plans
+from safetensors.torch import save_file
+
+from gracetune.config.load import load_run_file
+from gracetune.events.types import StepDone
+from gracetune.train import step as step_module
+from gracetune.train.loop import train_loop
+from gracetune.train.step import TrainProgress
+
+
+class Recorder:
+    """Steps an optimizer, and keeps a copy of the gradients of every step."""
+
+    def __init__(self, state):
+        self._stepper, self._parameters = state.stepper, state.parameters
+        self.gradients = {}
+
+    def __getattr__(self, name):
+        return getattr(self._stepper, name)
+
+    def step(self):
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self.gradients[f"{self._stepper.num_steps} {name}"] = parameter.grad.clone()
+        self._stepper.step()
+
+
+def train(path, mode, name):
+    run = load_run_file(path).run
+    run = run.model_copy(update={"output_dir": f"{run.output_dir}-{name}"})
+    events = []
+    with small_plans(), family_session(run, events.append, lambda count: [0]) as session:
+        if mode in MODES:
+            session = change_mode(session, mode)
+        recorder = Recorder(session.state)
+        session = replace(session, state=replace(session.state, stepper=recorder))
+        full = path.stem.endswith("-full") and session.state.ranks.rank == 1
+        with patch.object(step_module, "batch_losses", failing_once(step_module, full)):
+            train_loop(session, TrainProgress())
+        parameters = {n: p.detach().clone() for n, p in session.state.parameters.items()}
+        averages = {} if session.state.ema is None else session.state.ema.averages
+        tensors = recorder.gradients | parameters | {f"ema {n}": t for n, t in averages.items()}
+        if session.state.ranks.is_main:
+            save_file(tensors, path.with_name(f"{path.stem}-{name}.safetensors"))
+            steps = [event for event in events if isinstance(event, StepDone)]
+            texts = [str(getattr(event, "text", "")) for event in events]
+            found = {
+                "samples": [event.samples for event in steps],
+                "micro_batches": [event.accumulation for event in steps],
+                "losses": [event.loss for event in steps],
+                "norms": [event.grad_norm for event in steps],
+                "texts": texts,
+            }
+            path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
+
+
+def failing_once(module, is_full):
+    """Return `batch_losses`; if `is_full`, its fourth call raises an out-of-memory error."""
+    real, calls = module.batch_losses, []
+
+    def batch_losses(*given):
+        calls.append(given)
+        if is_full and len(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return real(*given)
+
+    return batch_losses
+
+
+if __name__ == "__main__":
+    for file in sorted(Path(sys.argv[1]).glob("*.json")):
+        train(file, file.stem.partition("-")[0], sys.argv[2])
