@@ -10,7 +10,7 @@ Figures, of the rank with the largest value:
     seconds      time to move the weights; with own copies, all ranks copy at the same time
     machine_mb   memory that the weights add to all ranks together
 
-With a GPU, memory is pinned, and `copy_gb_s` is the rate of copies to the device; torch's own
+With a GPU, memory is pinned where the link needs it, and `copy_gb_s` is the rate of copies to the device; torch's own
 pinned memory (`torch_pinned_gb_s`) takes turns with it in the same process.
 
     PYTHONPATH=src:benchmarks python benchmarks/shared_weights.py [--out FOLDER] [--commit NAME]
@@ -31,6 +31,7 @@ import results
 import torch
 from shared_weights_rank import RankTask, run_rank
 
+from gracetune.memory.platform import open_machine
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
@@ -41,17 +42,21 @@ REPETITIONS = 5
 TIMEOUT_S = 120
 
 
-def measure(num_ranks: int, is_shared: bool, num_blocks: int, width: int) -> dict[str, float]:
+def measure(
+    num_ranks: int, is_shared: bool, num_blocks: int, width: int, device: str
+) -> dict[str, float]:
     """Start the ranks, and return the largest of their figures."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    link = open_machine().platform.link
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "gracetune.offload.host_weights"])
     processes, receivers = [], []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
-        task = RankTask(rank, num_ranks, port, is_shared, num_blocks, width, device, REPETITIONS)
+        task = RankTask(
+            rank, num_ranks, port, is_shared, num_blocks, width, device, link, REPETITIONS
+        )
         processes.append(context.Process(target=run_rank, args=(task, sender), daemon=True))
         receivers.append(receiver)
     for process in processes:
@@ -87,19 +92,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     arguments = results.parse_arguments(parser)
     width, ranks, gib = WIDTH, arguments.ranks, arguments.gib
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.rehearse:
-        width, ranks, gib = 512, [2], 4 * 2 * 512**2 / GIB
+        device, width, ranks, gib = "cpu", 512, [2], 4 * 2 * 512**2 / GIB
     num_blocks = max(1, round(gib * GIB / (2 * width**2)))
     figures: dict[str, object] = {}
     for num_ranks in ranks:
         for is_shared in (True, False):
             name = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
             kind = "shared" if is_shared else "own"
-            found = measure(num_ranks, is_shared, num_blocks, width)
+            found = measure(num_ranks, is_shared, num_blocks, width, device)
             figures.setdefault(name, {})[kind] = found
             print(f"{name}, {kind}: {found}")
-    on_gpu = torch.cuda.is_available() and not arguments.rehearse
-    name = "shared_weights_gpu" if on_gpu else "shared_weights"
+    name = "shared_weights_gpu" if device == "cuda" else "shared_weights"
     print(results.write(name, figures, arguments.out, arguments.commit))
     return 0
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gracetune.distributed.ranks import connect_ranks
-from gracetune.memory.platform import Link
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.offload.host_weights import move_to_host, move_to_shared, select_streamed_weights
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.memory.platform import Link
     from gracetune.offload.copy_engine import CopyEngine
 
 MB = 10**6
@@ -39,6 +39,7 @@ class RankTask:
     num_blocks: int
     width: int
     device: str
+    link: Link
     repetitions: int
 
 
@@ -62,7 +63,7 @@ def run_rank(task: RankTask, connection: Connection) -> None:
     dist.barrier()
     began = time.perf_counter()
     selected = select_streamed_weights(model, list(model))
-    engine = open_copy_engine(device, Link.MANAGED)
+    engine = open_copy_engine(device, task.link)
     shares = task.is_shared and task.world_size > 1
     memory = (
         move_to_shared(selected, engine, ranks, print)
@@ -87,13 +88,12 @@ def run_rank(task: RankTask, connection: Connection) -> None:
 
 
 def build_blocks(num_blocks: int, width: int) -> list[nn.Module]:
-    """Return frozen bf16 layers with the same values on every rank."""
+    """Return frozen bf16 layers with the same bits on every rank."""
     blocks: list[nn.Module] = []
-    row = torch.arange(width, dtype=torch.float32)
+    bits = torch.arange(width**2, dtype=torch.int32).to(torch.int16).view(width, width)
     for number in range(num_blocks):
         layer = nn.Linear(width, width, bias=False, device="meta")
-        values = (row[:, None] * 0.37 + row[None, :] * 0.11 + number).sin().bfloat16()
-        layer.weight = nn.Parameter(values, requires_grad=False)
+        layer.weight = nn.Parameter((bits + number).view(torch.bfloat16), requires_grad=False)
         blocks.append(layer)
     return blocks
 
