@@ -10,8 +10,9 @@ Figures, of the rank with the largest value:
     seconds      time to move the weights; with own copies, all ranks copy at the same time
     machine_mb   memory that the weights add to all ranks together
 
-With a GPU, memory is pinned where the link needs it, and `copy_gb_s` is the rate of copies to the device; torch's own
-pinned memory (`torch_pinned_gb_s`) takes turns with it in the same process.
+Weights are moved several times, and `seconds` is the shortest time. With a GPU, memory is pinned
+where the link needs it, and `copy_gb_s` is the rate of copies to the device; torch's own pinned
+memory (`torch_pinned_gb_s`) takes turns with it in the same process.
 
     PYTHONPATH=src:benchmarks python benchmarks/shared_weights.py [--out FOLDER] [--commit NAME]
         [--gib SIZE] [--ranks 1 2 4] [--rehearse]
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 WIDTH = 5120
-REPETITIONS = 5
+REPETITIONS = 3
 TIMEOUT_S = 120
 
 

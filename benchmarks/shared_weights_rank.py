@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gracetune.distributed.ranks import connect_ranks
+from gracetune.distributed.ranks import SINGLE, connect_ranks
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.offload.host_weights import move_to_host, move_to_shared, select_streamed_weights
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.memory.platform import Link
     from gracetune.offload.copy_engine import CopyEngine
 
@@ -57,21 +58,19 @@ def run_rank(task: RankTask, connection: Connection) -> None:
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the CUDA context takes host memory too
     before = memory_mb()
-    blocks = build_blocks(task.num_blocks, task.width)
-    model = nn.Sequential(*blocks)
-    del blocks
-    dist.barrier()
-    began = time.perf_counter()
-    selected = select_streamed_weights(model, list(model))
-    engine = open_copy_engine(device, task.link)
-    shares = task.is_shared and task.world_size > 1
-    memory = (
-        move_to_shared(selected, engine, ranks, print)
-        if shares
-        else move_to_host(selected, engine.allocate_host)
-    )
-    dist.barrier()
-    figures = {"seconds": time.perf_counter() - began}
+    rounds = []
+    for _ in range(task.repetitions):
+        model = nn.Sequential(*build_blocks(task.num_blocks, task.width))
+        engine = open_copy_engine(device, task.link)
+        dist.barrier()
+        began = time.perf_counter()
+        memory = move(model, engine, ranks if task.is_shared else SINGLE)
+        dist.barrier()
+        rounds.append(time.perf_counter() - began)
+        if len(rounds) < task.repetitions:
+            engine.close()
+            del model, memory
+    figures = {"seconds": min(rounds)}
     after = memory_mb()
     figures |= {f"{name}_mb": after[name] - before[name] for name in after}
     figures["weights_mb"] = sum(map(len, memory)) / MB
@@ -85,6 +84,14 @@ def run_rank(task: RankTask, connection: Connection) -> None:
     dist.barrier()
     engine.close()
     dist.destroy_process_group()
+
+
+def move(model: nn.Sequential, engine: CopyEngine, ranks: RankGroup) -> list[Tensor]:
+    """Move the weights to host memory as a weight ring does."""
+    selected = select_streamed_weights(model, list(model))
+    if ranks.world_size == 1:
+        return move_to_host(selected, engine.allocate_host)
+    return move_to_shared(selected, engine, ranks, print)
 
 
 def build_blocks(num_blocks: int, width: int) -> list[nn.Module]:
