@@ -119,7 +119,7 @@ def test_all_ranks_repeat_a_step_for_which_one_has_too_little_memory(results):
 
 def losses_of(folder):
     lines = (folder / "events.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+    steps = [event for event in map(json.loads, lines) if event["event"] == "step_done"]
     return [event["loss"] for event in steps]
 
 

@@ -517,6 +517,7 @@ def _plan(run: RunFile, request: RunRequest, platform: Platform) -> Plan:
         machine=names.get(platform.link, "h200-pcie"),
         hbm=f"{int(request.memory_gb * GB)}b",
         host_memory=host,
+        gpus=1,
         samples=request.num_samples,
     )
     # Compiled blocks need no more memory than eager ones, and take longer to trace.

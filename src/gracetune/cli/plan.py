@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import AdapterSection, PlanSection, RunFile
     from gracetune.events.types import Notice
-    from gracetune.memory.platform import Machine
+    from gracetune.memory.platform import Link, Machine
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.meta_models import MetaModel
@@ -40,7 +41,9 @@ class PlanMachine:
     title: str
     rates: MachineRates
     device_nbytes: int
+    """Memory of one GPU in bytes."""
     host_nbytes: int
+    """Host memory of the whole machine in bytes."""
     simulated: bool
     """True if the compute and copy speeds are published figures, not measured on this machine."""
     one_memory: bool = False
@@ -50,25 +53,32 @@ class PlanMachine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments: run file, machine, memory limits, dataset size and output format."""
+    """Add the arguments: run file, machine, GPUs, memory limits, dataset size, output format."""
     add_run_file_arguments(parser)
     parser.add_argument(
         "--machine", metavar="NAME", help="plan for a known machine, such as gh200-96"
+    )
+    parser.add_argument(
+        "--gpus",
+        type=partial(_count, noun="GPUs"),
+        default=1,
+        metavar="N",
+        help="number of GPUs of one machine that the run uses; they share its host memory",
     )
     parser.add_argument("--hbm", metavar="SIZE", help="limit of device memory, such as 96GB")
     parser.add_argument("--host-memory", metavar="SIZE", help="limit of host memory, such as 400GB")
     parser.add_argument(
         "--samples",
-        type=_count,
+        type=partial(_count, noun="samples"),
         metavar="N",
         help="size of the dataset, if it is not on this machine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
-def _count(text: str) -> int:
+def _count(text: str, noun: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; pass 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {noun}; pass 1 or more")
     return int(text)
 
 
@@ -112,7 +122,7 @@ def predict(
 ) -> tuple[SearchResult, ReportHeading]:
     """Return the fastest plan of a run, and what a report says about the run and the machine.
 
-    Reads `machine`, `hbm`, `host_memory` and `samples` of the command's arguments.
+    Reads `machine`, `gpus`, `hbm`, `host_memory` and `samples` of the command's arguments.
     """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
@@ -153,7 +163,7 @@ def predict(
         sample=f"{sample.width}x{sample.height}{frames}",
         machine=machine.title,
         budget=budget,
-        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget.one_memory)),
+        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     return result, heading
@@ -193,7 +203,7 @@ def _budget(
     if machine.one_memory:
         host = min(host, device)
     fragmentation = FITTED_CONSTANTS["fragmentation"].value
-    return PlanBudget(device, host, fragmentation, machine.one_memory), tuple(notes)
+    return PlanBudget(device, host, fragmentation, machine.one_memory, args.gpus), tuple(notes)
 
 
 def _machine(
@@ -207,31 +217,45 @@ def _machine(
 
     if args.machine is not None:
         known = find_machine(args.machine)
+        _check_gpus(args.gpus, known.link)
         device = int(known.device_memory.value)
         return PlanMachine(
-            title=known.title,
+            title=f"{args.gpus} x {known.title}" if args.gpus > 1 else known.title,
             rates=machine_rates(known),
             device_nbytes=device,
-            host_nbytes=known.host_bytes,
+            # Every GPU of a GH200 or GB200 node has its own share of the CPUs' memory.
+            host_nbytes=known.host_bytes * (args.gpus if known.link is Link.COHERENT else 1),
             simulated=True,
             one_memory=known.link is Link.INTEGRATED,
             host_is_known=known.host_memory.kind != "assumed",
         )
     platform = open_machine().platform
+    _check_gpus(args.gpus, platform.link)
     if platform.device < 0:
         why = platform.reasons["link"].rstrip(".")
         raise ConfigError(
             f"there is no GPU to plan for: {why}. Choose a machine with --machine: "
             f"{', '.join(sorted(MACHINES))}."
         )
+    gpus = f"{args.gpus} x " if args.gpus > 1 else ""
     return PlanMachine(
-        title=f"this machine ({format_bytes(platform.device_bytes)} GPU)",
+        title=f"this machine ({gpus}{format_bytes(platform.device_bytes)} GPU)",
         rates=measured(platform.device, family),
         device_nbytes=platform.device_bytes,
         host_nbytes=platform.host_bytes,
         simulated=False,
         one_memory=platform.link is Link.INTEGRATED,
     )
+
+
+def _check_gpus(gpus: int, link: Link) -> None:
+    from gracetune.memory.platform import Link
+
+    if gpus > 1 and link is Link.INTEGRATED:
+        raise ConfigError(
+            f"--gpus is {gpus}, but a machine whose CPU and GPU share one memory has one GPU. "
+            "Leave --gpus out: the plan is the same for several such machines."
+        )
 
 
 def _measured(device: int, family: str) -> MachineRates:
@@ -333,11 +357,13 @@ def _find_configs(run_file: RunFile) -> tuple[Path | None, str]:
 
 
 def _notes(
-    run_file: RunFile, samples: int | None, unavailable: str, one_memory: bool = False
+    run_file: RunFile, samples: int | None, unavailable: str, budget: PlanBudget
 ) -> tuple[str, ...]:
     """Return the notes of the report. `unavailable`: why there is no configuration of the model."""
     notes = []
-    if one_memory and run_file.optimizer.state == "host":
+    if budget.ranks > 1:
+        notes.append("speed and memory are those of one GPU, unless the line says otherwise")
+    if budget.one_memory and run_file.optimizer.state == "host":
         notes.append(
             "optimizer.state: host has no effect, because host and device share one memory"
         )

@@ -422,7 +422,8 @@ class PlanSection(Section):
     """Limit of the GPU memory that a run may use, such as `96GB`. Set it to share a GPU. Default:
     all that is free."""
     host_memory: str | None = None
-    """Limit of the host memory that a run may use, such as `400GB`. Default: all that is free."""
+    """Limit of the host memory that a run may use on one machine, with all its GPUs together, such
+    as `400GB`. Default: all that is free."""
     batch: Literal["auto", "fixed"] = "auto"
     """Micro-batch sizes that `gracetune plan` considers. `auto`: every size that keeps the number
     of samples per optimizer step; `fixed`: only `train.batch_size`, which `gracetune train` always

@@ -53,8 +53,6 @@ class FixedMemory:
     sets `device_caches_nbytes` accordingly."""
     host_caches_nbytes: int = 0
     """Bytes of encoded samples in host memory."""
-    host_weights_nbytes: int = 0
-    """Bytes of models kept in host memory, such as text encoders."""
     library_nbytes: int = 0
     """Bytes of the workspaces of cuBLAS and cuDNN."""
     averages_nbytes: int = 0
@@ -121,7 +119,7 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
     )
     streamed = sum(costs.blocks[index].frozen_nbytes for index in candidate.streamed)
     return Bytes(
-        weights=fixed.num_transformers * streamed + fixed.host_weights_nbytes,
+        weights=fixed.num_transformers * streamed,
         optimizer=int(candidate.host_state * fixed.optimizer_nbytes),
         activations=offloaded,
         caches=fixed.host_caches_nbytes,

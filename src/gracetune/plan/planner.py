@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
 from gracetune.models.family import transformers_of
 from gracetune.offload.copy_engine import open_copy_engine
+from gracetune.offload.host_weights import map_shared_memory
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
@@ -124,8 +126,17 @@ def plan_run(
         model = build_cost_model(target, rates, run.model.frozen_compute, may_compile=may_compile)
         family.to(device)
     del largest, text
+    ranks = inputs.ranks
+    sharing_ranks = _ranks_sharing_weights(run, ranks, emit)
     problem = build_problem(
-        run, family, model, device_nbytes, inputs.batches_ahead, one_memory=one_memory
+        run,
+        family,
+        model,
+        device_nbytes,
+        inputs.batches_ahead,
+        one_memory=one_memory,
+        ranks=ranks,
+        shares_weights=sharing_ranks is ranks,
     )
     plan, was_checked = _agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
@@ -138,7 +149,7 @@ def plan_run(
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         stepper.set_host_share(plan.host_state)
-        return apply_to_family(plan, family, link, device, emit, spare_nbytes, ranks)
+        return apply_to_family(plan, family, link, device, emit, spare_nbytes, sharing_ranks)
 
     return PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
@@ -233,9 +244,10 @@ def _reason_unusable(problem: PlanProblem, candidate: PlanCandidate) -> str:
     room = replace(budget, device_nbytes=int(budget.device_nbytes * (1 + SAVED_PLAN_TOLERANCE)))
     if not fits(problem.model, candidate, problem.fixed, room):
         plan = predict(problem.model, candidate, problem.fixed, simulated=False)
+        host_nbytes = budget.machine_host_nbytes(plan.host)
         return (
             f"it needs {format_bytes(plan.device.total)} of device and "
-            f"{format_bytes(plan.host.total)} of host memory, but "
+            f"{format_bytes(host_nbytes)} of host memory, but "
             f"{format_bytes(budget.device_nbytes)} and {format_bytes(budget.host_nbytes)} are free"
         )
     return ""
@@ -249,10 +261,14 @@ def build_problem(
     batches_ahead: int,
     *,
     one_memory: bool = False,
+    ranks: RankGroup = SINGLE,
+    shares_weights: bool = True,
 ) -> PlanProblem:
     """Return the inputs of the plan search for a loaded run and a device memory budget.
 
-    `model` is the cost model of the run's largest bucket (sample size).
+    `model` is the cost model of the run's largest bucket (sample size). All `ranks` must call this
+    at the same time; they get the same host memory budget. `shares_weights`: whether the ranks of a
+    machine stream from one copy of the weights.
     """
     transformers = transformers_of(family.transformer)
     parameters = [p for p in family.transformer.parameters() if p.requires_grad]
@@ -270,9 +286,11 @@ def build_problem(
         ),
         PlanBudget(
             device_nbytes,
-            _host_nbytes(run, family),
+            _host_nbytes(run, family, ranks),
             FITTED_CONSTANTS["fragmentation"].value,
             one_memory,
+            max(ranks.gather(ranks.local_world_size)),
+            shares_weights,
         ),
         replace(constraints_of(run), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
@@ -344,16 +362,37 @@ def device_nbytes_for(run: RunFile, family: Family, device: torch.device, one_me
     return free if limit is None else min(free, parse_bytes(limit) - allocated)
 
 
-def _host_nbytes(run: RunFile, family: Family) -> int:
-    """Return the host memory to plan for, in bytes: what is free, up to `plan.host_memory`."""
+def _ranks_sharing_weights(run: RunFile, ranks: RankGroup, emit: Emit) -> RankGroup:
+    """Return `ranks` if those of a machine can share streamed weights, else `SINGLE`.
+
+    A page of memory is shared to find out, so that the plan counts the weights correctly. Rank 0
+    emits a warning if that fails.
+    """
+    has_neighbours = ranks.num_machines < ranks.world_size
+    if has_neighbours and constraints_of(run).stream:
+        return SINGLE if map_shared_memory([PAGESIZE], ranks, emit) is None else ranks
+    return ranks
+
+
+def _host_nbytes(run: RunFile, family: Family, ranks: RankGroup = SINGLE) -> int:
+    """Return the host memory of a machine to plan for, in bytes, for all its ranks together.
+
+    It is what is free on the machine that has least, up to `plan.host_memory`.
+    """
     limit = plan_settings(run).host_memory
-    free = _free_host_nbytes(family)
+    free = min(ranks.gather(_free_host_nbytes(family, ranks)))
     return free if limit is None else min(free, parse_bytes(limit))
 
 
-def _free_host_nbytes(family: Family) -> int:
-    free = int(read_this_host().usable_bytes() * (1 - HOST_RESERVE_SHARE))
-    return free + _frozen_host_nbytes(family)
+def _free_host_nbytes(family: Family, ranks: RankGroup = SINGLE) -> int:
+    """Return the free host memory of this machine in bytes, the same on all its ranks.
+
+    Ranks look at different moments, so the smallest value counts. The weights that each rank has
+    loaded will be freed.
+    """
+    seen = ranks.gather_local((read_this_host().usable_bytes(), _frozen_host_nbytes(family)))
+    usable = min(usable for usable, _ in seen)
+    return int(usable * (1 - HOST_RESERVE_SHARE)) + sum(loaded for _, loaded in seen)
 
 
 def _frozen_host_nbytes(family: Family) -> int:

@@ -60,6 +60,9 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
         yield from _as_written(result.as_written, best, heading.has_ramp)
     yield ""
     yield from _table(best)
+    if heading.budget.ranks > 1:
+        together = heading.budget.machine_host_nbytes(best.host)
+        yield f"{f'{heading.budget.ranks} GPUs together':<25}{together / GIB:>9.2f}"
     if heading.budget.one_memory:
         yield f"{'both together':<16}{(best.device.total + best.host.total) / GIB:>9.2f}"
     yield ""
@@ -81,10 +84,10 @@ def report_json(result: SearchResult, heading: ReportHeading) -> dict[str, objec
         "machine": heading.machine,
         "budget": asdict(heading.budget),
         "notes": list(heading.notes),
-        "plan": _plan_json(result.best),
+        "plan": _plan_json(result.best, heading.budget),
         "as_written": _as_written_json(result, heading),
         "reasons": reasons(result, heading.budget),
-        "others": [_plan_json(other) for other in result.others],
+        "others": [_plan_json(other, heading.budget) for other in result.others],
     }
 
 
@@ -131,9 +134,11 @@ def reasons(result: SearchResult, budget: PlanBudget) -> list[str]:
         cost = f"compute waits {wait:.1%} of the step for them"
         if wait < NOTICEABLE:
             cost = "compute does not wait for them"
+        is_shared = budget.ranks > 1 and budget.shares_weights
+        once = ", once for all GPUs of the machine" if is_shared else ""
         found.append(
-            f"streaming keeps {format_bytes(best.host.weights)} of weights in host memory; the "
-            f"link to the device is busy {seconds.link_in / seconds.step:.0%} of the step, and "
+            f"streaming keeps {format_bytes(best.host.weights)} of weights in host memory{once}; "
+            f"the link to the device is busy {seconds.link_in / seconds.step:.0%} of the step, and "
             f"{cost}"
         )
     else:
@@ -171,8 +176,10 @@ def _within(budget: PlanBudget) -> str:
     device = format_bytes(budget.device_nbytes)
     if budget.one_memory:
         return f"within {device} of memory shared by host and device {reserve}"
-    host = format_bytes(budget.host_nbytes)
-    return f"within {device} of device memory {reserve} and {host} of host memory"
+    host = f"{format_bytes(budget.host_nbytes)} of host memory"
+    if budget.ranks > 1:
+        host += f" for {budget.ranks} GPUs"
+    return f"within {device} of device memory {reserve} and {host}"
 
 
 def _as_written(written: RunFileBatchPlan, best: Plan, has_ramp: bool) -> Iterator[str]:
@@ -196,7 +203,7 @@ def _as_written_json(result: SearchResult, heading: ReportHeading) -> dict[str, 
         return None
     return {
         "batch": written.batch,
-        "plan": None if written.plan is None else _plan_json(written.plan),
+        "plan": None if written.plan is None else _plan_json(written.plan, heading.budget),
         "why": written.why,
         "set": settings_to_change(result.best, heading.has_ramp),
     }
@@ -267,9 +274,10 @@ def _seconds(plan: Plan) -> Iterator[str]:
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 
 
-def _plan_json(plan: Plan) -> dict[str, object]:
+def _plan_json(plan: Plan, budget: PlanBudget) -> dict[str, object]:
     return asdict(plan) | {
         "device_total": plan.device.total,
         "host_total": plan.host.total,
+        "machine_host_total": budget.machine_host_nbytes(plan.host),
         "samples_per_second": plan.samples_per_second,
     }

@@ -51,7 +51,7 @@ class Bytes:
 
     weights: int = 0
     """Frozen weights, in bytes. On the device: resident weights and the ring's slots. On the host:
-    streamed weights, and other models such as text encoders."""
+    streamed weights."""
     adapters: int = 0
     """Bytes of trained weights (an adapter's, or in full training all), their copies and moving
     averages."""

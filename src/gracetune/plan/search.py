@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from gracetune.plan.cost import CostModel
-    from gracetune.plan.result import ActivationMode, WeightPlacement
+    from gracetune.plan.result import ActivationMode, Bytes, WeightPlacement
 
     Treatment = tuple[ActivationMode, bool]
     """A block's activation mode, and whether the input of a recomputed block is offloaded."""
@@ -87,10 +87,23 @@ class PlanBudget:
 
     device_nbytes: int
     host_nbytes: int
+    """Host memory of the machine in bytes, for all its ranks together."""
     fragmentation: float = 0.0
     """Memory that torch's allocator reserves beyond the peak, as a share of the peak."""
     one_memory: bool = False
     """True if host and device share one memory; `device_nbytes` is then for both together."""
+    ranks: int = 1
+    """Number of ranks (GPUs in use) on the machine."""
+    shares_weights: bool = True
+    """True if the ranks of a machine stream from one copy of the weights in host memory."""
+
+    def machine_host_nbytes(self, host: Bytes) -> int:
+        """Return the host memory that all ranks of a machine need, if one of them needs `host`.
+
+        Streamed weights count once if they are shared; everything else is in memory of each rank.
+        """
+        shared = host.weights if self.shares_weights else 0
+        return shared + self.ranks * (host.total - shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +385,10 @@ def fits(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> bool:
     """Return True if device and host have room for the candidate plan."""
-    host = host_bytes(model.at(candidate.batch), candidate, fixed).total
-    return host <= budget.host_nbytes and fits_device(model, candidate, fixed, budget)
+    host = host_bytes(model.at(candidate.batch), candidate, fixed)
+    return budget.machine_host_nbytes(host) <= budget.host_nbytes and fits_device(
+        model, candidate, fixed, budget
+    )
 
 
 def fits_device(
@@ -486,14 +501,16 @@ def _explain_no_fit(
         )
     unlimited = replace(budget, host_nbytes=sys.maxsize)
     host = min(
-        host_bytes(model.at(one.batch), one, fixed).total
+        budget.machine_host_nbytes(host_bytes(model.at(one.batch), one, fixed))
         for one in candidates(model, fixed, unlimited, constraints)
     )
+    ranks = f" on each of {budget.ranks} ranks" if budget.ranks > 1 else ""
+    fewer = "run fewer ranks on a machine, " if budget.ranks > 1 else ""
     return (
         f"{format_bytes(budget.host_nbytes)} of host memory is too little for {model.name} with "
-        f"{format_bytes(budget.device_nbytes)} of device memory: what does not fit on the device "
-        f"needs at least {_smallest_sufficient(lambda _: host)}. Allow more device memory, set "
-        "model.quantize, or use a machine with more memory."
+        f"{format_bytes(budget.device_nbytes)} of device memory{ranks}: what does not fit on the "
+        f"device needs at least {_smallest_sufficient(lambda _: host)}. Allow more device memory, "
+        f"{fewer}set model.quantize, or use a machine with more memory."
     )
 
 

@@ -3,7 +3,8 @@
 The model runs once over a few training samples, at timesteps that it is trained on, while each
 frozen layer records its inputs. From these `adapters/compute/outlier_subspace.py` finds the
 directions in which the inputs are large; the layer computes those in bf16 and the rest in fp8. The
-samples are always the first ones of the run, so that a resumed run computes the same numbers.
+samples are always the first ones of the run, so that a resumed run computes the same numbers. With
+several ranks, rank 0 calibrates, and the others convert their layers with its result.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.adapters.compute.fp8_linear import convert_to_fp8_calibrated
+from gracetune.adapters.compute.fp8_linear import (
+    BlockCalibration,
+    calibration_of,
+    convert_to_fp8_calibrated,
+    convert_to_fp8_like,
+)
 from gracetune.data.batch_order import NO_EPOCH
+from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice
 from gracetune.models.family import EXPERTS, Experts, bind_expert
 from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from gracetune.data.batch_order import BatchOrder, Draw
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.models.family import Expert, Family
 
@@ -44,13 +52,33 @@ MAX_SAMPLES, MAX_TOKENS = 64, 16384
 
 
 def convert_frozen_layers(
-    run: RunFile, family: Family, pipeline: DataPipeline, device: torch.device, emit: Emit
+    run: RunFile,
+    family: Family,
+    pipeline: DataPipeline,
+    device: torch.device,
+    emit: Emit,
+    ranks: RankGroup = SINGLE,
 ) -> None:
-    """Convert every frozen linear layer to fp8 if a kernel supports it. Call before fusing LoRA."""
-    experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
+    """Convert every frozen linear layer to fp8 if a kernel supports it. Call before fusing LoRA.
+
+    All `ranks` must call this at the same time, and get layers with the same bits.
+    """
     blocks = family.blocks()
     streamed = select_streamed_weights(family.transformer, blocks)
     load_resident_weights(family.transformer, streamed, device)
+    if ranks.is_main:
+        _calibrate(run, family, pipeline, device, emit)
+        for block in blocks if ranks.world_size > 1 else ():
+            ranks.broadcast(calibration_of(block))
+    else:
+        calibrations = (ranks.broadcast(BlockCalibration((), {})) for _ in blocks)
+        convert_to_fp8_like(calibrations, blocks, device)
+
+
+def _calibrate(
+    run: RunFile, family: Family, pipeline: DataPipeline, device: torch.device, emit: Emit
+) -> None:
+    experts = EXPERTS if isinstance(family.transformer, Experts) else (None,)
     tried: list[int] = []
 
     def run_model() -> None:
@@ -67,7 +95,7 @@ def convert_frozen_layers(
                 continue
             return
 
-    result = convert_to_fp8_calibrated(run_model, blocks, device)
+    result = convert_to_fp8_calibrated(run_model, family.blocks(), device)
     calibrated = result.converted - result.uncalibrated
     emit(
         Notice(

@@ -1,5 +1,6 @@
 """Outlier subspaces are found during a forward pass and reduce the error of fp8 layers."""
 
+import copy
 import weakref
 
 import pytest
@@ -14,8 +15,10 @@ from gracetune.adapters.compute import lora_matmul
 from gracetune.adapters.compute.fp8_linear import (
     Fp8Conversion,
     Fp8Linear,
+    calibration_of,
     convert_to_fp8,
     convert_to_fp8_calibrated,
+    convert_to_fp8_like,
 )
 from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.adapters.compute.outlier_subspace import (
@@ -331,3 +334,21 @@ def test_rows_are_sampled_evenly_until_the_observer_is_closed():
     watch.close()
     layer(random_tensor(3, 16))
     assert watch.basis(layer) is found
+
+
+def test_a_block_is_converted_like_an_equal_one():
+    """Layers that no input reached stay uncalibrated, and those without a kernel unconverted."""
+    torch.manual_seed(0)
+    block = nn.ModuleDict({"used": nn.Linear(32, 16), "odd": nn.Linear(16, 7)})
+    block["spare"] = nn.Linear(32, 32)
+    block.requires_grad_(False)
+    block.forward = lambda x: block["odd"](block["used"](x))
+    other = nn.ModuleDict({name: copy.deepcopy(layer) for name, layer in block.items()})
+    expected = convert_to_fp8_calibrated(lambda: block(random_tensor(40, 32)), [block], CPU)
+    assert convert_to_fp8_like([calibration_of(block)], [other], CPU) == expected
+    assert expected == Fp8Conversion(converted=2, skipped=1, uncalibrated=1)
+    assert other["spare"].outlier_basis is None
+    for name in ("weight", "weight_scales", "outlier_basis", "outlier_weight"):
+        found, same = getattr(other["used"], name), getattr(block["used"], name)
+        assert torch.equal(found.view(torch.uint8), same.view(torch.uint8)), name
+    assert type(other["odd"]) is nn.Linear

@@ -19,6 +19,7 @@ from gracetune.optim.build import state_nbytes_per_element
 from gracetune.plan.machines import MACHINES, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
+from gracetune.plan.search import PlanBudget
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +135,37 @@ def test_host_memory_may_exceed_an_assumed_size(run_file: Path) -> None:
     less = PlanSection(device_memory="1GB", host_memory="2GB")
     budget, notes = plan._budget(arguments(run_file), less, machine)
     assert (budget.device_nbytes, budget.host_nbytes, notes) == (10**9, 2 * 10**9, ())
+
+
+def test_the_gpus_of_a_machine_share_its_host_memory(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machine", "h100-pcie", "--gpus", "4", "--samples", "1000", "--hbm", "1GB"]
+    assert main(["plan", str(run_file), *words, "--json", "--set", "plan.compile=never"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["budget"]["ranks"] == 4
+    assert report["machine"] == "4 x H100 80 GB on a PCIe 5 host"
+    assert report["notes"] == [
+        "speed and memory are those of one GPU, unless the line says otherwise"
+    ]
+    host = report["plan"]["host"]
+    rest = report["plan"]["host_total"] - host["weights"]
+    assert rest == host["caches"] > 0
+    assert report["plan"]["machine_host_total"] == host["weights"] + 4 * rest
+
+
+def test_each_gpu_of_a_superchip_has_its_own_host_memory(run_file: Path) -> None:
+    for name, factor in {"gh200-96": 2, "h100-pcie": 1}.items():
+        options = arguments(run_file, "--machine", name, "--gpus", "2")
+        machine = plan._machine(options, _never, _never, "tiny")
+        assert machine.host_nbytes == factor * MACHINES[name].host_bytes
+
+
+@pytest.mark.parametrize("words", [["--machine", "gb10"], []])
+def test_a_machine_with_one_memory_has_one_gpu(run_file: Path, words: list[str]) -> None:
+    here = Machine(None, MACHINES["gb10"].platform())
+    with pytest.raises(ConfigError, match="--gpus is 2, but a machine whose CPU and GPU share"):
+        plan._machine(arguments(run_file, *words, "--gpus", "2"), lambda: here, _never, "tiny")
 
 
 @pytest.mark.parametrize("simulated", [True, False])
@@ -254,7 +286,7 @@ def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
 def test_a_model_that_is_not_local_is_planned_by_its_published_configuration() -> None:
     run = RunFile.model_validate({"model": {"family": "wan22", "path": "Wan-AI/somewhere"}})
     folder, reason = plan._find_configs(run)
-    (note,) = plan._notes(run, 1, reason)
+    (note,) = plan._notes(run, 1, reason, PlanBudget(1, 1))
     assert folder is None
     assert note.startswith("model.path is 'Wan-AI/somewhere', which is neither a folder here nor")
     assert note.endswith("; planning for the family's published configuration")

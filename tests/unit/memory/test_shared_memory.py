@@ -27,6 +27,10 @@ from gracetune.memory.shared_memory import (
     ArenaFullError,
     ArenaWriter,
     SegmentWriter,
+    close_files,
+    create_anonymous_files,
+    handle_of,
+    open_shared_files,
     share_arena,
     user_shared_folder,
 )
@@ -259,17 +263,27 @@ def test_a_handle_with_a_reused_descriptor_is_refused() -> None:
         Arena.attach(gone)
 
 
-def test_sigkill_leaves_no_memory_behind() -> None:
-    program = f"""
-import os, signal
+FILL_ARENA = f"""
 from gracetune.memory.shared_memory import ArenaWriter
 writer = ArenaWriter()
 with writer.segment_writer() as segment:
     segment.write(bytes({256 * MIB}))
 arena = writer.seal()
-print("ready", flush=True)
-signal.pause()
 """
+FILL_FILES = f"""
+import mmap, os
+from gracetune.memory.shared_memory import close_files, create_anonymous_files
+files = create_anonymous_files([{128 * MIB}] * 2)
+mapped = [mmap.mmap(file, 0) for file in files]
+close_files(files)
+for memory in mapped:
+    memory.write(bytes({128 * MIB}))
+"""
+
+
+@pytest.mark.parametrize("fill", [FILL_ARENA, FILL_FILES], ids=["arena", "files"])
+def test_sigkill_leaves_no_memory_behind(fill: str) -> None:
+    program = f"{fill}\nimport signal\nprint('ready', flush=True)\nsignal.pause()\n"
     before = shared_memory_nbytes()
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
@@ -283,6 +297,32 @@ signal.pause()
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not [name for name in os.listdir("/dev/shm") if "gracetune" in name]
+
+
+def test_processes_write_to_the_same_anonymous_file() -> None:
+    files = create_anonymous_files([4096, 100])
+    handle = handle_of(files)
+
+    def write() -> bool:
+        opened = open_shared_files(handle, os.O_RDWR)
+        sizes = [os.fstat(file).st_size for file in opened]
+        with mmap.mmap(opened[0], 0) as memory:
+            memory[:5] = b"hello"
+        return sizes == [4096, 100]
+
+    assert is_true_in_fork(write)
+    with mmap.mmap(files[0], 0) as memory:
+        assert memory[:5] == b"hello"
+    close_files(files)
+    with pytest.raises(OSError, match="/proc/"):
+        open_shared_files(handle)
+
+
+def test_files_that_cannot_be_created_leave_none_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Invalid argument"):
+        create_anonymous_files([4096, -1])
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_full_machine_during_a_copy_raises_arena_full_error(

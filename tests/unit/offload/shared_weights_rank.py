@@ -1,10 +1,12 @@
 """One rank of test_shared_weights.py: run every scenario on real ranks, and print what it saw."""
 
 import copy
+import ctypes
 import gc
 import hashlib
 import json
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -13,10 +15,9 @@ from streamed_model import build_model, step
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gracetune.distributed.ranks import connect_ranks
+from gracetune.distributed.ranks import SINGLE, connect_ranks
 from gracetune.errors import GracetuneError
 from gracetune.offload.copy_engine import OffloadError, SynchronousCopyEngine
-from gracetune.offload.host_weights import move_to_shared, select_streamed_weights
 from gracetune.offload.ring import stream_weights
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
@@ -109,7 +110,13 @@ class WatchingEngine(SynchronousCopyEngine):
 
 
 def change_plan(ranks):
-    """Apply two layouts one after the other; the second replaces memory block by block."""
+    """Apply three layouts one after the other; the second replaces memory block by block."""
+    seen = _change_plan(ranks)
+    gc.collect()
+    return seen | {"after": shared_files()}
+
+
+def _change_plan(ranks):
     model = build_model(6)
     expected = step(copy.deepcopy(model), seed=5)
     plans = [BlockPlan("streamed", "keep")] * 6
@@ -133,8 +140,6 @@ def change_plan(ranks):
     applied = apply(fewer, SynchronousCopyEngine())
     third = step(model, seed=5)
     applied.close()
-    del model, frozen, applied
-    gc.collect()
     return {
         "gradients": all(
             torch.equal(expected[1][name], found[1][name])
@@ -144,7 +149,6 @@ def change_plan(ranks):
         "renewed": not kept & renewed,
         "files": [len(kept), len(renewed)],
         "alive": engine.alive,
-        "after": shared_files(),
     }
 
 
@@ -207,24 +211,52 @@ def private_nbytes():
     return 1024 * sum(int(words[1]) for words in private)
 
 
+class LargeModel(nn.Module):
+    """Eight frozen layers, each with a trained scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for number in range(LARGE_BLOCKS):
+            block = nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False, device="meta")
+            values = torch.arange(LARGE_WIDTH**2, dtype=torch.float32).add_(number)
+            weight = values.remainder_(7).div_(LARGE_WIDTH).view(LARGE_WIDTH, LARGE_WIDTH)
+            block.weight = nn.Parameter(weight, requires_grad=False)
+            self.blocks.append(block)
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, LARGE_BLOCKS))
+
+    def forward(self, x):
+        for scale, block in zip(self.scales, self.blocks, strict=True):
+            x = x + scale * block(x)
+        return x
+
+
 def measure(ranks):
-    """Return the private memory that streamed weights add to this rank, and their size."""
-    before = private_nbytes()
-    blocks = []
-    for number in range(LARGE_BLOCKS):
-        block = nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False, device="meta")
-        weight = torch.arange(LARGE_WIDTH**2, dtype=torch.float32).view(LARGE_WIDTH, LARGE_WIDTH)
-        block.weight = nn.Parameter(weight + number, requires_grad=False)
-        blocks.append(block)
-    model = nn.Sequential(*blocks)
-    del block, blocks, weight
-    loaded = private_nbytes() - before
-    selected = select_streamed_weights(model, list(model))
-    memory = move_to_shared(selected, SynchronousCopyEngine(), ranks, print)
-    dist.barrier()
-    added = private_nbytes() - before
-    dist.barrier()  # pages that one process maps count as its private pages
-    return {"loaded": loaded, "added": added, "nbytes": sum(map(len, memory))}
+    """Return the private memory that streamed weights add to this rank, alone and together."""
+    seen = {}
+    for name, group in (("alone", SINGLE), ("together", ranks)):
+        ctypes.CDLL(None).malloc_trim(0)  # of the model before
+        before = private_nbytes()
+        model = LargeModel()
+        x = torch.linspace(-1, 1, LARGE_WIDTH).repeat(2, 1)
+        model(x).square().mean().backward()
+        expected, model.scales.grad = model.scales.grad, None
+        loaded = private_nbytes() - before
+        ring = stream(model, group, [])
+        model(x).square().mean().backward()
+        counters = ring.counters()
+        dist.barrier()
+        added = private_nbytes() - before - counters.slots * counters.slot_nbytes
+        dist.barrier()  # pages that one process maps count as its private pages
+        seen[name] = {
+            "loaded": loaded,
+            "added": added,
+            "nbytes": counters.host_nbytes,
+            "gradients": torch.equal(model.scales.grad, expected),
+        }
+        ring.close(to_device=False)
+        del ring, model
+    return seen
 
 
 def main():
@@ -233,7 +265,7 @@ def main():
     scenarios = (train, change_plan, disagree, fail_to_map, fail_to_pin, measure)
     seen = {scenario.__name__: scenario(ranks) for scenario in scenarios}
     dist.destroy_process_group()
-    print(json.dumps(seen))
+    sys.stdout.write(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
 """Streamed weights are selected and moved to host memory without a second copy of the model."""
 
+from mmap import PAGESIZE
+from types import SimpleNamespace
+
+import pytest
 import torch
+from fakes.recorded_cuda import RecordedCopyEngine, record_cuda
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gracetune.distributed.ranks import SINGLE
 from gracetune.offload.copy_engine import SynchronousCopyEngine
 from gracetune.offload.host_weights import (
     SMALL_WEIGHT_DIVISOR,
+    _different_weight,
+    _have_equal_bytes,
     load_resident_weights,
+    map_shared_memory,
     move_to_host,
     select_streamed_weights,
 )
@@ -63,6 +72,50 @@ def test_a_block_without_frozen_weights_allocates_nothing():
     memory = move_to_host(select_streamed_weights(model, list(model)), allocator)
     assert len(allocator.requested) == NUM_BLOCKS - 1
     assert len(memory[1]) == 0
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_memory_of_the_caller_is_pinned_until_the_engine_is_closed(pin, monkeypatch):
+    calls = []
+    with record_cuda() as cuda:
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda *call: calls.append(call) or 0,
+            cudaHostUnregister=lambda address: calls.append((address,)) or 0,
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        (memory,) = map_shared_memory([3 * PAGESIZE + 5], SINGLE, print)
+        engine = RecordedCopyEngine(cuda, pin=pin)
+        engine.adopt_host(memory)
+        address = memory.data_ptr()
+        engine.close()
+    assert calls == ([(address, 3 * PAGESIZE + 5, 0), (address,)] if pin else [])
+
+
+def test_bits_are_compared_whatever_the_shape_type_and_alignment():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        for shape in ((), (3,), (2, 3), (0,), (8, 8)):
+            stored = torch.zeros(65, dtype=dtype).view(dtype)
+            for offset in (0, 1):
+                first = stored.as_strided(shape, torch.empty(shape).stride(), offset)
+                other = torch.zeros(shape, dtype=dtype)
+                assert _have_equal_bytes(first, other)
+                if other.numel():
+                    other.reshape(-1).view(torch.uint8)[-1] ^= 0x80  # -0 equals 0, but not in bits
+                    assert not _have_equal_bytes(first, other)
+
+
+def test_weights_of_any_layout_are_compared():
+    conv = nn.Conv2d(4, 4, 3, bias=False).to(memory_format=torch.channels_last)
+    sliced = nn.Linear(4, 4, bias=False)
+    sliced.weight = nn.Parameter(torch.randn(8, 8)[::2, ::2])
+    model = nn.Sequential(conv, sliced).requires_grad_(False)
+    blocks = select_streamed_weights(model, list(model))
+    for block, weight in zip(blocks, (conv.weight, sliced.weight), strict=True):
+        memory = torch.zeros(block.nbytes, dtype=torch.uint8)
+        block.weights[0].view(memory.view(torch.float32)).copy_(weight)
+        assert _different_weight(block, memory) == ""
+        memory[17] ^= 1
+        assert _different_weight(block, memory) == block.weights[0].name
 
 
 def wide_block(bias=None):

@@ -59,9 +59,9 @@ def test_streamed_blocks_need_slots_and_host_memory() -> None:
 
 def test_offloaded_activations_are_in_host_memory() -> None:
     model = build_model(8)
-    fixed = FixedMemory(0, host_caches_nbytes=7, host_weights_nbytes=5)
+    fixed = FixedMemory(0, host_caches_nbytes=7)
     host = host_bytes(model.at(2), build_candidate(model, "offload", batch=2), fixed)
-    assert host == Bytes(weights=5, activations=8 * 2 * 50, caches=7)
+    assert host == Bytes(activations=8 * 2 * 50, caches=7)
 
 
 def test_offloaded_inputs_are_in_host_memory() -> None:

@@ -46,6 +46,16 @@ def test_the_report_contains_plan_memory_time_and_reasons() -> None:
     assert all(describe(other) in text for other in found.others)
 
 
+def test_the_report_adds_up_the_host_memory_of_all_gpus() -> None:
+    found, heading = planned(650)
+    budget = replace(heading.budget, ranks=4)
+    text = "\n".join(report_lines(found, replace(heading, budget=budget)))
+    assert "of host memory for 4 GPUs\n" in text
+    assert "\n4 GPUs together " in text
+    assert "of weights in host memory, once for all GPUs of the machine;" in text
+    assert "GPUs" not in "\n".join(report_lines(found, heading))
+
+
 def test_full_training_lists_trained_weights() -> None:
     found, heading = planned(10**6)
     assert "\nadapters " in "\n".join(report_lines(found, heading))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.plan.memory import FixedMemory
+from gracetune.plan.result import Bytes
 from gracetune.plan.search import (
     Constraints,
     PlanBudget,
@@ -79,6 +80,29 @@ def test_the_error_names_the_smallest_host_budget() -> None:
         planned(650, host=10)
     least = parse_bytes(smallest_budget_in(caught.value))
     assert planned(650, host=least).best.host.total <= least
+
+
+def test_shared_weights_count_once_and_the_rest_for_each_rank() -> None:
+    host = Bytes(weights=100, optimizer=20, activations=7, caches=3)
+    assert PlanBudget(1, 1).machine_host_nbytes(host) == 130
+    assert PlanBudget(1, 1, ranks=4).machine_host_nbytes(host) == 100 + 4 * 30
+    assert PlanBudget(1, 1, ranks=4, shares_weights=False).machine_host_nbytes(host) == 4 * 130
+
+
+@pytest.mark.parametrize("shares_weights", [True, False])
+def test_a_plan_leaves_host_memory_for_every_rank(shares_weights: bool) -> None:
+    def plan(host: int, ranks: int):
+        budget = PlanBudget(650, host, ranks=ranks, shares_weights=shares_weights)
+        return find_best_plan(MODEL, FIXED, budget, Constraints(), simulated=True).best
+
+    with pytest.raises(PlanError, match=r"on each of 3 ranks: .* run fewer ranks") as caught:
+        plan(10, ranks=3)
+    least = parse_bytes(smallest_budget_in(caught.value))
+    found = plan(least, ranks=3)
+    assert found.streamed
+    budget = PlanBudget(650, least, ranks=3, shares_weights=shares_weights)
+    assert budget.machine_host_nbytes(found.host) <= least
+    assert plan(10**6, ranks=3).host == plan(10**6, ranks=1).host
 
 
 def smallest_budget_in(error: PlanError) -> str:

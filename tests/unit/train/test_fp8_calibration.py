@@ -1,5 +1,6 @@
 """The forward pass that calibrates frozen fp8 layers, on the CPU, where fp8 is emulated."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from gracetune.adapters.compute import fp8_linear
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.outlier_subspace import num_dimensions
 from gracetune.data.batch_order import BatchOrder
+from gracetune.distributed.ranks import RankGroup
 from gracetune.events.run_control import RunControl
 from gracetune.events.types import Notice
 from gracetune.train import fp8_calibration
@@ -89,6 +91,47 @@ def test_a_resumed_run_finds_the_same_outlier_subspaces(session, tiny_run, tmp_p
     again.close()
     assert first.keys() == second.keys()
     assert all(torch.equal(basis, second[name].outlier_basis) for name, basis in first.items())
+
+
+class RecordedRanks(RankGroup):
+    """One of two ranks; rank 1 receives the values that rank 0 has broadcast before."""
+
+    def __init__(self, rank, values):
+        super().__init__(rank, ["a", "a"], ["one", "one"])
+        self.values = values
+
+    def broadcast(self, value):
+        if self.rank == 0:
+            self.values.append(copy.deepcopy(value))
+            return value
+        return self.values.pop(0)
+
+
+def test_all_ranks_get_the_layers_that_rank_0_has_calibrated(
+    session, tmp_path, recorder, monkeypatch
+):
+    t, values = session.state, []
+    other = build_session(
+        t.run, start_accelerator(t.run), recorder, RunControl(tmp_path), SignalHandler()
+    )
+    convert_frozen_layers(
+        t.run, t.family, session.pipeline, CPU, recorder, RecordedRanks(0, values)
+    )
+    assert len(values) == len(t.family.blocks())
+    monkeypatch.delattr(fp8_calibration, "forward_once")  # rank 1 does not calibrate
+    family = other.state.family
+    convert_frozen_layers(t.run, family, other.pipeline, CPU, recorder, RecordedRanks(1, values))
+    other.close()
+    assert values == []
+    first, second = fp8_layers(t.family.transformer), fp8_layers(family.transformer)
+    assert len(first) == 53
+    assert first.keys() == second.keys()
+    for name, layer in first.items():
+        for one, same in zip(layer.frozen_tensors, second[name].frozen_tensors, strict=True):
+            assert torch.equal(one.view(torch.uint8), same.view(torch.uint8)), name
+    assert len({id(layer.outlier_basis) for layer in first.values()}) == len(
+        {id(layer.outlier_basis) for layer in second.values()}
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # norms stay in fp32 under autocast

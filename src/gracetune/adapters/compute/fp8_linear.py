@@ -33,7 +33,13 @@ BASE_LAYER = "base_layer"
 class Fp8Linear(nn.Module):
     """A frozen linear layer whose weight is stored, streamed and multiplied in fp8."""
 
-    def __init__(self, linear: nn.Linear, outlier_basis: nn.Parameter | None = None) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        outlier_basis: nn.Parameter | None = None,
+        outlier_weight: nn.Parameter | None = None,
+    ) -> None:
+        """Convert a layer. `outlier_weight` is computed from the basis if it is not given."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
@@ -45,9 +51,9 @@ class Fp8Linear(nn.Module):
         self.outlier_basis = outlier_basis
         """Orthonormal basis V of the few directions in which the layer's input is largest (its
         outlier subspace); None if the layer was converted without calibration."""
-        self.outlier_weight = (
-            None if outlier_basis is None else _project_weight(linear.weight, outlier_basis)
-        )
+        if outlier_basis is not None and outlier_weight is None:
+            outlier_weight = _project_weight(linear.weight, outlier_basis)
+        self.outlier_weight = outlier_weight
         """W V^T in bf16, for the weight W: it is multiplied with the input's coefficients in the
         basis V, which are not rounded to fp8."""
 
@@ -132,17 +138,60 @@ def convert_to_fp8_calibrated(
     weights were. If `run` catches an out-of-memory error and tries again with fewer samples, blocks
     that are already converted stay as they are.
     """
-    calibrations = {block: _BlockCalibration(block, device) for block in blocks}
+    hooks = {block: _BlockHooks(block, device) for block in blocks}
     try:
         with torch.no_grad():
             run()
     finally:
-        for calibration in calibrations.values():
-            calibration.close()
+        for block_hooks in hooks.values():
+            block_hooks.close()
     return _add_up(
         [
-            calibration.conversion or _convert_block(block, None)
-            for block, calibration in calibrations.items()
+            block_hooks.conversion or _convert_block(block, None)
+            for block, block_hooks in hooks.items()
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCalibration:
+    """The outlier subspaces of a block that is converted to fp8, as tensors on the CPU."""
+
+    bases: tuple[Tensor, ...]
+    """The different bases of the block's layers."""
+    layers: dict[str, tuple[int, Tensor] | None]
+    """Name of each converted layer -> the position of its basis in `bases` and its outlier weight;
+    None if the layer is not calibrated."""
+
+
+def calibration_of(block: nn.Module) -> BlockCalibration:
+    """Return the outlier subspaces of a converted block, for `convert_to_fp8_like`."""
+    positions: dict[nn.Parameter, int] = {}
+    layers: dict[str, tuple[int, Tensor] | None] = {}
+    for parent, module in block.named_modules():
+        for name, child in module.named_children():
+            if isinstance(child, Fp8Linear):
+                basis, weight = child.outlier_basis, child.outlier_weight
+                layers[f"{parent}.{name}"] = (
+                    None
+                    if basis is None or weight is None
+                    else (positions.setdefault(basis, len(positions)), weight.detach().cpu())
+                )
+    return BlockCalibration(tuple(basis.detach().cpu() for basis in positions), layers)
+
+
+def convert_to_fp8_like(
+    calibrations: Iterable[BlockCalibration], blocks: Sequence[nn.Module], device: torch.device
+) -> Fp8Conversion:
+    """Replace the frozen linear layers of the blocks, with the calibration of equal blocks.
+
+    Another rank has run `convert_to_fp8_calibrated` on these. The results have the same bits: what
+    depends on the order of additions comes from there, and the rest is computed element by element.
+    """
+    return _add_up(
+        [
+            _convert_block_like(block, calibration, device)
+            for block, calibration in zip(blocks, calibrations, strict=True)
         ]
     )
 
@@ -153,7 +202,7 @@ def _project_weight(weight: Tensor, outlier_basis: Tensor) -> nn.Parameter:
     return nn.Parameter(projected.to(FP8_OUTPUT_DTYPE), requires_grad=False)
 
 
-class _BlockCalibration:
+class _BlockHooks:
     """Hooks that move a block to the device for its forward pass and then convert it to fp8.
 
     For each frozen linear layer, they find the directions in which its input is largest.
@@ -162,10 +211,8 @@ class _BlockCalibration:
     def __init__(self, block: nn.Module, device: torch.device) -> None:
         self.conversion: Fp8Conversion | None = None
         """Result of converting the block to fp8; None until the block has run."""
-        frozen = [p for p in block.parameters() if not p.requires_grad]
         self._block = block
-        # The largest weight tells where the block lives; small ones may be on the device already.
-        self._home = max(frozen, key=torch.numel, default=torch.empty(0)).device
+        self._home = _home_of(block)
         self._device = device
         self._observer = InputObserver([])
         self._handles = [
@@ -214,6 +261,43 @@ def _convert_block(block: nn.Module, observer: InputObserver | None) -> Fp8Conve
         converted += 1
         uncalibrated += outlier_basis is None
     return Fp8Conversion(converted, skipped, uncalibrated)
+
+
+def _convert_block_like(
+    block: nn.Module, calibration: BlockCalibration, device: torch.device
+) -> Fp8Conversion:
+    home = _home_of(block)
+    block.to(device)
+    names = {module: name for name, module in block.named_modules()}
+    bases = [nn.Parameter(basis.to(device), requires_grad=False) for basis in calibration.bases]
+    converted = skipped = uncalibrated = 0
+    replaced = []
+    for module, name, child in _frozen_linears(block):
+        key = f"{names[module]}.{name}"
+        if key not in calibration.layers:
+            skipped += 1
+            continue
+        found = calibration.layers[key]
+        basis = outlier_weight = None
+        if found is not None:
+            basis = bases[found[0]]
+            outlier_weight = nn.Parameter(found[1].to(device), requires_grad=False)
+        module._modules[name] = Fp8Linear(child, basis, outlier_weight)
+        replaced.append(child)
+        converted += 1
+        uncalibrated += found is None
+    for layer in (block, *replaced):
+        layer.to(home)
+    return Fp8Conversion(converted, skipped, uncalibrated)
+
+
+def _home_of(block: nn.Module) -> torch.device:
+    """Return the device where a block lives: that of its largest frozen weight.
+
+    Small weights may be on the GPU already.
+    """
+    frozen = [p for p in block.parameters() if not p.requires_grad]
+    return max(frozen, key=torch.numel, default=torch.empty(0)).device
 
 
 def _frozen_linears(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
