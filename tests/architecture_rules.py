@@ -11,8 +11,8 @@ FORKPORT = SRC.parent / "forkport"
 MAX_LINES = 800
 
 GROUND = {"errors", "units", "atomic_files"}
-DATA = GROUND | {"entry_points", "config", "events", "memory"}
-PARTS = GROUND | {"entry_points", "config", "memory", "offload"}
+DATA = GROUND | {"entry_points", "config", "events", "memory", "distributed"}
+PARTS = GROUND | {"entry_points", "config", "memory", "distributed", "offload"}
 TRAINED = DATA | {"offload", "plan", "data", "cache", "adapters", "models", "optim"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": GROUND | {"models", "optim"},
     "events": GROUND,
     "memory": GROUND | {"events"},
-    "offload": GROUND | {"events", "memory"},
+    "distributed": GROUND | {"config", "events", "memory"},
+    "offload": GROUND | {"events", "memory", "distributed"},
     "plan": PARTS | {"events", "data", "models", "adapters", "optim"},
     "data": DATA | {"cache", "models"},
     "cache": DATA | {"data"},

@@ -1,0 +1,1 @@
+"""Training on several GPUs and machines: ranks that exchange gradients, decisions and errors."""
