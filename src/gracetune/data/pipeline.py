@@ -85,7 +85,7 @@ from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -200,6 +200,11 @@ class DataPipeline:
         latents, tensors = self._transfer.to_device(read_latents, tensors)
         weights = tensors.pop(LOSS_WEIGHTS, None)
         return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
+
+    def load_sizes(self, sizes: Collection[Shape]) -> dict[Shape, Batch]:
+        """Read a batch of one sample of each of these sizes; see `load`."""
+        draws = self.order.one_draw_per_size()
+        return {draw.size: self.load((draw,)) for draw in draws if draw.size in sizes}
 
     def will_need(self, draws: Sequence[Draw]) -> None:
         """Tell the caches which samples will be loaded soon, so that they can read ahead."""

@@ -23,6 +23,7 @@ from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
+from gracetune.plan.bucket_seconds import planned_seconds
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gracetune.config.schema import RunFile
-    from gracetune.data.sample import Batch
+    from gracetune.data.sample import Batch, Shape
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.models.family import Family
@@ -79,6 +80,9 @@ class PlannerInputs:
     saved_plan: Mapping[str, Any] | None = None
     """The plan in the checkpoint that the run resumes from, as `PlanController.record` returned it.
     It is used again if it can be, because another plan may round differently."""
+    load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
+    """Function that loads one sample of each size whose time is needed to divide batches among
+    ranks (`bucket_seconds.sizes_to_trace`)."""
 
 
 def plan_run(
@@ -100,7 +104,7 @@ def plan_run(
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     device_nbytes = device_nbytes_for(run, family, device, one_memory)
-    largest = inputs.load_largest()
+    largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     rates = _measure_rates(device, run.model.family, emit)
     with ExitStack() as undo:
@@ -109,8 +113,17 @@ def plan_run(
         target = family_trace_target(family, latent_shape, text)
         may_compile = True in constraints_of(run).compile
         model = build_cost_model(target, rates, run.model.frozen_compute, may_compile=may_compile)
+        size_models = {
+            size: build_cost_model(
+                family_trace_target(family, sample.latents.shape[1:], sample.text),
+                rates,
+                run.model.frozen_compute,
+                may_compile=may_compile,
+            )
+            for size, sample in samples.items()
+        }
         family.to(device)
-    del largest, text
+    del largest, samples, text
     problem = build_problem(
         run, family, model, device_nbytes, inputs.batches_ahead, one_memory=one_memory
     )
@@ -127,7 +140,13 @@ def plan_run(
         stepper.set_host_share(plan.host_state)
         return apply_to_family(plan, family, link, device, emit, spare_nbytes)
 
-    return PlanController(problem, plan, apply, meter, latent_shape.numel(), emit, was_checked)
+    controller = PlanController(
+        problem, plan, apply, meter, latent_shape.numel(), emit, was_checked
+    )
+    controller.size_seconds = {
+        size: planned_seconds(size_model, plan) for size, size_model in size_models.items()
+    }
+    return controller
 
 
 def _saved_or_best_plan(
