@@ -132,6 +132,14 @@ class Ranks:
     """Folder in which each rank lists its unreadable samples, new for every run."""
     timeout_s: float = 1800.0
     """Seconds without any progress after which waiting for another rank fails."""
+    local_world_size: int | None = None
+    """Number of ranks on this machine, which keep one copy of the cache in its memory; None if it
+    is unknown, so that all ranks may be on it."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if other ranks run on this machine, or may do so."""
+        return (self.local_world_size or self.world_size) > 1
 
     def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
         """Return those of the keys whose entries this rank encodes.

@@ -62,6 +62,7 @@ from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import fill_masks, mask_keys
 from gracetune.cache.memory_tier import MemoryTier
 from gracetune.cache.open_stores import CacheStores
+from gracetune.cache.shared_tier import SharedTier
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
 from gracetune.data.batch_order import (
@@ -599,7 +600,7 @@ def _without(items: Sequence[EncodeItem], unreadable: Unreadable) -> list[Encode
 
 def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
     """Load entries of an in-memory cache from disk; return whether some are damaged or missing."""
-    lost = store.warm(keys) if isinstance(store, MemoryTier) else []
+    lost = store.warm(keys) if isinstance(store, MemoryTier | SharedTier) else []
     if lost:
         text = f"{len(lost)} entries of the cache are damaged or missing; encoding them again"
         emit(Notice(text))
