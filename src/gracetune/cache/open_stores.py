@@ -66,19 +66,21 @@ class CacheStores:
         compiled helper that gathers batches.
         """
         section = run.cache_config
-        root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
+        root = ranks.machine_folder(
+            Path(section.cache_dir) if section.cache_dir else folder / "cache"
+        )
         self._emit = emit
         self._allocate_host = allocate_host
         self._types = {"latents": section.vae_cache_type, "text": section.text_cache_type}
         kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
-        self._persistent = kept or ranks.world_size > 1
+        self._persistent = kept or ranks.shares_cache
         self._budgets = _budgets(section)
         self._ranks = ranks
         self._gather = find()
         self.hit_counts = HitCounts()
-        if not kept and ranks.world_size > 1:
-            text = f"cache: {ranks.world_size} ranks share one cache of encoded samples, in {root}"
-            emit(Notice(text))
+        if not kept and ranks.shares_cache:
+            text = f"cache: {len(ranks.cache_ranks)} ranks share one cache of encoded samples"
+            emit(Notice(f"{text}, in {root}"))
         self._report_choices(section.cache_dir)
         self.latents = self._open("latents", "latents", root / "latents")
         self.text = self._open("text", "texts", root / "text")
@@ -108,7 +110,7 @@ class CacheStores:
         files = ShardStore(folder, self._emit) if self._persistent or on_disk else None
         if files is not None and on_disk:
             return files
-        if files is not None and self._ranks.shares_memory:
+        if files is not None and self._ranks.shares_cache:
             return SharedTier(
                 name,
                 self._budgets[kind],

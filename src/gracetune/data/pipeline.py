@@ -128,7 +128,8 @@ class DataPipeline:
     ) -> None:
         """Open and encode all datasets; errors in the data are raised here, before training.
 
-        `folder` is the run's output folder. With several ranks, each encodes a part of the samples.
+        `folder` is the run's output folder. The ranks of a machine each encode a part of the
+        samples; all ranks leave out the samples that any of them cannot read.
         """
         self._run = run
         self._family = family
@@ -565,7 +566,7 @@ class RefreshedEpochEncoder:
     def entered(self, epoch: int) -> None:
         """Record that this rank now reads the latents of `epoch`.
 
-        Rank 0 deletes the latents of earlier epochs, which no rank reads any more.
+        One rank of each machine deletes the latents of epochs that none reads any more.
         """
         if self._preparer.stores.latents_on_disk:
             self._folder.entered(epoch)
