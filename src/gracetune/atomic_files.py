@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield the path of a staging file that becomes `path` if the `with` block succeeds."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
+    # Threads, and processes of other machines, may have the same ID and write the same file.
+    staging = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.staging")
     with full_disk_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -1,4 +1,4 @@
-"""Two ranks of a run share one copy of a staged dataset; checked from outside while they train."""
+"""Two ranks of a run share one copy of a staged dataset and of the cache while they train."""
 
 import json
 import os
@@ -48,10 +48,14 @@ def test_two_ranks_map_the_same_arena(tmp_path, run_file, start):
         assert not ended, ended
         time.sleep(0.05)
     held = [arenas_of(pid) for pid in ranks]
-    offers = list((tmp_path / "run/staged").glob("*.json"))
     assert all(held)
     assert held[0] == held[1], "each rank holds a copy of its own"
-    (offer,) = offers
-    ticket = json.loads(offer.read_text())
-    assert ticket["pid"] in ranks
-    assert {inode for _, _, inode in ticket["segments"]} == held[0]
+    staged, *cached = [
+        json.loads(offer.read_text())
+        for pattern in ("staged/*.json", "ranks/*/memory/*.json")
+        for offer in (tmp_path / "run").glob(pattern)
+    ]
+    assert len(cached) == 2, "latents and texts"
+    offers = [staged, *cached]
+    assert {offer["pid"] for offer in offers} <= set(ranks)
+    assert {inode for offer in offers for _, _, inode in offer["segments"]} == held[0]

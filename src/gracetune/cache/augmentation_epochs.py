@@ -17,6 +17,8 @@ of the format:
 
     generations/generation-N   the cache of augmentation epoch N
     generations/rank-R-reads   the number of the augmentation epoch that rank R reads
+
+Machines after the first have their own, in generations/machine-M.
 """
 
 from __future__ import annotations
@@ -234,7 +236,7 @@ class AugmentationEpochFolder:
     """The folder with the caches of augmented samples, one per epoch; deletes unneeded ones."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._folder = folder
+        self._folder = ranks.machine_folder(folder)
         self._ranks = ranks
 
     def path(self, epoch: int) -> Path:
@@ -244,11 +246,11 @@ class AugmentationEpochFolder:
     def entered(self, epoch: int) -> None:
         """Write to a file that this rank reads the cache of `epoch`.
 
-        Rank 0 also deletes the caches of epochs that no rank needs any more.
+        The first rank of a machine also deletes the caches of epochs that none needs any more.
         """
         write_text(self._mark(self._ranks.rank), str(epoch))
-        marks = [self._mark(rank) for rank in range(self._ranks.world_size)]
-        if self._ranks.rank == 0 and all(mark.exists() for mark in marks):
+        marks = [self._mark(rank) for rank in self._ranks.cache_ranks]
+        if self._ranks.is_first and all(mark.exists() for mark in marks):
             for path in unread_epochs(self._folder, marks):
                 shutil.rmtree(path)
 

@@ -21,6 +21,7 @@ from gracetune.cache.encode import NO_TILING, EncodeItem, decode_items, unreadab
 from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import MASK_TENSOR, mask_weights, render_masks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
+from gracetune.cache.shared_tier import SharedTier
 from gracetune.data.augment import sample_transform
 from gracetune.data.batch_order import NO_EPOCH
 from gracetune.errors import RunFailedError
@@ -335,7 +336,7 @@ class BatchReader:
         return torch.stack([found[place] for place in range(len(draws))])
 
     def _count_reads(self, store: Store, count: int) -> None:
-        if not isinstance(store, MemoryTier):  # which counts its own reads
+        if not isinstance(store, MemoryTier | SharedTier):  # which counts its own reads
             self._stores.hit_counts.reads += count
 
 

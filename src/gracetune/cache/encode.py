@@ -1,8 +1,9 @@
 """Encode the samples and prompts that a cache lacks: samples to latents, prompts to embeddings.
 
-Worker threads decode files while the encoder runs on the device. With several ranks, each encodes
-the share that the keys assign to it and finds the others' entries in the shared store. This module
-uses models only through the `SampleEncoder` protocol.
+Worker threads decode files while the encoder runs on the device. The ranks of a machine share a
+store: each encodes the share that the keys assign to it, and finds the others' entries there. Each
+machine has a store of its own, because the store's index cannot be shared over a network. This
+module uses models only through the `SampleEncoder` protocol.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, islice, product
 from math import prod
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from gracetune.data.images import Decoders
     from gracetune.data.sample import Kind, Sample, Shape, Size
     from gracetune.data.source import Source
+    from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
 
     Emit = Callable[[Event], None]
@@ -124,7 +127,7 @@ class SampleEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process and the number of ranks that fill one cache together."""
+    """The rank of this process, and the ranks that encode data with it."""
 
     rank: int = 0
     world_size: int = 1
@@ -132,14 +135,49 @@ class Ranks:
     """Folder in which each rank lists its unreadable samples, new for every run."""
     timeout_s: float = 1800.0
     """Seconds without any progress after which waiting for another rank fails."""
+    local_ranks: tuple[int, ...] = ()
+    """The ranks on this machine, which share a cache; empty if all ranks are on it."""
+    machine: int = 0
+    """Number of this machine among those of the run."""
+
+    @property
+    def shares_cache(self) -> bool:
+        """True if other ranks of this machine use the same cache."""
+        return len(self.cache_ranks) > 1
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank of each machine."""
+        return self.rank == self.cache_ranks[0]
+
+    @property
+    def cache_ranks(self) -> Sequence[int]:
+        """The ranks that share a cache with this one, including itself."""
+        return self.local_ranks or range(self.world_size)
+
+    def machine_folder(self, folder: Path) -> Path:
+        """Return the folder of this machine's cache: `folder`, or a subfolder of it.
+
+        The first machine uses the folder itself, like a run on one machine.
+        """
+        return folder / f"machine-{self.machine}" if self.machine else folder
 
     def own_share(self, keys: Sequence[Digest]) -> list[Digest]:
         """Return those of the keys whose entries this rank encodes.
 
-        Each key by itself determines its rank. A rank that starts later finds fewer keys missing,
-        and all ranks must still divide them in the same way.
+        Each key by itself determines its rank, among the ranks that share a cache. A rank that
+        starts later finds fewer keys missing, and all ranks must still divide them in the same way.
         """
-        return [key for key in keys if int(key[:8], 16) % self.world_size == self.rank]
+        count, place = len(self.cache_ranks), self.cache_ranks.index(self.rank)
+        return [key for key in keys if int(key[:8], 16) % count == place]
+
+    def report_progress(self, stage: str, count: int) -> None:
+        """Tell the ranks of other machines how many entries this rank has done.
+
+        They cannot see this machine's cache, and may have nothing to do themselves.
+        """
+        if len(self.cache_ranks) < self.world_size:
+            write_text(self._report(stage, self.rank).with_suffix(".progress"), str(count))
 
     def exchange(
         self,
@@ -153,16 +191,17 @@ class Ranks:
 
         Returns those of all ranks, as a mapping from cache key to the reason. `stage` is the name
         of the work that the ranks do, such as "rendering masks". `num_done` counts the finished
-        cache entries of all ranks; the timeout restarts when the count changes.
+        entries of this machine's cache; the timeout restarts when the count changes, or when a rank
+        of another machine has reported progress.
         """
         if self.world_size == 1:
             return unreadable
         write_text(self._report(stage, self.rank), json.dumps(unreadable))
         merged: dict[str, str] = {}
         for rank in range(self.world_size):
-            path, before, since = self._report(stage, rank), -1, clock()
+            path, before, since = self._report(stage, rank), (-1, ""), clock()
             while not path.exists():
-                done = num_done()
+                done = num_done(), self._progress_of(stage, rank)
                 if done != before:
                     before, since = done, clock()
                 if clock() - since > self.timeout_s:
@@ -178,8 +217,30 @@ class Ranks:
     def _report(self, stage: str, rank: int) -> Path:
         return self.reports / f"{stage.replace(' ', '-')}-{rank}.json"
 
+    def _progress_of(self, stage: str, rank: int) -> str:
+        with suppress(FileNotFoundError):
+            return self._report(stage, rank).with_suffix(".progress").read_text()
+        return ""
+
 
 SINGLE_RANK = Ranks()
+
+
+def encoding_ranks(group: RankGroup, reports: Path, timeout_s: float) -> Ranks:
+    """Return the ranks that encode a run's data; `Ranks` explains the arguments.
+
+    Every rank must call this at the same time. All machines must see the folder `reports`.
+    """
+    first = group.local_ranks[0]
+    machines = sorted(set(group.gather(first)))
+    return Ranks(
+        group.rank,
+        group.world_size,
+        reports,
+        timeout_s,
+        tuple(group.local_ranks),
+        machines.index(first),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +293,7 @@ def fill_latents(
             for part, latents in in_parts(good):
                 pairs = zip(part, latents.cpu(), strict=True)
                 store.put_many({key: {"latents": latent.clone()} for (key, _), latent in pairs})
-            progress.advance(len(chunk))
+            ranks.report_progress("encoding latents", progress.advance(len(chunk)))
     bad = ranks.exchange("encoding latents", bad, lambda: sum(store.has(missing)))
     if not bad:
         return []
@@ -264,7 +325,7 @@ def fill_text(
                     for key, entry in zip(part, entries, strict=True)
                 }
             )
-        progress.advance(len(chunk))
+        ranks.report_progress("encoding captions", progress.advance(len(chunk)))
     ranks.exchange("encoding captions", {}, lambda: sum(store.has(missing)))
 
 
@@ -392,8 +453,11 @@ class EncodingProgress:
         self._done = 0
         self._started = time.monotonic()
 
-    def advance(self, count: int) -> None:
-        """Add `count` finished samples; emit an event if they complete a batch or all work."""
+    def advance(self, count: int) -> int:
+        """Add `count` finished samples and return how many are finished.
+
+        Emits an event if they complete a batch or all work.
+        """
         self._done += count
         passed = self._done // ENCODE_BATCH_SIZE > (self._done - count) // ENCODE_BATCH_SIZE
         if passed or self._done == self._total:
@@ -401,6 +465,7 @@ class EncodingProgress:
             self._emit(
                 StageProgress(self._stage, self._done, self._total, self._unit, seconds=seconds)
             )
+        return self._done
 
 
 def _with_keys(items: Sequence[EncodeItem], encoder: str) -> Iterator[tuple[CacheKey, EncodeItem]]:

@@ -70,7 +70,7 @@ def fill_masks(
         good = {key: levels for key, levels in chunk.items() if not isinstance(levels, str)}
         store.put_many({key: {MASK_TENSOR: levels} for key, levels in good.items()})
         black += [keyed[key].sample.key for key, levels in good.items() if not levels.any()]
-        progress.advance(len(chunk))
+        ranks.report_progress("rendering masks", progress.advance(len(chunk)))
     if black:
         text = f"{len(black)} of {len(own)} masks are completely black, such as that of {black[0]}"
         hint = "nothing is learned from these samples unless mask_background is above 0"

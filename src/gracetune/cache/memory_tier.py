@@ -54,7 +54,7 @@ MAX_PENDING_USES = 4096
 
 
 class HostMemoryBudget:
-    """A limit on host memory that several cache stores share."""
+    """A limit on the host memory of this machine that several cache stores share."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -68,6 +68,11 @@ class HostMemoryBudget:
                 return False
             self.used += nbytes
             return True
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that another process of the machine has reserved for all of them."""
+        with self._lock:
+            self.used += nbytes
 
     def release(self, nbytes: int) -> None:
         """Give reserved bytes back to the budget."""

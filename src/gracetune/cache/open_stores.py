@@ -1,7 +1,8 @@
 """Open the cache stores of a run, as `cache_config` says: in memory, on disk, or both.
 
 `cache/store.py` defines what a store is; this module decides which ones a run gets, where their
-folders are, and how the host memory budget is divided between latents and text.
+folders are, and how the host memory budget is divided between latents and text. Several ranks of a
+machine keep one copy in memory (cache/shared_tier.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gracetune.cache.memory_tier import (
     allocate_page_aligned,
 )
 from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.shared_tier import SharedTier
 from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.events.types import Notice
 from gracetune.units import GIB, format_bytes
@@ -64,18 +66,21 @@ class CacheStores:
         compiled helper that gathers batches.
         """
         section = run.cache_config
-        root = Path(section.cache_dir) if section.cache_dir else folder / "cache"
+        root = ranks.machine_folder(
+            Path(section.cache_dir) if section.cache_dir else folder / "cache"
+        )
         self._emit = emit
         self._allocate_host = allocate_host
         self._types = {"latents": section.vae_cache_type, "text": section.text_cache_type}
         kept = section.persistent_cache or any(d.cache_latents_to_disk for d in run.datasets)
-        self._persistent = kept or ranks.world_size > 1
-        self._budgets = _budgets(section, ranks.world_size)
+        self._persistent = kept or ranks.shares_cache
+        self._budgets = _budgets(section)
+        self._ranks = ranks
         self._gather = find()
         self.hit_counts = HitCounts()
-        if not kept and ranks.world_size > 1:
-            text = f"cache: {ranks.world_size} ranks share one cache of encoded samples, in {root}"
-            emit(Notice(text))
+        if not kept and ranks.shares_cache:
+            text = f"cache: {len(ranks.cache_ranks)} ranks share one cache of encoded samples"
+            emit(Notice(f"{text}, in {root}"))
         self._report_choices(section.cache_dir)
         self.latents = self._open("latents", "latents", root / "latents")
         self.text = self._open("text", "texts", root / "text")
@@ -105,6 +110,16 @@ class CacheStores:
         files = ShardStore(folder, self._emit) if self._persistent or on_disk else None
         if files is not None and on_disk:
             return files
+        if files is not None and self._ranks.shares_cache:
+            return SharedTier(
+                name,
+                self._budgets[kind],
+                files,
+                self._emit,
+                self._ranks.reports / "memory",
+                self.hit_counts,
+                lambda: self._gather,
+            )
         unified = self._types[kind] == "unified_memory"
         allocate = self._allocate_host if unified else allocate_page_aligned
         return MemoryTier(
@@ -133,13 +148,12 @@ class CacheStores:
             self._emit(Notice(text + self._gather.reason, fallback=True))
 
 
-def _budgets(section: CacheSection, num_ranks: int) -> dict[str, HostMemoryBudget]:
-    """Return the limits on host memory for caching `latents` and `text`.
+def _budgets(section: CacheSection) -> dict[str, HostMemoryBudget]:
+    """Return the limits on this machine's memory for caching `latents` and `text`.
 
-    All ranks may be on this machine, so each rank takes an equal part of the available memory.
-    Entries on disk need no memory.
+    The ranks of a machine share one copy of the cache. Entries on disk need no memory.
     """
-    total = psutil.virtual_memory().available * 3 // 4 // num_ranks
+    total = psutil.virtual_memory().available * 3 // 4
     if section.host_budget_gb is not None:
         total = int(section.host_budget_gb * GIB)
     if "disk" in (section.vae_cache_type, section.text_cache_type):

@@ -2,7 +2,8 @@
 
 A store maps keys to entries. An entry is a mapping from names to tensors: a sample's latents, or
 a caption's embeddings.
-Implementations: `DictStore` here, `MemoryTier` (bounded host memory) and `ShardStore` (files).
+Implementations: `DictStore` here, `MemoryTier` (bounded host memory), `SharedTier` (the same, once
+for all ranks of a machine) and `ShardStore` (files).
 """
 
 from __future__ import annotations

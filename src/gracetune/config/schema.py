@@ -139,8 +139,8 @@ class CacheSection(Section):
     """Keep the cache on disk after the run, so that later runs with the same data and model need
     not encode again."""
     host_budget_gb: PositiveFloat | None = None
-    """Limit in GiB of the host memory that cached entries may use, per rank. Default: 3/4 of the
-    free memory, divided by the number of ranks."""
+    """Limit in GiB of the host memory that cached entries may use on each machine, whose ranks
+    share one copy. Default: 3/4 of the free memory."""
     device_budget_gb: Annotated[float, Field(ge=0)] | None = None
     """Limit in GiB of the GPU memory for text embeddings that are used often and stay on the GPU.
     0: none. Default: 1/64 of the GPU's memory."""

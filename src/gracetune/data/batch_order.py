@@ -48,6 +48,12 @@ MAX_NAMED_SAMPLES = 8
 """Number of samples of a batch that an error message lists."""
 
 
+MAX_IMBALANCE = 0.1
+"""Imbalance of ranks above which a run suggests more micro-batches in a step."""
+MAX_BALANCED_BATCHES = 10_000
+"""Number of batches of an epoch from which the balance of ranks is estimated."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketGroup:
     """The samples of one dataset in one bucket, and how often each is used."""
@@ -282,6 +288,10 @@ class RankShare:
         """Return the number of global batches in the step after the first `consumed` batches."""
         return self.world_size if self.step_size is None else self.step_size(consumed)
 
+    def with_steps_of(self, num_batches: int) -> RankShare:
+        """Return the same rule for steps that all have this number of global batches."""
+        return replace(self, step_size=lambda _: num_batches)
+
     def assign(self, order: BatchOrder, consumed: int) -> list[list[int]]:
         """Return the numbers of the global batches that each rank computes in one step.
 
@@ -317,6 +327,66 @@ def balance(seconds: Sequence[float], world_size: int) -> list[list[int]]:
         assigned[rank].append(index)
         heapq.heappush(ranks, (busy + seconds[index], num_tasks + 1, rank))
     return [sorted(own) for own in assigned]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBalance:
+    """The planned time that ranks wait for each other, over the steps of an epoch."""
+
+    imbalance: float
+    """Mean over steps of (time of the slowest rank / mean time of all ranks - 1)."""
+    waiting: float
+    """Share of the planned time in which a rank waits for the slowest one, 0 to 1."""
+
+
+def plan_balance(order: BatchOrder, share: RankShare) -> RankBalance:
+    """Return how evenly the steps of the first epoch are divided among ranks.
+
+    Of a long epoch, only the first `MAX_BALANCED_BATCHES` batches are looked at.
+    """
+    assert share.batch_seconds is not None, "the balance needs planned times"
+    slowest: list[float] = []
+    means: list[float] = []
+    consumed = 0
+    while not means or consumed < min(order.epoch_length, MAX_BALANCED_BATCHES):
+        seconds = [
+            sum(share.batch_seconds(*order.size_at(index)) for index in own)
+            for own in share.assign(order, consumed)
+        ]
+        slowest.append(max(seconds))
+        means.append(sum(seconds) / len(seconds))
+        consumed += share.num_batches(consumed)
+    ratios = (worst / mean - 1 for worst, mean in zip(slowest, means, strict=True))
+    return RankBalance(sum(ratios) / len(means), 1 - sum(means) / sum(slowest))
+
+
+def describe_imbalance(order: BatchOrder, share: RankShare, samples: int | None = None) -> str:
+    """Return a line for the log if ranks wait long for each other; an empty text if they do not.
+
+    It names the number of micro-batches in a step with which they would wait less. `samples` is the
+    number of samples in a micro-batch, if the run file sets `train.effective_batch_size` instead of
+    `train.gradient_accumulation_steps`.
+    """
+    now = plan_balance(order, share)
+    if now.imbalance <= MAX_IMBALANCE:
+        return ""
+    text = f"ranks: {share.world_size} ranks wait {now.waiting:.0%} of the planned time for each"
+    text += " other, because samples of different sizes take different times"
+    current = share.num_batches(0) / share.world_size
+    best: tuple[RankBalance, int] = (now, 0)
+    for accumulation in (2, 4, 8, 16):
+        if accumulation <= current or best[0].imbalance <= MAX_IMBALANCE:
+            continue
+        found = plan_balance(order, share.with_steps_of(accumulation * share.world_size))
+        if found.waiting < best[0].waiting:
+            best = found, accumulation
+    balance_then, accumulation = best
+    if not accumulation:
+        return text
+    setting = f"train.gradient_accumulation_steps: {accumulation}"
+    if samples is not None:
+        setting = f"train.effective_batch_size: {accumulation * share.world_size * samples}"
+    return f"{text}; {setting} would lower it to {balance_then.waiting:.0%}"
 
 
 # Loading batches

@@ -62,6 +62,7 @@ from gracetune.cache.keys import latent_key, mask_key, text_key
 from gracetune.cache.loss_masks import fill_masks, mask_keys
 from gracetune.cache.memory_tier import MemoryTier
 from gracetune.cache.open_stores import CacheStores
+from gracetune.cache.shared_tier import SharedTier
 from gracetune.data import buckets
 from gracetune.data.augment import check_augmentable
 from gracetune.data.batch_order import (
@@ -85,7 +86,7 @@ from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -127,7 +128,8 @@ class DataPipeline:
     ) -> None:
         """Open and encode all datasets; errors in the data are raised here, before training.
 
-        `folder` is the run's output folder. With several ranks, each encodes a part of the samples.
+        `folder` is the run's output folder. The ranks of a machine each encode a part of the
+        samples; all ranks leave out the samples that any of them cannot read.
         """
         self._run = run
         self._family = family
@@ -200,6 +202,11 @@ class DataPipeline:
         latents, tensors = self._transfer.to_device(read_latents, tensors)
         weights = tensors.pop(LOSS_WEIGHTS, None)
         return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
+
+    def load_sizes(self, sizes: Collection[Shape]) -> dict[Shape, Batch]:
+        """Read a batch of one sample of each of these sizes; see `load`."""
+        draws = self.order.one_draw_per_size()
+        return {draw.size: self.load((draw,)) for draw in draws if draw.size in sizes}
 
     def will_need(self, draws: Sequence[Draw]) -> None:
         """Tell the caches which samples will be loaded soon, so that they can read ahead."""
@@ -559,7 +566,7 @@ class RefreshedEpochEncoder:
     def entered(self, epoch: int) -> None:
         """Record that this rank now reads the latents of `epoch`.
 
-        Rank 0 deletes the latents of earlier epochs, which no rank reads any more.
+        One rank of each machine deletes the latents of epochs that none reads any more.
         """
         if self._preparer.stores.latents_on_disk:
             self._folder.entered(epoch)
@@ -594,7 +601,7 @@ def _without(items: Sequence[EncodeItem], unreadable: Unreadable) -> list[Encode
 
 def _load_into_memory(store: Store, keys: Sequence[str], emit: Emit) -> bool:
     """Load entries of an in-memory cache from disk; return whether some are damaged or missing."""
-    lost = store.warm(keys) if isinstance(store, MemoryTier) else []
+    lost = store.warm(keys) if isinstance(store, MemoryTier | SharedTier) else []
     if lost:
         text = f"{len(lost)} entries of the cache are damaged or missing; encoding them again"
         emit(Notice(text))

@@ -34,7 +34,7 @@ from gracetune.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gracetune.data.sample import Batch
+    from gracetune.data.sample import Batch, Shape
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
@@ -140,6 +140,9 @@ class PlanController:
         plan was checked before the run was resumed, and `check` does not change it.
         """
         self.plan = plan
+        self.size_seconds: dict[Shape, tuple[float, float]] = {}
+        """Seconds of a micro-batch of one sample and of a full one, planned at the start, by sample
+        size. Only a few sizes are planned, and none in a run with one rank."""
         self._problem = problem
         self._apply = apply
         self._meter = meter

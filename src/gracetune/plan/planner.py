@@ -26,6 +26,7 @@ from gracetune.offload.host_weights import map_shared_memory
 from gracetune.optim.build import state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import StateOffloadSettings
 from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
+from gracetune.plan.bucket_seconds import planned_seconds
 from gracetune.plan.controller import CudaMemoryMeter, NullMemoryMeter, PlanController
 from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure_gpu
 from gracetune.plan.machines import FITTED_CONSTANTS
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gracetune.config.schema import RunFile
-    from gracetune.data.sample import Batch
+    from gracetune.data.sample import Batch, Shape
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
@@ -86,6 +87,9 @@ class PlannerInputs:
     ranks: RankGroup = SINGLE
     """The ranks of the run. Those of one machine share its host memory, and stream from one copy of
     the weights."""
+    load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
+    """Function that loads one sample of each size whose time is needed to divide batches among
+    ranks (`bucket_seconds.sizes_to_trace`)."""
 
 
 def plan_run(
@@ -114,7 +118,7 @@ def plan_run(
     ranks = inputs.ranks
     device_nbytes = device_nbytes_for(run, family, device, one_memory)
     device_nbytes = min(ranks.gather(device_nbytes // _ranks_on_device(ranks, device)))
-    largest = inputs.load_largest()
+    largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.any(False)  # all start to measure at the same time
     rates = lowest_rates(_measure_rates(device, run.model.family, emit), ranks)
@@ -124,9 +128,17 @@ def plan_run(
         target = family_trace_target(family, latent_shape, text)
         may_compile = True in constraints_of(run).compile
         model = build_cost_model(target, rates, run.model.frozen_compute, may_compile=may_compile)
+        size_models = {
+            size: build_cost_model(
+                family_trace_target(family, sample.latents.shape[1:], sample.text),
+                rates,
+                run.model.frozen_compute,
+                may_compile=may_compile,
+            )
+            for size, sample in samples.items()
+        }
         family.to(device)
-    del largest, text
-    ranks = inputs.ranks
+    del largest, samples, text
     sharing_ranks = _ranks_sharing_weights(run, ranks, emit)
     problem = build_problem(
         run,
@@ -151,9 +163,13 @@ def plan_run(
         stepper.set_host_share(plan.host_state)
         return apply_to_family(plan, family, link, device, emit, spare_nbytes, sharing_ranks)
 
-    return PlanController(
+    controller = PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
     )
+    controller.size_seconds = {
+        size: planned_seconds(size_model, plan) for size, size_model in size_models.items()
+    }
+    return controller
 
 
 def lowest_rates(rates: MachineRates, ranks: RankGroup) -> MachineRates:

@@ -47,6 +47,12 @@ from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
 from gracetune.plan.attention_autotune import autotune_attention
+from gracetune.plan.bucket_seconds import (
+    BucketSeconds,
+    bucket_seconds,
+    sizes_to_trace,
+    token_counts,
+)
 from gracetune.train.batch_size_ramp import build_ramp, micro_batches_per_step, ramp_notes
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.execution_record import (
@@ -81,7 +87,7 @@ if TYPE_CHECKING:
     from gracetune.cache.batch_transfer import BatchTransfer
     from gracetune.config.schema import RunFile
     from gracetune.data.batch_order import BatchSeconds
-    from gracetune.data.sample import Batch, Sample
+    from gracetune.data.sample import Batch, Sample, Shape
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
     from gracetune.events.run_control import RunControl
@@ -308,9 +314,10 @@ def build_session(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
             batches_ahead=batches_ahead(run),
             convert_to_fp8=partial(
-                _convert_to_fp8, run, family, pipeline, device, references, emit
+                _convert_to_fp8, run, family, pipeline, device, references, emit, ranks
             ),
             saved_plan=(resumed or {}).get("plan"),
+            load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             ranks=ranks,
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
@@ -354,6 +361,7 @@ def build_session(
             run, pipeline.train_samples, base_weights, accelerator.mixed_precision
         ),
         batch_transfer=transfer,
+        batch_seconds=_agree_on_batch_seconds(run, family, pipeline, controller, ranks),
         control=control,
         signals=signals,
         emit=emit,
@@ -434,6 +442,35 @@ def _encoding_ranks(run: RunFile, ranks: RankGroup, folder: Path) -> Ranks:
     return Ranks(ranks.rank, ranks.world_size, folder / "ranks" / token, run.distributed.timeout_s)
 
 
+def _load_traced_sizes(
+    family: Family, pipeline: DataPipeline, ranks: RankGroup
+) -> Mapping[Shape, Batch]:
+    """Load one sample of each size whose time the planner must know to divide steps among ranks."""
+    sizes = list(pipeline.order.draws_by_size())
+    if ranks.world_size == 1 or len(sizes) == 1:
+        return {}
+    return pipeline.load_sizes(sizes_to_trace(token_counts(family, sizes)))
+
+
+def _agree_on_batch_seconds(
+    run: RunFile,
+    family: Family,
+    pipeline: DataPipeline,
+    controller: PlanController | None,
+    ranks: RankGroup,
+) -> BatchSeconds | None:
+    """Return the planned seconds of a micro-batch, the same on all ranks.
+
+    None if there is nothing to balance: one rank, or one sample size.
+    """
+    sizes = list(pipeline.order.draws_by_size())
+    if ranks.world_size == 1 or len(sizes) == 1:
+        return None
+    traced = {} if controller is None else controller.size_seconds
+    table = bucket_seconds(family, sizes, run.train.batch_size, traced)
+    return BucketSeconds(ranks.broadcast(table.rows))
+
+
 def with_index(device: torch.device) -> torch.device:
     """Turn `cuda` into `cuda:0`: tensors report an index, and some torch calls require one."""
     if device.type == "cuda" and device.index is None:
@@ -501,10 +538,11 @@ def _convert_to_fp8(
     device: torch.device,
     references: Iterable[BlockReference],
     emit: Emit,
+    ranks: RankGroup,
 ) -> None:
     from gracetune.train.fp8_calibration import convert_frozen_layers
 
-    convert_frozen_layers(run, family, pipeline, device, emit)
+    convert_frozen_layers(run, family, pipeline, device, emit, ranks)
     for reference in references:
         reference.add_fp8()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracetune.data.batch_order import LoaderState, RankShare
+from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalance
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
@@ -65,6 +65,9 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
     ranks = session.state.ranks
     share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
+    imbalance = describe_imbalance(session.pipeline.order, share)
+    if imbalance:
+        session.emit(Notice(imbalance))
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
             return _run_steps(session, stream, progress)

@@ -24,6 +24,7 @@ from gracetune.cache.encode import (
     Ranks,
     Tiling,
     choose_tiling,
+    encoding_ranks,
     fill_latents,
     fill_text,
     find_unreadable,
@@ -37,6 +38,7 @@ from gracetune.data.batch_order import BucketGroup
 from gracetune.data.images import PILLOW
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Companion, Sample
+from gracetune.distributed.ranks import SINGLE, RankGroup
 from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice, StageProgress
 
@@ -207,35 +209,81 @@ def test_unreadable_files_are_found_without_encoding(recorder):
     assert recorder.of(StageProgress)[-1].done == 4
 
 
-def test_each_rank_encodes_a_share_and_finds_all_entries(recorder, tmp_path):
-    """Three ranks, each with a store of its own over one folder."""
-    keys = [f"{n}" for n in range(50)] + ["bad"]
-    encoders = [FakeVae() for _ in range(3)]
-    stores = [ShardStore(tmp_path / "store") for _ in range(3)]
+def fill_by_ranks(tmp_path, all_ranks, sources, keys):
+    """Let ranks encode in threads, each with a store of its own over its machine's folder.
+
+    Returns, for each rank, the number of samples that it encoded, the keys that it left out, and
+    what it finds in the store.
+    """
     results, failures = {}, []
 
-    def rank(number):
+    def work(ranks):
         try:
-            ranks = Ranks(number, 3, tmp_path / "reports", timeout_s=60)
-            with stores[number] as store:
-                some = items(keys, ColourSource())
-                lost = fill_latents(store, some, encoders[number], "e", lambda _: None, ranks=ranks)
-                reds = [red(store, item) for item in some[:-1]]
-                results[number] = ([sample.key for sample, _ in lost], reds)
+            vae, some = FakeVae(), items(keys, sources[ranks.machine])
+            with ShardStore(ranks.machine_folder(tmp_path / "store")) as store:
+                lost = fill_latents(store, some, vae, "e", lambda _: None, ranks=ranks)
+                left_out = [sample.key for sample, _ in lost]
+                reds = [red(store, item) for item in some if item.sample.key not in left_out]
+                results[ranks.rank] = sum(vae.sizes), left_out, reds
         except Exception as error:
             failures.append(error)
             raise
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=work, args=(ranks,)) for ranks in all_ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
-    assert results == {number: (["bad"], list(range(50))) for number in range(3)}
-    shares = [sum(encoder.sizes) for encoder in encoders]
+    return [results[ranks.rank] for ranks in all_ranks]
+
+
+def test_each_rank_encodes_a_share_and_finds_all_entries(tmp_path):
+    ranks = [Ranks(number, 3, tmp_path / "reports", timeout_s=60) for number in range(3)]
+    keys = [f"{n}" for n in range(50)] + ["bad"]
+    results = fill_by_ranks(tmp_path, ranks, [ColourSource()], keys)
+    shares = [encoded for encoded, _, _ in results]
     assert sum(shares) == 50  # nothing was encoded twice
     assert min(shares) > 5
+    assert [found for _, *found in results] == 3 * [[["bad"], list(range(50))]]
+
+
+def test_each_machine_has_a_cache_and_all_leave_out_the_same_samples(tmp_path):
+    """Ranks 0 and 2 are on one machine, rank 1 on another, where one more file is unreadable."""
+
+    class OtherSource(ColourSource):
+        def read(self, key):
+            return super().read("gone" if key == "7" else key)
+
+    places = {0: ((0, 2), 0), 1: ((1,), 1), 2: ((0, 2), 0)}
+    ranks = [Ranks(number, 3, tmp_path / "reports", 60, *place) for number, place in places.items()]
+    keys = [f"{n}" for n in range(20)] + ["bad"]
+    results = fill_by_ranks(tmp_path, ranks, [ColourSource(), OtherSource()], keys)
+    (zero, one, two) = [encoded for encoded, _, _ in results]
+    assert zero + two == 20
+    assert min(zero, two) > 2
+    assert one == 19
+    good = [n for n in range(20) if n != 7]
+    for _, left_out, reds in results:
+        assert sorted(left_out) == ["7", "bad"]
+        assert reds == good
+    assert (tmp_path / "store/machine-1/shards").is_dir()
+
+
+def test_machines_are_numbered_by_their_first_rank(tmp_path):
+    machines = ("b", "a", "b", "a")
+
+    class Group(RankGroup):
+        def gather(self, value):
+            return [machines.index(machine) for machine in machines]
+
+    found = [encoding_ranks(Group(rank, machines, machines), tmp_path, 9) for rank in range(4)]
+    assert [one.machine for one in found] == [0, 1, 0, 1]
+    assert [one.local_ranks for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [one.is_first for one in found] == [True, True, False, False]
+    assert all(one.shares_cache for one in found)
+    assert encoding_ranks(SINGLE, tmp_path, 9) == Ranks(0, 1, tmp_path, 9, (0,))
+    assert not encoding_ranks(SINGLE, tmp_path, 9).shares_cache
 
 
 def test_a_share_does_not_depend_on_which_other_keys_are_missing():
@@ -400,3 +448,21 @@ def test_a_family_that_never_tiles_is_not_switched():
         return media
 
     ExclusiveEncoder(encode, lambda on: 1 / 0, NO_TILING)(torch.ones(1, 3, 8, 8))
+
+
+def test_progress_on_another_machine_extends_the_timeout(tmp_path):
+    """Its cache cannot be seen from here, so it reports its progress in a file."""
+    clock = iter(range(100))
+    here, there = (Ranks(rank, 2, tmp_path, 5, (rank,), rank) for rank in range(2))
+    naps = []
+
+    def sleep(_):
+        naps.append(None)
+        there.report_progress("encoding", len(naps))
+        if len(naps) == 30:
+            there.exchange("encoding", {"k": "torn"}, lambda: 0)
+
+    assert here.exchange("encoding", {}, lambda: 3, sleep, lambda: next(clock)) == {"k": "torn"}
+    assert len(naps) == 30
+    Ranks(0, 2, tmp_path).report_progress("on one machine", 3)
+    assert not list(tmp_path.glob("on-one-machine*"))

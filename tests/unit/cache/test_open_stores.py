@@ -7,6 +7,7 @@ from gracetune.cache.encode import Ranks
 from gracetune.cache.memory_tier import MemoryTier, allocate_pageable
 from gracetune.cache.open_stores import CacheStores
 from gracetune.cache.shard_store import ShardStore
+from gracetune.cache.shared_tier import SharedTier
 from gracetune.config.schema import RunFile
 from gracetune.data.bulk_copy import MissingBulkCopier
 
@@ -56,14 +57,25 @@ def test_a_missing_gather_helper_is_reported_once_if_it_would_help(kind, count, 
     stores.close()
 
 
-def test_several_ranks_share_files_and_host_memory(recorder, tmp_path):
-    run = RunFile.model_validate({"datasets": [{}]})
-    alone, shared = (
-        CacheStores(run, tmp_path / f"{world}", recorder, ranks=Ranks(0, world)) for world in (1, 4)
-    )
+def test_ranks_of_a_machine_share_files_and_host_memory(recorder, tmp_path):
+    run = RunFile.model_validate({"datasets": [{}], "cache_config": {"text_cache_type": "disk"}})
+
+    def open_stores(ranks):
+        return CacheStores(run, tmp_path / f"{ranks.rank}", recorder, ranks=ranks)
+
+    alone, shared = open_stores(Ranks(0, 1)), open_stores(Ranks(1, 4))
+    other = open_stores(Ranks(2, 3, local_ranks=(2,), machine=1))
     assert not alone.latents_on_disk
     assert shared.latents_on_disk
-    assert any("4 ranks share one cache of encoded samples" in text for text in recorder.texts())
+    assert not other.latents_on_disk, "a rank that is alone on its machine"
+    assert (tmp_path / "2/cache/machine-1/text/shards").is_dir()
+    kinds = [type(stores.latents) for stores in (alone, shared, other)]
+    assert kinds == [MemoryTier, SharedTier, MemoryTier]
+    assert {type(stores.text) for stores in (alone, shared, other)} == {ShardStore}
+    (text,) = [text for text in recorder.texts() if "share one cache" in text]
+    assert text == f"cache: 4 ranks share one cache of encoded samples, in {tmp_path / '1/cache'}"
+    budgets = [stores._budgets["latents"].nbytes for stores in (alone, shared, other)]
+    assert min(budgets) > 0.8 * max(budgets), "the memory of the machine, not of a rank"
 
 
 def test_the_host_budget_is_split_between_kinds(recorder, tmp_path):

@@ -149,6 +149,29 @@ def test_two_writers_write_two_shards_and_read_each_others_entries(tmp_path):
         assert sorted(two.keys()) == ["k1", "k2", "k3"]
 
 
+@pytest.mark.parametrize("moment", ["append", "sync"])
+def test_no_rank_reads_an_entry_that_another_is_writing(tmp_path, monkeypatch, recorder, moment):
+    """Two readers look while the bytes are in the shard, but not committed: one was open before."""
+    seen = []
+    with ShardStore(tmp_path) as writer, ShardStore(tmp_path, recorder) as reader:
+        writer.put("old", entry(0))
+        original = getattr(shard_format.ShardFile, moment)
+
+        def look(file, *args):
+            result = original(file, *args)
+            with ShardStore(tmp_path, recorder) as late:  # which would add lost entries
+                for store in (reader, late):
+                    seen.append((store.has(["new", "old"]), store.get("new")))
+                    seen.append(store.get("old")["latents"][0, 0].item())
+            return result
+
+        monkeypatch.setattr(shard_format.ShardFile, moment, look)
+        writer.put("new", entry(5))
+        assert seen == 2 * [([False, True], None), 0.0]
+        assert reader.get("new")["latents"][0, 0] == 5
+    assert recorder.texts() == []
+
+
 def test_threads_share_a_store(store):
     wrong = []
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from gracetune.data.batch_order import (
     RankShare,
     balance,
     describe_batch,
+    describe_imbalance,
+    plan_balance,
 )
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
@@ -524,3 +527,45 @@ def test_balance_takes_equal_tasks_in_turn_and_long_ones_alone() -> None:
     assert balance([0.0] * 4, 4) == [[0], [1], [2], [3]], "each rank takes part in every step"
     with pytest.raises(AssertionError, match="2 micro-batches for 3 ranks"):
         balance([1.0, 1.0], 3)
+
+
+def _mixed_order(batch_size: int = 1) -> BatchOrder:
+    groups = [_group("a", 40), _group("a", 25, size=(8, 16)), _group("a", 15, size=(16, 8))]
+    return BatchOrder(groups, batch_size, 0)
+
+
+def test_the_planned_balance_is_that_of_the_assignments() -> None:
+    order = _mixed_order()
+    share = RankShare(0, 2, None, _seconds).with_steps_of(4)
+    slowest, means = [], []
+    for consumed in range(0, order.epoch_length, 4):
+        ranks = [
+            sum(_seconds(order.batch_at(index)[0].size, 1) for index in own)
+            for own in share.assign(order, consumed)
+        ]
+        slowest.append(max(ranks))
+        means.append(sum(ranks) / 2)
+    found = plan_balance(order, share)
+    ratios = [worst / mean - 1 for worst, mean in zip(slowest, means, strict=True)]
+    assert found.imbalance == pytest.approx(sum(ratios) / len(ratios))
+    assert found.waiting == pytest.approx(1 - sum(means) / sum(slowest))
+    same = plan_balance(order, replace(share, batch_seconds=lambda *_: 1.0))
+    assert same.imbalance == same.waiting == 0
+
+
+def test_ranks_that_wait_long_get_a_suggestion_that_is_true() -> None:
+    order, share = _mixed_order(), RankShare(1, 4, None, _seconds)
+    text = describe_imbalance(order, share)
+    found = re.fullmatch(
+        r"ranks: 4 ranks wait (\d+)% of the planned time for each other, because samples of "
+        r"different sizes take different times; train\.gradient_accumulation_steps: (\d+) would "
+        r"lower it to (\d+)%",
+        text,
+    )
+    assert found, text
+    now, steps, then = map(int, found.groups())
+    better = plan_balance(order, share.with_steps_of(4 * steps))
+    assert round(100 * better.waiting) == then < now
+    assert describe_imbalance(order, share.with_steps_of(4 * steps)) == ""
+    samples = describe_imbalance(order, share, samples=3)
+    assert f"train.effective_batch_size: {4 * steps * 3} would" in samples
