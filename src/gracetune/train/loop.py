@@ -65,7 +65,9 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
     ranks = session.state.ranks
     share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
-    imbalance = describe_imbalance(session.pipeline.order, share)
+    train = session.state.run.train
+    samples = None if train.effective_batch_size is None else train.batch_size
+    imbalance = describe_imbalance(session.pipeline.order, share, samples)
     if imbalance:
         session.emit(Notice(imbalance))
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
