@@ -244,6 +244,15 @@ class RankTable:
             return self._stalled(rank, late[rank])
         return None
 
+    def find_present(self, now: float, max_age_s: float) -> list[int]:
+        """Return the other ranks that have neither ended nor failed nor disappeared."""
+        return [
+            rank
+            for rank in self.running
+            if now - self._heard_at[rank] <= max_age_s
+            and (rank not in self._group.local_ranks or self._is_alive(self.beats[rank]))
+        ]
+
     def most_behind(self, now: float, heartbeat_s: float, is_timeout: bool) -> LostRank | None:
         """Return the rank that probably is the reason for an error of torch.distributed, or None.
 
@@ -436,10 +445,10 @@ class RankMonitor:
     def _is_awaited(self) -> bool:
         """Return True while another rank still needs the store."""
         assert self._table is not None
-        running = [self._table.beats[rank] for rank in self._table.running]
         if self._own.state == "failed":
-            return any(not beat.has_seen_failure for beat in running)
-        return bool(running) and self._find_lost() is None
+            present = self._table.find_present(self._now, 3 * self._settings.heartbeat_s)
+            return any(not self._table.beats[rank].has_seen_failure for rank in present)
+        return bool(self._table.running) and self._find_lost() is None
 
     def _connect(self) -> tuple[TCPStore | None, str]:
         """Return this rank's connection to the store of rank 0, or the reason why there is none."""

@@ -35,6 +35,7 @@ from gracetune.config.environment import process_environment, sharding_engine
 from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
+from gracetune.distributed.ranks import rendezvous_method
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
@@ -356,7 +357,10 @@ def start_accelerator(run: RunFile) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         cpu=not torch.cuda.is_available(),  # without it, CPU ranks would not find each other
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=run.distributed.timeout_s)),
+            InitProcessGroupKwargs(
+                init_method=rendezvous_method(process_environment()),
+                timeout=timedelta(seconds=run.distributed.timeout_s),
+            ),
             DistributedDataParallelKwargs(find_unused_parameters=run.adapter is None),
         ],
     )
