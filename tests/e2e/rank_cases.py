@@ -14,7 +14,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from fakes.family_sessions import MODES, change_mode, family_session, small_plans
+from fakes.family_sessions import change_mode, family_session, small_plans
 from safetensors.torch import save_file
 
 from gracetune.config.load import load_run_file
@@ -45,9 +45,8 @@ def train(path, mode, name):
     run = load_run_file(path).run
     run = run.model_copy(update={"output_dir": f"{run.output_dir}-{name}"})
     events = []
-    with small_plans(), family_session(run, events.append, lambda count: [0]) as session:
-        if mode in MODES:
-            session = change_mode(session, mode)
+    with small_plans(), family_session(run, events.append, lambda count: [0]) as built:
+        session = change_mode(built, mode)
         recorder = Recorder(session.state)
         session = replace(session, state=replace(session.state, stepper=recorder))
         full = path.stem.endswith("-full") and session.state.ranks.rank == 1

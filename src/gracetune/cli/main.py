@@ -31,6 +31,7 @@ VERBS = {
     "init": ("gracetune.cli.init", "look at your data and write a commented run file"),
     "data": ("gracetune.cli.data", "show what training would see of a dataset"),
     "train": ("gracetune.cli.train", "train a model from a run file, or resume a run"),
+    "launch": ("gracetune.cli.launch", "train on several GPUs and machines, with restarts"),
     "sample": ("gracetune.cli.sample", "generate samples from a run, a step or adapter files"),
     "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),
     "check": ("gracetune.cli.check", "compare a run's gradients with those of plain blocks"),

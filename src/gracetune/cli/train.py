@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import check_run
-from gracetune.config.environment import prefer_expandable_segments
+from gracetune.config.environment import (
+    adopt_slurm_ranks,
+    prefer_expandable_segments,
+    process_environment,
+)
 from gracetune.config.load import load_run_file
+from gracetune.errors import InterruptedRunError
 from gracetune.train.preflight import check_before_torch
 
 if TYPE_CHECKING:
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
 
 HELP = "train a model from a run file, or resume a run"
+PR_SET_PDEATHSIG = 1
+"""From Linux's prctl.h: the signal that a process gets when its parent dies."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +51,29 @@ def run_training(loaded: LoadedRun, resume: str) -> int:
     """Train from a loaded run file, and show the progress on stdout."""
     check_run(loaded.run)
     check_before_torch(loaded.run, resume)
+    adopt_slurm_ranks()
+    _end_with_launcher()
     prefer_expandable_segments()  # before the imports below load torch
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train
 
     console = console_sink(sys.stdout, sys.stdout.isatty(), title=_title(loaded.run))
-    train(loaded.run, resume, [console], loaded.notices)
+    try:
+        train(loaded.run, resume, [console], loaded.notices)
+    except InterruptedRunError as error:
+        if process_environment().get("RANK", "0") == "0":
+            raise
+        return error.exit_code  # the first rank reports it for all
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Let the kernel send this process SIGTERM if the launcher that started it is killed.
+
+    The run then saves a checkpoint and stops, and no process is left behind.
+    """
+    if "TORCHELASTIC_RUN_ID" in process_environment():  # set by torchrun and `gracetune launch`
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _title(run: RunFile) -> str:

@@ -309,6 +309,16 @@ def _check_has_data(run: RunFile) -> Iterator[Violation]:
             )
 
 
+def _check_heartbeats(run: RunFile) -> Iterator[Violation]:
+    ranks = run.distributed
+    if ranks.stall_timeout_s < 3 * ranks.heartbeat_s:
+        yield Violation(
+            "distributed.stall_timeout_s",
+            f"is {ranks.stall_timeout_s:g}, but one late heartbeat must not end a run. Set it to "
+            f"at least three times distributed.heartbeat_s ({ranks.heartbeat_s:g}).",
+        )
+
+
 CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_credentials,
     _check_ramp,
@@ -324,6 +334,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_persistent_cache,
     _check_validation,
     _check_trigger,
+    _check_heartbeats,
 )
 
 

@@ -120,6 +120,93 @@ def process_environment() -> Mapping[str, str]:
     return os.environ
 
 
+def set_for_children(values: Mapping[str, str]) -> None:
+    """Set environment variables of processes that this one starts, except those already set."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmStep:
+    """The place of this process in a Slurm job step, that is, among the tasks of one `srun`."""
+
+    task: int
+    num_tasks: int
+    local_task: int
+    tasks_on_node: int
+    node: int
+    num_nodes: int
+    first_host: str
+    """Host name of the first node, which has task 0."""
+    port: int
+    """A port that depends on the ids of job and step only, so that all tasks choose the same."""
+
+
+def slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
+    """Return this process's place in a Slurm job step; None if `srun` has not started it.
+
+    The variables of a job, such as SLURM_NTASKS, are not enough: a batch script has them as well,
+    but is one process.
+    """
+    if not env.get("SLURM_STEP_NUM_TASKS") or not env.get("SLURM_PROCID"):
+        return None
+    node = _slurm_number(env, "SLURM_NODEID")
+    counts = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    num_tasks = _slurm_number(env, "SLURM_STEP_NUM_TASKS")
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
+    job, step = _slurm_number(env, "SLURM_JOB_ID"), _slurm_number(env, "SLURM_STEP_ID")
+    return SlurmStep(
+        task=_slurm_number(env, "SLURM_PROCID"),
+        num_tasks=num_tasks,
+        local_task=_slurm_number(env, "SLURM_LOCALID"),
+        tasks_on_node=counts[node] if node < len(counts) else num_tasks,
+        node=node,
+        num_nodes=int(env.get("SLURM_STEP_NUM_NODES") or max(1, len(counts))),
+        first_host=first_host(nodes) or env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+        port=20_000 + (7 * job + step) % 10_000,
+    )
+
+
+def adopt_slurm_ranks() -> None:
+    """Turn Slurm's variables into those that torch.distributed reads, for `srun ... train RUN`.
+
+    Nothing changes if a launcher has set RANK, or if the job step has one task. A MASTER_ADDR or
+    MASTER_PORT that the user has set is kept.
+    """
+    step = None if "RANK" in os.environ else slurm_step(os.environ)
+    if step is None or step.num_tasks == 1:
+        return
+    os.environ |= {
+        "RANK": str(step.task),
+        "WORLD_SIZE": str(step.num_tasks),
+        "LOCAL_RANK": str(step.local_task),
+        "LOCAL_WORLD_SIZE": str(step.tasks_on_node),
+    }
+    set_for_children({"MASTER_ADDR": step.first_host, "MASTER_PORT": str(step.port)})
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list: `gh001` for `gh[001-004,007],login`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, nodes
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks of each node: `[2, 2, 1]` for `2(x2),1`."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def _slurm_number(env: Mapping[str, str], name: str) -> int:
+    value = env.get(name, "0")
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r}; Slurm sets it to a number. Unset it.")
+    return int(value)
+
+
 def claim_process_alloc_conf() -> None:
     """Move gracetune's allocator settings out of the environment variables that torch reads.
 

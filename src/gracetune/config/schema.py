@@ -411,6 +411,12 @@ class DistributedSection(Section):
     timeout_s: PositiveFloat = 1800
     """Seconds that a rank waits for the other ranks before the run fails. Raise it if one rank
     needs longer, for example to encode its part of the cache."""
+    heartbeat_s: PositiveFloat = 5
+    """Seconds between two heartbeats, by which a rank tells the others that it lives."""
+    stall_timeout_s: PositiveFloat = 45
+    """Seconds without a heartbeat after which a rank counts as lost: its process was stopped, or
+    its machine or network is down. The other ranks then name it and end. A rank that is only busy
+    sends heartbeats; `timeout_s` applies to it. At least three times `heartbeat_s`."""
 
 
 class PlanSection(Section):

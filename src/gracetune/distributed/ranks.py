@@ -11,17 +11,24 @@ order, or the ranks wait for each other until `distributed.timeout_s`.
 from __future__ import annotations
 
 import socket
+import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import register_rendezvous_handler
 
+from gracetune.config.environment import process_environment
+from gracetune.errors import RunFailedError
 from gracetune.memory.shared_memory import pid_namespace_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -141,3 +148,71 @@ def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+# Finding each other after a restart
+
+_SCHEME = "gracetune"
+
+
+def rendezvous_method(env: Mapping[str, str]) -> str:
+    """Return the `init_method` for `init_process_group`: normally `env://`.
+
+    torchrun with a c10d rendezvous, and `gracetune launch`, host one store for all starts of the
+    ranks. Ranks that were restarted would find the addresses of dead processes in it, and fail to
+    connect. `gracetune://` gives every start an area of its own in that store.
+    """
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return "env://"
+    with suppress(RuntimeError):  # an earlier run in this process has registered it
+        register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
+    return f"{_SCHEME}://"
+
+
+def _rendezvous(
+    _url: str, timeout: timedelta = timedelta(minutes=30), **_: object
+) -> Iterator[tuple[Store, int, int]]:
+    """Yield the store, the rank and the number of ranks, as `init_process_group` expects."""
+    env = process_environment()
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    shared = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=timeout)
+    token = agree_on_token(shared, rank, world_size, timeout)
+    yield PrefixStore(token, shared), rank, world_size
+    raise RuntimeError("ranks cannot meet a second time without a restart")
+
+
+def agree_on_token(
+    store: Store, rank: int, world_size: int, timeout: timedelta, poll_s: float = 0.05
+) -> str:
+    """Return a new token that the ranks of this start have in common, but no earlier start.
+
+    Every rank announces itself with a new number, so that rank 0 does not answer a process of an
+    earlier start. Rank 0 answers each announcement with its token until all ranks have joined.
+    """
+    own = uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", own)
+        token = store.get(f"answer/{own}").decode()
+        store.set(f"joined/{token}/{rank}", "")
+        return token
+    deadline = time.monotonic() + timeout.total_seconds()
+    answered = set()
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"joined/{own}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"hello/{other}"]):
+                number = store.get(f"hello/{other}").decode()
+                if number not in answered:
+                    store.set(f"answer/{number}", own)
+                    answered.add(number)
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(map(str, sorted(missing)))
+            raise RunFailedError(
+                f"ranks {names} of {world_size} did not start within distributed.timeout_s "
+                f"({timeout.total_seconds():g} s). See the output of their machines."
+            )
+        if missing:
+            time.sleep(poll_s)
+    return own

@@ -92,7 +92,7 @@ def _owner(descriptor: int) -> str:
         except (ValueError, TypeError):
             pid, host = None, ""
         is_local = host == socket.gethostname()
-        if isinstance(pid, int) and (not is_local or _process_start_time(pid) is not None):
+        if isinstance(pid, int) and (not is_local or process_start_time(pid) is not None):
             return f"process {pid} on {host}"
         if time.monotonic() > deadline:
             return "another process"
@@ -119,7 +119,7 @@ class Listener:
 
     def is_alive(self) -> bool:
         """Return True if the process still runs, or is on another machine and cannot be checked."""
-        return not self.is_local() or _process_start_time(self.pid) == self.birth
+        return not self.is_local() or process_start_time(self.pid) == self.birth
 
 
 class RunControl:
@@ -133,7 +133,7 @@ class RunControl:
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
         """Start to accept requests to process `pid`; delete requests to an earlier run."""
-        birth = _process_start_time(pid)
+        birth = process_start_time(pid)
         assert birth is not None, f"there is no process {pid}"
         listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def send_request(folder: Path, verb: str) -> Listener:
     return listener
 
 
-def _process_start_time(pid: int) -> int | None:
+def process_start_time(pid: int) -> int | None:
     """Return clock ticks from boot to the start of a process; None if it does not run.
 
     Ticks since boot do not change when the system clock is set.

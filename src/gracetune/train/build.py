@@ -35,7 +35,7 @@ from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.distributed.gradients import GradientReducer
-from gracetune.distributed.ranks import SINGLE
+from gracetune.distributed.ranks import SINGLE, rendezvous_method
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
@@ -392,6 +392,7 @@ def start_accelerator(run: RunFile) -> Accelerator:
         kwargs_handlers=[
             InitProcessGroupKwargs(
                 choose_backend(run, process_environment()),
+                init_method=rendezvous_method(process_environment()),
                 timeout=timedelta(seconds=run.distributed.timeout_s),
             ),
         ],

@@ -9,9 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-import re
 import signal
-import socket
 import sys
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -19,12 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
-import torch.distributed
 
 from gracetune.atomic_files import full_disk_named, write_text
-from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
+from gracetune.distributed.heartbeat import is_lost_rank_error, lost_contact_text, watch_ranks
 from gracetune.distributed.ranks import connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
@@ -91,6 +88,7 @@ def run_training(
         # First, everything that can be checked without the model and the data.
         accelerator = start_accelerator(run)
         ranks = connect_ranks(run.distributed.timeout_s)
+        monitor = stack.enter_context(watch_ranks(ranks, run.distributed, lambda: resume_hint(run)))
         is_main = ranks.is_main
         folder = Path(run.output_dir)
         stack.enter_context(full_disk_named(folder))
@@ -114,10 +112,14 @@ def run_training(
         with (
             RunControl(folder).listening(_supported_requests(run), is_main) as control,
             EventDispatcher(
-                [latest, *(_open_sinks(run, folder, latest.step, shown) if is_main else ())]
+                [
+                    latest,
+                    monitor,
+                    *(_open_sinks(run, folder, latest.step, shown) if is_main else ()),
+                ]
             ) as events,
             EndReporter(events, latest, started_at) as end,
-            naming_lost_ranks(run),
+            monitor.reporting_to(end.report_failure),
         ):
             for text in notices:
                 events.emit(Notice(f"config: {text}"))
@@ -371,12 +373,19 @@ class EndReporter:
     ) -> None:
         stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
         status: Status = "done" if kind is None else "interrupted" if stopped else "failed"
+        self._emit(status, "" if error is None else str(error) or type(error).__name__)
+
+    def report_failure(self, message: str) -> None:
+        """Emit that the run has failed; for a process that hangs and ends without an exception."""
+        self._emit("failed", message)
+
+    def _emit(self, status: Status, message: str) -> None:
         self.event = RunEnded(
             self._latest.step,
             status,
             time.monotonic() - self._started_at,
             self._latest.outputs,
-            "" if error is None else str(error) or type(error).__name__,
+            message,
             self._latest.loads_in,
         )
         self._events.emit(self.event)
@@ -481,46 +490,25 @@ class TerminalSink:
 
 # Lost ranks
 
-_LOST_RANK = re.compile(
-    r"\bgloo\b|nccl|connection (closed|reset|refused)|broken pipe|TCPStore|process group",
-    re.IGNORECASE,
-)
-"""Words in errors of torch.distributed, which often are plain RuntimeErrors."""
-_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+")
-
 
 @contextmanager
 def naming_lost_ranks(run: RunFile) -> Iterator[None]:
     """Turn an error of torch.distributed into one that says what to do.
 
-    It means that another rank was killed or cannot be reached.
+    It means that another rank was killed or cannot be reached. Once the ranks are connected,
+    `watch_ranks` knows which one.
     """
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
-        if not _is_lost_rank(error):
+        if not is_lost_rank_error(error):
             raise
-        raise RunFailedError(_lost_rank_message(run, error)) from error
+        text = lost_contact_text(error, run.distributed.timeout_s)
+        raise RunFailedError(f"{text}. {resume_hint(run)}") from error
 
 
-def _is_lost_rank(error: Exception) -> bool:
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    has_peers = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    is_other = isinstance(error, torch.OutOfMemoryError)
-    return has_peers and not is_other and _LOST_RANK.search(str(error)) is not None
-
-
-def _lost_rank_message(run: RunFile, error: Exception) -> str:
-    rank, world = process_environment().get("RANK", "?"), process_environment().get("WORLD_SIZE")
-    reason = str(error).strip().splitlines()[0]
-    address = _ADDRESS.search(reason)
-    where = f" at {address[1]}" if address else ""
+def resume_hint(run: RunFile) -> str:
+    """Return what happens if the command is started again after a failure."""
     saved = checkpoint.complete_checkpoints(Path(run.output_dir) / CHECKPOINT_FOLDER)
     resume = f"resumes from {saved[-1].name}" if saved else "starts over: there is no checkpoint"
-    return (
-        f"rank {rank} of {world} on {socket.gethostname()} has lost contact to another rank{where} "
-        f"({reason}). That rank was killed, has failed, or took longer than distributed.timeout_s "
-        f"({run.distributed.timeout_s:g} s); its own output tells more. Starting the same command "
-        f"again {resume}."
-    )
+    return f"Starting the same command again {resume}."

@@ -102,7 +102,7 @@ CHANGEABLE_SETTINGS = _names(
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",
         "logging": "every tensorboard",
-        "distributed": "backend timeout_s",
+        "distributed": "backend timeout_s heartbeat_s stall_timeout_s",
         "plan": "device_memory host_memory batch compile stream offload",
     }
 )

@@ -626,7 +626,7 @@ def test_a_closed_terminal_does_not_keep_a_stopping_run_from_saving():
 def test_a_lost_rank_is_named(tiny_run, monkeypatch, error):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    lost = pytest.raises(RunFailedError, match="lost contact to another rank")
+    lost = pytest.raises(RunFailedError, match="contact to another rank")
     with lost as caught, naming_lost_ranks(tiny_run()):
         raise error
     message = str(caught.value)
