@@ -269,7 +269,7 @@ def main() -> int:
         print("This needs a GPU with 70 GiB free. Use --rehearse for a small model on the CPU.")
         return 2
     if not arguments.rehearse and find_spec("torchao") is None:
-        print("This needs torchao. Run: pip install 'gracetune[quantize]'")
+        print("This needs torchao. Run: pip install torchao")
         return 2
     if not arguments.rehearse:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # torchao updates on the CPU

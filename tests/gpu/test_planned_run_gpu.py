@@ -4,10 +4,12 @@ import gc
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from fakes.quantization import KINDS, skip_without_package
 from sync_checks import assert_steps_never_sync
 
 from gracetune.events.run_control import RunControl
@@ -18,6 +20,7 @@ from gracetune.models.attention_backends import (
     stopwatch_for,
     time_attention,
 )
+from gracetune.plan.planner_input import PlanProblem
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
 
@@ -51,7 +54,7 @@ def wan(tmp_path_factory, miniature):
 
 @pytest.fixture
 def wan_run(tiny_run, wan, tmp_path):
-    def make(name, memory, compiled="never", attention="sdpa"):
+    def make(name, memory, compiled="never", attention="sdpa", quantize="none"):
         gc.collect()  # frees memory of earlier tests
         device_memory = str(memory + torch.cuda.memory_allocated())
         plan = {"device_memory": device_memory, "compile": compiled} if memory else "off"
@@ -62,6 +65,7 @@ def wan_run(tiny_run, wan, tmp_path):
                 "path": str(wan),
                 "dtype": "bfloat16",
                 "attention_mechanism": attention,
+                "quantize": quantize,
             },
             adapter={"rank": 8},
             plan=plan,
@@ -114,6 +118,35 @@ def test_little_memory_gives_the_losses_of_plenty_of_memory(wan_run, recorder, c
     if compiled == "never":
         plain = train(wan_run("plain", 0), recorder)
         assert max(relative_differences(little, plain)) <= PEFT_TOLERANCE, (little, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_weights_stream_without_changing_the_losses(wan_run, recorder, monkeypatch, kind):
+    skip_without_package(kind)
+    plenty = [
+        train(wan_run(f"plenty-{number}", PLENTY_OF_MEMORY, quantize=kind), recorder)
+        for number in range(2)
+    ]
+    resident = next(text for text in recorder.texts() if text.startswith("plan: expect"))
+    measured = next(text for text in recorder.texts() if text.startswith("measured:"))
+    repeat = relative_differences(*plenty)
+    solve = PlanProblem.solve
+
+    def stream_all(problem, budget):
+        plan = solve(problem, budget)
+        blocks = tuple(replace(block, weights="streamed") for block in plan.blocks)
+        return replace(plan, blocks=blocks, slots=2)
+
+    monkeypatch.setattr(PlanProblem, "solve", stream_all)
+    streamed = train(wan_run("streamed", PLENTY_OF_MEMORY, quantize=kind), recorder)
+    assert recorder.of(WeightsStreamed)[-1].fetches > 0
+    found = relative_differences(streamed, plenty[0])
+    for index, tolerance in enumerate(TOLERANCES["never"]):
+        assert found[index] <= max(2 * repeat[index], tolerance), (found, repeat, recorder.texts())
+    plain = train(wan_run("plain", 0, quantize=kind), recorder)
+    assert max(relative_differences(streamed, plain)) <= PEFT_TOLERANCE, (streamed, plain)
+    share = float(re.search(r"([\d.]+) of the plan's", measured)[1])
+    assert 0.8 < share < 1.05, (resident, measured)
 
 
 @pytest.mark.parametrize("compiled", ["never", "always"])

@@ -229,7 +229,7 @@ def reduce_run(run, model, folder):
     run = deepcopy(run)
     run["output_dir"] = str(folder / "run")
     run["model"]["path"] = str(model)
-    if run["model"].get("quantize") and not find_spec("torchao"):
+    if run["model"].get("quantize") == "nf4" and not find_spec("bitsandbytes"):
         del run["model"]["quantize"]
     if run["optimizer"]["name"] == "adamw_8bit" and not find_spec("bitsandbytes"):
         run["optimizer"]["name"] = "adamw"

@@ -217,8 +217,7 @@ def small_sizes(run):
         if dataset.get("caption_strategy") in ("parquet", "jsonl"):
             small["caption_strategy"] = "textfile"
         overrides += [f"datasets.{index}.{key}={json.dumps(value)}" for key, value in small.items()]
-    package = "bitsandbytes" if run["model"].get("quantize") == "nf4" else "torchao"
-    if find_spec(package) is None:
+    if run["model"].get("quantize") == "nf4" and find_spec("bitsandbytes") is None:
         overrides.append("model.quantize=none")
     return overrides
 

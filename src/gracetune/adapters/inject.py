@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast
@@ -240,9 +239,12 @@ def _own_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def _check_shape(path: LayerPath, layer: Layer, module: nn.Module) -> None:
-    weight, shape = cast("Tensor", module.weight), delta_shape(layer)
-    if set(layer.tensors) != {"diff_b"} and weight.numel() != math.prod(shape):
-        shapes = ["x".join(map(str, one)) for one in (weight.shape, shape)]
+    own: Sequence[int] = cast("Tensor", module.weight).shape
+    if isinstance(module, nn.Linear):  # a quantized weight may be stored in another shape
+        own = module.out_features, module.in_features
+    shape = delta_shape(layer)
+    if set(layer.tensors) != {"diff_b"} and math.prod(own) != math.prod(shape):
+        shapes = ["x".join(map(str, one)) for one in (own, shape)]
         raise AdapterError(
             f"{path.module} is {shapes[0]} in the model and {shapes[1]} in the adapter, which is "
             "for a model of another size.",
@@ -298,10 +300,7 @@ def _inject_peft(
         alpha_pattern={f"^{re.escape(name)}": settings.alpha for name, settings in modules.items()},
         use_dora=section.kind == "dora",
     )
-    with warnings.catch_warnings():
-        # peft warns that it could not merge into a quantized layer, which never happens here.
-        warnings.filterwarnings("ignore", r".*get_apply_tensor_subclass", UserWarning)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
     for name, settings in modules.items():
         if settings.dropout != section.dropout:
             dropouts = model.get_submodule(f"{name}.lora_dropout")

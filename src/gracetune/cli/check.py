@@ -51,11 +51,6 @@ def run(args: argparse.Namespace) -> int:
     run_file = read_run(args.run_file, args.overrides)
     check_run(run_file)
     check_before_torch(run_file, "none")
-    if run_file.model.quantize != "none":
-        raise ConfigError(
-            f"model.quantize is {run_file.model.quantize}, and quantized blocks have no plain copy "
-            "to compare with. Set it to none."
-        )
     prefer_expandable_segments()  # before the imports below load torch
     report = _check(run_file, args.blocks)
     if report is None:  # the main rank prints

@@ -126,9 +126,9 @@ def predict(
     """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
+    from gracetune.models.quantize import check_quantizable, quantize_blocks
     from gracetune.plan.meta_models import build_meta_model
     from gracetune.plan.planner_input import (
-        QUANTIZED_SHARES,
         constraints_of,
         fixed_memory_of,
         largest_sample,
@@ -140,6 +140,10 @@ def predict(
     sample = largest_sample(run_file)
     configs, unavailable = _find_configs(run_file)
     model = build_meta_model(run_file.model, sample, folder=configs)
+    kind = run_file.model.quantize
+    if kind != "none":
+        check_quantizable(kind, run_file.adapter)
+        quantize_blocks(model.shapes.find_blocks(model.model), kind)
     trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     samples = count_samples(run_file) if args.samples is None else args.samples
@@ -153,7 +157,6 @@ def predict(
         budget,
         constraints_of(run_file),
         frozen_compute=run_file.model.frozen_compute,
-        stored_share=QUANTIZED_SHARES[run_file.model.quantize],
         simulated=machine.simulated,
     )
     ramp = run_file.gh200_optimizations

@@ -59,9 +59,9 @@ class ModelSection(Section):
     fine-tuning converts the weights to fp32, unless this is `bfloat16` and the optimizer can keep
     fp32 master weights."""
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """Format in which the frozen weights of linear layers are stored. Anything but `none` saves
-    memory, costs accuracy, needs an adapter (which is not quantized), and turns planning off, so
-    no weights stream from host memory."""
+    """Format in which the frozen weights of the blocks' linear layers are stored and streamed.
+    Anything but `none` saves memory, costs accuracy and some time (matmuls dequantize the weights
+    first), and needs an adapter, which is not quantized. `nf4` needs the package bitsandbytes."""
     frozen_compute: Literal["bf16", "fp8"] = "bf16"
     """Precision of the matmuls with frozen weights. `fp8` stores and streams these weights in half
     the bytes and is faster. It needs an adapter and a GPU of compute capability 8.9 or higher."""

@@ -52,6 +52,8 @@ MATMUL_OPS = {
     "gracetune::lora_linear",
     "gracetune::lora_linears",
     "gracetune::lora_linear_fp8",
+    "gracetune::quantized_linear",
+    "gracetune::quantized_lora_linear",
 }
 """Operators, besides attention, whose outputs the `lean` mode saves."""
 REASON_LINES = 2

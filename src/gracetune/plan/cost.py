@@ -193,20 +193,18 @@ class CostModel:
         shapes: ModelTraces,
         rates: EffectiveRates,
         frozen_compute: FrozenCompute = "bf16",
-        stored_share: float = 1.0,
         plain_checkpointing: bool = False,
     ) -> None:
         """Store the inputs of the prediction; method `at` computes it.
 
-        `stored_share` is the size of the frozen weights as stored (quantized or not), as a share of
-        their traced size. With `plain_checkpointing`, recomputed blocks recompute attention too, as
-        torch's own checkpointing does.
+        With `plain_checkpointing`, recomputed blocks recompute attention too, as torch's own
+        checkpointing does.
         """
         self.name = shapes.name
         self.rates = rates
         self.frozen_compute = frozen_compute
         # fp8 matmuls read weights that are stored, and streamed, in fp8.
-        self._stored_share = min(stored_share, 0.5) if frozen_compute == "fp8" else stored_share
+        self._stored_share = 0.5 if frozen_compute == "fp8" else 1.0
         self._plain_checkpointing = plain_checkpointing
         self._shapes = shapes
         self._compute_factor = 1.0
@@ -279,12 +277,14 @@ class CostModel:
             recompute = plain_checkpointing_trace(traces.keep, kind.input_nbytes)
         return CostsByMode(
             *(
-                self._mode_costs(trace, scale, compiled)
+                self._mode_costs(trace, scale, compiled, kind.dequantized_nbytes)
                 for trace in (traces.keep, traces.lean, recompute)
             )
         )
 
-    def _mode_costs(self, trace: Trace, scale: float, compiled: bool) -> ModeCosts:
+    def _mode_costs(
+        self, trace: Trace, scale: float, compiled: bool, dequantized_nbytes: int = 0
+    ) -> ModeCosts:
         host, factor = self.rates.host, self._compute_factor
         backward_peak_nbytes = int(trace.backward_peak_nbytes * scale) + trace.transposed_nbytes
         return ModeCosts(
@@ -292,8 +292,8 @@ class CostModel:
             backward=self._seconds(trace.backward, scale, compiled).scaled(factor),
             saved_nbytes=int(trace.saved_nbytes * scale),
             saves_input=trace.saves_input,
-            forward_peak_nbytes=int(trace.forward_peak_nbytes * scale),
-            backward_peak_nbytes=backward_peak_nbytes,
+            forward_peak_nbytes=int(trace.forward_peak_nbytes * scale) + dequantized_nbytes,
+            backward_peak_nbytes=backward_peak_nbytes + dequantized_nbytes,
             forward_host_s=host.forward_seconds(trace) * factor,
             backward_host_s=host.backward_seconds(trace) * factor,
             forward_kernels=trace.forward_calls.kernels,
@@ -320,7 +320,10 @@ class CostModel:
     def _timed(self, op: Op, scale: float) -> float | None:
         """Return the kernel's measured time on this machine in seconds; None if there is none."""
         is_fp8 = op.frozen and self.frozen_compute == "fp8"  # the timer runs bf16 kernels
-        return None if self.rates.timer is None or is_fp8 else self.rates.timer(op, scale)
+        if self.rates.timer is None or is_fp8:
+            return None
+        dequantizes = op.kind == "elementwise" and op.weights_nbytes == op.nbytes
+        return self.rates.timer(op, 1.0 if dequantizes else scale)
 
     def _compute_seconds(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
         if timed is None:

@@ -93,6 +93,10 @@ class WeightStorages:
     frozen: frozenset[int]
     trained: frozenset[int]
 
+    def with_frozen(self, tensors: Iterable[Tensor]) -> WeightStorages:
+        """Return a copy in which these tensors are frozen weights too."""
+        return replace(self, frozen=self.frozen | {storage_id(tensor) for tensor in tensors})
+
 
 def ops_of(
     func: OpOverload,
@@ -185,8 +189,21 @@ class _CustomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result is not NotImplemented:
                 return result
         out = func(*args, **kwargs)
-        self.ops += ops_of(func, args, kwargs, out, self._weights, self._backward)
+        ops = ops_of(func, args, kwargs, out, self._weights, self._backward)
+        if ops and self._prepares_weight(func, args):
+            self._weights = self._weights.with_frozen(tensors_of(out))
+            ops = [replace(op, weights_nbytes=op.nbytes) for op in ops]
+        self.ops += ops
         return out
+
+    def _prepares_weight(self, func: Any, args: Any) -> bool:
+        """Return True for a kernel that reads frozen weights alone, as one that dequantizes them.
+
+        Its result counts as a weight too.
+        """
+        inputs = tensors_of(args)
+        is_frozen = all(storage_id(tensor) in self._weights.frozen for tensor in inputs)
+        return bool(inputs) and is_frozen and not is_matmul_or_attention(func)
 
 
 def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written: float) -> Op:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.config.schema import PlanSection
 from gracetune.errors import ConfigError
 from gracetune.models.family import SampleShape, transformers_of
@@ -58,9 +59,6 @@ MASTER_NBYTES = 4
 """Bytes per trained parameter of an fp32 master copy."""
 STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the optimizer's state that `optimizer.state: auto` may place in host memory."""
-QUANTIZED_SHARES = {"none": 1.0, "fp8": 0.5, "int8": 0.5, "nf4": 0.2656}
-"""Size of quantized weights relative to bf16, by `model.quantize`; nf4 adds a scale for every 64
-values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +113,11 @@ def make_plan(
     constraints: Constraints,
     *,
     frozen_compute: FrozenCompute = "bf16",
-    stored_share: float = 1.0,
     simulated: bool = False,
 ) -> SearchResult:
     """Trace a model and return its best plan, and the plan for the run file's own micro-batch."""
     may_compile = True in constraints.compile
-    model = build_cost_model(target, rates, frozen_compute, stored_share, may_compile=may_compile)
+    model = build_cost_model(target, rates, frozen_compute, may_compile=may_compile)
     result = find_best_plan(model, fixed, budget, constraints, simulated)
     return compare_with_run_file(result, model, fixed, budget, constraints)
 
@@ -129,7 +126,6 @@ def build_cost_model(
     target: TraceTarget,
     rates: MachineRates,
     frozen_compute: FrozenCompute = "bf16",
-    stored_share: float = 1.0,
     plain_checkpointing: bool = False,
     may_compile: bool = True,
 ) -> CostModel:
@@ -138,9 +134,7 @@ def build_cost_model(
     Without `may_compile`, the model predicts eager blocks only, and is made faster.
     """
     shapes = trace_model(target, TRACED_BATCH, may_compile)
-    return CostModel(
-        shapes, effective_rates(rates), frozen_compute, stored_share, plain_checkpointing
-    )
+    return CostModel(shapes, effective_rates(rates), frozen_compute, plain_checkpointing)
 
 
 def family_trace_target(
@@ -187,9 +181,13 @@ def _compute_dtype(model: nn.Module) -> torch.dtype | None:
     The first weight's dtype may be another one: a bf16 model may keep a few tables in fp32.
     """
     numels: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            numels[parameter.dtype] += parameter.numel()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            numels[module.dtype] += module.in_features * module.out_features
+            continue
+        for parameter in module.parameters(recurse=False):
+            if not parameter.requires_grad:
+                numels[parameter.dtype] += parameter.numel()
     return max(numels, key=lambda dtype: numels[dtype]) if numels else None
 
 

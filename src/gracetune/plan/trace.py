@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.errors import ModelError
 from gracetune.plan.compiled_block_trace import joint_graph, partition
 from gracetune.plan.kernel_recorder import (
@@ -190,18 +191,26 @@ def _trace_block(
         compiled=compiled,
         cast_copies_nbytes=copies_nbytes,
         num_trained=len(trained),
+        dequantized_nbytes=_dequantized_nbytes(block),
     )
+
+
+def _dequantized_nbytes(block: nn.Module) -> int:
+    """Return the bytes of the largest weight of a block that is dequantized for its matmul."""
+    layers = [layer for layer in block.modules() if isinstance(layer, QuantizedLinear)]
+    sizes = [n.in_features * n.out_features * n.dtype.itemsize for n in layers]
+    return max(sizes, default=0)
 
 
 def _eager_modes(keep: Trace, input_nbytes: int) -> TracesByMode:
     """Derive an eager block's traces in all activation modes from that of mode `keep`.
 
     Mode `lean` saves the outputs of attention and of matmuls with frozen weights. A LoRA's own
-    matmuls are part of the same operator and are not saved separately.
+    matmuls, and dequantization, are part of the same operator and are not saved separately.
     """
     attention = [op for op in keep.forward if op.kind == "attention"]
     has_frozen = any(op.frozen for op in keep.forward)
-    matmuls = [op for op in keep.forward if op.kind == "gemm" and op.frozen == has_frozen]
+    matmuls = [op for op in keep.forward if (op.frozen if has_frozen else op.kind == "gemm")]
     lean = recomputed_trace(keep, [*matmuls, *attention], input_nbytes)
     return TracesByMode(keep, lean, recomputed_trace(keep, attention, input_nbytes))
 

@@ -31,7 +31,8 @@ class Op:
     nbytes: float
     """Bytes that the kernel reads and writes."""
     weights_nbytes: float = 0.0
-    """The part of `nbytes` that is weights, which do not grow with the batch."""
+    """The part of `nbytes` that is weights, which do not grow with the batch. For a kernel that
+    dequantizes a weight, it is all of them."""
     out_nbytes: float = 0.0
     """The part of `nbytes` that the kernel writes."""
     frozen: bool = False
@@ -187,6 +188,9 @@ class BlockTraces:
     if the weights are used without a cast."""
     num_trained: int = 0
     """Number of trained parameters (tensors)."""
+    dequantized_nbytes: int = 0
+    """Bytes of the largest weight that is dequantized while its matmul runs, at any batch size; 0
+    if the block has no quantized weights."""
 
     @property
     def gradients_nbytes(self) -> int:

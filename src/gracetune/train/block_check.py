@@ -30,6 +30,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gracetune.adapters.compute.dropout import PositionalDropout
+from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.models.attention_backends import dispatched_processors
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class CapturedCall:
         """Data type of autocast during the call; None if autocast was off."""
         self.dropout_seeds: dict[str, Tensor] = {}
         """Seeds of the block's dropout layers during the call, by the layers' names."""
-        self._dtype = _largest(reference.block.parameters()).dtype
+        self._dtype = _matmul_dtype(reference.block)
         self._leaves: list[Any] = []
         self._spec: TreeSpec | None = None
         self._output_gradients: dict[int, Tensor] = {}
@@ -386,10 +387,10 @@ class _PlainBlock:
 
     def _weights(self, call: CapturedCall, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Return copies of the parameters and buffers on the device of the call, by name."""
-        frozen = [p for p in self._parameters.values() if not p.requires_grad]
+        has_frozen = len(self.trained) < len(self._parameters)
         trained_dtype = dtype
-        if dtype is None and call.autocast_dtype is None and frozen:
-            trained_dtype = _matmul_dtype(_largest(frozen))
+        if dtype is None and call.autocast_dtype is None and has_frozen:
+            trained_dtype = _matmul_dtype(self._modules)
         copies: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters.values():
             cast = trained_dtype if parameter.requires_grad else dtype
@@ -444,12 +445,15 @@ def _cast_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
-def _largest(parameters: Any) -> Tensor:
-    return max(parameters, key=torch.numel, default=torch.empty(0))
-
-
-def _matmul_dtype(weight: Tensor) -> torch.dtype:
-    return torch.bfloat16 if weight.dtype.itemsize == 1 else weight.dtype
+def _matmul_dtype(block: nn.Module) -> torch.dtype:
+    """Return the type in which a block's largest weights are multiplied: frozen ones, if any."""
+    for module in block.modules():
+        if isinstance(module, QuantizedLinear):
+            return module.dtype
+    parameters = list(block.parameters())
+    frozen = [p for p in parameters if not p.requires_grad]
+    dtype = max(frozen or parameters, key=torch.numel, default=torch.empty(0)).dtype
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 # Errors

@@ -586,8 +586,6 @@ def reason_unplanned(run: RunFile, device: torch.device) -> str:
     """
     if run.plan == "off":
         return "plan is off"
-    if run.model.quantize != "none":
-        return f"model.quantize is {run.model.quantize}, and quantized weights cannot be streamed"
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
         return "there is no GPU, and plan.device_memory is not set"
     return ""
@@ -596,11 +594,10 @@ def reason_unplanned(run: RunFile, device: torch.device) -> str:
 def compares_blocks(run: RunFile, unplanned: str, num_ranks: int) -> bool:
     """Return True if the first step compares a block with a plain copy of it.
 
-    A single process without a plan computes what the plain copy would. Quantized weights have no
-    plain copy.
+    A single process without a plan computes what the plain copy would.
     """
     is_changed = not unplanned or num_ranks > 1
-    return run.train.check_gradients and is_changed and run.model.quantize == "none"
+    return run.train.check_gradients and is_changed
 
 
 def unplanned_notice(run: RunFile, reason: str) -> Notice:

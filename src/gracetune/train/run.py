@@ -127,7 +127,7 @@ def run_training(
                 events.emit(Notice(text, level="warning", fallback=True))
             if not has_steps:
                 events.emit(Notice(f"{FINISHED}{nothing_left(run)}"))
-            if has_steps or not has_current_outputs(run):
+            if has_steps or not ranks.broadcast(has_current_outputs(run)):
                 with closing(
                     build_session(
                         run, accelerator, events.emit, control, signals, resumed, ranks=ranks

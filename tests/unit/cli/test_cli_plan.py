@@ -274,6 +274,27 @@ def test_full_training_has_optimizer_state_for_every_weight(
     assert found == pytest.approx(each, rel=1e-3)
 
 
+def test_quantized_weights_are_planned_as_they_are_stored(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(kind: str) -> dict[str, Any]:
+        words = ["--machine", "gh200-96", "--json", "--set", f"model.quantize={kind}"]
+        assert main(["plan", str(run_file), *words, "--set", "plan.compile=never"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found["plan"]
+
+    plans = {kind: planned(kind) for kind in ("none", "int8", "nf4")}
+    weights = {kind: found["device"]["weights"] for kind, found in plans.items()}
+    assert weights["nf4"] < weights["int8"] < weights["none"]
+    seconds = {kind: found["seconds"]["elementwise"] for kind, found in plans.items()}
+    assert seconds["int8"] > seconds["none"], "weights are dequantized"
+    whole = json.loads(run_file.read_text()) | {"adapter": None}
+    run_file.write_text(json.dumps(whole))
+    words = ["--machine", "gh200-96", "--set", "model.quantize=int8"]
+    assert main(["plan", str(run_file), *words]) == 2
+    assert "without an adapter every weight is trained" in capsys.readouterr().err
+
+
 def test_samples_are_counted_without_their_captions(tmp_path: Path) -> None:
     for name in ("a.png", "a.txt", "b.jpg", "metadata.jsonl"):
         (tmp_path / name).write_text("x")

@@ -135,13 +135,25 @@ def test_fp8_speeds_up_only_matmuls_with_frozen_weights() -> None:
     assert rounded.slot_nbytes == plain.slot_nbytes / 2
 
 
-def test_quantized_weights_need_less_memory_and_bandwidth() -> None:
-    model = CostModel(build_model(8)._shapes, SPEEDS, stored_share=0.5)
-    choice = build_candidate(model, streamed=8)
-    whole = predict_seconds(build_model(8).at(1), choice, SPEEDS, 0)
-    half = predict_seconds(model.at(1), choice, SPEEDS, 0)
-    assert model.at(1).slot_nbytes == 50
-    assert half.link_in == pytest.approx(whole.link_in / 2)
+def test_dequantizing_does_not_grow_with_the_batch() -> None:
+    shapes = build_model(1)._shapes
+    asked = []
+
+    def timer(op: Op, scale: float) -> float | None:
+        asked.append(scale)
+        return None
+
+    dequantize = Op("elementwise", 0.0, 600.0, weights_nbytes=600.0, frozen=True)
+    keep = replace(shapes.kinds[0].eager.keep, forward=(dequantize,))
+    eager = replace(shapes.kinds[0].eager, keep=keep)
+    kind = replace(shapes.kinds[0], eager=eager, dequantized_nbytes=400)
+    model = CostModel(replace(shapes, kinds=(kind,)), replace(SPEEDS, timer=timer))
+    one, many = (model.at(batch).blocks[0].eager.keep for batch in (1, 8))
+    assert many.forward.elementwise == one.forward.elementwise > 0
+    assert asked.count(1.0) >= 2
+    plain = build_model(1).at(8).blocks[0].eager.keep
+    assert many.forward_peak_nbytes == plain.forward_peak_nbytes + 400
+    assert many.backward_peak_nbytes == plain.backward_peak_nbytes + 400
 
 
 def test_timed_kernels_replace_rates() -> None:

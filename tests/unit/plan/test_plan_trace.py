@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.errors import ModelError
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import MACHINES, effective_rates, machine_rates
@@ -17,6 +18,7 @@ from gracetune.plan.trace import TraceTarget, trace_model
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gracetune.adapters.compute.quantized_linear import QuantizationKind
     from gracetune.plan.trace_records import ModelTraces, Op
 
 WIDTH, TOKENS = 32, 24
@@ -131,6 +133,39 @@ def test_eager_blocks_save_what_autograd_saves(traced: ModelTraces) -> None:
     trace = traced.kinds[0].eager.keep
     assert trace.saved_nbytes == nbytes
     assert trace.saves_input == saves_input
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
+def test_quantized_blocks_are_traced_as_they_are_stored(
+    traced: ModelTraces, kind: QuantizationKind
+) -> None:
+    """On the meta device, so that nf4 needs no package."""
+    with torch.device("meta"):
+        model = Stack(1)
+    (block,) = model.blocks
+    for name in ("qkv", "wide", "back"):
+        setattr(block, name, QuantizedLinear(getattr(block, name), kind))
+    quantized, plain = trace_model(build_trace_target(model), 2).kinds[0], traced.kinds[0]
+    frozen = [p for p in block.parameters() if not p.requires_grad]
+    assert quantized.frozen_nbytes == sum(p.nbytes for p in frozen) < plain.frozen_nbytes / 2
+    assert quantized.dequantized_nbytes == 4 * WIDTH * WIDTH * 4, "the largest, in fp32"
+    for modes, other in ((quantized.eager, plain.eager), (quantized.compiled, plain.compiled)):
+        for trace, reference in ((modes.keep, other.keep), (modes.lean, other.lean)):
+            assert flops(trace.forward) == flops(reference.forward)
+            assert flops(trace.backward) == flops(reference.backward)
+            assert trace.saved_nbytes == reference.saved_nbytes, "no dequantized weight"
+    dequantizing = [op for op in quantized.eager.keep.forward if op.weights_nbytes == op.nbytes]
+    assert len({id(op) for op in dequantizing}) >= 3, "of each layer"
+    assert {op.kind for op in dequantizing} == {"elementwise"}
+    assert all(op.nbytes > WIDTH * WIDTH * 4 for op in dequantizing)
+    products = [op for op in quantized.eager.keep.forward if op.reads_frozen_weight]
+    assert sorted(op.dims[1:] for op in products) == sorted(
+        op.dims[1:] for op in plain.eager.keep.forward if op.reads_frozen_weight
+    )
+    # Mode `lean` saves the whole operator, with its dequantization.
+    lean, keep = quantized.eager.lean, quantized.eager.keep
+    repeated = lean.backward[: len(lean.backward) - len(keep.backward)]
+    assert not any(op.weights_nbytes == op.nbytes > 0 for op in repeated)
 
 
 def test_flops_match_torchs_flop_counter(traced: ModelTraces) -> None:

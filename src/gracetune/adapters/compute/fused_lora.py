@@ -23,6 +23,7 @@ from gracetune.adapters.compute.lora_matmul import (
     LoraMatmulFp8,
     lora_output,
 )
+from gracetune.adapters.compute.quantized_linear import QuantizedLinear, QuantizedLoraMatmul
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,9 @@ def runs_in_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
     return all(
         parameter.dtype == dtype or parameter in cast
         for module in model.modules()
-        if not isinstance(module, Fp8Linear)  # its inputs and outputs keep the original type
+        # The inputs and outputs of these keep the original type.
+        if not isinstance(module, Fp8Linear)
+        and not (isinstance(module, QuantizedLinear) and module.dtype == dtype)
         for parameter in module.parameters(recurse=False)
     )
 
@@ -75,9 +78,7 @@ class FusedLora:
     def __init__(self, layer: LoraLinear) -> None:
         (self.name,) = layer.lora_A
         self.base = layer.get_base_layer()
-        self.dtype = (
-            FP8_OUTPUT_DTYPE if isinstance(self.base, Fp8Linear) else self.base.weight.dtype
-        )
+        self.dtype = _matmul_dtype(self.base)
         """Data type of the matmuls."""
         self.layer = layer
         self.peft_forward = layer.forward
@@ -128,6 +129,16 @@ class FusedLora:
                 rows, *base.frozen_tensors, *self.compute_weights(), self.scale
             )
             y = base.to_layer_dtype(y)
+        elif isinstance(base, QuantizedLinear):
+            y = QuantizedLoraMatmul.apply(  # type: ignore[no-untyped-call]
+                rows,
+                base.bias,
+                *self.compute_weights(),
+                self.scale,
+                base.kind,
+                base.shape,
+                *base.parts,
+            )
         else:
             y = LoraMatmul.apply(  # type: ignore[no-untyped-call]
                 rows, base.weight, base.bias, *self.compute_weights(), self.scale
@@ -135,11 +146,17 @@ class FusedLora:
         return y.view(*x.shape[:-1], -1)
 
 
+def _matmul_dtype(base: nn.Linear | Fp8Linear) -> torch.dtype:
+    if isinstance(base, Fp8Linear):
+        return FP8_OUTPUT_DTYPE
+    return base.dtype if isinstance(base, QuantizedLinear) else base.weight.dtype
+
+
 def _is_fusable(layer: LoraLinear) -> bool:
     base = layer.get_base_layer()
     names = list(layer.lora_A)
     return (
-        (type(base) is nn.Linear or type(base) is Fp8Linear)
+        type(base) in (nn.Linear, Fp8Linear, QuantizedLinear)
         and not any(parameter.requires_grad for parameter in base.parameters())
         and len(names) == 1
         and isinstance(layer.lora_dropout[names[0]], nn.Identity)

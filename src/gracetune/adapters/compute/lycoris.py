@@ -120,8 +120,7 @@ class LokrLinear(AdaptedLayer):
     def __init__(self, base_layer: nn.Module, adapter: Any, dropout: float) -> None:
         super().__init__(base_layer, adapter, dropout)
         narrow = not adapter.use_w2 and can_fuse(adapter.lokr_w1, adapter.lokr_w2_b)
-        plain = type(base_layer.weight) is nn.Parameter  # neither quantized nor packed
-        self.is_fused = narrow and plain and not dropout
+        self.is_fused = narrow and type(base_layer) is nn.Linear and not dropout
         """True if adapter and frozen layer can be computed by one operator, `lokr_linear`."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ def _import_model(file: str, imported: ImportedRun, process: KeyReader) -> Job:
     _import_quantization(job, model)
     _import_model_kwargs(file, job, model)
     for key in tables.MEMORY_KEYS:
-        model.not_needed(key, tables.QUANTIZED_MEMORY if job.is_quantized else tables.MEMORY)
+        model.not_needed(key, tables.MEMORY)
     finish_section(model, tables.MODEL_NOT_NEEDED, tables.MODEL_UNSUPPORTED)
     return job
 
@@ -264,7 +264,7 @@ def _import_quantization(job: Job, model: KeyReader) -> None:
     qtype, _, recovery = (read_value(model, "qtype", as_text) or "qfloat8").partition("|")
     kind, difference = tables.QUANTIZATION.get(qtype.lower(), ("fp8", "the nearest known format"))
     if job.is_quantized:
-        why = "it turns planning off, so no weights stream from host memory; without it they do"
+        why = "it costs accuracy; without it, bf16 weights stream from host memory if need be"
         model.translate("quantize", "model.quantize", kind, why)
         if not is_usable(model, "qtype", as_text):
             pass
@@ -277,8 +277,6 @@ def _import_quantization(job: Job, model: KeyReader) -> None:
         model.not_needed("qtype", "it is used only with quantize")
     if not read_value(model, "compile", as_bool):
         model.not_needed("compile", "the planner compiles blocks if that is faster")
-    elif job.is_quantized:
-        model.not_supported("compile", "a quantized model is not planned, and so not compiled")
     else:
         model.translate("compile", "plan.compile", "always")
 

@@ -348,7 +348,6 @@ _NOISE = "noise is drawn from a standard normal distribution, so it is left out"
 _PRESERVE = "preservation losses are not supported, so it is left out"
 _OTHER_ADAPTER = "gracetune trains LoRA-like adapters only"
 MEMORY = "the planner decides what is kept on the GPU; see `gracetune plan`"
-QUANTIZED_MEMORY = "the quantized model stays on the GPU; without model.quantize, weights stream"
 TEXT_ENCODERS = "text encoders encode the captions before training and are then unloaded"
 _CACHED = "latents and text embeddings are always encoded before training; see cache_config"
 _ONE = (1, 1.0)
