@@ -128,7 +128,7 @@ def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapte
     manifest = json.loads((state / "manifest.json").read_text())
     assert manifest["progress"] == {
         "step": 3,
-        "micro_batches": 5,
+        "micro_batches": 10,
         "consumed": 10,
         "high_steps": 0,
         "low_steps": 0,

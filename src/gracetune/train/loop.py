@@ -65,16 +65,22 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
     ranks = session.state.ranks
     share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
-    train = session.state.run.train
-    samples = None if train.effective_batch_size is None else train.batch_size
-    imbalance = describe_imbalance(session.pipeline.order, share, samples)
-    if imbalance:
-        session.emit(Notice(imbalance))
+    if session.batch_seconds is not None:
+        _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
             return _run_steps(session, stream, progress)
         finally:
             session.gc_freeze.unfreeze()
+
+
+def _report_imbalance(session: Session, share: RankShare) -> None:
+    """Log how long ranks wait for each other because of different sample sizes, if it is long."""
+    train = session.state.run.train
+    samples = None if train.effective_batch_size is None else train.batch_size
+    text = describe_imbalance(session.pipeline.order, share, samples)
+    if text:
+        session.emit(Notice(text))
 
 
 def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:

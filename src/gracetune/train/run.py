@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Self
 
-
 from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile

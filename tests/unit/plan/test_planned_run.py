@@ -171,29 +171,23 @@ def test_too_little_memory_is_an_error_that_names_the_minimum(tiny_run):
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "reason"),
-    [
-        ({"plan": "off"}, 1, "off"),
-        ({"plan": LITTLE}, 2, "2 ranks"),
-        ({}, 1, "no GPU"),
-        ({"plan": PlanSection()}, 1, "no GPU"),
-    ],
+    ("settings", "reason"),
+    [({"plan": "off"}, "off"), ({}, "no GPU"), ({"plan": PlanSection()}, "no GPU")],
 )
-def test_an_unplanned_run_has_a_reason(settings, ranks, reason):
-    assert reason in reason_unplanned(RunFile(**settings), CPU, ranks)
+def test_an_unplanned_run_has_a_reason(settings, reason):
+    assert reason in reason_unplanned(RunFile(**settings), CPU)
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "names"),
+    ("settings", "names"),
     [
-        ({"plan": {"compile": "always"}}, 1, ['plan.compile ("always")', "no GPU"]),
-        ({"plan": {"stream": False, "batch": "fixed"}}, 1, ["plan.stream (false)", "no GPU"]),
-        ({"plan": LITTLE}, 2, ['plan.device_memory ("63MB")', "plan.compile", "2 ranks"]),
+        ({"plan": {"compile": "always"}}, ['plan.compile ("always")', "no GPU"]),
+        ({"plan": {"stream": False, "batch": "fixed"}}, ["plan.stream (false)", "no GPU"]),
     ],
 )
-def test_plan_settings_without_effect_are_named_in_a_warning(settings, ranks, names):
+def test_plan_settings_without_effect_are_named_in_a_warning(settings, names):
     run = RunFile.model_validate(settings)
-    notice = unplanned_notice(run, reason_unplanned(run, CPU, ranks))
+    notice = unplanned_notice(run, reason_unplanned(run, CPU))
     assert notice.fallback
     assert notice.level == "warning"
     assert all(name in notice.text for name in names), notice.text
@@ -204,7 +198,7 @@ def test_plan_settings_without_effect_are_named_in_a_warning(settings, ranks, na
 @pytest.mark.parametrize("plan", ["auto", {}, {"batch": "fixed"}])
 def test_a_plan_that_nobody_asked_for_is_no_fallback(plan):
     run = RunFile.model_validate({"plan": plan})
-    notice = unplanned_notice(run, reason_unplanned(run, CPU, 1))
+    notice = unplanned_notice(run, reason_unplanned(run, CPU))
     assert not notice.fallback
     assert notice.text.startswith("plan: none, because there is no GPU")
 
@@ -222,7 +216,7 @@ def test_a_run_says_once_that_it_has_no_plan(tiny_run, recorder, plan, fallbacks
 
 
 def test_a_single_gpu_is_planned():
-    assert reason_unplanned(RunFile(), torch.device("cuda", 0), 1) == ""
+    assert reason_unplanned(RunFile(), torch.device("cuda", 0)) == ""
 
 
 @pytest.mark.parametrize(
