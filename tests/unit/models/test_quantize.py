@@ -1,5 +1,7 @@
 """Blocks with quantized linear layers are smaller, nearly equal, and train adapters."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from fakes.quantization import KINDS, skip_without_package
@@ -7,9 +9,11 @@ from torch import nn
 
 from gracetune.adapters.compute import quantized_linear
 from gracetune.adapters.compute.quantized_linear import QuantizedLinear
-from gracetune.adapters.inject import add_adapter
+from gracetune.adapters.files.keys import LayerPath, get_table
+from gracetune.adapters.files.layers import Adapter, make_layer
+from gracetune.adapters.inject import add_adapter, install_adapters
 from gracetune.config.schema import AdapterSection
-from gracetune.errors import ConfigError
+from gracetune.errors import AdapterError, ConfigError
 from gracetune.models.quantize import check_quantizable, quantize_blocks
 
 MAX_ERRORS = {"fp8": 0.1, "int8": 0.05, "nf4": 0.5}
@@ -80,6 +84,31 @@ def test_adapters_train_on_quantized_weights(model, kind, adapter):
     assert losses[-1] < losses[0]
     after = {n.replace("base_layer.", ""): p for n, p in block.named_parameters()}
     assert all(torch.equal(after[name], values) for name, values in stored.items())
+
+
+def layer_of(**tensors):
+    return make_layer(tensors, {role: f"0.{role}" for role in tensors})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loras_from_files_are_added_and_other_adapters_refused(model, kind):
+    skip_without_package(kind)
+    quantize_blocks(list(model["blocks"]), kind)
+    block, x = model["blocks"][0], torch.randn(4, WIDTH)
+    before, table = block(x), get_table("any", {})
+    up, down = torch.randn(WIDTH, 2), torch.randn(2, WIDTH)
+    layer = layer_of(up=up, down=down, alpha=torch.tensor(2.0))
+    path = LayerPath(None, "0")
+    with ExitStack() as undo:
+        install_adapters({"": block}, [(Adapter(table, {path: layer}), 1.0)], undo)
+        torch.testing.assert_close(block[0](x), block[0].base_layer(x) + x @ down.t() @ up.t())
+    assert torch.equal(block(x), before)
+    full = layer_of(diff=torch.randn(WIDTH, WIDTH))
+    with pytest.raises(AdapterError, match="0 is quantized, and this kind of adapter"):
+        install_adapters({"": block}, [(Adapter(table, {path: full}), 1.0)], ExitStack())
+    narrow = layer_of(up=up[1:], down=down, alpha=torch.tensor(2.0))
+    with pytest.raises(AdapterError, match="is 128x128 in the model and 127x128 in the adapter"):
+        install_adapters({"": block}, [(Adapter(table, {path: narrow}), 1.0)], ExitStack())
 
 
 def test_layers_whose_weight_other_code_reads_are_not_quantized():
