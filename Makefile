@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench wheels test-install clean
+.PHONY: help venv demo test coverage test-slow test-distributed test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench wheels test-install clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,10 @@ coverage: venv  ## the tests with coverage, which takes a few minutes longer
 
 test-slow: venv  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+# Half an hour. The test with two network namespaces needs root.
+test-distributed: venv  ## kill ranks at random moments, and separate machines
+	$(BIN)/python -m pytest -m distributed tests/distributed
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu

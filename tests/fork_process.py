@@ -146,19 +146,21 @@ def run_ranks(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
+    count: int = 2,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a Python command line to its end on two ranks, without a launcher."""
-    ranks = rank_environments(os.environ if env is None else env)
+    """Run a Python command line to its end on several ranks, without a launcher."""
+    ranks = rank_environments(os.environ if env is None else env, count)
     return _finish([PythonProcess(*words, cwd=cwd, env=each) for each in ranks], timeout)
 
 
-def rank_environments(env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the environments of two ranks on this machine, with the variables of torchrun."""
+def rank_environments(env: Mapping[str, str], count: int = 2) -> list[dict[str, str]]:
+    """Return the environments of ranks on this machine, with the variables of torchrun."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return [{**env, **group, **sizes, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    ranks = map(str, range(count))
+    return [{**env, **group, **sizes, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 def _finish(

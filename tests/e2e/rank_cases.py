@@ -49,8 +49,11 @@ def train(path, mode, name):
         session = change_mode(built, mode)
         recorder = Recorder(session.state)
         session = replace(session, state=replace(session.state, stepper=recorder))
-        full = path.stem.endswith("-full") and session.state.ranks.rank == 1
-        with patch.object(step_module, "batch_losses", failing_once(step_module, full)):
+        ranks = session.state.ranks
+        failing = 2 * (session.micro_batches(0) // ranks.world_size)  # the last of the second step
+        if not path.stem.endswith("-full") or ranks.rank != 1:
+            failing = 0
+        with patch.object(step_module, "batch_losses", failing_once(step_module, failing)):
             train_loop(session, TrainProgress())
         parameters = {n: p.detach().clone() for n, p in session.state.parameters.items()}
         averages = {} if session.state.ema is None else session.state.ema.averages
@@ -69,13 +72,13 @@ def train(path, mode, name):
             path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
 
 
-def failing_once(module, is_full):
-    """Return `batch_losses`; if `is_full`, its fourth call raises an out-of-memory error."""
+def failing_once(module, number):
+    """Return `batch_losses`, of which the call with this number runs out of memory."""
     real, calls = module.batch_losses, []
 
     def batch_losses(*given):
         calls.append(given)
-        if is_full and len(calls) == 4:
+        if len(calls) == number:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return real(*given)
 

@@ -92,10 +92,10 @@ def test_the_commands_of_the_guides_work_under_accelerate(tmp_path, run_file, sc
 
 
 def launch_ranks(file, folder):
-    """Start two ranks with torchrun and return their output."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    words = ("--nproc_per_node", 2, "-m", "gracetune", "train", file)
-    return call([*launcher, *words], folder)
+    """Start two ranks with `gracetune launch` and return their output."""
+    out = call([sys.executable, "-m", "gracetune", "launch", file, "--processes", 2], folder)
+    assert out.startswith("launch     2 processes on the CPU\n")
+    return out
 
 
 def fork_ranks(file, folder):
@@ -121,6 +121,7 @@ def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapte
     )
     out = start_ranks(file, tmp_path)
     assert out.count("done       3 steps") == 1  # only the main rank prints
+    assert out.count("\nplan  ") == 1
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step_done"]
     assert [step["samples"] for step in steps] == [4, 8, 8]
@@ -136,3 +137,15 @@ def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapte
     assert {"generators-0.safetensors", "generators-1.safetensors"} <= set(manifest["files"])
     weights = load_file(state / "weights.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_a_mistake_in_the_run_file_is_reported_once_and_starts_no_rank(run_file, tmp_path):
+    done = run_python(
+        *("-m", "gracetune", "launch", run_file(), "--processes", 2),
+        *("--set", "model.family=flix"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("model.family") == 1
+    assert not (tmp_path / "run").exists()

@@ -20,8 +20,8 @@ TOLERANCE = 1e-6
 """Largest difference of gradients, relative to the norm of the gradient of the step."""
 RAMP = {
     "enable_batch_size_rampup": True,
-    "initial_effective_batch_size": 4,
-    "target_effective_batch_size": 12,
+    "initial_effective_batch_size": 8,
+    "target_effective_batch_size": 16,
     "batch_rampup_steps": 6,
 }
 CASES = {
@@ -65,14 +65,14 @@ def write_masks(images, masks):
         Image.fromarray(mask).save(masks / image.name)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Train all cases in one process and on two ranks; return the results of a case."""
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.distributed)])
+def results(request, tmp_path_factory):
+    """Train all cases in one process and on several ranks; return the results of a case."""
     folder = tmp_path_factory.mktemp("ranks")
     write_cases(folder)
     alone = run_python(SCRIPT, folder, "alone", env=os.environ)
     assert alone.returncode == 0, alone.stdout + alone.stderr
-    for done in run_ranks(SCRIPT, folder, "ranks"):
+    for done in run_ranks(SCRIPT, folder, "ranks", count=request.param, timeout=600):
         assert done.returncode == 0, done.stdout + done.stderr
 
     def read(case, name):
@@ -85,7 +85,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_the_gradients_of_one_process(results, case):
+def test_ranks_have_the_gradients_of_one_process(results, case):
     (alone, expected), (ranks, tensors) = results(case, "alone"), results(case, "ranks")
     assert ranks["samples"] == alone["samples"]
     assert ranks["micro_batches"] == alone["micro_batches"]
@@ -100,14 +100,14 @@ def test_two_ranks_have_the_gradients_of_one_process(results, case):
             assert difference <= TOLERANCE * norm, (name, difference / norm)
 
 
-def test_a_ramp_has_the_same_steps_on_two_ranks(results):
+def test_a_ramp_has_the_same_steps_on_all_ranks(results):
     found, _ = results("eager-ramp", "ranks")
-    assert found["micro_batches"] == [2, 3, 5]
+    assert found["micro_batches"] == [4, 6, 8]
 
 
 def test_a_last_batch_may_be_smaller_than_the_others(results):
     found, _ = results("eager-uneven", "ranks")
-    assert found["micro_batches"] == [5, 5, 5], "three on one rank and two on the other"
+    assert found["micro_batches"] == [5, 5, 5], "of which one rank has one more"
     assert all(samples < 10 for samples in found["samples"])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fork_process import rank_environments
+from fork_process import rank_environments, run_ranks
 from safetensors.torch import load_file
 
 from gracetune.config.load import load_run_file
@@ -210,6 +210,50 @@ def test_a_lost_rank_is_named_by_the_others(run_file, start_ranks, tmp_path):
     assert f"resumes from {newest}" in err
     assert last_event(folder)["status"] == "failed"
     assert "has died without a message" in last_event(folder)["message"]
+
+
+def test_a_stalled_rank_is_named_and_killed_by_the_others(run_file, start_ranks, tmp_path):
+    file = run_file(
+        train={"max_train_steps": 100_000, "batch_size": 2},
+        distributed={"heartbeat_s": 0.5, "stall_timeout_s": 4},
+    )
+    folder = tmp_path / "run"
+    ranks = start_ranks(file)
+    wait_for_step(ranks[0], folder, 3)
+    ranks[1].send_signal(signal.SIGSTOP)
+    _, err = ranks[0].communicate(timeout=120)
+    assert ranks[0].returncode == 1, err
+    name = f"rank 1 on {socket.gethostname()} (process {ranks[1].pid})"
+    assert f"gracetune: {name} has sent no heartbeat for" in err
+    assert last_event(folder)["status"] == "failed"
+    assert name in last_event(folder)["message"]
+    assert ranks[1].wait(timeout=20) == -signal.SIGKILL
+
+
+FAIL_ON_RANK_1 = """
+import os, sys
+from gracetune.cli.main import main
+from gracetune.events.dispatcher import EventDispatcher
+emit = EventDispatcher.emit
+def fail(self, event):
+    if type(event).__name__ == "StepDone" and os.environ["RANK"] == "1" and event.step == 3:
+        raise ValueError("a bad sample")
+    emit(self, event)
+EventDispatcher.emit = fail
+sys.exit(main(["train", sys.argv[1]]))
+"""
+
+
+def test_the_error_of_one_rank_is_named_by_the_others(run_file, tmp_path):
+    file = run_file(train={"max_train_steps": 100_000, "batch_size": 2})
+    first, second = run_ranks("-c", FAIL_ON_RANK_1, file)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "ValueError: a bad sample" in second.stderr
+    assert "bug in gracetune" in second.stderr
+    assert f"rank 1 on {socket.gethostname()} (process" in first.stderr
+    assert "has failed: ValueError: a bad sample. So rank 0" in first.stderr
+    assert "Traceback" not in first.stderr
+    assert "a bad sample" in last_event(tmp_path / "run")["message"]
 
 
 def test_ranks_that_get_a_signal_at_different_times_stop_at_one_step(

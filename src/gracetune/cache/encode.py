@@ -229,8 +229,20 @@ SINGLE_RANK = Ranks()
 def encoding_ranks(group: RankGroup, reports: Path, timeout_s: float) -> Ranks:
     """Return the ranks that encode a run's data; `Ranks` explains the arguments.
 
-    Every rank must call this at the same time. All machines must see the folder `reports`.
+    Every rank must call this at the same time. Raises an error on all ranks if one of them does not
+    see the folder `reports`, because it would wait for the others in vain.
     """
+    mark = reports / "seen"
+    if group.is_main and group.world_size > 1:
+        write_text(mark, "")
+    group.broadcast("the file is written")
+    blind = [rank for rank, sees in enumerate(group.gather(mark.exists())) if not sees]
+    if blind and group.world_size > 1:
+        raise ConfigError(
+            f"output_dir must be one folder that all ranks can read, but {group.name(blind[0])} "
+            f"does not see {mark}, which {group.name(0)} has written. Set output_dir to a folder "
+            "on a disk that all machines share."
+        )
     first = group.local_ranks[0]
     machines = sorted(set(group.gather(first)))
     return Ranks(

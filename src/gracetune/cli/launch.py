@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.cli import train
@@ -64,7 +65,13 @@ def run(args: argparse.Namespace) -> int:
     check_before_torch(loaded.run, args.resume)
     prefer_expandable_segments()
     # Imported here: it loads torch.
-    from gracetune.distributed.launch import Options, count_gpus, launch_ranks, resolve_layout
+    from gracetune.distributed.launch import (
+        Command,
+        Options,
+        count_gpus,
+        launch_ranks,
+        resolve_layout,
+    )
 
     options = Options(
         gpus=args.gpus,
@@ -76,5 +83,11 @@ def run(args: argparse.Namespace) -> int:
     )
     layout = resolve_layout(options, process_environment(), count_gpus())
     print(layout.describe(), flush=True)
-    words = [args.run_file, *(word for text in args.overrides for word in ("--set", text))]
-    return launch_ranks(layout, words, args.resume, loaded.run.output_dir, sys.stderr)
+    words = [sys.executable, "-m", "gracetune", "train", args.run_file]
+    words += [word for text in args.overrides for word in ("--set", text)]
+    command = Command(
+        first=[*words, "--resume", args.resume],
+        restarted=[*words, "--resume", "auto"],
+        output_dir=Path(loaded.run.output_dir),
+    )
+    return launch_ranks(layout, command, sys.stderr)

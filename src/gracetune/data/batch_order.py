@@ -292,6 +292,10 @@ class RankShare:
         """Return the same rule for steps that all have this number of global batches."""
         return replace(self, step_size=lambda _: num_batches)
 
+    def seconds_at(self, order: BatchOrder, index: int) -> float:
+        """Return the planned time of a global batch; 1 if all take equally long."""
+        return 1.0 if self.batch_seconds is None else self.batch_seconds(*order.size_at(index))
+
     def assign(self, order: BatchOrder, consumed: int) -> list[list[int]]:
         """Return the numbers of the global batches that each rank computes in one step.
 
@@ -300,9 +304,7 @@ class RankShare:
         indices = range(consumed, consumed + self.num_batches(consumed))
         if self.world_size == 1:
             return [list(indices)]
-        seconds = [1.0] * len(indices)
-        if self.batch_seconds is not None:
-            seconds = [self.batch_seconds(*order.size_at(index)) for index in indices]
+        seconds = [self.seconds_at(order, index) for index in indices]
         return [[consumed + place for place in own] for own in balance(seconds, self.world_size)]
 
 
@@ -344,13 +346,12 @@ def plan_balance(order: BatchOrder, share: RankShare) -> RankBalance:
 
     Of a long epoch, only the first `MAX_BALANCED_BATCHES` batches are looked at.
     """
-    assert share.batch_seconds is not None, "the balance needs planned times"
     slowest: list[float] = []
     means: list[float] = []
     consumed = 0
     while not means or consumed < min(order.epoch_length, MAX_BALANCED_BATCHES):
         seconds = [
-            sum(share.batch_seconds(*order.size_at(index)) for index in own)
+            sum(share.seconds_at(order, index) for index in own)
             for own in share.assign(order, consumed)
         ]
         slowest.append(max(seconds))
@@ -371,7 +372,10 @@ def describe_imbalance(order: BatchOrder, share: RankShare, samples: int | None 
     if now.imbalance <= MAX_IMBALANCE:
         return ""
     text = f"ranks: {share.world_size} ranks wait {now.waiting:.0%} of the planned time for each"
-    text += " other, because samples of different sizes take different times"
+    if share.batch_seconds is None:
+        text += f" other, because they cannot share {share.num_batches(0)} micro-batches evenly"
+    else:
+        text += " other, because samples of different sizes take different times"
     current = share.num_batches(0) / share.world_size
     best: tuple[RankBalance, int] = (now, 0)
     for accumulation in (2, 4, 8, 16):

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 """Seconds between two looks for a lost rank; less if `distributed.heartbeat_s` is short."""
-GRACE_S = 5.0
+GRACE_S = 3.0
 """Seconds that the main thread has to end by itself when a rank is lost."""
 CLEAN_UP_S = 20.0
 """Seconds that a main thread which is ending has for cleaning up."""

@@ -17,12 +17,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -52,6 +50,7 @@ from gracetune.events.run_control import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import FrameType
     from typing import TextIO
 
@@ -206,10 +205,19 @@ def _parse_master(text: str) -> tuple[str, int]:
 # Starting and watching them
 
 
-def launch_ranks(
-    layout: Layout, words: Sequence[str], resume: str, output_dir: str, stream: TextIO
-) -> int:
-    """Run `gracetune train` with the given words on all processes; return the run's exit code.
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The command of each rank, and where its run writes."""
+
+    first: Sequence[str]
+    restarted: Sequence[str]
+    """The command once the run has begun to write to its folder: it continues from there, even if
+    the first command names another checkpoint."""
+    output_dir: Path
+
+
+def launch_ranks(layout: Layout, command: Command, stream: TextIO) -> int:
+    """Run a command on all ranks of this machine, and return the exit code of the run.
 
     Messages about failures go to `stream`.
     """
@@ -223,13 +231,13 @@ def launch_ranks(
                 role="rank",
                 local_world_size=layout.processes,
                 rdzv_handler=get_rendezvous_handler(_rendezvous(layout)),
-                entrypoint=sys.executable,
-                args=("-m", "gracetune", "train", *words, "--resume", resume),
+                entrypoint=command.first[0],
+                args=_escape(command.first[1:]),
                 max_restarts=layout.max_restarts,
                 monitor_interval=0.2,
                 local_addr=_local_address(layout),
             )
-            agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), Path(output_dir), stream)
+            agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), command, stream)
             return _run_agent(agent, spec)
         except RendezvousError as error:
             raise _rendezvous_failure(layout, error) from error
@@ -246,6 +254,11 @@ def _run_agent(agent: RankAgent, spec: WorkerSpec) -> int:
     if result is None:  # another machine has ended the run
         return agent.exit_code or 1
     return agent.exit_code if result.is_failed() else 0
+
+
+def _escape(words: Sequence[str]) -> tuple[str, ...]:
+    """Escape words for torch's agent, which replaces `${local_rank}` and `$$` in arguments."""
+    return tuple(word.replace("$", "$$") for word in words)
 
 
 def _set_environment(layout: Layout) -> None:
@@ -316,7 +329,7 @@ class RankAgent(LocalElasticAgent):
     """torch's agent, with the changes that the docstring of this module lists."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, output_dir: Path, stream: TextIO
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, command: Command, stream: TextIO
     ) -> None:
         super().__init__(spec, logs)
         self.exit_code = 0
@@ -325,7 +338,8 @@ class RankAgent(LocalElasticAgent):
         self._is_stopping = False
         self._num_interrupts = 0
         self._kill_at = float("inf")
-        self._records = [output_dir / name for name in ("run.json", "run.resolved.json")]
+        self._command = command
+        self._records = [command.output_dir / name for name in ("run.json", "run.resolved.json")]
         self._records_before = _identify(self._records)
 
     @contextmanager
@@ -357,8 +371,7 @@ class RankAgent(LocalElasticAgent):
         if self._is_stopping:
             raise SignalException("interrupted", signal.SIGINT)
         if _identify(self._records) != self._records_before:
-            # The run has begun to write to its folder, and continues from there.
-            worker_group.spec.args = (*worker_group.spec.args[:-1], "auto")
+            worker_group.spec.args = _escape(self._command.restarted[1:])
         handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)

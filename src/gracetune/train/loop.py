@@ -16,6 +16,7 @@ import torch
 
 from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalance
 from gracetune.distributed.gradients import check_same_weights
+from gracetune.distributed.heartbeat import StragglerWatch
 from gracetune.errors import InterruptedRunError, RunFailedError
 from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
@@ -91,6 +92,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         session.emit, run.logging.every, session.batch_transfer, session.state.optimizer
     )
     timing = PlanTiming(session, progress.step)
+    stragglers = StragglerReport(session)
     check = FirstStepCheck(session)
     first_step = progress.step
     saved_at, saved_step = time.monotonic(), progress.step
@@ -111,6 +113,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             metrics.restart_clock()
             timing.disturbed = True
         timing.after_step(step, stream.state.step_batches, metrics)
+        stragglers.after_step(step)
 
         requests = late | _take_requests(session, saved_at)
         late = set()
@@ -440,6 +443,29 @@ class PlanTiming:
     def restart(self, step: int) -> None:
         """Start over with warm-up and timing at this step, because the plan has changed."""
         self._first_step, self.disturbed = step, True
+
+
+class StragglerReport:
+    """Compares how long ranks compute, every `logging.every` steps, and names one that is slow."""
+
+    def __init__(self, session: Session) -> None:
+        self._ranks = session.state.ranks
+        self._timer = session.state.reducer.timer
+        self._every = session.state.run.logging.every
+        self._emit = session.emit
+        self._watch = StragglerWatch(self._ranks.hosts)
+        self._counted = 0.0
+
+    def after_step(self, step: int) -> None:
+        """Compare the ranks, if this step is logged; `MetricsBuffer` has waited for the device."""
+        if self._ranks.world_size == 1 or step % self._every:
+            return
+        total = self._timer.total_seconds()
+        seconds = (total - self._counted) / self._every
+        self._counted = total
+        text = self._watch.add(self._ranks.gather(seconds))
+        if text:
+            self._emit(Notice(text, level="warning"))
 
 
 class MetricsBuffer:

@@ -270,20 +270,42 @@ def test_each_machine_has_a_cache_and_all_leave_out_the_same_samples(tmp_path):
     assert (tmp_path / "store/machine-1/shards").is_dir()
 
 
+class FakeGroup(RankGroup):
+    """A rank that hears from the others what `values` says, in the order of the calls."""
+
+    def __init__(self, rank, machines, *values):
+        super().__init__(rank, machines, [f"host-{machine}" for machine in machines])
+        self._values = iter(values)
+
+    def gather(self, value):
+        return next(self._values)
+
+    def broadcast(self, value):
+        return value
+
+
 def test_machines_are_numbered_by_their_first_rank(tmp_path):
-    machines = ("b", "a", "b", "a")
-
-    class Group(RankGroup):
-        def gather(self, value):
-            return [machines.index(machine) for machine in machines]
-
-    found = [encoding_ranks(Group(rank, machines, machines), tmp_path, 9) for rank in range(4)]
+    machines, heard = ("b", "a", "b", "a"), ([True] * 4, [0, 1, 0, 1])
+    groups = [FakeGroup(rank, machines, *heard) for rank in range(4)]
+    found = [encoding_ranks(group, tmp_path, 9) for group in groups]
     assert [one.machine for one in found] == [0, 1, 0, 1]
     assert [one.local_ranks for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert [one.is_first for one in found] == [True, True, False, False]
     assert all(one.shares_cache for one in found)
-    assert encoding_ranks(SINGLE, tmp_path, 9) == Ranks(0, 1, tmp_path, 9, (0,))
-    assert not encoding_ranks(SINGLE, tmp_path, 9).shares_cache
+    alone = encoding_ranks(SINGLE, tmp_path / "alone", 9)
+    assert alone == Ranks(0, 1, tmp_path / "alone", 9, (0,))
+    assert not alone.shares_cache
+    assert not (tmp_path / "alone").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machines_that_do_not_share_the_output_folder_are_told_at_once(tmp_path, rank):
+    group = FakeGroup(rank, ("a", "b"), [True, False])
+    with pytest.raises(
+        ConfigError, match=r"rank 1 on host-b does not see .*which rank 0 on host-a"
+    ):
+        encoding_ranks(group, tmp_path, 9)
+    assert (tmp_path / "seen").exists() == (rank == 0)
 
 
 def test_a_share_does_not_depend_on_which_other_keys_are_missing():

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.config.environment import (
+    adopt_slurm_ranks,
+    first_host,
     EnvironmentSettings,
     claim_alloc_conf,
     claim_process_alloc_conf,
@@ -212,3 +214,66 @@ def test_the_default_precision_of_accelerate_launch_is_ignored():
     launched = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
     assert load("{}", launched).run.train.mixed_precision == "auto"
     assert load("{}", {"ACCELERATE_MIXED_PRECISION": "no"}).run.train.mixed_precision == "no"
+
+
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gh[003-004],gh007",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    """Return a function that sets the environment, adopts the ranks and returns their variables."""
+
+    def adopt(env):
+        variables = {k: v for k, v in os.environ.items() if k not in RANKS} | env
+        monkeypatch.setattr(os, "environ", variables)
+        adopt_slurm_ranks()
+        return [variables.get(name) for name in RANKS]
+
+    return adopt
+
+
+def test_the_tasks_of_srun_are_ranks(slurm):
+    assert slurm(SRUN) == ["3", "6", "1", "2", "gh003", "28638"]
+
+
+def test_settings_of_the_user_or_a_launcher_are_kept(slurm):
+    assert slurm(SRUN | {"MASTER_ADDR": "gh003-ib", "MASTER_PORT": "1"})[4:] == ["gh003-ib", "1"]
+    assert slurm(SRUN | {"RANK": "7"})[:2] == ["7", None]
+
+
+def test_a_batch_script_is_one_process_even_in_a_job_with_several_tasks(slurm):
+    batch = {"SLURM_JOB_ID": "1234", "SLURM_NTASKS": "6", "SLURM_PROCID": "0"}
+    assert slurm(batch) == [None] * 6
+    assert slurm(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) == [None] * 6
+
+
+def test_a_slurm_variable_that_is_no_number_is_reported(slurm):
+    with pytest.raises(ConfigError, match="SLURM_PROCID is 'x'"):
+        slurm(SRUN | {"SLURM_PROCID": "x"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gh003", "gh003"),
+        ("gh[003-006,009],login", "gh003"),
+        ("a,b", "a"),
+        ("rack[1-2]n[08,10]-ib", "rack1n08-ib"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first

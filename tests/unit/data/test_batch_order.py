@@ -567,5 +567,12 @@ def test_ranks_that_wait_long_get_a_suggestion_that_is_true() -> None:
     better = plan_balance(order, share.with_steps_of(4 * steps))
     assert round(100 * better.waiting) == then < now
     assert describe_imbalance(order, share.with_steps_of(4 * steps)) == ""
+    assert (
+        describe_imbalance(order, RankShare()) == describe_imbalance(order, RankShare(0, 2)) == ""
+    )
+    assert describe_imbalance(order, RankShare(0, 2).with_steps_of(3)) == (
+        "ranks: 2 ranks wait 25% of the planned time for each other, because they cannot share 3 "
+        "micro-batches evenly; train.gradient_accumulation_steps: 2 would lower it to 0%"
+    )
     samples = describe_imbalance(order, share, samples=3)
     assert f"train.effective_batch_size: {4 * steps * 3} would" in samples

@@ -9,11 +9,9 @@ import torch
 
 from gracetune.cache.batch_transfer import PinnedStaging, build_batch_transfer
 from gracetune.cache.memory_tier import allocate_pageable
-from gracetune.data.batch_order import RankShare
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import RunFailedError
 from gracetune.models.tiny import load
-from gracetune.train.loop import BatchStream
 
 CPU = torch.device("cpu")
 
@@ -61,13 +59,33 @@ class FakeDeviceTransfer:
         return Stream()
 
 
+class Stream:
+    """The batches of a pipeline, as the training loop takes them."""
+
+    def __init__(self, pipeline):
+        self.state = None
+        self._pipeline, self._batches = pipeline, pipeline.batches()
+
+    def take(self, count):
+        for _ in range(count):
+            batch, self.state = next(self._batches)
+            yield batch
+
+    def statistics(self, step):
+        return self._pipeline.batches_fed(step, self._batches)
+
+    def close(self):
+        self._batches.close()
+        self._pipeline.close()
+
+
 @pytest.fixture
 def stream(tiny_run, recorder, tmp_path):
     def build(transfer, **sections):
         run = tiny_run(output_dir=str(tmp_path / f"{len(recorder.events)}"), **sections)
         Path(run.output_dir).mkdir()
         pipeline = DataPipeline(run, load(run.model), transfer, Path(run.output_dir), recorder)
-        return BatchStream(pipeline, RankShare(), 0)
+        return Stream(pipeline)
 
     return build
 
@@ -82,6 +100,7 @@ def test_prefetched_batches_equal_those_that_are_loaded_inline(stream, tiny_run,
         assert all(torch.equal(one.text[name], other.text[name]) for name in other.text)
         assert one.samples == other.samples
         assert prefetched.state == inline.state
+        assert one.index == other.index == prefetched.state.consumed - 1
     fed = prefetched.statistics(20)
     prefetched.close()
     inline.close()

@@ -1,0 +1,186 @@
+"""Options of `gracetune launch`, and an agent that starts, restarts and stops real processes."""
+
+import io
+import os
+import signal
+import threading
+import time
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from gracetune.distributed import launch
+from gracetune.distributed.launch import Command, Layout, Options, launch_ranks, resolve_layout
+from gracetune.errors import ConfigError
+
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_STEP_NODELIST": "gh[003-006]",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_by_default_every_gpu_of_the_machine_is_used():
+    assert resolve_layout(Options(), {}, 4) == Layout(4, uses_gpus=True)
+    assert resolve_layout(Options(gpus=2), {}, 4).processes == 2
+    assert resolve_layout(Options(processes=3), {}, 0) == Layout(3, uses_gpus=False)
+
+
+def test_several_machines_meet_at_machine_0():
+    options = Options(nodes=2, node_rank=1, master="[fd00::1]:4711", max_restarts=0)
+    layout = resolve_layout(options, {}, 8)
+    assert layout == Layout(8, True, 2, 1, "fd00::1", 4711, 0)
+    assert layout.describe() == (
+        "launch     8 processes on GPUs, machine 1 of 0 to 1; the machines meet at fd00::1:4711"
+    )
+    assert resolve_layout(Options(nodes=2, node_rank=0, master="gh1"), {}, 8).port == 29500
+
+
+def test_srun_with_a_task_per_node_gives_the_machines():
+    layout = resolve_layout(Options(), SRUN, 4)
+    assert (layout.nodes, layout.node_rank, layout.host) == (4, 2, "gh003")
+    assert 20_000 <= layout.port < 30_000
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "words"),
+    [
+        (Options(), {}, "no GPU, so the number of processes is unknown"),
+        (Options(gpus=2), {}, "--gpus is 2, but this machine has no GPU"),
+        (Options(processes=0), {}, "--processes is 0; it must be 1 or more"),
+        (Options(processes=2, nodes=0), {}, "--nodes is 0"),
+        (Options(processes=2, max_restarts=-1), {}, "--max-restarts is -1"),
+        (Options(processes=2, master="a:1"), {}, "but --nodes is 1"),
+        (Options(processes=2, nodes=2, node_rank=0), {}, "--node-rank or --master is missing"),
+        (Options(processes=2, nodes=2, node_rank=2, master="a:1"), {}, "it must be 0 to 1"),
+        (Options(processes=2, nodes=2, node_rank=0, master="a:b"), {}, "write HOST:PORT"),
+        (Options(processes=2), {"RANK": "1"}, "RANK is 1: this process was started as a rank"),
+        (Options(processes=2), SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 4 nodes"),
+        (Options(processes=2, node_rank=1), SRUN, "come from Slurm"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, env, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve_layout(options, env, 0)
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Return a function that runs a shell script on two ranks: exit code and messages."""
+
+    def call(script, restarted=None, max_restarts=0):
+        words = [["/bin/sh", "-c", text] for text in (script, restarted or script)]
+        stream = io.StringIO()
+        layout = Layout(2, uses_gpus=False, max_restarts=max_restarts)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        code = launch_ranks(layout, Command(*words, tmp_path), stream)
+        return code, stream.getvalue()
+
+    return call
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(run_script):
+    assert run_script("exit 0") == (0, "")
+    code, text = run_script("[ $RANK = 0 ] && exec sleep 60; exit 3")
+    assert code == 3
+    assert "rank 1 (process" in text
+    assert "ended with exit code 3. --max-restarts is 0, so the run ends." in text
+
+
+def test_a_killed_rank_restarts_all(run_script, tmp_path):
+    script = f"""
+        echo $RANK >> {tmp_path}/starts
+        [ -e {tmp_path}/run.json ] && exit 1
+        [ $RANK = 0 ] && exec sleep 60
+        touch {tmp_path}/run.json
+        kill -9 $$
+    """
+    code, text = run_script(script, f"echo again >> {tmp_path}/starts", max_restarts=1)
+    assert code == 0
+    assert "was killed by SIGKILL. All ranks start again" in text
+    assert "(restart 1 of 1)" in text
+    # The run had begun to write, so the second start is with the other command.
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1", "again", "again"]
+
+
+def test_the_exit_code_of_a_killed_rank_is_that_of_a_shell(run_script):
+    code, text = run_script("[ $RANK = 1 ] && kill -9 $$; exec sleep 60")
+    assert code == 128 + signal.SIGKILL
+    assert "so the run ends" in text
+
+
+def test_a_mistake_of_the_user_is_not_repeated(run_script, tmp_path):
+    script = f"echo $RANK >> {tmp_path}/starts; sleep 0.2; exit 2"
+    assert run_script(script, max_restarts=3) == (2, "")
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
+def after_start(tmp_path, call):
+    """Call a function when both ranks have created their files."""
+
+    def wait():
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        call()
+
+    threading.Thread(target=wait).start()
+
+
+def test_ranks_that_stop_are_not_disturbed(run_script, tmp_path, monkeypatch):
+    """One rank takes long to save its checkpoint when the other has already ended."""
+    script = f"""
+        trap 'sleep $RANK; touch {tmp_path}/saved-'$RANK'; exit 130' TERM
+        touch {tmp_path}/ready-$RANK
+        while true; do sleep 0.1; done
+    """
+    after_start(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert run_script(script, max_restarts=3) == (130, "")
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def test_a_second_ctrl_c_kills_ranks_that_hang(run_script, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "KILL_AFTER_S", 0.1)
+    script = f"trap '' INT; touch {tmp_path}/ready-$RANK; while true; do sleep 0.1; done"
+
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    after_start(tmp_path, interrupt)
+    assert run_script(script, max_restarts=3) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RendezvousClosedError(), "ended on another machine"),
+        (RendezvousTimeoutError(), "not all of the 2 machines came to a:1"),
+        (RendezvousConnectionError(), "machine 1 cannot connect to a:1"),
+        (RendezvousError("odd"), "cannot find each other: odd"),
+    ],
+)
+def test_machines_that_do_not_meet_are_reported(error, words):
+    layout = Layout(1, True, nodes=2, node_rank=1, host="a", port=1)
+    assert words in str(launch._rendezvous_failure(layout, error))
+
+
+def test_a_machine_is_reached_under_the_address_that_leads_to_machine_0(monkeypatch):
+    monkeypatch.setattr(launch, "address_towards", {"gh0": "10.0.0.5"}.__getitem__)
+    layout = Layout(1, True, nodes=2, node_rank=1, host="gh0", port=1)
+    assert launch._local_address(layout) == "10.0.0.5"
+    first = Layout(1, True, nodes=2, node_rank=0, host="gh0", port=1)
+    assert launch._local_address(first) == "gh0"
+    assert launch._interface("127.0.0.1") == "lo"
+    assert launch._interface("203.0.113.7") == ""
