@@ -124,9 +124,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def prepare(name: str, folder: Path, arguments: argparse.Namespace) -> Path:
     """Limit the device memory, and write the model, the images and the run file."""
-    small = arguments.rehearse
-    if not small:
+    if not arguments.rehearse:
         limit_device_memory(DEVICE_GB[name])
+    return write_run(name, folder, arguments)
+
+
+def write_run(name: str, folder: Path, arguments: argparse.Namespace) -> Path:
+    """Write the model without its transformer's weights, the images and the run file."""
+    small = arguments.rehearse
     edge = SMALL_EDGE if small else EDGE
     random_weights.write_folder(name, folder / "model", small=small)
     make_images(folder / "images", NUM_IMAGES, edge)
