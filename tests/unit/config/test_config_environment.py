@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.config.environment import (
-    adopt_slurm_ranks,
-    first_host,
     EnvironmentSettings,
+    adopt_slurm_ranks,
     claim_alloc_conf,
     claim_process_alloc_conf,
     environment_settings,
+    first_host,
     prefer_expandable_segments,
     split_alloc_conf,
 )
