@@ -141,6 +141,6 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter, config):
     if config.stash[SUMMARY]:
-        terminalreporter.section("explored interleavings")
+        terminalreporter.section("explored")
         for line in config.stash[SUMMARY]:
             terminalreporter.write_line(line)

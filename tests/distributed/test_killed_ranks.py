@@ -45,17 +45,25 @@ class Launched:
 
     def __init__(self, file, processes, *words):
         self.folder = file.parent / "run"
-        self.errors = (file.parent / "stderr").open("w+")
+        self.errors = file.parent / "stderr"
         command = [sys.executable, "-m", "gracetune", "launch", file, "--processes", processes]
-        self.process = subprocess.Popen(
-            [str(word) for word in (*command, "--max-restarts", 10_000, *words)],
-            stdout=subprocess.DEVNULL,
-            stderr=self.errors,
-        )
+        with self.errors.open("w") as stream:
+            self.process = subprocess.Popen(
+                [str(word) for word in (*command, "--max-restarts", 10_000, *words)],
+                stdout=subprocess.DEVNULL,
+                stderr=stream,
+            )
         self._position = 0
         self._rest = b""
         self.steps = []
         """Step and loss of every step in the log, in order; a step may come several times."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
 
     def ranks(self):
         """Return the living ranks."""
@@ -101,8 +109,8 @@ class Launched:
         assert self.process.wait(timeout=120) == 130, self.text()
 
     def text(self):
-        self.errors.seek(0)
-        return self.errors.read()[-4000:]
+        """Return the end of what the launcher and the ranks have written to stderr."""
+        return self.errors.read_text()[-4000:]
 
 
 def wait_for_phase(run, phase, rng):
@@ -157,16 +165,15 @@ def leftovers(file):
 
 @pytest.mark.parametrize(("processes", "kills"), [(2, KILLS), (4, max(1, KILLS // 10))])
 def test_a_run_whose_ranks_are_killed_equals_an_unbroken_one(
-    tmp_path, tiny_run_in, processes, kills
+    tmp_path, tiny_run_in, processes, kills, summary_lines
 ):
     rng = random.Random(26)
     shared_memory = set(os.listdir("/dev/shm"))
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
     file = write_run_file(tiny_run_in, tmp_path / "killed")
-    run = Launched(file, processes)
     longest, hit = 0.0, dict.fromkeys(PHASES, 0)
-    try:
+    with Launched(file, processes) as run:
         for number in range(kills):
             phase = PHASES[number % len(PHASES)]
             if phase == "encoding" and number > len(PHASES):  # else the cache is complete
@@ -182,38 +189,29 @@ def test_a_run_whose_ranks_are_killed_equals_an_unbroken_one(
         reached = max(step for step, _ in run.steps)
         run.wait_for_step(reached + 10)
         run.stop()
-    finally:
-        run.process.kill()
-        run.process.wait()
     assert all(hit.values()), hit
     assert leftovers(file) == []
     assert set(os.listdir("/dev/shm")) <= shared_memory
     steps = max(step for step, _ in run.steps)
 
-    whole = Launched(write_run_file(tiny_run_in, tmp_path / "whole"), processes)
-    try:
+    with Launched(write_run_file(tiny_run_in, tmp_path / "whole"), processes) as whole:
         whole.wait_for_step(steps, seconds=1200)
         whole.stop()
-    finally:
-        whole.process.kill()
-        whole.process.wait()
     expected = dict(whole.steps)
     assert len(expected) == len(whole.steps)
     different = [(step, loss, expected[step]) for step, loss in run.steps if loss != expected[step]]
     assert different == []
     assert set(dict(run.steps)) == set(range(1, steps + 1))
-    print(f"{kills} kills {hit}, {steps} steps, back after {longest:.0f} s at most")
+    summary_lines.append(
+        f"{processes} ranks, {kills} kills {hit}, {steps} steps, back after {longest:.0f} s at most"
+    )
 
 
 def test_a_run_ends_with_a_checkpoint_if_its_launcher_is_killed(tmp_path, tiny_run_in):
     file = write_run_file(tiny_run_in, tmp_path)
-    run = Launched(file, 2)
-    try:
+    with Launched(file, 2) as run:
         run.wait_for_step(3)
         ranks = run.ranks()
-    finally:
-        run.process.kill()
-        run.process.wait()
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert alive == []
     last = Path(file.parent / "run/events.jsonl").read_text().splitlines()[-1]

@@ -639,9 +639,8 @@ def _final_heartbeat(own: Heartbeat, error: BaseException | None) -> Heartbeat:
         return replace(own, state="failed", error=error.cause, is_cause=False, exit_code=code)
     if isinstance(error, GracetuneError):
         return replace(own, state="failed", error=str(error), exit_code=error.exit_code)
-    is_interrupt = isinstance(error, KeyboardInterrupt)
     text = redact_urls(f"{type(error).__name__}: {error}"[:MAX_ERROR_LENGTH].rstrip(": \n"))
-    return replace(own, state="failed", error=text, exit_code=130 if is_interrupt else 1)
+    return replace(own, state="failed", error=text, exit_code=1)
 
 
 def _is_alive(beat: Heartbeat) -> bool:

@@ -61,7 +61,6 @@ JOIN_TIMEOUT_S = 900
 """Seconds that the machines wait for each other, at the start and after a failure."""
 KILL_AFTER_S = 5.0
 """Seconds from a second Ctrl-C until ranks that have not ended are killed."""
-_NO_RESTART = {USER_ERROR, INTERRUPTED}
 
 
 # Which processes to start
@@ -263,7 +262,8 @@ def _escape(words: Sequence[str]) -> tuple[str, ...]:
 
 def _set_environment(layout: Layout) -> None:
     """Set variables for the ranks that the user has not set."""
-    values = {}
+    # When a rank is lost, the store's client prints stack traces as warnings.
+    values = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if layout.processes > 1:
         cores = len(os.sched_getaffinity(0))
         values["OMP_NUM_THREADS"] = str(max(1, cores // layout.processes))
@@ -391,8 +391,6 @@ class RankAgent(LocalElasticAgent):
             if len(ended) < len(codes):
                 self._kill_late_ranks()
                 return RunResult(state=WorkerState.HEALTHY)
-        if not _NO_RESTART.isdisjoint(ended.values()):
-            self._remaining_restarts = 0
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._report(result, worker_group, ended)
@@ -411,10 +409,11 @@ class RankAgent(LocalElasticAgent):
         codes = {failure.exitcode for failure in failures.values()}
         code = failures[first].exitcode
         self.exit_code = code if code > 0 else 128 - code
-        if self._is_stopping or not _NO_RESTART.isdisjoint(codes):
+        # The agent interrupts the other ranks when one has failed, so all must be interrupted.
+        is_interrupted = self._is_stopping or codes == {INTERRUPTED}
+        if is_interrupted or USER_ERROR in codes:
             self._remaining_restarts = 0
-            is_user_error = USER_ERROR in codes and not self._is_stopping
-            self.exit_code = USER_ERROR if is_user_error else INTERRUPTED
+            self.exit_code = INTERRUPTED if is_interrupted else USER_ERROR
             return
         how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
         spec = worker_group.spec

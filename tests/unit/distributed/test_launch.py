@@ -114,6 +114,18 @@ def test_a_killed_rank_restarts_all(run_script, tmp_path):
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1", "again", "again"]
 
 
+def test_ranks_that_the_agent_interrupts_do_not_prevent_a_restart(run_script, tmp_path):
+    script = f"""
+        trap 'exit 130' TERM
+        touch {tmp_path}/ready-$RANK
+        while [ $RANK = 0 ]; do sleep 0.1; done
+        while [ ! -e {tmp_path}/ready-0 ]; do sleep 0.1; done
+        touch {tmp_path}/run.json
+        exit 1
+    """
+    assert run_script(script, "exit 0", max_restarts=1)[0] == 0
+
+
 def test_the_exit_code_of_a_killed_rank_is_that_of_a_shell(run_script):
     code, text = run_script("[ $RANK = 1 ] && kill -9 $$; exec sleep 60")
     assert code == 128 + signal.SIGKILL
