@@ -1,10 +1,13 @@
 """Two ranks share one GPU and one pinned copy of the streamed weights."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from fork_process import run_ranks
+from fork_process import rank_environments
 
 pytestmark = pytest.mark.gpu
 RANK = Path(__file__).parent / "shared_weights_gpu_rank.py"
@@ -12,10 +15,17 @@ RANK = Path(__file__).parent / "shared_weights_gpu_rank.py"
 
 @pytest.fixture(scope="module")
 def ranks():
-    done = run_ranks(RANK)
-    for rank in done:
-        assert rank.returncode == 0, rank.stderr
-    return [json.loads(rank.stdout.splitlines()[-1]) for rank in done]
+    """Start two processes, which a fork server with a CUDA context could not."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(RANK)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for env in rank_environments(os.environ)
+    ]
+    outputs = [process.communicate(timeout=120) for process in started]
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        assert process.returncode == 0, errors.decode()
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
 @pytest.mark.parametrize("link", ["MANAGED", "COHERENT"])

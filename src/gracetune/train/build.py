@@ -28,7 +28,7 @@ from torch import Tensor
 from gracetune.adapters.compute.dropout import DropoutSeeds
 from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
-from gracetune.cache.encode import Ranks
+from gracetune.cache.encode import encoding_ranks
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import process_environment, sharding_engine
 from gracetune.config.parse_text import format_value
@@ -289,9 +289,10 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
-    pipeline = DataPipeline(
-        run, family, transfer, folder, emit, _encoding_ranks(run, ranks, folder)
-    )
+    # A new folder, in which each rank lists the samples that it cannot read.
+    reports = folder / "ranks" / ranks.broadcast(uuid4().hex)
+    encoders = encoding_ranks(ranks, reports, run.distributed.timeout_s)
+    pipeline = DataPipeline(run, family, transfer, folder, emit, encoders)
     _warn_of_truncated_captions(family, pipeline.train_samples, emit)
     schedule = build_expert_schedule(
         run.train, family.boundary, drawn_token_counts(pipeline.order, family)
@@ -432,15 +433,6 @@ def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
     num_gpus = torch.cuda.device_count()
     num_local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return "gloo" if 0 < num_gpus < num_local else None
-
-
-def _encoding_ranks(run: RunFile, ranks: RankGroup, folder: Path) -> Ranks:
-    """Return this process's rank, and a new folder that all ranks use while they encode the data.
-
-    Each rank lists the samples there that it cannot read.
-    """
-    token = ranks.broadcast(uuid4().hex)
-    return Ranks(ranks.rank, ranks.world_size, folder / "ranks" / token, run.distributed.timeout_s)
 
 
 def _load_traced_sizes(
