@@ -155,8 +155,12 @@ def plan_run(
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if ranks.world_size > 1:
         together = ranks.world_size * plan.samples_per_second
-        text = f"plan: the same on each of {ranks.world_size} ranks, together {together:.3f}"
-        emit(Notice(f"{text} samples/s without waiting for each other"))
+        emit(
+            Notice(
+                f"plan: the same on each of {ranks.world_size} ranks, together {together:.3f} "
+                "samples/s if none waits for another"
+            )
+        )
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
         inputs.convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
