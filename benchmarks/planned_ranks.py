@@ -97,6 +97,8 @@ def prepare(folder: Path, count: int, arguments: argparse.Namespace) -> Path:
     settings["output_dir"] = str(folder / f"ranks-{count}")
     settings["train"]["effective_batch_size"] = MICRO_BATCHES
     settings["distributed"] = {"backend": "gloo"}
+    # Both runs read the same latents: encoded in other batches, they would be rounded differently.
+    settings["cache_config"] = {"cache_dir": str(folder / "cache"), "persistent_cache": True}
     if not small:
         settings["plan"]["device_memory"] = f"{arguments.memory / count}GB"
     path = folder / f"run-{count}.json"

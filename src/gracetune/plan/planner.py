@@ -116,8 +116,9 @@ def plan_run(
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     ranks = inputs.ranks
-    device_nbytes = device_nbytes_for(run, family, device, one_memory)
-    device_nbytes = min(ranks.gather(device_nbytes // _ranks_on_device(ranks, device)))
+    num_sharing = _ranks_on_device(ranks, device)
+    device_nbytes = device_nbytes_for(run, family, device, one_memory, num_sharing)
+    device_nbytes = min(ranks.gather(device_nbytes))
     largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.any(False)  # all start to measure at the same time
@@ -374,14 +375,19 @@ def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRate
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
 
 
-def device_nbytes_for(run: RunFile, family: Family, device: torch.device, one_memory: bool) -> int:
-    """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`."""
+def device_nbytes_for(
+    run: RunFile, family: Family, device: torch.device, one_memory: bool, num_sharing: int = 1
+) -> int:
+    """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`.
+
+    `num_sharing` ranks share the device, and each plans for an equal part of what is free.
+    """
     limit = plan_settings(run).device_memory
     if device.type != "cuda":
         assert limit is not None, "a rehearsal on the CPU without plan.device_memory"
         return parse_bytes(limit)
     # Where host and device share one memory, the kernel can free more than the driver counts.
-    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None)
+    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None) // num_sharing
     allocated = torch.cuda.memory_allocated(device)
     return free if limit is None else min(free, parse_bytes(limit) - allocated)
 

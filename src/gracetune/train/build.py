@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gracetune.cache.batch_transfer import BatchTransfer
+    from gracetune.cache.encode import Ranks
     from gracetune.config.schema import RunFile
     from gracetune.data.batch_order import BatchSeconds
     from gracetune.data.sample import Batch, Sample, Shape
@@ -262,6 +263,7 @@ def build_session(
     # The model
     family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
     base_weights = family.weights_digest()
+    _check_same_model(ranks, base_weights)
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     check_data(run, family)
@@ -272,8 +274,9 @@ def build_session(
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device)
     compares = compares_blocks(run, unplanned, ranks.world_size)
-    choose = partial(random_block, ranks) if checked_blocks is None else checked_blocks
-    references = build_references(family, choose) if compares else []
+    references = (
+        build_references(family, checked_blocks or partial(random_block, ranks)) if compares else []
+    )
     if run.train.gradient_checkpointing:
         _enable_gradient_checkpointing(family, unplanned, emit)
     if unplanned:
@@ -289,10 +292,7 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
-    # A new folder, in which each rank lists the samples that it cannot read.
-    reports = folder / "ranks" / ranks.broadcast(uuid4().hex)
-    encoders = encoding_ranks(ranks, reports, run.distributed.timeout_s)
-    pipeline = DataPipeline(run, family, transfer, folder, emit, encoders)
+    pipeline = DataPipeline(run, family, transfer, folder, emit, _encoding_ranks(run, ranks))
     _warn_of_truncated_captions(family, pipeline.train_samples, emit)
     schedule = build_expert_schedule(
         run.train, family.boundary, drawn_token_counts(pipeline.order, family)
@@ -433,6 +433,23 @@ def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
     num_gpus = torch.cuda.device_count()
     num_local = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     return "gloo" if 0 < num_gpus < num_local else None
+
+
+def _check_same_model(ranks: RankGroup, digest: str) -> None:
+    """Raise if the ranks have loaded different weights; `digest` is that of this rank's."""
+    digests = ranks.gather(digest)
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{ranks.name(other)} has loaded other weights than {ranks.name(0)}. Let model.path "
+            "name the same files on every machine."
+        )
+
+
+def _encoding_ranks(run: RunFile, ranks: RankGroup) -> Ranks:
+    """Return the ranks that encode the data, with a new folder for their unreadable samples."""
+    reports = Path(run.output_dir) / "ranks" / ranks.broadcast(uuid4().hex)
+    return encoding_ranks(ranks, reports, run.distributed.timeout_s)
 
 
 def _load_traced_sizes(
