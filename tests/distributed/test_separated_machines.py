@@ -98,9 +98,10 @@ def started(command, file, **env):
         yield processes
     finally:
         for process in processes:
-            for child in (*psutil.Process(process.pid).children(recursive=True), process):
-                child.kill()
-            process.wait()
+            if process.poll() is None:
+                for child in (*psutil.Process(process.pid).children(recursive=True), process):
+                    child.kill()
+                process.wait()
 
 
 def errors(file):

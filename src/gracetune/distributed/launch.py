@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,6 +60,10 @@ USER_ERROR, INTERRUPTED = 2, 130
 DEFAULT_PORT = 29500
 JOIN_TIMEOUT_S = 900
 """Seconds that the machines wait for each other, at the start and after a failure."""
+STUCK_S = 10.0
+"""Seconds after the end of all ranks of this machine in which the agent must react."""
+IDLE_S = 2.0
+"""The same after a signal, if there are no ranks to watch."""
 KILL_AFTER_S = 5.0
 """Seconds from a second Ctrl-C until ranks that have not ended are killed."""
 
@@ -237,22 +242,59 @@ def launch_ranks(layout: Layout, command: Command, stream: TextIO) -> int:
                 local_addr=_local_address(layout),
             )
             agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), command, stream)
-            return _run_agent(agent, spec)
+            return _run_agent(agent, layout, stream)
         except RendezvousError as error:
             raise _rendezvous_failure(layout, error) from error
 
 
-def _run_agent(agent: RankAgent, spec: WorkerSpec) -> int:
+def _run_agent(agent: RankAgent, layout: Layout, stream: TextIO) -> int:
+    """Run the agent in a thread, and return the exit code of the run.
+
+    The main thread handles signals. The agent cannot: it waits without a timeout for an answer of
+    machine 0, even if that machine is lost.
+    """
+    thread = AgentThread(agent)
     with agent.handling_signals():
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            agent.kill_late_ranks()
+            code = agent.exit_code_if_stuck()
+            if code is not None:
+                if code != INTERRUPTED:
+                    text = f"machine 0 ({layout.host}:{layout.port}) cannot be reached. When it can"
+                    text += ", start the same command again on all machines to resume."
+                    print(
+                        f"gracetune: the ranks of this machine have ended, and {text}", file=stream
+                    )
+                return code
+    if isinstance(thread.outcome, SignalException):
+        return INTERRUPTED
+    if isinstance(thread.outcome, Exception):
+        raise thread.outcome
+    is_done = thread.outcome is not None and not thread.outcome.is_failed()
+    return 0 if is_done else agent.exit_code or 1
+
+
+class AgentThread(threading.Thread):
+    """A thread that runs an agent; `outcome` is its result or its error.
+
+    The result is None if another machine has ended the run.
+    """
+
+    def __init__(self, agent: RankAgent) -> None:
+        super().__init__(name="gracetune-agent", daemon=True)
+        self.outcome: RunResult | Exception | None = None
+        self._agent = agent
+
+    def run(self) -> None:
+        """Run the agent to its end."""
         try:
-            result = agent.run()
-        except SignalException:
-            return INTERRUPTED
-        finally:
-            spec.rdzv_handler.shutdown()  # so that other machines do not wait for this one
-    if result is None:  # another machine has ended the run
-        return agent.exit_code or 1
-    return agent.exit_code if result.is_failed() else 0
+            self.outcome = self._agent.run()
+        except Exception as error:  # noqa: BLE001  the main thread raises it
+            self.outcome = error
+        finally:  # so that other machines do not wait for this one
+            self._agent.rendezvous.shutdown()
 
 
 def _escape(words: Sequence[str]) -> tuple[str, ...]:
@@ -332,12 +374,17 @@ class RankAgent(LocalElasticAgent):
         self, spec: WorkerSpec, logs: DefaultLogsSpecs, command: Command, stream: TextIO
     ) -> None:
         super().__init__(spec, logs)
+        self.rendezvous = spec.rdzv_handler
         self.exit_code = 0
         """The exit code of the rank that failed first; 128 + N if signal N killed it."""
         self._stream = stream
         self._is_stopping = False
         self._num_interrupts = 0
         self._kill_at = float("inf")
+        self._is_watching = False
+        """True from the start of the ranks until one of them has failed or all have ended."""
+        self._seen_at = time.monotonic()
+        """Time of the last look at the ranks or, when they are stopped, of the last living one."""
         self._command = command
         self._records = [command.output_dir / name for name in ("run.json", "run.resolved.json")]
         self._records_before = _identify(self._records)
@@ -360,25 +407,39 @@ class RankAgent(LocalElasticAgent):
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > 1:  # the ranks end at once, unless they hang
             self._kill_at = min(self._kill_at, time.monotonic() + KILL_AFTER_S)
-        pids = self._living_pids()
-        for pid in pids:
+        for pid in self._living_pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if not pids:  # waiting for other machines
-            raise SignalException("interrupted", signal.Signals(number))
+
+    def kill_late_ranks(self) -> None:
+        """Kill ranks that have not ended some time after a second Ctrl-C."""
+        if time.monotonic() > self._kill_at:
+            for pid in self._living_pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def exit_code_if_stuck(self) -> int | None:
+        """Return the exit code of the run if the ranks have ended and the agent does not react."""
+        living, now = self._living_pids(), time.monotonic()
+        if living or not (self._is_watching or self._is_stopping):
+            self._seen_at = now
+        is_idle = self._is_stopping and not self._is_watching  # waiting for other machines
+        if now - self._seen_at < (IDLE_S if is_idle else STUCK_S):
+            return None
+        codes = {code for code in self._exit_codes().values() if code}
+        if self._is_stopping or codes == {INTERRUPTED}:
+            return INTERRUPTED
+        return _shell_code(min(codes, default=0))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._is_stopping:
             raise SignalException("interrupted", signal.SIGINT)
         if _identify(self._records) != self._records_before:
             worker_group.spec.args = _escape(self._command.restarted[1:])
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
-        finally:  # torch installs handlers of its own, which would end the agent at once
-            for number, handler in handlers.items():
-                if handler is not None and signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self._seen_at, self._is_watching = time.monotonic(), True
+        if self._is_stopping:  # the signal came while the ranks were being started
+            self._handle_signal(signal.SIGTERM, None)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -389,9 +450,10 @@ class RankAgent(LocalElasticAgent):
             self._is_stopping = True
             self._remaining_restarts = 0
             if len(ended) < len(codes):
-                self._kill_late_ranks()
                 return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
+        self._seen_at = time.monotonic()
+        self._is_watching = result.state == WorkerState.HEALTHY
         if result.is_failed():
             self._report(result, worker_group, ended)
         return result
@@ -408,7 +470,7 @@ class RankAgent(LocalElasticAgent):
                 break
         codes = {failure.exitcode for failure in failures.values()}
         code = failures[first].exitcode
-        self.exit_code = code if code > 0 else 128 - code
+        self.exit_code = _shell_code(code)
         # The agent interrupts the other ranks when one has failed, so all must be interrupted.
         is_interrupted = self._is_stopping or codes == {INTERRUPTED}
         if is_interrupted or USER_ERROR in codes:
@@ -431,19 +493,12 @@ class RankAgent(LocalElasticAgent):
 
     def _exit_codes(self) -> dict[int, int | None]:
         """Return the exit code of each local rank without reaping it; None while it runs."""
-        assert self._pcontext is not None
-        return {rank: _exit_code(pid) for rank, pid in self._pcontext.pids().items()}
+        pids = {} if self._pcontext is None else self._pcontext.pids()
+        return {rank: _exit_code(pid) for rank, pid in pids.items()}
 
     def _living_pids(self) -> list[int]:
-        if self._pcontext is None:
-            return []
-        return [pid for pid in self._pcontext.pids().values() if _exit_code(pid) is None]
-
-    def _kill_late_ranks(self) -> None:
-        if time.monotonic() > self._kill_at:
-            for pid in self._living_pids():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        pids = {} if self._pcontext is None else self._pcontext.pids()
+        return [pid for pid in pids.values() if _exit_code(pid) is None]
 
 
 def _exit_code(pid: int) -> int | None:
@@ -459,6 +514,11 @@ def _exit_code(pid: int) -> int | None:
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _shell_code(code: int) -> int:
+    """Return an exit code as a shell does: 128 + N for a process that signal N killed."""
+    return code if code >= 0 else 128 - code
 
 
 def _signal_name(number: int) -> str:
