@@ -23,6 +23,7 @@ from gracetune.models.attention_backends import (
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.run import SignalHandler, run_training
+from gracetune.units import parse_bytes
 
 # The compiler warns about settings that would be faster.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -145,7 +146,8 @@ def test_quantized_weights_stream_without_changing_the_losses(wan_run, recorder,
         assert found[index] <= max(2 * repeat[index], tolerance), (found, repeat, recorder.texts())
     plain = train(wan_run("plain", 0, quantize=kind), recorder)
     assert max(relative_differences(streamed, plain)) <= PEFT_TOLERANCE, (streamed, plain)
-    share = float(re.search(r"([\d.]+) of the plan's", measured)[1])
+    sizes = re.search(r", (\S+ \w+) of device memory \(expected (\S+ \w+)\)", measured)
+    share = parse_bytes(sizes[1]) / parse_bytes(sizes[2])
     assert 0.8 < share < 1.05, (resident, measured)
 
 

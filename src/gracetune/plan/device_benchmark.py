@@ -318,18 +318,20 @@ def probe_model_factory(
     return lambda has_adapter, _: build_probe_model(family, has_adapter)
 
 
-def free_nbytes(device: torch.device, system_free_nbytes: int | None = None) -> int:
+def free_nbytes(
+    device: torch.device, system_free_nbytes: int | None = None, num_sharing: int = 1
+) -> int:
     """Return the bytes of device memory that torch can still allocate.
 
     They are limited by free memory and by the process's memory fraction. `system_free_nbytes`
     replaces the free memory that the driver reports, which is too low where host and device share
-    one memory.
+    one memory. `num_sharing` processes use the device, and each gets an equal part of what is free.
     """
     taken = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - taken
     free, total = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
     return min(
-        (free if system_free_nbytes is None else system_free_nbytes) + cached,
+        (free if system_free_nbytes is None else system_free_nbytes) // num_sharing + cached,
         int(total * share) - taken,
     )

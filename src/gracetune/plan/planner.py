@@ -387,7 +387,7 @@ def device_nbytes_for(
         assert limit is not None, "a rehearsal on the CPU without plan.device_memory"
         return parse_bytes(limit)
     # Where host and device share one memory, the kernel can free more than the driver counts.
-    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None) // num_sharing
+    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None, num_sharing)
     allocated = torch.cuda.memory_allocated(device)
     return free if limit is None else min(free, parse_bytes(limit) - allocated)
 
