@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -16,6 +17,14 @@ from gracetune.config.schema import RunFile
 # by the tests would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with suppress(ImportError):  # the tests on a GPU do not need it
+    from hypothesis import settings
+
+    # An example that takes long on a busy machine is not a failure.
+    settings.register_profile("gracetune", deadline=None)
+    settings.load_profile("gracetune")
 
 
 class EventRecorder:

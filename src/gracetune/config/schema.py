@@ -205,6 +205,10 @@ class TrainSection(Section):
     """Samples in one optimizer step, over all ranks: a multiple of `train.batch_size`. Set it
     instead of `train.gradient_accumulation_steps` to train with the same samples in each step on
     any number of GPUs."""
+    similar_batches: PositiveInt = 1
+    """Number of successive micro-batches with samples of similar size. If clips or images differ
+    much in size, set it to the number of micro-batches in a step, over all ranks: they then take
+    about equally long, and ranks wait less for each other. 1: all batches are shuffled."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Precision of forward and backward passes. `no`: fp32; `fp16` is replaced by bf16. `auto`: the
     variable ACCELERATE_MIXED_PRECISION if set, otherwise bf16 if the GPU supports it."""

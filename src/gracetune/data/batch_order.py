@@ -42,6 +42,9 @@ a batch is a lookup in memory."""
 LOOKAHEAD_BATCHES = 8
 """Number of batches that a loader announces to the caches before it loads them, so that the caches
 can read ahead."""
+SIMILARITY_WINDOW = 64
+"""Number of groups of similar batches that are chosen together. In a larger window, the batches of
+a group are more similar; in a smaller one, the order is more random."""
 NO_EPOCH = -1
 """Epoch number of samples that are loaded outside of training epochs, such as held-out samples."""
 MAX_NAMED_SAMPLES = 8
@@ -128,8 +131,16 @@ class BatchOrder:
     used once more than the others; the next epoch chooses others, until each has had its turn.
     """
 
-    def __init__(self, groups: Sequence[BucketGroup], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, groups: Sequence[BucketGroup], batch_size: int, seed: int, similar: int = 1
+    ) -> None:
+        """Order the batches of these groups.
+
+        Each `similar` successive batches, counted from the start of the run, have similar sample
+        sizes; 1 shuffles all batches.
+        """
         assert batch_size >= 1, f"a batch of {batch_size}"
+        self._similar = similar
         self._groups = sorted(groups, key=lambda group: group.size)
         self._batch_size = batch_size
         self._seed = seed
@@ -142,6 +153,10 @@ class BatchOrder:
             )
         self._spans = self._spans_by_size()
         self._bounds = np.concatenate([self._batch_bounds(*span) for span in self._spans])
+        sizes = np.array([prod(group.size) for group in self._groups])
+        starts, stops = self._bounds.T
+        owners = np.searchsorted(self._starts, starts, side="right") - 1
+        self._elements = sizes[owners] * (stops - starts)
         # Two epochs, because a step may begin in one epoch and end in the next.
         self._epoch = lru_cache(maxsize=2)(self._shuffle)
 
@@ -172,8 +187,7 @@ class BatchOrder:
         """
         number, place = divmod(index, self.epoch_length)
         start, stop = self._epoch(number).batches[place]
-        group = int(np.searchsorted(self._starts, start, side="right")) - 1
-        return self._groups[group].size, int(stop - start)
+        return self._groups[self._group_of(start)].size, int(stop - start)
 
     def largest_draw(self) -> tuple[Draw, ...]:
         """Return a batch of one sample of the largest size, to find the peak memory use."""
@@ -223,12 +237,35 @@ class BatchOrder:
                 stop - start, f"entries {self._seed} {number} {start}"
             )
         order = seeded_permutation(len(self._bounds), f"batches {self._seed} {number}")
+        if self._similar > 1:
+            order = self._group_similar(order, number)
         extras = {
             index: self._extra_samples(index, number)
             for index, group in enumerate(self._groups)
             if group.samples and group.draws_per_epoch % len(group.samples)
         }
         return _ShuffledEpoch(number, entries, self._bounds[order], extras)
+
+    def _group_similar(self, order: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+        """Sort batches by size within windows, cut each window into groups, and shuffle these.
+
+        Groups begin at multiples of `similar` in the sequence of the whole run, so that the first
+        batches of an epoch complete the last group of the epoch before.
+        """
+        count = self._similar
+        first = min(-(number * len(order)) % count, len(order))
+        pieces = [order[:first]]
+        for start in range(first, len(order), SIMILARITY_WINDOW * count):
+            window = order[start : start + SIMILARITY_WINDOW * count]
+            window = window[np.argsort(self._elements[window], kind="stable")]
+            whole = len(window) // count * count
+            groups = window[:whole].reshape(-1, count)
+            seed = f"groups {self._seed} {number} {start}"
+            pieces += [groups[seeded_permutation(len(groups), seed)].ravel(), window[whole:]]
+        return np.concatenate(pieces)
+
+    def _group_of(self, entry: int) -> int:
+        return int(np.searchsorted(self._starts, entry, side="right")) - 1
 
     def _extra_samples(self, index: int, number: int) -> NDArray[np.int64]:
         """Return the samples of a group that epoch `number` uses once more than the others.
@@ -246,7 +283,7 @@ class BatchOrder:
         return np.concatenate(shuffles)[start - rounds[0] * count :][:share]
 
     def _draw(self, entry: int, shuffled: _ShuffledEpoch) -> Draw:
-        index = int(np.searchsorted(self._starts, entry, side="right")) - 1
+        index = self._group_of(entry)
         group = self._groups[index]
         repeat, place = divmod(entry - int(self._starts[index]), len(group.samples))
         if repeat == group.draws_per_epoch // len(group.samples):

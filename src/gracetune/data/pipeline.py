@@ -178,7 +178,9 @@ class DataPipeline:
         prompts = PromptEncoder(family, groups, sources, self._prompt_names)
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
-        self.order = BatchOrder(train_groups, run.train.batch_size, run.seed)
+        self.order = BatchOrder(
+            train_groups, run.train.batch_size, run.seed, run.train.similar_batches
+        )
         """Sequence of all batches of the run."""
         used = (sample for group in train_groups for sample in group.samples)
         self.train_samples = tuple(dict.fromkeys(used))  # with several resolutions, in many groups

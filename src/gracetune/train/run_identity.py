@@ -57,9 +57,9 @@ IDENTITY_SETTINGS = _names(
         "cache_config": "vae_tiling",
         "gh200_optimizations": "enable_batch_size_rampup initial_effective_batch_size "
         "target_effective_batch_size batch_rampup_steps rampup_shape",
-        "train": "batch_size gradient_accumulation_steps effective_batch_size mixed_precision "
-        "max_grad_norm timestep_sampling timestep_mean timestep_std timestep_shift timestep_window "
-        "min_snr_gamma min_snr_in_flow experts expert_turns switch_every ema_decay",
+        "train": "batch_size gradient_accumulation_steps effective_batch_size similar_batches "
+        "mixed_precision max_grad_norm timestep_sampling timestep_mean timestep_std timestep_shift "
+        "timestep_window min_snr_gamma min_snr_in_flow experts expert_turns switch_every ema_decay",
         "optimizer": "name lr betas eps weight_decay schedule warmup_steps final_lr_share lr_bump "
         "min_lr max_lr high_noise_lr_bump high_noise_min_lr high_noise_max_lr low_noise_lr_bump "
         "low_noise_min_lr low_noise_max_lr",

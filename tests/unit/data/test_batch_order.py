@@ -576,3 +576,44 @@ def test_ranks_that_wait_long_get_a_suggestion_that_is_true() -> None:
     )
     samples = describe_imbalance(order, share, samples=3)
     assert f"train.effective_batch_size: {4 * steps * 3} would" in samples
+
+
+def mixed_order(similar, seed=3):
+    """Batches of one sample in four sizes, of which small ones are frequent."""
+    groups = [
+        BucketGroup(
+            tuple(Sample("d", f"{frames}/{n}", "", "0", 8, 8) for n in range(count)),
+            1,
+            0.0,
+            (8, 8, frames),
+        )
+        for frames, count in ((1, 90), (5, 60), (9, 35), (17, 20))
+    ]
+    return BatchOrder(groups, 1, seed, similar)
+
+
+@pytest.mark.parametrize("similar", [1, 2, 5, 8])
+def test_similar_batches_are_the_same_set_in_another_order(similar):
+    order = mixed_order(similar)
+    for epoch in range(3):
+        first = epoch * order.epoch_length
+        keys = [order.batch_at(first + n)[0].sample.key for n in range(order.epoch_length)]
+        assert len(set(keys)) == len(keys) == order.epoch_length
+
+
+def test_the_batches_of_a_step_have_similar_sizes():
+    def sizes_in_steps(order):
+        steps = 3 * order.epoch_length // 8
+        return [len({order.size_at(8 * step + n)[0] for n in range(8)}) for step in range(steps)]
+
+    similar, shuffled = (sizes_in_steps(mixed_order(count)) for count in (8, 1))
+    assert sum(shuffled) / len(shuffled) > 2.5
+    assert sum(similar) / len(similar) < 1.3, similar
+    assert similar.count(1) > 0.75 * len(similar)
+
+
+def test_steps_of_similar_batches_come_in_random_order():
+    order = mixed_order(8)
+    sizes = [order.size_at(8 * step)[0][2] for step in range(order.epoch_length // 8)]
+    assert sizes != sorted(sizes)
+    assert sizes != sorted(sizes, reverse=True)
