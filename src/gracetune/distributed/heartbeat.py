@@ -217,7 +217,7 @@ class RankTable:
         for rank in failed:
             if self.beats[rank].is_cause:
                 return self._failed(rank, now)
-        for rank in self._find_dead(now, is_store_lost=bool(store_error)):
+        for rank in self._find_dead(now, is_store_lost=bool(store_error) and 0 in self.running):
             return LostRank(
                 rank,
                 f"{self._name(rank, now)} has died without a message. It was killed, for example "
@@ -276,14 +276,15 @@ class RankTable:
         """Return ranks of this machine whose process has gone without saying that it ended.
 
         A rank publishes its end just before its process ends, so the store must have answered
-        since the process was missed. A store that is lost will not answer.
+        since the process was missed. A store that is lost will not answer; it is lost with rank 0,
+        which waits for the others before it ends.
         """
         dead = []
         for rank in self.running:
             if rank not in self._group.local_ranks or self._is_alive(self.beats[rank]):
                 continue
             since = self._dead_since.setdefault(rank, now)
-            if self._read_at > since or (is_store_lost and now > since):
+            if self._read_at > since or is_store_lost:
                 dead.append(rank)
         return dead
 
@@ -340,7 +341,7 @@ class RankMonitor:
         stopped has not heard of the others, and must not conclude that they are lost."""
         self._table: RankTable | None = None
         self._store_error = ""
-        self._is_ending = self._has_seen_failure = False
+        self._is_ending = self._has_seen_failure = self._wants_refresh = False
         self._wake, self._is_published = threading.Event(), threading.Event()
         self._is_left = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -486,14 +487,13 @@ class RankMonitor:
         try:
             while not self._is_left.is_set():
                 is_due = time.monotonic() - published_at >= self._settings.heartbeat_s
-                has_news = last.has_seen_failure != self._has_seen_failure
-                if is_due or has_news or last.state != self._own.state:
+                if is_due or self._has_news(last):
                     published_at, last = time.monotonic(), self._publish(store, last)
                 changes = store.add(_CHANGES, 0)
-                if is_due or changes != known_changes:
+                if is_due or changes != known_changes or self._wants_refresh:
                     read = [Heartbeat(**json.loads(text)) for text in store.multi_get(keys)]
                     self._table.update(read, self._now)
-                    known_changes = changes
+                    known_changes, self._wants_refresh = changes, False
                     self._acknowledge(read)
                 else:
                     self._table.touch(self._now)
@@ -502,6 +502,12 @@ class RankMonitor:
         except (RuntimeError, ConnectionError) as error:  # rank 0 and its store are gone
             self._store_error = str(error).splitlines()[0]
             self._is_published.set()
+
+    def _has_news(self, last: Heartbeat) -> bool:
+        """Return True if this rank has changed since its last heartbeat."""
+        own = self._own
+        is_same = own.state == last.state and self._activity == last.activity
+        return not is_same or self._has_seen_failure != last.has_seen_failure
 
     def _publish(self, store: TCPStore, last: Heartbeat) -> Heartbeat:
         """Publish this rank's heartbeat; `last` is the one before it."""
@@ -593,7 +599,11 @@ class RankMonitor:
             return None
         heartbeat_s = self._settings.heartbeat_s
         deadline = time.monotonic() + min(3 * heartbeat_s, self._settings.stall_timeout_s) + 1
+        self._wants_refresh = True  # to learn the newest activity of the other ranks
         self._wake.set()
+        refreshed_by = time.monotonic() + 1
+        while self._wants_refresh and not self._store_error and time.monotonic() < refreshed_by:
+            time.sleep(0.01)
         while time.monotonic() < deadline:
             lost = self._find_lost()
             if lost is not None:

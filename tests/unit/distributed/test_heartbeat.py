@@ -115,6 +115,18 @@ def test_the_rank_with_the_store_is_lost_with_it():
     assert table.find_lost(3, "Connection reset") is None
 
 
+def test_a_lost_store_does_not_make_ranks_dead_if_rank_0_has_ended():
+    dead = set()
+    group = RankGroup(2, ["a"] * 3, ["one"] * 3)
+    beats = [replace(RUNNING, pid=100 + rank) for rank in range(3)]
+    table = RankTable(group, beats, 45.0, lambda beat: beat.pid not in dead)
+    dead.add(100)
+    assert "rank 0 on one (process 100, 1 s ago" in table.find_lost(1, "Connection reset").text
+    table.update([replace(beats[0], state="ended"), *beats[1:]], 2)
+    dead.add(101)  # it may have ended as well, but can no longer say so
+    assert table.find_lost(3, "Connection reset") is None
+
+
 def test_after_a_timeout_the_rank_that_made_no_progress_is_named():
     table = Table()
     table.read(5, rank_1={"idle_s": 3.0}, rank_2={"idle_s": 1790.0, "activity": "encoding"})
