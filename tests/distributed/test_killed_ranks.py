@@ -147,11 +147,10 @@ def wait_for_phase(run, phase, rng):
 
 def kill(run, rng):
     """Kill one rank, or sometimes all of them."""
+    run.wait(lambda _: run.ranks())  # between two starts there is none
     ranks = run.ranks()
-    victims = ranks if rng.random() < 0.2 else rng.sample(ranks, min(1, len(ranks)))
-    for victim in victims:
+    for victim in ranks if rng.random() < 0.2 else rng.sample(ranks, 1):
         victim.kill()
-    return len(victims)
 
 
 def leftovers(file):
@@ -163,12 +162,21 @@ def leftovers(file):
     return found
 
 
+def shared_memory_segments():
+    """Return the names of all segments.
+
+    Semaphores of Python's multiprocessing are left out: a run creates none, but other processes on
+    this machine may.
+    """
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @pytest.mark.parametrize(("processes", "kills"), [(2, KILLS), (4, max(1, KILLS // 10))])
 def test_a_run_whose_ranks_are_killed_equals_an_unbroken_one(
     tmp_path, tiny_run_in, processes, kills, summary_lines
 ):
     rng = random.Random(26)
-    shared_memory = set(os.listdir("/dev/shm"))
+    segments = shared_memory_segments()
     (tmp_path / "killed").mkdir()
     (tmp_path / "whole").mkdir()
     file = write_run_file(tiny_run_in, tmp_path / "killed")
@@ -182,16 +190,16 @@ def test_a_run_whose_ranks_are_killed_equals_an_unbroken_one(
             wait_for_phase(run, phase, rng)
             reached = max((step for step, _ in run.steps), default=1)
             killed_at = time.monotonic()
-            hit[phase] += kill(run, rng) > 0
+            kill(run, rng)
+            hit[phase] += 1
             if PHASES[(number + 1) % len(PHASES)] not in ("start-up", "encoding"):
                 run.wait_for_step(reached)
                 longest = max(longest, time.monotonic() - killed_at)
         reached = max(step for step, _ in run.steps)
         run.wait_for_step(reached + 10)
         run.stop()
-    assert all(hit.values()), hit
     assert leftovers(file) == []
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert shared_memory_segments() <= segments
     steps = max(step for step, _ in run.steps)
 
     with Launched(write_run_file(tiny_run_in, tmp_path / "whole"), processes) as whole:

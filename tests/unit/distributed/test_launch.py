@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -13,6 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gracetune.distributed import launch
 from gracetune.distributed.launch import Command, Layout, Options, launch_ranks, resolve_layout
@@ -76,14 +78,15 @@ def test_options_that_cannot_work_are_refused(options, env, words):
 
 
 @pytest.fixture
-def run_script(tmp_path):
+def run_script(tmp_path, monkeypatch):
     """Return a function that runs a shell script on two ranks: exit code and messages."""
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):  # so that they do not stay set
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
 
-    def call(script, restarted=None, max_restarts=0):
+    def call(script, restarted=None, max_restarts=0, **machines):
         words = [["/bin/sh", "-c", text] for text in (script, restarted or script)]
         stream = io.StringIO()
-        layout = Layout(2, uses_gpus=False, max_restarts=max_restarts)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        layout = Layout(2, uses_gpus=False, max_restarts=max_restarts, **machines)
         code = launch_ranks(layout, Command(*words, tmp_path), stream)
         return code, stream.getvalue()
 
@@ -172,6 +175,32 @@ def test_a_second_ctrl_c_kills_ranks_that_hang(run_script, tmp_path, monkeypatch
 
     after_start(tmp_path, interrupt)
     assert run_script(script, max_restarts=3) == (130, "")
+
+
+def test_a_launcher_ends_although_machine_0_does_not_answer(run_script, monkeypatch):
+    released = threading.Event()
+
+    def wait_for_answer(_):
+        released.wait(20)
+        raise RendezvousClosedError
+
+    monkeypatch.setattr(launch, "STUCK_S", 0.3)
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", wait_for_answer)
+    code, text = run_script("sleep 0.5; kill -9 $$", max_restarts=3)
+    released.set()
+    assert code == 128 + signal.SIGKILL
+    assert "the ranks of this machine have ended, and machine 0" in text
+
+
+def test_a_launcher_that_waits_for_other_machines_can_be_stopped(run_script, monkeypatch):
+    monkeypatch.setattr(launch, "IDLE_S", 0.2)
+    monkeypatch.setattr(launch, "JOIN_TIMEOUT_S", 3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert run_script("exit 0", nodes=2, node_rank=0, host="127.0.0.1", port=port) == (130, "")
+    timer.join()
 
 
 @pytest.mark.parametrize(
