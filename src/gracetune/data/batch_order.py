@@ -160,6 +160,10 @@ class BatchOrder:
         # Two epochs, because a step may begin in one epoch and end in the next.
         self._epoch = lru_cache(maxsize=2)(self._shuffle)
 
+    def with_similar(self, similar: int) -> BatchOrder:
+        """Return the same batches in an order with another number of similar ones."""
+        return BatchOrder(self._groups, self._batch_size, self._seed, similar)
+
     @property
     def epoch_length(self) -> int:
         """Number of batches in an epoch, over all ranks."""
@@ -401,9 +405,9 @@ def plan_balance(order: BatchOrder, share: RankShare) -> RankBalance:
 def describe_imbalance(order: BatchOrder, share: RankShare, samples: int | None = None) -> str:
     """Return a line for the log if ranks wait long for each other; an empty text if they do not.
 
-    It names the number of micro-batches in a step with which they would wait less. `samples` is the
-    number of samples in a micro-batch, if the run file sets `train.effective_batch_size` instead of
-    `train.gradient_accumulation_steps`.
+    It names settings with which they would wait less: more micro-batches in a step, or batches of
+    similar size. `samples` is the number of samples in a micro-batch, if the run file sets
+    `train.effective_batch_size` instead of `train.gradient_accumulation_steps`.
     """
     now = plan_balance(order, share)
     if now.imbalance <= MAX_IMBALANCE:
@@ -422,12 +426,15 @@ def describe_imbalance(order: BatchOrder, share: RankShare, samples: int | None 
         if found.waiting < best[0].waiting:
             best = found, accumulation
     balance_then, accumulation = best
-    if not accumulation:
-        return text
-    setting = f"train.gradient_accumulation_steps: {accumulation}"
-    if samples is not None:
-        setting = f"train.effective_batch_size: {accumulation * share.world_size * samples}"
-    return f"{text}; {setting} would lower it to {balance_then.waiting:.0%}"
+    if accumulation:
+        setting = f"train.gradient_accumulation_steps: {accumulation}"
+        if samples is not None:
+            setting = f"train.effective_batch_size: {accumulation * share.world_size * samples}"
+        text += f"; {setting} would lower it to {balance_then.waiting:.0%}"
+    similar = plan_balance(order.with_similar(share.num_batches(0)), share)
+    if share.batch_seconds is not None and similar.waiting < now.waiting / 2:
+        text += f"; train.similar_batches: {share.num_batches(0)} to {similar.waiting:.0%}"
+    return text
 
 
 # Loading batches

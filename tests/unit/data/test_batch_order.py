@@ -617,3 +617,13 @@ def test_steps_of_similar_batches_come_in_random_order():
     sizes = [order.size_at(8 * step)[0][2] for step in range(order.epoch_length // 8)]
     assert sizes != sorted(sizes)
     assert sizes != sorted(sizes, reverse=True)
+
+
+def test_similar_batches_are_suggested_if_they_shorten_the_waiting():
+    order, share = mixed_order(1), RankShare(0, 4, None, lambda size, count: size[2] * count)
+    text = describe_imbalance(order, share)
+    found = re.search(r"wait (\d+)% .*; train\.similar_batches: 4 to (\d+)%$", text)
+    assert found, text
+    now, then = map(int, found.groups())
+    assert round(100 * plan_balance(order.with_similar(4), share).waiting) == then < now / 2
+    assert "similar_batches" not in describe_imbalance(order.with_similar(4), share)
