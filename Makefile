@@ -42,7 +42,7 @@ test-slow: venv  ## the tests that take minutes
 
 # Half an hour. The test with two network namespaces needs root.
 test-distributed: venv  ## kill ranks at random moments, and separate machines
-	$(BIN)/python -m pytest -m distributed tests/distributed
+	$(BIN)/python -m pytest -m distributed
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
