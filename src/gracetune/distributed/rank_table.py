@@ -1,4 +1,4 @@
-"""What ranks publish about themselves, and the rules that tell which rank is lost.
+"""The records that ranks publish about themselves, and the rules that tell which rank is lost.
 
 `heartbeat.py` exchanges the heartbeats and applies the rules.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank publishes about itself."""
+    """A record that a rank publishes about itself."""
 
     pid: int
     birth: int | None
