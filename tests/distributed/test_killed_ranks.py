@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -67,8 +68,12 @@ class Launched:
 
     def ranks(self):
         """Return the living ranks."""
-        children = psutil.Process(self.process.pid).children()
-        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        living = []
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    living.append(child)
+        return living
 
     def new_events(self):
         """Return the events since the last call."""
@@ -150,7 +155,8 @@ def kill(run, rng):
     run.wait(lambda _: run.ranks())  # between two starts there is none
     ranks = run.ranks()
     for victim in ranks if rng.random() < 0.2 else rng.sample(ranks, 1):
-        victim.kill()
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
 
 
 def leftovers(file):
