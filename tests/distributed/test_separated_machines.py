@@ -141,7 +141,7 @@ def test_a_run_on_two_machines_ends_when_they_are_separated_and_resumes(
     file.write_text(json.dumps(run.model_dump(mode="json", exclude_unset=True)))
 
     with started(command, file, **env) as processes:
-        wait_for_step(processes, file, 10)
+        wait_for_step(processes, file, 11)  # so that the checkpoint of step 10 is complete
         ranks = [
             rank
             for process in processes
