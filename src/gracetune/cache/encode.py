@@ -235,7 +235,7 @@ def encoding_ranks(group: RankGroup, reports: Path, timeout_s: float) -> Ranks:
     mark = reports / "seen"
     if group.is_main and group.world_size > 1:
         write_text(mark, "")
-    group.broadcast("the file is written")
+    group.wait()  # until the file is written
     blind = [rank for rank, sees in enumerate(group.gather(mark.exists())) if not sees]
     if blind and group.world_size > 1:
         raise ConfigError(

@@ -75,6 +75,8 @@ LINGER_S = 5.0
 """Seconds that a failed rank 0, which hosts the store, waits until the others have read its
 error."""
 MAX_ERROR_LENGTH = 2000
+MIN_COMPARED = 4
+"""Smallest number of times of each rank from which a slow rank is named."""
 _BEAT, _CHANGES = "beat/", "changes"
 """Keys in the store: the heartbeat of each rank, and the number of ranks that ended or failed."""
 
@@ -506,44 +508,51 @@ class StragglerWatch:
     """
 
     def __init__(
-        self, hosts: Sequence[str], window: int = 20, factor: float = 1.25, every: int = 500
+        self,
+        hosts: Sequence[str],
+        steps_each: int = 1,
+        window: int = 20,
+        factor: float = 1.25,
+        every: int = 500,
     ) -> None:
         """Compare the last `window` steps; repeat a message after `every` steps at the earliest.
 
-        A rank is slow if its steps take more than `factor` times the median of the other ranks.
+        Times are added after each `steps_each` steps; at least four such times are compared. A rank
+        is slow if its steps take more than `factor` times the median of the other ranks.
         """
         self._hosts = list(hosts)
-        self._window = window
+        self._steps_each = steps_each
         self._factor = factor
-        self._every = every
-        self._steps: deque[Sequence[float]] = deque(maxlen=window)
+        self._every = max(1, every // steps_each)
+        self._times: deque[Sequence[float]] = deque(maxlen=max(MIN_COMPARED, window // steps_each))
         self._until_next = 0
 
     def add(self, seconds: Sequence[float]) -> str | None:
-        """Add a step's own work of each rank in seconds, without its waiting for other ranks.
+        """Add the seconds per step that each rank computed, without its waiting for other ranks.
 
-        Returns a message if a rank was slow in the last steps, in sum and in three of four steps.
+        Returns a message if a rank was slow in the last steps, in sum and three times out of four.
         """
         assert len(seconds) == len(self._hosts), (len(seconds), len(self._hosts))
         self._until_next -= 1
-        self._steps.append(tuple(seconds))
-        if len(seconds) < 2 or len(self._steps) < self._window or self._until_next > 0:
+        self._times.append(tuple(seconds))
+        count = len(self._times)
+        if len(seconds) < 2 or count != self._times.maxlen or self._until_next > 0:
             return None
-        totals = [sum(column) for column in zip(*self._steps, strict=True)]
+        totals = [sum(column) for column in zip(*self._times, strict=True)]
         rank = max(range(len(totals)), key=totals.__getitem__)
         usual = _median_of_others(totals, rank)
         num_slow = sum(
-            step[rank] > self._factor * _median_of_others(step, rank) for step in self._steps
+            times[rank] > self._factor * _median_of_others(times, rank) for times in self._times
         )
-        if totals[rank] <= self._factor * usual or 4 * num_slow < 3 * self._window:
+        if totals[rank] <= self._factor * usual or 4 * num_slow < 3 * count:
             return None
         self._until_next = self._every
-        own, others = totals[rank] / self._window, usual / self._window
+        own, others = totals[rank] / count, usual / count
         return (
             f"rank {rank} on {self._hosts[rank]} is slow: it needed {own:.3g} s for its part of a "
-            f"step, the others {others:.3g} s (mean of {self._window} steps), and all ranks wait "
-            "for it. Check temperature and clocks of its GPU (nvidia-smi -q -d PERFORMANCE), other "
-            "processes on that machine, and its disk."
+            f"step, the others {others:.3g} s (mean of {count * self._steps_each} steps), and all "
+            "ranks wait for it. Check temperature and clocks of its GPU (nvidia-smi -q -d "
+            "PERFORMANCE), other processes on that machine, and its disk."
         )
 
 

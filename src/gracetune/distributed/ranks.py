@@ -103,6 +103,10 @@ class RankGroup:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._control)
         return tuple(map(bool, found.tolist()))
 
+    def wait(self) -> None:
+        """Wait until all ranks have called this."""
+        self.any(False)
+
     def name(self, rank: int) -> str:
         """Return a rank's number and host name, for messages."""
         return f"rank {rank} on {self.hosts[rank]}"

@@ -121,7 +121,7 @@ def plan_run(
     device_nbytes = min(ranks.gather(device_nbytes))
     largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
-    ranks.any(False)  # all start to measure at the same time
+    ranks.wait()  # so that all measure at the same time
     rates = lowest_rates(_measure_rates(device, run.model.family, emit), ranks)
     with ExitStack() as undo:
         fuse_family(family, undo)  # the tracer must see the operations that will run

@@ -66,7 +66,7 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
     ranks = session.state.ranks
     share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
-    if session.batch_seconds is not None:
+    if ranks.world_size > 1:
         _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
@@ -76,7 +76,7 @@ def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
 
 
 def _report_imbalance(session: Session, share: RankShare) -> None:
-    """Log how long ranks wait for each other because of different sample sizes, if it is long."""
+    """Log how long ranks wait for each other in the planned steps, if it is long."""
     train = session.state.run.train
     samples = None if train.effective_batch_size is None else train.batch_size
     text = describe_imbalance(session.pipeline.order, share, samples)
@@ -295,7 +295,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
         session.emit(
             CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
         )
-    ranks.any(False)  # waits until the main rank has written the checkpoint
+    ranks.wait()  # until the main rank has written the checkpoint
     metrics.restart_clock()
 
 
@@ -453,7 +453,7 @@ class StragglerReport:
         self._timer = session.state.reducer.timer
         self._every = session.state.run.logging.every
         self._emit = session.emit
-        self._watch = StragglerWatch(self._ranks.hosts)
+        self._watch = StragglerWatch(self._ranks.hosts, self._every)
         self._counted = 0.0
 
     def after_step(self, step: int) -> None:

@@ -173,8 +173,15 @@ def test_a_persistently_slow_rank_is_named_once_in_a_while():
     told = [step for step, text in enumerate(messages) if text]
     assert told == [19, 119]
     assert messages[19].startswith(
-        "rank 2 on two is slow: it needed 1.5 s for its part of a step, the others 1 s"
+        "rank 2 on two is slow: it needed 1.5 s for its part of a step, the others 1 s (mean of 20"
     )
+
+
+def test_times_of_several_steps_are_counted_as_steps():
+    watch = StragglerWatch(["one", "two"], steps_each=10)
+    messages = [watch.add([1.0, 2.0]) for _ in range(60)]
+    assert [number for number, text in enumerate(messages) if text] == [3, 53]
+    assert "(mean of 40 steps)" in messages[3]
 
 
 @pytest.mark.parametrize(
