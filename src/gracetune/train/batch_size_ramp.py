@@ -87,6 +87,13 @@ def build_ramp(run: RunFile, world_size: int) -> AccumulationRamp | None:
     )
 
 
+def samples_in_step(run: RunFile, world_size: int, consumed: int) -> int:
+    """Return the samples of a step over all ranks, when `consumed` micro-batches are done."""
+    ramp = build_ramp(run, world_size)
+    count = micro_batches_per_step(run, world_size) if ramp is None else ramp.accumulation(consumed)
+    return run.train.batch_size * count
+
+
 def ramp_notes(ramp: AccumulationRamp) -> list[str]:
     """Return messages about the ramp for the log, including rounding to whole micro-batches."""
     size = ramp.batch_size

@@ -7,6 +7,7 @@ logged as a `Notice`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -53,7 +54,12 @@ from gracetune.plan.bucket_seconds import (
     sizes_to_trace,
     token_counts,
 )
-from gracetune.train.batch_size_ramp import build_ramp, micro_batches_per_step, ramp_notes
+from gracetune.train.batch_size_ramp import (
+    build_ramp,
+    micro_batches_per_step,
+    ramp_notes,
+    samples_in_step,
+)
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.execution_record import (
     POSITIONAL,
@@ -73,7 +79,7 @@ from gracetune.train.export import (
 )
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
-from gracetune.train.run_identity import check_same_run, run_identity, samples_per_step
+from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
 from gracetune.train.validate import build_validation, check_validation
@@ -178,7 +184,7 @@ class Session:
         ranks = state.ranks.world_size
         check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, ranks)
         if snapshot.num_ranks != ranks:
-            self._warn_of_other_ranks(snapshot)
+            self._report_other_ranks(snapshot)
         changes = execution_changes(snapshot.execution, self.execution_record())
         if changes:
             text = "the result may differ in rounding from that of an uninterrupted run: "
@@ -197,19 +203,27 @@ class Session:
             self.emit(Notice(text, level="warning", fallback=True))
         return snapshot.progress
 
-    def _warn_of_other_ranks(self, snapshot: Snapshot) -> None:
-        saved_ranks, ranks = snapshot.num_ranks, self.state.ranks.world_size
+    def _report_other_ranks(self, snapshot: Snapshot) -> None:
+        """Say whether steps have as many samples as with the ranks that saved the checkpoint.
+
+        Of a ramp, the next step and the end are compared.
+        """
+        saved_ranks, ranks, run = snapshot.num_ranks, self.state.ranks.world_size, self.state.run
+        settings = {
+            name.removeprefix("train."): snapshot.identity.get(name) for name in STEP_SIZE_SETTINGS
+        }
+        saved_run = run.model_copy(update={"train": run.train.model_copy(update=settings)})
         text = f"the checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}"
-        before = samples_per_step(snapshot.identity, saved_ranks)
-        now = samples_per_step(self.identity, ranks)
-        if self.ramp is not None or before == now:
-            self.emit(Notice(f"{text}; each optimizer step has the same samples as before"))
-        else:
-            text += (
-                f": an optimizer step now averages over {now} samples instead of {before}. Set "
-                f"train.effective_batch_size: {before} to keep the number"
-            )
-            self.emit(Notice(text, level="warning"))
+        for consumed in (snapshot.progress.consumed, sys.maxsize):
+            before = samples_in_step(saved_run, saved_ranks, consumed)
+            now = samples_in_step(run, ranks, consumed)
+            if before != now:
+                text += f": an optimizer step now averages over {now} samples instead of {before}"
+                if self.ramp is None:
+                    text += f". Set train.effective_batch_size: {before} to keep the number"
+                self.emit(Notice(text, level="warning"))
+                return
+        self.emit(Notice(f"{text}; each optimizer step has the same samples as before"))
 
     def export(self) -> ExportedResult:
         """Write the trained model or adapter."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,3 +247,35 @@ def test_weights_are_restored_after_an_error_in_the_ema_block():
     with pytest.raises(RuntimeError), ema.swapped_in():
         raise RuntimeError
     assert live["w"].item() == 2.0
+
+
+RAMP = {
+    "enable_batch_size_rampup": True,
+    "initial_effective_batch_size": 4,
+    "batch_rampup_steps": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "saved", "text"),
+    [
+        ({}, {}, "averages over 4 samples instead of 8. Set train.effective_batch_size: 8"),
+        ({"train": {"gradient_accumulation_steps": 2}}, {}, "the same samples as before"),
+        ({"train": {"effective_batch_size": 8}}, {}, "the same samples as before"),
+        ({"gh200_optimizations": RAMP}, {}, "averages over 4 samples instead of 8"),
+        (
+            {"gh200_optimizations": RAMP | {"target_effective_batch_size": 16}},
+            {"consumed": 8},
+            "the same samples as before",
+        ),
+    ],
+)
+def test_a_run_on_fewer_ranks_says_whether_its_steps_have_the_same_samples(
+    session, recorder, sections, saved, text
+):
+    """The checkpoint is that of two ranks with one micro-batch of four samples each."""
+    s = session(**sections)
+    identity = {"train.gradient_accumulation_steps": 1}
+    progress = TrainProgress(consumed=saved.get("consumed", 0))
+    s._report_other_ranks(SimpleNamespace(num_ranks=2, identity=identity, progress=progress))
+    assert text in recorder.texts()[-1]
