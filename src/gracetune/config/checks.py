@@ -471,6 +471,27 @@ def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
             yield f"optimizer.{key} {note}"
 
 
+SHARDED_STRATEGIES = ("fsdp2", "hsdp")
+SHARDING_SETTINGS = ("reshard_after_forward", "prefetch_blocks", "cpu_offload", "reduce_dtype")
+"""Settings of `distributed` that only these strategies have."""
+
+
+def _unused_sharding_settings(run: RunFile) -> Iterator[str]:
+    section = run.distributed
+    if section.strategy not in SHARDED_STRATEGIES:
+        for key in SHARDING_SETTINGS:
+            if _is_changed(section, key):
+                yield (
+                    f"distributed.{key} has no effect: distributed.strategy is "
+                    f"{section.strategy}, not fsdp2 or hsdp."
+                )
+    if section.strategy != "hsdp" and section.shard_size is not None:
+        yield (
+            f"distributed.shard_size has no effect: distributed.strategy is {section.strategy}, "
+            "not hsdp."
+        )
+
+
 def _is_changed(section: Section, key: str) -> bool:
     """Return True if a setting differs from its default."""
     return bool(getattr(section, key) != type(section).model_fields[key].default)
@@ -486,4 +507,5 @@ REMARKS: tuple[Callable[[RunFile], Iterator[str]], ...] = (
     _unused_media_settings,
     _unused_caption_settings,
     _unused_optimizer_settings,
+    _unused_sharding_settings,
 )

@@ -409,6 +409,31 @@ class LoggingSection(Section):
 class DistributedSection(Section):
     """Training with more than one process (rank)."""
 
+    strategy: Literal["auto", "replicate", "fsdp2", "hsdp"] = "auto"
+    """How ranks divide the model. `replicate`: each rank has all weights, and streams frozen ones
+    that do not fit. `fsdp2`: each rank has a part of all weights, gradients and optimizer state,
+    and gathers a block's weights while it computes the block. `hsdp`: as `fsdp2` within groups of
+    `shard_size` ranks, and every group has the whole model. `auto`: `replicate`."""
+    shard_size: PositiveInt | None = None
+    """Number of ranks that together have one copy of the model, for `hsdp`. Default: the ranks of
+    one machine."""
+    context_parallel: PositiveInt = 1
+    """Number of ranks that divide the tokens of one sample among them, for long videos and large
+    images (Ulysses). It must divide the number of ranks and of the model's attention heads."""
+    context_parallel_kind: Literal["ulysses", "ring"] = "ulysses"
+    """How these ranks compute attention. `ulysses` exchanges heads for tokens; `ring` passes keys
+    and values from rank to rank and has not been tested."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward pass, and gather them again in backward.
+    False needs more memory and less network traffic (for `fsdp2` and `hsdp`)."""
+    prefetch_blocks: PositiveInt = 1
+    """Number of blocks whose weights are gathered ahead of the one that computes (for `fsdp2` and
+    `hsdp`). Each takes memory for one block."""
+    cpu_offload: bool = False
+    """Keep each rank's part of weights, gradients and optimizer state in host memory, and run the
+    optimizer on the CPU (for `fsdp2` and `hsdp`)."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks (for `fsdp2` and `hsdp`)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Library with which ranks exchange gradients. `auto`: NCCL, or gloo on CPUs and if more ranks
     than GPUs are started on a machine, which NCCL refuses."""

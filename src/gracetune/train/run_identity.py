@@ -102,7 +102,10 @@ CHANGEABLE_SETTINGS = _names(
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",
         "logging": "every tensorboard",
-        "distributed": "backend timeout_s heartbeat_s stall_timeout_s",
+        # Layouts compute the same steps with other rounding; the checkpoint records the layout.
+        "distributed": "backend timeout_s heartbeat_s stall_timeout_s strategy shard_size "
+        "context_parallel context_parallel_kind reshard_after_forward prefetch_blocks cpu_offload "
+        "reduce_dtype",
         "plan": "device_memory host_memory batch compile stream offload",
     }
 )
