@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import check_run
-from gracetune.config.environment import prefer_expandable_segments
+from gracetune.config.environment import keep_compiled_graphs, prefer_expandable_segments
 from gracetune.errors import ConfigError
 from gracetune.train.preflight import check_before_torch
 
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     check_run(run_file)
     check_before_torch(run_file, "none")
     prefer_expandable_segments()  # before the imports below load torch
+    keep_compiled_graphs()
     report = _check(run_file, args.blocks)
     if report is None:  # the main rank prints
         return 0

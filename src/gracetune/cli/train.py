@@ -12,6 +12,7 @@ from gracetune.cli.main import add_run_file_arguments
 from gracetune.config.checks import check_run
 from gracetune.config.environment import (
     adopt_slurm_ranks,
+    keep_compiled_graphs,
     prefer_expandable_segments,
     process_environment,
 )
@@ -54,6 +55,7 @@ def run_training(loaded: LoadedRun, resume: str) -> int:
     adopt_slurm_ranks()
     _end_with_launcher()
     prefer_expandable_segments()  # before the imports below load torch
+    keep_compiled_graphs()
     from gracetune.events.console import console_sink
     from gracetune.train.run import run_training as train
 

@@ -245,6 +245,19 @@ def prefer_expandable_segments() -> None:
         os.environ[ALLOC_CONF_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
+COMPILE_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def keep_compiled_graphs() -> None:
+    """Let torch keep compiled graphs in the user's cache folder, unless the user has set another.
+
+    torch's default is the folder for temporary files, which a restart of the machine empties. The
+    files are keyed by the code, torch's version and the GPU, so a stale one is never used.
+    """
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault(COMPILE_CACHE_VARIABLE, os.path.join(cache_home, "gracetune", "compiled"))
+
+
 def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> AllocConf:
     """Split `key:value,...` into gracetune's settings, which are checked, and torch's.
 

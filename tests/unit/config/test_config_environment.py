@@ -11,6 +11,7 @@ from gracetune.config.environment import (
     claim_process_alloc_conf,
     environment_settings,
     first_host,
+    keep_compiled_graphs,
     prefer_expandable_segments,
     split_alloc_conf,
 )
@@ -277,3 +278,20 @@ def test_a_slurm_variable_that_is_no_number_is_reported(slurm):
 )
 def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/gracetune/compiled"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/gracetune/compiled"),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/mine", "XDG_CACHE_HOME": "/cache"}, "/mine"),
+    ],
+)
+def test_compiled_graphs_are_kept_in_the_users_cache_folder(variables, folder, monkeypatch):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    keep_compiled_graphs()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folder
