@@ -7,8 +7,9 @@ A block's `forward` is replaced on the instance; model code does not change. The
 `recompute`  save the block's inputs and the output of attention; recompute everything else.
 
 In a compiled block the recomputation is part of the backward graph, where the compiler removes what
-backward does not read. Equal blocks share one compilation. Without gradients a block runs eagerly,
-because sampling is not worth a compilation of its own.
+backward does not read. Equal blocks share one compilation, for images of all sizes and captions of
+all lengths (`_mark_dynamic`). Without gradients a block runs eagerly, because sampling is not worth
+a compilation of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch
+from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -33,7 +36,7 @@ from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from gracetune.offload.ring import WeightRing
@@ -60,8 +63,17 @@ REASON_LINES = 2
 """Number of lines of a compiler error to show. The first alone may only say that an exception was
 raised."""
 DEFAULT_MAX_GRAPHS = 64
-"""Maximum number of compilations per kind of block. Each sample shape (bucket), checkpoint mode and
-weight placement (resident or streamed) needs its own."""
+"""Maximum number of compilations per kind of block. Each checkpoint mode, weight placement
+(resident or streamed) and number of samples (one, or more) needs its own."""
+COMPILER_SETTINGS = {
+    # The backward graph is compiled with the forward graph, where a failure can be handled: the
+    # block then runs eagerly. In backward it would be too late.
+    "force_non_lazy_backward_lowering": True,
+    # Compiled blocks have LoRA layers, which are custom autograd functions; without this, a second
+    # start would compile them again.
+    "autograd_cache_allow_custom_autograd_functions": True,
+}
+"""Settings of `torch._functorch.config` for compiled blocks."""
 
 
 def wrap_blocks(
@@ -69,18 +81,20 @@ def wrap_blocks(
     modes: Sequence[CheckpointMode],
     compiler: BlockCompiler | None,
     ring: WeightRing | None = None,
+    eager_modes: Sequence[CheckpointMode] | None = None,
 ) -> WrappedBlocks:
     """Replace each block's forward by one that saves for backward what the block's mode says.
 
     Modes: `keep` (everything), `lean` or `recompute`. Without a compiler the blocks run eagerly.
+    `eager_modes` are the modes of blocks that cannot be compiled after all; default: `modes`.
     """
-    for block, mode in zip(blocks, modes, strict=True):
+    for block, mode, eager_mode in zip(blocks, modes, eager_modes or modes, strict=True):
         if "forward" in block.__dict__:
             raise GracetuneError(
                 f"the forward of a {type(block).__name__} is already wrapped by something else "
                 "(gradient checkpointing, offloading or compilation). Remove that wrapper first."
             )
-        eager = _eager_forward(block, mode, ring)
+        eager = _eager_forward(block, mode if compiler is None else eager_mode, ring)
         block.forward = (
             eager if compiler is None else _compiled_forward(block, mode, compiler, eager)
         )
@@ -141,6 +155,12 @@ class BlockCompiler:
         self._settings.enter_context(
             torch._dynamo.config.patch(recompile_limit=max_graphs, fail_on_recompile_limit_hit=True)
         )
+        known = functorch.get_config_copy().keys() & COMPILER_SETTINGS  # differs by torch version
+        self._settings.enter_context(
+            functorch.patch({name: COMPILER_SETTINGS[name] for name in known})
+        )
+        # Two lengths that are equal in the first batch may differ in the next one.
+        self._settings.enter_context(symbolic_shapes_config.patch(use_duck_shape=False))
         callback_handler.register_start_callback(self._compilation_starts)
         callback_handler.register_end_callback(self._compilation_ends)
 
@@ -159,13 +179,13 @@ class BlockCompiler:
         If compilation fails, all functions of this compiler run as their `eager` version from then
         on, with one warning. With `fullgraph`, a graph break is a failure too.
         """
-        compiled = torch.compile(
-            function, dynamic=False, fullgraph=fullgraph, backend=self._backend
-        )
+        compiled = torch.compile(function, fullgraph=fullgraph, backend=self._backend)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.gave_up:
                 return eager(*args, **kwargs)
+            _mark_dynamic(args)
+            _mark_dynamic(kwargs.values())
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -196,6 +216,31 @@ class BlockCompiler:
                 f"{_short_reason(reason)}."
             )
             self._emit(Notice(text, level="warning", fallback=True))
+
+
+IMAGE_DIMS = 4
+"""Dimensions of a tensor whose last one is the width of an image, not its features."""
+MIN_DYNAMIC_SIZE = 8
+"""Dimensions of at least this size are dynamic in a compiled graph. Smaller ones are batch sizes
+and the parameters of a modulation, which do not vary between samples."""
+
+
+def _mark_dynamic(values: Iterable[Any]) -> None:
+    """Let one graph serve inputs of any length: images of any bucket, captions of any length.
+
+    The last dimension of vectors per token, the features, is left out. torch still fixes a marked
+    dimension that the model's weights determine.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            num_dims = value.dim() - (value.is_floating_point() and value.dim() < IMAGE_DIMS)
+            for dim in range(num_dims):
+                if value.shape[dim] >= MIN_DYNAMIC_SIZE:
+                    torch._dynamo.maybe_mark_dynamic(value, dim)
+        elif isinstance(value, (tuple, list)):
+            _mark_dynamic(value)
+        elif isinstance(value, dict):
+            _mark_dynamic(value.values())
 
 
 def _short_reason(reason: str) -> str:

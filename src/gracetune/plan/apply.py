@@ -144,7 +144,8 @@ def apply_plan(
         if compiler is not None:
             undo.callback(compiler.close)
         modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]
-        wrappers = wrap_blocks(blocks, modes, compiler, ring)
+        eager_modes = [_checkpoint_mode(plan, compiled=False) for plan in plans]
+        wrappers = wrap_blocks(blocks, modes, compiler, ring, eager_modes)
         undo.callback(wrappers.close)
         return AppliedPlan(ring, offload, compiler, undo.pop_all())
 

@@ -279,8 +279,7 @@ class PlanController:
     def record(self) -> dict[str, object]:
         """Return the plan's decisions for a checkpoint; `PlannerInputs.saved_plan` takes them."""
         decisions = asdict(candidate_of(self.plan))
-        compiler = self._applied.compiler
-        if compiler is not None and compiler.gave_up:
+        if self._gave_up_compiling:
             decisions["compiled"] = False
         return decisions | {"was_checked": self._was_checked}
 
@@ -342,8 +341,9 @@ class PlanController:
 
         If the current plan does not fit the memory, the best plan that fits is returned.
         """
-        problem = replace(self._problem, micro_batches=remaining)
-        if current.compiled:  # the graphs exist: compiled plans cost nothing extra
+        problem = replace(self._problem_now(), micro_batches=remaining)
+        if current.compiled and not self._gave_up_compiling:
+            # The graphs exist: compiled plans cost nothing extra.
             constraints = replace(problem.constraints, compile=(True,))
             problem = replace(problem, constraints=constraints)
         with suppress(PlanError):
@@ -364,8 +364,20 @@ class PlanController:
         for share in SMALLER_SHARES:
             with suppress(PlanError):
                 smaller = replace(budget, device_nbytes=int(required * share))
-                return self._of_main_rank(self._problem.solve(smaller))
+                return self._of_main_rank(self._problem_now().solve(smaller))
         return self._of_main_rank(None)
+
+    @property
+    def _gave_up_compiling(self) -> bool:
+        compiler = self._applied.compiler
+        return compiler is not None and compiler.gave_up
+
+    def _problem_now(self) -> PlanProblem:
+        """Return the planning problem, without compiled plans if compilation has failed."""
+        if not self._gave_up_compiling:
+            return self._problem
+        constraints = replace(self._problem.constraints, compile=(False,))
+        return replace(self._problem, constraints=constraints)
 
     def _of_main_rank(self, plan: Plan | None) -> Plan | None:
         """Return the main rank's plan, with this rank's prediction of its time and memory."""

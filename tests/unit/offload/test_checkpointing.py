@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 
 from gracetune.errors import GracetuneError
@@ -67,8 +68,8 @@ def compiler():
     torch._dynamo.reset()
 
 
-def gradients(model):
-    x = torch.linspace(-1, 1, 2 * TOKENS * WIDTH).view(2, TOKENS, WIDTH).sin()
+def gradients(model, tokens=TOKENS):
+    x = torch.linspace(-1, 1, 2 * tokens * WIDTH).view(2, tokens, WIDTH).sin()
     loss = model(x).square().mean()
     loss.backward()
     found = [loss.detach(), *(block.trained.grad for block in model.blocks)]
@@ -113,12 +114,16 @@ def test_compiled_blocks_give_the_same_numbers_and_share_their_graphs(mode, comp
     wrap_blocks(model.blocks, [mode] * 5, compiler)
     for ours, theirs in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    # The first block's input needs no gradient, the others' does: two graphs, forward and backward.
+    # The first block's input needs no gradient, the others' does. Each compilation has a forward
+    # and a backward graph.
     assert compiler.notices == []
-    assert compiler.graphs == 4
+    assert compiler.graphs == 2
     assert compiler.seconds > 0
-    gradients(model)
-    assert compiler.graphs == 4
+    for tokens in (TOKENS, TOKENS + 8, 2 * TOKENS, TOKENS - 16):
+        expected = gradients(build_model(), tokens)
+        for ours, theirs in zip(gradients(model, tokens), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert compiler.graphs == 2, "sequences of any length use the same graphs"
 
 
 def test_each_mode_saves_less_than_the_one_before(compiler):
@@ -170,20 +175,39 @@ def test_sampling_runs_blocks_eagerly(compiler):
     assert compiler.graphs == 0
 
 
-def test_too_many_shapes_stop_compilation_with_a_warning():
+def test_too_many_graphs_stop_compilation_with_a_warning():
     notices = []
     torch._dynamo.reset()
     compiler = BlockCompiler(notices.append, BACKEND, max_graphs=2)
     model = build_model()
     wrap_blocks(model.blocks, ["keep"] * 5, compiler)
-    for tokens in (4, 6, 8):
-        out = model(torch.ones(1, tokens, WIDTH))
-        torch.testing.assert_close(out, build_model()(torch.ones(1, tokens, WIDTH)))
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        x = torch.ones(1, TOKENS, WIDTH, dtype=dtype)
+        torch.testing.assert_close(model(x), build_model().to(dtype)(x))
     compiler.close()
     torch._dynamo.reset()
     (notice,) = notices
     assert notice.fallback
     assert "blocks run eagerly from now on" in notice.text
+
+
+def test_a_backward_pass_that_cannot_be_compiled_leaves_the_block_eager():
+    def broken(*_):
+        raise RuntimeError("no compiler here")
+
+    notices = []
+    torch._dynamo.reset()
+    compiler = BlockCompiler(
+        notices.append, aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=broken)
+    )
+    model = build_model()
+    wrap_blocks(model.blocks, ["lean"] * 5, compiler)
+    assert all_equal(gradients(model), gradients(build_model()))
+    compiler.close()
+    torch._dynamo.reset()
+    (notice,) = notices
+    assert "no compiler here" in notice.text
 
 
 @pytest.mark.parametrize(

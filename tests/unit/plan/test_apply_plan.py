@@ -1,6 +1,7 @@
 """A plan applied to a model with two experts does not change its gradients."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,28 @@ def test_all_activation_modes_together_give_the_same_gradients(compiled):
     torch._dynamo.reset()
     for ours, theirs in zip(gradients(model, "low"), expected["low"], strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_blocks_that_cannot_be_compiled_offload_as_much_as_planned():
+    """An eager block that is offloaded keeps all activations, so that the hooks see them."""
+
+    def broken(*_):
+        raise RuntimeError("no compiler here")
+
+    sent = {}
+    for name, compiled, backend in (("eager", False, ""), ("not compiled", True, broken)):
+        model, events = make(), []
+        torch._dynamo.reset()
+        layout = PlanLayout([BlockPlan("resident", "offload")] * len(WAYS), compiled)
+        layout = replace(layout, min_offload_nbytes=1)
+        placed = apply_plan(
+            model, parts(model), layout, SynchronousCopyEngine(), events.append, backend
+        )
+        gradients(model, "low")
+        sent[name] = placed.offload.counters().sent_nbytes
+        placed.close()
+    torch._dynamo.reset()
+    assert sent["not compiled"] == sent["eager"] > 0
 
 
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])

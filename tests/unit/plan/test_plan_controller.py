@@ -40,7 +40,7 @@ class FakeRing:
 
 
 class FakeCompiler:
-    graphs, seconds = 3, 40.0
+    graphs, seconds, gave_up = 3, 40.0, False
 
 
 class FakePlacedModel:
@@ -279,6 +279,15 @@ def test_compilation_during_a_measurement_is_noticed(case):
     assert one.controller.has_compiled()
     one.controller.start_measuring()
     assert not one.controller.has_compiled()
+
+
+def test_a_run_that_cannot_compile_gets_smaller_plans_without_compilation(case):
+    one = case(900, compiled=(True,))
+    one.placed[-1].compiler = FakeCompiler()
+    one.placed[-1].compiler.gave_up = True
+    assert one.plan.compiled
+    assert one.controller.reduce_memory("full.")
+    assert not one.plan.compiled
 
 
 def test_reduce_memory_fails_if_no_smaller_plan_exists(case):

@@ -347,8 +347,8 @@ def lora_linears_input_gradient(
 
 lora_linears.register_fake(
     lambda x, weights, _, down, *__: [
-        *(x.new_empty(len(x), len(weight)) for weight in weights),
-        x.new_empty(len(x), len(down)),
+        *(x.new_empty(x.shape[0], weight.shape[0]) for weight in weights),
+        x.new_empty(x.shape[0], down.shape[0]),
     ]
 )
 lora_linears_gradients.register_fake(
@@ -359,7 +359,7 @@ lora_linears_gradients.register_fake(
     ]
 )
 lora_linears_input_gradient.register_fake(
-    lambda grads, _, weights, __: grads[0].new_empty(len(grads[0]), weights[0].shape[1])
+    lambda grads, _, weights, __: grads[0].new_empty(grads[0].shape[0], weights[0].shape[1])
 )
 
 

@@ -275,7 +275,7 @@ lora_linear_fp8.register_fake(
     )
 )
 split_outliers.register_fake(
-    lambda x, basis: (x.new_empty(len(x), len(basis)), x.new_empty(x.shape))
+    lambda x, basis: (x.new_empty(x.shape[0], basis.shape[0]), x.new_empty(x.shape))
 )
 lora_gradients.register_fake(
     lambda _, x, hidden, up, __: (
@@ -285,15 +285,17 @@ lora_gradients.register_fake(
     )
 )
 lora_input_gradient.register_fake(
-    lambda grad, _, weight, __: grad.new_empty(len(grad), weight.shape[1])
+    lambda grad, _, weight, __: grad.new_empty(grad.shape[0], weight.shape[1])
 )
 lora_input_gradient_fp8.register_fake(
-    lambda quantized, _, __, weight_t, down: down.new_empty(len(quantized), len(weight_t))
+    lambda quantized, _, __, weight_t, down: down.new_empty(quantized.shape[0], weight_t.shape[0])
 )
 
 
 def _empty_outputs(x: Tensor, weight: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(down))
+    # `len(x)` would fix the number of tokens in a compiled graph: it is always a plain int.
+    rows = x.shape[0]
+    return x.new_empty(rows, weight.shape[0]), x.new_empty(rows, down.shape[0])
 
 
 def lora_output(hidden: Tensor, up: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -271,8 +271,8 @@ def lokr_gradients(
 
 lokr_linear.register_fake(
     lambda x, weight, _, kron_b, __: (
-        x.new_empty(len(x), len(weight)),
-        x.new_empty(len(x), len(kron_b)),
+        x.new_empty(x.shape[0], weight.shape[0]),
+        x.new_empty(x.shape[0], kron_b.shape[0]),
     )
 )
 lokr_gradients.register_fake(

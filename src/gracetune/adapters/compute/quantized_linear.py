@@ -212,18 +212,18 @@ def quantized_lora_input_gradient(
     return (grad_hidden @ down).addmm_(grad, _dequantize(parts, kind, shape, grad.dtype))
 
 
-quantized_linear.register_fake(lambda x, _, __, shape, ___: x.new_empty(len(x), shape[0]))
+quantized_linear.register_fake(lambda x, _, __, shape, ___: x.new_empty(x.shape[0], shape[0]))
 quantized_lora_linear.register_fake(
     lambda x, _, __, shape, ___, down, *____: (
-        x.new_empty(len(x), shape[0]),
-        x.new_empty(len(x), len(down)),
+        x.new_empty(x.shape[0], shape[0]),
+        x.new_empty(x.shape[0], down.shape[0]),
     )
 )
 quantized_input_gradient.register_fake(
-    lambda grad, _, __, shape: grad.new_empty(len(grad), shape[1])
+    lambda grad, _, __, shape: grad.new_empty(grad.shape[0], shape[1])
 )
 quantized_lora_input_gradient.register_fake(
-    lambda grad, _, __, ___, shape, ____: grad.new_empty(len(grad), shape[1])
+    lambda grad, _, __, ___, shape, ____: grad.new_empty(grad.shape[0], shape[1])
 )
 
 
