@@ -139,13 +139,20 @@ class BlockCompiler:
         emit: Callable[[Notice], None],
         backend: str = "inductor",
         max_graphs: int = DEFAULT_MAX_GRAPHS,
+        *,
+        dynamic: bool = True,
     ) -> None:
+        """Prepare torch's compiler; with `dynamic`, one graph serves sequences of all lengths.
+
+        A graph for one length is slightly faster, but each length needs its own.
+        """
         self.graphs = 0
         """Number of compilations so far."""
         self.seconds = 0.0
         """Seconds spent compiling so far."""
         self._emit = emit
         self._backend = backend
+        self._dynamic = dynamic
         self.gave_up = False
         """True if a compilation failed, so that blocks run eagerly."""
         self._began = 0.0
@@ -153,7 +160,12 @@ class BlockCompiler:
         """Reasons for graph breaks that predate this compiler or were already reported."""
         self._settings = ExitStack()
         self._settings.enter_context(
-            torch._dynamo.config.patch(recompile_limit=max_graphs, fail_on_recompile_limit_hit=True)
+            torch._dynamo.config.patch(
+                recompile_limit=max_graphs,
+                fail_on_recompile_limit_hit=True,
+                # Otherwise graphs would depend on the order of shapes, and differ after a resume.
+                automatic_dynamic_shapes=False,
+            )
         )
         known = functorch.get_config_copy().keys() & COMPILER_SETTINGS  # differs by torch version
         self._settings.enter_context(
@@ -184,8 +196,9 @@ class BlockCompiler:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.gave_up:
                 return eager(*args, **kwargs)
-            _mark_dynamic(args)
-            _mark_dynamic(kwargs.values())
+            if self._dynamic:
+                _mark_dynamic(args)
+                _mark_dynamic(kwargs.values())
             try:
                 return compiled(*args, **kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:

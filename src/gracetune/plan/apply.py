@@ -58,6 +58,8 @@ class PlanLayout:
     """Activations of fewer bytes stay on the device."""
     spare_nbytes: int = 0
     """Bytes of device memory that the plan leaves free. Prefetched activations may use them."""
+    dynamic: bool = True
+    """True if compiled blocks must accept sequences of several lengths."""
 
 
 class AppliedPlan:
@@ -140,7 +142,9 @@ def apply_plan(
         offload = _offload(blocks, plans, layout, ring, copy_engine, emit)
         if offload is not None:
             undo.callback(offload.close)
-        compiler = BlockCompiler(emit, backend) if layout.compiled else None
+        compiler = None
+        if layout.compiled:
+            compiler = BlockCompiler(emit, backend, dynamic=layout.dynamic)
         if compiler is not None:
             undo.callback(compiler.close)
         modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]

@@ -90,6 +90,8 @@ class PlannerInputs:
     load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
     """Function that loads one sample of each size whose time is needed to divide batches among
     ranks (`bucket_seconds.sizes_to_trace`)."""
+    dynamic: bool = True
+    """True if samples have several sizes, or captions several lengths."""
 
 
 def plan_run(
@@ -170,7 +172,16 @@ def plan_run(
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
         stepper.set_host_share(plan.host_state)
-        return apply_to_family(plan, family, link, device, emit, spare_nbytes, sharing_ranks)
+        return apply_to_family(
+            plan,
+            family,
+            link,
+            device,
+            emit,
+            spare_nbytes,
+            sharing_ranks,
+            dynamic=inputs.dynamic,
+        )
 
     controller = PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
@@ -330,12 +341,20 @@ def apply_to_family(
     emit: Emit,
     spare_nbytes: int = 0,
     ranks: RankGroup = SINGLE,
+    *,
+    dynamic: bool = True,
 ) -> AppliedPlan:
     """Apply a plan to the family's transformers and return the object that can remove it.
 
     All `ranks` must call this at the same time, with the same plan.
     """
-    layout = PlanLayout(plan.blocks, plan.compiled, plan.slots, spare_nbytes=max(0, spare_nbytes))
+    layout = PlanLayout(
+        plan.blocks,
+        plan.compiled,
+        plan.slots,
+        spare_nbytes=max(0, spare_nbytes),
+        dynamic=dynamic,
+    )
     return apply_layout(layout, family, link, device, emit, ranks)
 
 

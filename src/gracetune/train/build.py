@@ -333,6 +333,7 @@ def build_session(
             ),
             saved_plan=(resumed or {}).get("plan"),
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
+            dynamic=_lengths_vary(pipeline),
             ranks=ranks,
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
@@ -474,6 +475,12 @@ def _load_traced_sizes(
     if ranks.world_size == 1 or len(sizes) == 1:
         return {}
     return pipeline.load_sizes(sizes_to_trace(token_counts(family, sizes)))
+
+
+def _lengths_vary(pipeline: DataPipeline) -> bool:
+    """Return True if samples have several sizes, or captions, whose lengths may differ."""
+    captions = {sample.caption for sample in pipeline.train_samples}
+    return len(pipeline.order.draws_by_size()) > 1 or len(captions) > 1
 
 
 def _agree_on_batch_seconds(

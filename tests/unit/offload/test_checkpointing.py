@@ -166,6 +166,20 @@ def test_streamed_blocks_equal_resident_ones_bit_for_bit(modes, compiled, compil
     assert counters.fetches > 3 * len(streamed)
 
 
+def test_without_dynamic_lengths_each_length_has_its_own_graphs():
+    torch._dynamo.reset()
+    compiler = BlockCompiler(print, BACKEND, dynamic=False)
+    model = build_model()
+    wrap_blocks(model.blocks, ["lean"] * 5, compiler)
+    graphs = []
+    for tokens in (TOKENS, 2 * TOKENS, TOKENS):
+        gradients(model, tokens)
+        graphs.append(compiler.graphs)
+    compiler.close()
+    torch._dynamo.reset()
+    assert graphs == [2, 4, 4]
+
+
 def test_sampling_runs_blocks_eagerly(compiler):
     model = build_model()
     wrap_blocks(model.blocks, ["lean"] * 5, compiler)
