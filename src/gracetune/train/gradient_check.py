@@ -313,7 +313,8 @@ def check_gradients(session: Session) -> GradientReport:
     reports: dict[str, BlockReport] = {}
     notes: list[str] = []
     ranks = state.ranks
-    batches = session.pipeline.batches(RankShare(ranks.rank, ranks.world_size))
+    share = RankShare(state.layout.data_rank, state.layout.data_size)
+    batches = session.pipeline.batches(share)
     try:
         source = _without_state(batches)
         for turn in _turns(state):
@@ -500,7 +501,7 @@ def _compare_updates(
     compared = replace(state, stepper=stepper, ema=None)  # type: ignore[arg-type]
     progress = _progress_of(state, turn.expert)
     for _ in range(CHECKED_UPDATES):
-        train_step(compared, mark_last([next(batches)]), state.ranks.world_size, progress)
+        train_step(compared, mark_last([next(batches)]), state.layout.data_size, progress)
     state.stepper.synchronize()
     for name, report in reports.items():
         inside = [n for n in names if n.startswith(f"{name}.")]

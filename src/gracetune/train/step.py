@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
-from gracetune.distributed.ranks import SINGLE
+from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
 from gracetune.models.family import bind_expert
 from gracetune.optim.schedule import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
     from gracetune.distributed.gradients import GradientReducer
+    from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.models.family import Expert, Family
     from gracetune.optim.offloaded_state import OptimizerStepper
@@ -73,10 +74,16 @@ class TrainState:
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
     reducer: GradientReducer
     """Sums gradients over ranks."""
-    ranks: RankGroup = SINGLE
+    layout: Layout = SINGLE_LAYOUT
+    """The part of the model and of the data that this rank has."""
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
     an earlier version started."""
+
+    @property
+    def ranks(self) -> RankGroup:
+        """All ranks of the run."""
+        return self.layout.ranks
 
     @property
     def has_averages(self) -> bool:
@@ -165,7 +172,8 @@ def train_step(
 ) -> StepResult:
     """Accumulate gradients over the micro-batches of a step, then update the weights.
 
-    `batches` has the micro-batches of this rank, each with True if it is the rank's last one.
+    `batches` has the micro-batches of this rank, each with True if it is the rank's last one; the
+    ranks of a context group have the same ones.
     `micro_batches` is the number over all ranks. `check_gradients` is called before the update,
     with the trained transformer, and with True if every rank had one micro-batch.
 
@@ -190,10 +198,10 @@ def train_step(
         state.reducer.abandon()
     else:
         state.reducer.finish()
-    loss_sum, samples = _sum_over_ranks(ranks, totals)
+    loss_sum, samples = _sum_over_ranks(state.layout, totals)
     _raise_if_any_failed(ranks, failure)
     if check_gradients is not None:
-        check_gradients(turn.expert, micro_batches == ranks.world_size)
+        check_gradients(turn.expert, micro_batches == state.layout.data_size)
 
     grad_norm = scale_and_clip_gradients(
         list(parameters.values()), 1 / samples, train.max_grad_norm
@@ -228,10 +236,11 @@ def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
         yield batch, number == len(batches)
 
 
-def _sum_over_ranks(ranks: RankGroup, values: Tensor) -> Tensor:
-    if ranks.world_size > 1:
+def _sum_over_ranks(layout: Layout, values: Tensor) -> Tensor:
+    """Sum over ranks. Those that divide a sample's tokens have the same values, counted once."""
+    if layout.ranks.world_size > 1:
         torch.distributed.all_reduce(values)
-    return values
+    return values / layout.context_size
 
 
 def _raise_if_any_failed(ranks: RankGroup, failure: str) -> None:

@@ -1,0 +1,204 @@
+"""Prepare a loaded model for training: freeze it, add the adapter, choose dtypes and placement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import AutocastKwargs
+from torch import Tensor
+
+from gracetune.adapters.compute.fused_lora import runs_in_dtype
+from gracetune.config.checks import trains_in_bf16
+from gracetune.config.parse_text import format_value
+from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
+from gracetune.models.attention_backends import set_attention_backend
+from gracetune.models.family import transformers_of
+from gracetune.models.quantize import check_quantizable, quantize_blocks
+from gracetune.train.export import check_exportable
+from gracetune.train.step import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from accelerate import Accelerator
+    from torch import nn
+
+    from gracetune.config.schema import RunFile
+    from gracetune.events.dispatcher import Emit
+    from gracetune.models.family import Family
+    from gracetune.train.experts import ExpertSchedule
+    from gracetune.train.export import AdaptedModules
+
+
+FP32_NBYTES = 4
+ADAPTER_NAMES = {
+    "lora": "LoRA",
+    "dora": "DoRA",
+    "locon": "LoCon",
+    "loha": "LoHa",
+    "lokr": "LoKr",
+    "full": "full-matrix adapter",
+}
+
+
+def make_trainable(
+    run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
+) -> AdaptedModules:
+    """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
+
+    A run may train one or both transformers of Wan 2.2. Returns the modules that have an adapter.
+    """
+    transformers = transformers_of(family.transformer)
+    trained = {
+        expert: transformer
+        for expert, transformer in transformers.items()
+        if schedule is None or expert in schedule.windows
+    }
+    for transformer in transformers.values():
+        set_attention_backend(transformer, run.model.attention_mechanism)
+        transformer.requires_grad_(False)
+    if run.adapter is None:
+        for transformer in trained.values():
+            transformer.requires_grad_(True)
+        _keep_weights_in_fp32(run, trained.values(), emit)
+        return {}
+    from gracetune.adapters.inject import add_adapter  # peft takes seconds to import
+
+    seed = derive_seed(run.seed, "adapter") % 2**31
+    modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
+    check_exportable(trained, modules, family.name)
+    count = sum(map(len, modules.values()))
+    rank = "" if run.adapter.kind == "full" else f" rank {run.adapter.rank}"
+    emit(Notice(f"adapter: {ADAPTER_NAMES[run.adapter.kind]}{rank} on {count} modules"))
+    return modules
+
+
+def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit: Emit) -> None:
+    """Convert trained bf16 weights to fp32, unless the optimizer keeps fp32 master weights.
+
+    An update is usually smaller than the spacing of bf16 numbers, so most would be rounded away.
+    """
+    narrow = [p for t in transformers for p in t.parameters() if p.itemsize < FP32_NBYTES]
+    if not narrow:
+        return
+    if trains_in_bf16(run):
+        text = f"{len(narrow)} trained tensors and their gradients stay in bf16; the optimizer "
+        emit(Notice(f"{text}keeps fp32 master weights"))
+        return
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    text = f"{len(narrow)} trained tensors are converted to fp32, because bf16 would round updates "
+    emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
+
+
+def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
+    """Quantize the linear layers of the blocks, if `model.quantize` says so."""
+    kind = run.model.quantize
+    if kind == "none":
+        return
+    check_quantizable(kind, run.adapter)
+    count = quantize_blocks(family.blocks(), kind)
+    emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
+
+
+def move_to_device(
+    run: RunFile, family: Family, device: torch.device, unplanned: str, emit: Emit
+) -> None:
+    """Move the whole transformer to the device, for a run without a memory plan; log why."""
+    if run.model.frozen_compute == "fp8":
+        raise ConfigError(
+            f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
+            "Set it to bf16, or set plan: auto."
+        )
+    if run.plan != "off":
+        emit(unplanned_notice(run, unplanned))
+    family.transformer.to(device)
+
+
+def enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -> None:
+    """Recompute activations in backward, unless a memory plan decides that for each block."""
+    if unplanned:
+        family.enable_gradient_checkpointing()
+    else:
+        emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
+
+
+def reason_unplanned(run: RunFile, device: torch.device) -> str:
+    """Return the reason why no memory plan is made; an empty string if one is made.
+
+    A memory plan decides what is streamed from host memory. Without one, the whole model is on the
+    device.
+    """
+    if run.plan == "off":
+        return "plan is off"
+    if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
+        return "there is no GPU, and plan.device_memory is not set"
+    return ""
+
+
+def compares_blocks(run: RunFile, unplanned: str, num_ranks: int) -> bool:
+    """Return True if the first step compares a block with a plain copy of it.
+
+    A single process without a plan computes what the plain copy would.
+    """
+    is_changed = not unplanned or num_ranks > 1
+    return run.train.check_gradients and is_changed
+
+
+def unplanned_notice(run: RunFile, reason: str) -> Notice:
+    """Return the notice that no memory plan is made: a warning if the run file limits the plan."""
+    effect = "The whole model is on the device; nothing is streamed, offloaded or compiled."
+    # `plan.batch` is for the command `gracetune plan` only.
+    asked = [] if isinstance(run.plan, str) else sorted(run.plan.model_fields_set - {"batch"})
+    if not asked:
+        return Notice(f"plan: none, because {reason}. {effect}")
+    settings = run.plan.model_dump() if not isinstance(run.plan, str) else {}
+    names = ", ".join(f"plan.{name} ({format_value(settings[name])})" for name in asked)
+    text = f"no effect: {names}. There is no memory plan, because {reason}. {effect}"
+    return Notice(text, level="warning", fallback=True)
+
+
+# Autocast is made for fp32 weights. For a transformer that is already in bf16 it only computes
+# norms and what follows them in fp32, which costs time and memory that the plan does not contain.
+# A planned bf16 transformer therefore runs without autocast, as in diffusers' own pipelines.
+
+BF16_ARGUMENTS = (
+    "hidden_states",
+    "encoder_hidden_states",
+    "pooled_projections",
+    "global_hidden_states",
+)
+"""Arguments of a transformer's forward that a hook casts to bf16, because matmuls use them.
+Timesteps and positions are not cast: each transformer rounds those itself."""
+
+
+def prepare_transformer(
+    accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool
+) -> nn.Module:
+    """Wrap the transformer with Accelerate, for mixed precision."""
+    autocast = accelerator.autocast_handler
+    in_bf16 = accelerator.mixed_precision == "bf16" and runs_in_dtype(transformer, torch.bfloat16)
+    if is_planned and in_bf16:
+        accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        transformer.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
+    wrapped: nn.Module = accelerator.prepare_model(
+        transformer,
+        device_placement=not is_planned,
+        evaluation_mode=True,  # no DistributedDataParallel: `train_step` reduces gradients itself
+    )
+    accelerator.autocast_handler = autocast
+    return wrapped
+
+
+def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward pre-hook that casts inputs to bf16; the caller's own tensors are not changed."""
+    return tuple(map(_to_bf16, args[:1])) + args[1:], {
+        name: _to_bf16(value) if name in BF16_ARGUMENTS else value for name, value in kwargs.items()
+    }
+
+
+def _to_bf16(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16) if is_float else value
