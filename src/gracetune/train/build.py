@@ -55,6 +55,7 @@ from gracetune.train.batch_size_ramp import (
     samples_in_step,
 )
 from gracetune.train.checkpoint import CHECKPOINT_FOLDER
+from gracetune.train.checkpoint_writer import CheckpointWriter
 from gracetune.train.execution_record import (
     POSITIONAL,
     execution_changes,
@@ -66,7 +67,7 @@ from gracetune.train.experts import (
     expected_token_counts,
 )
 from gracetune.train.export import (
-    export_adapter,
+    collect_adapter,
     export_result,
     tools_for_adapter,
 )
@@ -107,7 +108,7 @@ if TYPE_CHECKING:
     from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
-    from gracetune.train.export import AdaptedModules, ExportedResult
+    from gracetune.train.export import AdaptedModules, CollectedAdapter, ExportedResult
     from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
     from gracetune.train.validate import ValidationSetup
@@ -127,8 +128,7 @@ class Session:
     micro-batches."""
     validation: ValidationSetup | None
     """Encoded prompts and held-out samples for validation. None: the run never validates."""
-    checkpoints: Path
-    """Folder that contains all checkpoints of the run."""
+    writer: CheckpointWriter
     identity: Mapping[str, object]
     """The settings and content digests that a checkpoint must match to be resumed."""
     batch_transfer: BatchTransfer
@@ -172,7 +172,7 @@ class Session:
         """
         if snapshot is None:
             return TrainProgress()
-        snapshot.check_unchanged()
+        snapshot.check_unchanged(self.state.ranks)
         state, tensors = self.state, snapshot.tensors
         check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, state.layout.data_size)
         if snapshot.num_ranks != state.layout.data_size:
@@ -181,12 +181,17 @@ class Session:
         if changes:
             text = "the result may differ in rounding from that of an uninterrupted run: "
             self.emit(Notice(f"{text}{'; '.join(changes)}", level="warning", fallback=True))
-        restore_weights(state.parameters, tensors["weights"])
+        shards = None if state.sharded is None else state.shards()
+        restore_weights(state.parameters, tensors["weights"], shards)
         restore_optimizer(
-            state.optimizer, state.parameters, tensors["optimizer"], state.stepper.load_state_dict
+            state.optimizer,
+            state.parameters,
+            tensors["optimizer"],
+            state.stepper.load_state_dict,
+            shards,
         )
         if state.ema is not None:
-            restore_weights(state.ema.averages, tensors["ema"])
+            restore_weights(state.ema.averages, tensors["ema"], shards)
         rng = tensors.get(f"generators-{state.layout.data_rank}")
         if rng is not None:
             restore_rng(rng)
@@ -221,9 +226,9 @@ class Session:
         """Write the trained model or adapter."""
         return export_result(self.state, self.adapted_modules, self.base_weights, self.emit)
 
-    def export_adapter(self, folder: Path) -> None:
-        """Write the adapter as `export` does, to another folder."""
-        export_adapter(self.state, self.adapted_modules, self.base_weights, folder)
+    def collect_adapter(self) -> CollectedAdapter:
+        """Copy the adapter to host memory, to write it as `export` does to another folder."""
+        return collect_adapter(self.state, self.adapted_modules, self.base_weights)
 
     def tools_for_adapter(self) -> tuple[str, ...]:
         """Return the names of the tools that load the adapter; none without an adapter."""
@@ -236,6 +241,7 @@ class Session:
 
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
+        self.writer.close()
         self.state.stepper.close()
         if self.plan_controller is not None:
             self.plan_controller.close()
@@ -363,7 +369,15 @@ def build_session(
         pipeline=pipeline,
         ramp=ramp,
         validation=validation,
-        checkpoints=folder / CHECKPOINT_FOLDER,
+        writer=CheckpointWriter(
+            folder / CHECKPOINT_FOLDER,
+            run.train,
+            layout,
+            copy_engine,
+            stepper,
+            emit,
+            in_background=saves_in_background(run),
+        ),
         identity=run_identity(
             run, pipeline.train_samples, base_weights, accelerator.mixed_precision
         ),
@@ -566,6 +580,13 @@ def _build_stepper(
         stepper.set_host_share(1.0)
         emit(Notice("the optimizer state is kept in host memory"))
     return stepper
+
+
+def saves_in_background(run: RunFile) -> bool:
+    """Return True if checkpoints are written while training continues, by setting or default."""
+    if run.train.async_checkpoints == "auto":
+        return run.adapter is None  # an adapter is written in less time than a copy would take
+    return run.train.async_checkpoints
 
 
 def register_memory_roles(

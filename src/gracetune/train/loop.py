@@ -18,15 +18,15 @@ from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalanc
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.distributed.heartbeat import StragglerWatch
 from gracetune.errors import InterruptedRunError, RunFailedError
-from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
+from gracetune.events.types import Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
-from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
 from gracetune.train.state import (
     detached_weights,
     flatten_optimizer_state,
+    optimizer_shards,
     restore_torch_rng,
     rng_state,
     torch_rng_state,
@@ -114,15 +114,21 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             session.gc_freeze.freeze()
             metrics.restart_clock()
             timing.disturbed = True
+        if step == first_step + 1:  # the optimizer's state exists now
+            session.writer.reserve(_state_tensors(session))
         timing.after_step(step, stream.state.step_batches, metrics)
         stragglers.after_step(step)
 
+        session.writer.poll()
         requests = late | _take_requests(session, saved_at)
         late = set()
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
         if _is_due(step, run.train.checkpoint_every, total) or requests & CHECKPOINT_REASONS.keys():
-            _save(session, metrics, progress, _checkpoint_reason(requests, step, total))
+            # The end of the run has nothing to train meanwhile.
+            may_continue = step < total and not is_stopping
+            reason = _checkpoint_reason(requests, step, total)
+            _save(session, metrics, progress, reason, in_background=may_continue)
             _emit_transfer_statistics(session, stream, step)
             saved_at, saved_step = time.monotonic(), step
             timing.disturbed = True
@@ -135,8 +141,10 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             if "stop" in late and not is_stopping and step < total:
                 is_stopping = True
                 if saved_step < step:
-                    _save(session, metrics, progress, _checkpoint_reason(late, step, total))
+                    reason = _checkpoint_reason(late, step, total)
+                    _save(session, metrics, progress, reason, in_background=False)
         if is_stopping:
+            session.writer.finish()
             raise InterruptedRunError(
                 f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
                 "command again to continue."
@@ -279,25 +287,25 @@ class BatchStream:
 # Checkpoints and validation
 
 
-def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
+def _save(
+    session: Session,
+    metrics: MetricsBuffer,
+    progress: TrainProgress,
+    reason: str,
+    *,
+    in_background: bool,
+) -> None:
     """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
     metrics.flush()
     _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
-    ranks = session.state.ranks
-    if ranks.is_main:
-        saved = checkpoint.save_snapshot(
-            session.checkpoints,
-            snapshot,
-            session.state.run.train.keep_checkpoints,
-            # A whole model would double the size of the checkpoint.
-            None if session.state.run.adapter is None else session.export_adapter,
-            session.state.run.train.keep_adapters,
-        )
-        session.emit(
-            CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
-        )
-    ranks.wait()  # until the main rank has written the checkpoint
+    adapter = None
+    # A whole model would double the size of the checkpoint.
+    if session.state.run.adapter is not None and (
+        session.state.ranks.is_main or session.state.layout.is_sharded
+    ):
+        adapter = session.collect_adapter()
+    session.writer.save(snapshot, adapter, reason, in_background=in_background)
     metrics.restart_clock()
 
 
@@ -315,17 +323,36 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     """Collect the state to resume from: weights, optimizer, EMA, and the RNGs of all ranks."""
     state = session.state
     state.stepper.synchronize()
+    tensors = _state_tensors(session)
+    shards = {}
+    if state.sharded is not None:
+        own = state.shards()
+        shards = {kind: own for kind in tensors}
+        shards["optimizer"] = optimizer_shards(tensors["optimizer"], state.parameters, own)
+    # The ranks of a context group draw the same numbers.
+    for rank, states in enumerate(state.ranks.gather(rng_state())[:: state.layout.context_size]):
+        tensors[f"generators-{rank}"] = states
+    headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
+    return Snapshot(
+        progress,
+        session.identity,
+        tensors,
+        headers,
+        session.execution_record(),
+        shards=shards,
+    )
+
+
+def _state_tensors(session: Session) -> dict[str, Mapping[str, Tensor]]:
+    """Return the live weights, optimizer state and EMA of this rank, by kind and name."""
+    state = session.state
     tensors: dict[str, Mapping[str, Tensor]] = {
         "weights": detached_weights(state.parameters),
         "optimizer": flatten_optimizer_state(state.optimizer, state.parameters),
     }
     if state.ema is not None:
         tensors["ema"] = state.ema.averages
-    # The ranks of a context group draw the same numbers.
-    for rank, states in enumerate(state.ranks.gather(rng_state())[:: state.layout.context_size]):
-        tensors[f"generators-{rank}"] = states
-    headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
-    return Snapshot(progress, session.identity, tensors, headers, session.execution_record())
+    return tensors
 
 
 def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:

@@ -22,7 +22,7 @@ from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
 from gracetune.distributed.heartbeat import is_lost_rank_error, lost_contact_text, watch_ranks
 from gracetune.distributed.layout import build_layout
-from gracetune.distributed.ranks import connect_ranks
+from gracetune.distributed.ranks import SINGLE, connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
@@ -97,7 +97,7 @@ def run_training(
         warnings: list[str] = []
         if is_main:  # for all ranks of the run
             stack.enter_context(reserve_folder(folder, warnings.append))
-        snapshot = find_resume_point(folder, resume_from, warnings.append)
+        snapshot = find_resume_point(folder, resume_from, warnings.append, ranks)
         check_ranks_agree(ranks, 0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:
             check_result_absent(result_folder(run))
@@ -136,12 +136,13 @@ def run_training(
                 ) as session:
                     latest.loads_in = session.tools_for_adapter()
                     progress = session.resume(snapshot)
+                    snapshot = None  # its mapped files may be deleted while the run trains
                     if is_main:
                         _claim_folder(run, folder, progress, events)
                     events.emit(_run_started(session, progress))
                     with signals.deferred():
                         train_loop(session, progress)
-                        if is_main:
+                        if is_main or layout.is_sharded:  # parts of weights are gathered
                             latest.set_result(session.export())
             else:
                 latest.set_result(find_result(run))
@@ -167,7 +168,7 @@ def check_writable(folder: Path) -> None:
 
 
 def find_resume_point(
-    folder: Path, resume_from: str, warn: Callable[[str], None]
+    folder: Path, resume_from: str, warn: Callable[[str], None], ranks: RankGroup = SINGLE
 ) -> Snapshot | None:
     """Load the checkpoint to resume from; None for a new run.
 
@@ -181,7 +182,7 @@ def find_resume_point(
             f"--resume is none, but {folder} has a run with {existing[-1].name}, which starting "
             "over would overwrite. Choose another output_dir, or remove that folder."
         )
-    return checkpoint.find_snapshot(checkpoints, resume_from, warn)
+    return checkpoint.find_snapshot(checkpoints, resume_from, warn, ranks)
 
 
 def check_ranks_agree(ranks: RankGroup, step: int) -> None:

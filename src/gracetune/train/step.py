@@ -95,6 +95,7 @@ class TrainState:
 
         Without averages, the weights stay as they are.
         """
+        self.stepper.wait_for_reader()
         return self.ema.swapped_in() if self.ema is not None else averaged_weights(self.optimizer)
 
 
