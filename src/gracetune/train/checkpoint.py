@@ -32,7 +32,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 from safetensors import SafetensorError
@@ -197,15 +197,7 @@ def write_error(folder: Path, path: Path, error: Exception | str) -> CheckpointE
 # Checkpoints that several ranks write
 #
 # The main rank calls `begin_shards`; each rank with weights of its own calls `write_shard`; when
-# all have done so, the main rank calls `complete_shards`.
-
-
-class WrittenShard(NamedTuple):
-    """The files that one rank has written, with their digests."""
-
-    files: dict[str, str]
-    exported: dict[str, str]
-    """Files of the adapter, as the run exports it; only on the main rank."""
+# all have done so, the main rank calls `complete_shards`. Such a run has no adapter.
 
 
 def begin_shards(folder: Path, path: Path, nbytes: int) -> Path:
@@ -216,16 +208,11 @@ def begin_shards(folder: Path, path: Path, nbytes: int) -> Path:
     return create_staging(path)
 
 
-def write_shard(
-    staging: Path,
-    snapshot: Snapshot,
-    shard: int,
-    count: int,
-    export: Callable[[Path], object] | None = None,
-) -> WrittenShard:
-    """Write this rank's part of a checkpoint: its rows, as shard number `shard` of `count`.
+def write_shard(staging: Path, snapshot: Snapshot, shard: int, count: int) -> dict[str, str]:
+    """Write this rank's part of a checkpoint, as shard number `shard` of `count`.
 
-    Shard 0 also has what is the same on all ranks, the RNG states, and the adapter.
+    Shard 0 also has what is the same on all ranks, and the RNG states. Returns the digests of the
+    files, by name.
     """
     files = {}
     for kind, tensors in snapshot.tensors.items():
@@ -243,31 +230,30 @@ def write_shard(
             {n: tensors[n] for n in tensors if n in parts or n in whole},
             {**snapshot.headers.get(kind, {}), **shards_header(parts)},
         )
-    exported = {} if export is None or shard else _export(staging, export)
-    return WrittenShard(files, exported)
+    return files
 
 
 def complete_shards(
     folder: Path,
     staging: Path,
     snapshot: Snapshot,
-    written: Sequence[WrittenShard],
+    written: Sequence[Mapping[str, str]],
     keep: int,
-    keep_adapters: int | Literal["all"] = "all",
 ) -> Path:
     """Write the manifest of a checkpoint whose ranks have all written their parts; rename it.
 
-    Then older checkpoints are deleted, so that `keep` are left.
+    Then older checkpoints are deleted, so that `keep` are left. `written` has the digests of each
+    rank's files.
     """
     path = checkpoint_path(folder, snapshot)
-    files = {name: digest for part in written for name, digest in part.files.items()}
-    exported = {name: digest for part in written for name, digest in part.exported.items()}
+    files = {name: digest for part in written for name, digest in part.items()}
     shards = dict.fromkeys(snapshot.shards, len(written))
     for kind, count in shards.items():
-        ShardedTensors([staging / name for name in shard_file_names(kind, count)])  # all rows?
-    _write_manifest(staging, snapshot, files, exported, shards)
+        # Raises if a row is missing.
+        ShardedTensors([staging / name for name in shard_file_names(kind, count)])
+    _write_manifest(staging, snapshot, files, {}, shards)
     commit_staging(staging, path)
-    _delete_old(folder, path, keep, keep_adapters, has_adapter=bool(exported))
+    _delete_old(folder, path, keep, "all", has_adapter=False)
     return path
 
 

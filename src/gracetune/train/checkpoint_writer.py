@@ -36,7 +36,6 @@ from gracetune.memory.platform import read_this_host
 from gracetune.offload.copy_engine import CopyStream, OffloadError, aligned
 from gracetune.offload.offloaded_activations import HOST_RESERVE
 from gracetune.train import checkpoint
-from gracetune.train.checkpoint import WrittenShard
 from gracetune.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -298,7 +297,7 @@ class CheckpointWriter:
             self._advance(self._job)
 
     def close(self) -> None:
-        """Free all memory. After an error, complete the checkpoint that is being written if possible.
+        """Free all memory; after an error, complete the checkpoint that is being written.
 
         Then ranks cannot agree any more, so a checkpoint of several ranks is dropped unless all
         parts are written.
@@ -327,9 +326,7 @@ class CheckpointWriter:
             self._emit(Notice(f"{text}. Raise train.checkpoint_every, or use a faster disk"))
         self.finish()
 
-    def _begin(
-        self, snapshot: Snapshot, reason: str, is_exported: bool, started_at: float
-    ) -> _Job:
+    def _begin(self, snapshot: Snapshot, reason: str, is_exported: bool, started_at: float) -> _Job:
         """Create the staging folder, if several ranks write to it."""
         nbytes = checkpoint.snapshot_nbytes(snapshot, is_exported)
         staging = None
@@ -354,33 +351,28 @@ class CheckpointWriter:
         if job.copy is not None:
             job.copy.finish()
             snapshot = replace(snapshot, tensors=job.copy.tensors)
-        export = None if adapter is None else adapter.write
-        if job.staging is None:
-            settings = self._settings
-            return checkpoint.save_snapshot(
-                self._folder, snapshot, settings.keep_checkpoints, export, settings.keep_adapters
-            )
-        shard, count = self._layout.shard, self._layout.shard_size
-        return checkpoint.write_shard(job.staging, snapshot, shard, count, export)
-
-    def _complete(self, job: _Job, written: Sequence[WrittenShard]) -> object:
-        settings = self._settings
-        assert job.staging is not None
-        return checkpoint.complete_shards(
+        if job.staging is not None:
+            shard, count = self._layout.shard, self._layout.shard_size
+            return checkpoint.write_shard(job.staging, snapshot, shard, count)
+        return checkpoint.save_snapshot(
             self._folder,
-            job.staging,
-            job.snapshot,
-            written,
-            settings.keep_checkpoints,
-            settings.keep_adapters,
+            snapshot,
+            self._settings.keep_checkpoints,
+            None if adapter is None else adapter.write,
+            self._settings.keep_adapters,
         )
+
+    def _complete(self, job: _Job, written: Sequence[Mapping[str, str]]) -> object:
+        assert job.staging is not None
+        keep = self._settings.keep_checkpoints
+        return checkpoint.complete_shards(self._folder, job.staging, job.snapshot, written, keep)
 
     def _advance(self, job: _Job) -> None:
         """Go to the next stage of a job, when no rank is busy with the current one."""
         error = job.future.exception()
         text = "" if error is None else str(self._error(job, error))
-        result = None if error is not None or job.staging is None else job.future.result()
-        results = self._ranks.gather((text, result if isinstance(result, WrittenShard) else None))
+        result = job.future.result() if error is None else None
+        results = self._ranks.gather((text, result if isinstance(result, dict) else {}))
         problems = [problem for problem, _ in results if problem]
         if problems:
             self._job = None
@@ -391,7 +383,7 @@ class CheckpointWriter:
             raise CheckpointError(problems[0]) from error
         if job.staging is not None and not job.is_completing:
             job.is_completing, job.future = True, Future()
-            written = [result for _, result in results if result is not None]
+            written = [files for _, files in results[: self._layout.shard_size]]
             if not self._ranks.is_main:
                 job.future.set_result(None)
             elif job.copy is not None:
@@ -455,8 +447,8 @@ class CheckpointWriter:
         (is_short,) = self._ranks.any(needed > free)
         if is_short:
             self._save_in_foreground(
-                f"copies of weights and optimizer state need {format_bytes(needed)} of host memory, "
-                f"but {format_bytes(free)} are free"
+                f"copies of weights and optimizer state need {format_bytes(needed)} of host "
+                f"memory, but {format_bytes(free)} are free"
             )
         return not is_short
 

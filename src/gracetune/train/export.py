@@ -22,6 +22,7 @@ from gracetune.train.run_identity import identity_settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
     from torch import Tensor
 
     from gracetune.adapters.files.formats import KeyFormat
@@ -115,7 +116,7 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     try:
         for name, parameter in list(transformer.named_parameters()):
             if isinstance(parameter, DTensor):
-                whole = _on_host(parameter, state)
+                whole = _gather(parameter, state.accelerator.device)
                 if state.ranks.is_main:
                     owner, _, key = name.rpartition(".")
                     module = transformer.get_submodule(owner)
@@ -125,6 +126,18 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     finally:
         for module, key, parameter in replaced:
             module._parameters[key] = parameter
+
+
+def _gather(tensor: DTensor, device: torch.device) -> Tensor:
+    """Return a whole tensor in host memory, of which each rank has a part."""
+    part = tensor.detach().to_local().to(device)  # it may be in host memory
+    return (
+        DTensor.from_local(
+            part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        .full_tensor()
+        .cpu()
+    )
 
 
 def find_result(run: RunFile) -> ExportedResult:
@@ -166,8 +179,7 @@ def collect_adapter(
 ) -> CollectedAdapter:
     """Copy the adapter to host memory, with averaged weights if there are any.
 
-    It will be written in the format that most tools load. If ranks have parts of it, all must call
-    this.
+    It will be written in the format that most tools load.
     """
     # imported here, because peft takes seconds to import
     from gracetune.adapters.files.io import default_format
@@ -175,7 +187,7 @@ def collect_adapter(
     with state.averaged_weights():
         adapter = _trained_adapter(state, modules)
         layers = {
-            path: replace(layer, tensors={r: _on_host(t, state) for r, t in layer.tensors.items()})
+            path: replace(layer, tensors={role: _on_host(t) for role, t in layer.tensors.items()})
             for path, layer in adapter.layers.items()
         }
     return CollectedAdapter(
@@ -183,13 +195,7 @@ def collect_adapter(
     )
 
 
-def _on_host(tensor: Tensor, state: TrainState) -> Tensor:
-    """Return a copy of a tensor in host memory, gathered from all ranks if it is divided."""
-    if isinstance(tensor, DTensor):
-        part = tensor.detach().to_local().to(state.accelerator.device)  # may be in host memory
-        tensor = DTensor.from_local(
-            part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-        ).full_tensor()
+def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 

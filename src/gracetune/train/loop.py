@@ -109,13 +109,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         progress = progress.after(micro_batches, stream.state.consumed, result.expert)
         step = progress.step
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
-        if step == first_step + GC_FREEZE_STEPS:  # once in each process
-            metrics.flush()
-            session.gc_freeze.freeze()
-            metrics.restart_clock()
-            timing.disturbed = True
-        if step == first_step + 1:  # the optimizer's state exists now
-            session.writer.reserve(_state_tensors(session))
+        _prepare_process(session, metrics, timing, step - first_step)
         timing.after_step(step, stream.state.step_batches, metrics)
         stragglers.after_step(step)
 
@@ -125,10 +119,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
         if _is_due(step, run.train.checkpoint_every, total) or requests & CHECKPOINT_REASONS.keys():
-            # The end of the run has nothing to train meanwhile.
-            may_continue = step < total and not is_stopping
-            reason = _checkpoint_reason(requests, step, total)
-            _save(session, metrics, progress, reason, in_background=may_continue)
+            _save(session, metrics, progress, requests, is_last=is_stopping or step == total)
             _emit_transfer_statistics(session, stream, step)
             saved_at, saved_step = time.monotonic(), step
             timing.disturbed = True
@@ -141,8 +132,7 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             if "stop" in late and not is_stopping and step < total:
                 is_stopping = True
                 if saved_step < step:
-                    reason = _checkpoint_reason(late, step, total)
-                    _save(session, metrics, progress, reason, in_background=False)
+                    _save(session, metrics, progress, late, is_last=True)
         if is_stopping:
             session.writer.finish()
             raise InterruptedRunError(
@@ -153,6 +143,19 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     metrics.flush()
     assert saved_step == total, (saved_step, total)
     return progress
+
+
+def _prepare_process(
+    session: Session, metrics: MetricsBuffer, timing: PlanTiming, steps: int
+) -> None:
+    """Do what must wait for the first steps of this process; `steps` is their number."""
+    if steps == 1:  # the optimizer's state exists now
+        session.writer.reserve(_state_tensors(session))
+    elif steps == GC_FREEZE_STEPS:
+        metrics.flush()
+        session.gc_freeze.freeze()
+        metrics.restart_clock()
+        timing.disturbed = True
 
 
 def _step(
@@ -291,27 +294,29 @@ def _save(
     session: Session,
     metrics: MetricsBuffer,
     progress: TrainProgress,
-    reason: str,
+    requests: set[str],
     *,
-    in_background: bool,
+    is_last: bool,
 ) -> None:
-    """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
+    """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite.
+
+    The last one of a process is not saved in the background: there is nothing to train meanwhile.
+    """
     metrics.flush()
     _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
     adapter = None
     # A whole model would double the size of the checkpoint.
-    if session.state.run.adapter is not None and (
-        session.state.ranks.is_main or session.state.layout.is_sharded
-    ):
+    if session.state.run.adapter is not None and session.state.ranks.is_main:
         adapter = session.collect_adapter()
-    session.writer.save(snapshot, adapter, reason, in_background=in_background)
+    reason = _checkpoint_reason(requests, progress.step, session.state.run.train.max_train_steps)
+    session.writer.save(snapshot, adapter, reason, in_background=not is_last)
     metrics.restart_clock()
 
 
 def _check_ranks_have_same_weights(session: Session, step: int) -> None:
     """Raise if the trained weights differ between ranks, which would make the result arbitrary."""
-    name = check_same_weights(session.state.ranks, session.state.parameters)
+    name = check_same_weights(session.state.layout, session.state.parameters)
     if name:
         raise RunFailedError(
             f"the ranks have different weights after step {step}: {name} differs. All ranks need "
@@ -326,8 +331,8 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     tensors = _state_tensors(session)
     shards = {}
     if state.sharded is not None:
-        own = state.shards()
-        shards = {kind: own for kind in tensors}
+        own = state.sharded.shards()
+        shards = dict.fromkeys(tensors, own)
         shards["optimizer"] = optimizer_shards(tensors["optimizer"], state.parameters, own)
     # The ranks of a context group draw the same numbers.
     for rank, states in enumerate(state.ranks.gather(rng_state())[:: state.layout.context_size]):
