@@ -61,6 +61,7 @@ from gracetune.train.execution_record import (
     POSITIONAL,
     execution_changes,
     execution_record,
+    layout_change,
 )
 from gracetune.train.experts import (
     build_expert_schedule,
@@ -170,6 +171,7 @@ class Session:
             self.state.family,
             self.state.accelerator.device,
             self.plan_controller,
+            self.state.layout.describe(),
             positional=self.state.dropout is not None,
         )
 
@@ -185,6 +187,9 @@ class Session:
         check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, state.layout.data_size)
         if snapshot.num_ranks != state.layout.data_size:
             self._report_other_ranks(snapshot)
+        other_layout = layout_change(snapshot.execution, self.execution_record())
+        if other_layout:
+            self.emit(Notice(other_layout))
         changes = execution_changes(snapshot.execution, self.execution_record())
         if changes:
             text = "the result may differ in rounding from that of an uninterrupted run: "

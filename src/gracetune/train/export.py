@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blake3 import blake3
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gracetune.atomic_files import atomic_folder
@@ -110,10 +111,15 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     """Let the model on the main rank have whole weights in host memory, to export them.
 
     If ranks have parts of the weights, they are gathered tensor by tensor, so no device has more
-    than one whole tensor. All ranks must call this.
+    than one whole tensor. Modules have their own class again, whose name is in the exported
+    configuration. All ranks must call this.
     """
     transformer, replaced = state.family.transformer, []
+    divided = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in divided]
     try:
+        for module, cls in zip(divided, classes, strict=True):
+            module.__class__ = cls.__bases__[-1]  # `fully_shard` has made a class of both bases
         for name, parameter in list(transformer.named_parameters()):
             if isinstance(parameter, DTensor):
                 whole = _gather(parameter, state.accelerator.device)
@@ -126,6 +132,8 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     finally:
         for module, key, parameter in replaced:
             module._parameters[key] = parameter
+        for module, cls in zip(divided, classes, strict=True):
+            module.__class__ = cls
 
 
 def _gather(tensor: DTensor, device: torch.device) -> Tensor:
