@@ -1,8 +1,9 @@
 """Measure how much longer a full fine-tuning run takes if it saves a checkpoint every 100 steps.
 
 The model is a Z-Image with fewer layers: 1.1 B parameters, random fp32 weights, computed in bf16
-and trained with AdamW, so a checkpoint has 13 GB. It is a whole run of the trainer: run file, encoded
-images, loop, checkpoints on disk. Two runs: one saves in the background, one lets steps wait.
+and trained with AdamW, so a checkpoint has 13 GB. It is a whole run of the trainer: run file,
+encoded images, loop, checkpoints on disk. Two runs: one saves in the background, one lets steps
+wait.
 
 Within a run, windows of steps with and without a save alternate, so both are measured a few seconds
 apart. The difference of their wall times is what a save adds. Judged: a background save adds at
@@ -186,7 +187,7 @@ def write_run(
 def is_accepted(figures: dict[str, Any]) -> bool:
     """Return True if background saves are as cheap as promised, and fast enough."""
     is_in_time = max(figures["write_s"]) <= EVERY * figures["step_s"]
-    return figures["added_share"] <= LIMIT and is_in_time
+    return bool(figures["added_share"] <= LIMIT and is_in_time)
 
 
 if __name__ == "__main__":

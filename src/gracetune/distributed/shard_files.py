@@ -109,7 +109,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     on_host = tensor.detach().cpu().contiguous()
     # A view of a tensor without elements cannot change its dtype; it has no bytes anyway.
     flat = on_host.view(-1).view(torch.uint8) if on_host.numel() else torch.empty(0).byte()
-    return memoryview(flat.numpy()).cast("B")
+    return flat.numpy().data.cast("B")
 
 
 def shard_file_name(kind: str, index: int, count: int) -> str:
@@ -193,7 +193,8 @@ class ShardedTensors(Mapping[str, "Tensor"]):
             first = max(start, piece.start)
             last = min(start + length, piece.start + piece.length)
             if not self._shapes[name]:
-                return self._open(piece.path).get_tensor(name)
+                scalar: Tensor = self._open(piece.path).get_tensor(name)
+                return scalar
             if first < last or length == 0:
                 part = self._open(piece.path).get_slice(name)
                 found.append(part[first - piece.start : max(first, last) - piece.start])

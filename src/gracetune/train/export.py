@@ -118,8 +118,8 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     divided = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
     classes = [type(module) for module in divided]
     try:
-        for module, cls in zip(divided, classes, strict=True):
-            module.__class__ = cls.__bases__[-1]  # `fully_shard` has made a class of both bases
+        for unit, cls in zip(divided, classes, strict=True):
+            unit.__class__ = cls.__bases__[-1]  # `fully_shard` has made a class of both bases
         for name, parameter in list(transformer.named_parameters()):
             if isinstance(parameter, DTensor):
                 whole = _gather(parameter, state.accelerator.device)
@@ -132,13 +132,13 @@ def whole_weights(state: TrainState) -> Iterator[None]:
     finally:
         for module, key, parameter in replaced:
             module._parameters[key] = parameter
-        for module, cls in zip(divided, classes, strict=True):
-            module.__class__ = cls
+        for unit, cls in zip(divided, classes, strict=True):
+            unit.__class__ = cls
 
 
 def _gather(tensor: DTensor, device: torch.device) -> Tensor:
     """Return a whole tensor in host memory, of which each rank has a part."""
-    part = tensor.detach().to_local().to(device)  # it may be in host memory
+    part = tensor.to_local().detach().to(device)  # it may be in host memory
     return (
         DTensor.from_local(
             part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
