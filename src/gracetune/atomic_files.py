@@ -31,22 +31,38 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     An existing folder is replaced. If the block fails, the staging folder is removed.
     """
+    staging = create_staging(path)
+    try:
+        with full_disk_named(path):
+            yield staging
+        commit_staging(staging, path)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def create_staging(path: Path) -> Path:
+    """Create and return an empty staging folder for `path`.
+
+    Several processes may write to it; then one of them calls `commit_staging`.
+    """
     staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
     with full_disk_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        try:
-            yield staging
-            permissions = staging.stat().st_mode & 0o777  # of a new folder: what the umask allows
-            for file in sorted(staging.rglob("*")):
-                _set_permissions(file, permissions)
-                fsync_path(file)
-            fsync_path(staging)
-            _swap_in(staging, path)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+    return staging
+
+
+def commit_staging(staging: Path, path: Path) -> None:
+    """Flush a staging folder to the disk and rename it to `path`; replace an existing folder."""
+    with full_disk_named(path):
+        permissions = staging.stat().st_mode & 0o777  # of a new folder: what the umask allows
+        for file in sorted(staging.rglob("*")):
+            _set_permissions(file, permissions)
+            fsync_path(file)
+        fsync_path(staging)
+        _swap_in(staging, path)
         fsync_path(path.parent)
 
 

@@ -264,6 +264,10 @@ class TrainSection(Section):
     """Number of newest adapters to keep in the folder `adapters`, which has the adapter of every
     checkpoint, also of those that `keep_checkpoints` has deleted. `all`: every one; adapters are
     small. A run that trains the whole model has none."""
+    async_checkpoints: bool | Literal["auto"] = "auto"
+    """Write checkpoints in the background while training continues. That needs host memory for a
+    copy of weights, averages and optimizer state; without it, training waits. `auto`: if the run
+    trains the whole model, whose checkpoints are large."""
     check_gradients: bool = True
     """Check the gradients of the first step: every trained tensor must have one, and in a planned
     run, or on several ranks, one block is compared with a plain copy of it. `false` (or `off`)

@@ -438,6 +438,8 @@ def validated_line(event: Validated) -> str:
 def checkpoint_line(event: CheckpointSaved) -> str:
     """Return the line of a checkpoint, with its path, its size and the reason for it."""
     size = f"{format_bytes(event.nbytes)} in {format_seconds(event.seconds)}"
+    if event.stall_seconds is not None and event.stall_seconds < event.seconds:
+        size += f", of which training waited {format_seconds(event.stall_seconds)}"
     return labelled("checkpoint", f"{event.path} ({event.reason}, {size})")
 
 

@@ -198,6 +198,9 @@ class CheckpointSaved:
     """Seconds that saving took."""
     reason: str
     """Why the checkpoint was saved, for example `every N steps`."""
+    stall_seconds: float | None = None
+    """Seconds that training waited for it: less than `seconds` if it was saved in the background.
+    None in logs of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ class CopyStream(Enum):
     ACTIVATIONS_IN = "activations back"
     STATE_IN = "optimizer state in"
     STATE_OUT = "optimizer state out"
+    CHECKPOINT = "checkpoint"
+    """Weights and optimizer state that a checkpoint is written from, device to host."""
 
 
 class PendingCopy(Protocol):
@@ -72,6 +74,10 @@ class PendingCopy(Protocol):
         `prefetched` is True if the copy was requested before it was needed. If compute has to wait
         for a prefetched copy, the copy counts as late.
         """
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the copy is complete."""
         ...
 
 
@@ -199,6 +205,9 @@ class SynchronousCopyEngine:
 class _FinishedCopy:
     def wait(self, prefetched: bool) -> None:
         """Do nothing: a synchronous copy has finished when it returns."""
+
+    def synchronize(self) -> None:
+        """Do nothing: the copy is complete."""
 
 
 class CudaCopyEngine:
@@ -349,6 +358,10 @@ class _CudaPendingCopy:
     def wait(self, prefetched: bool) -> None:
         """Make the compute stream wait for the copy."""
         self._engine.wait(self._done, self._timer, prefetched)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the copy is complete; other threads run meanwhile."""
+        self._done.synchronize()
 
 
 _Streams = tuple[torch.cuda.Stream, ...]

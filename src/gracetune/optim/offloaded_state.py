@@ -111,6 +111,7 @@ class OptimizerStepper:
         first in the list."""
         self._slots: list[_StateSlot] = []
         self._reverse = False
+        self._reader: PendingCopy | None = None
 
     @property
     def host_nbytes(self) -> int:
@@ -136,6 +137,7 @@ class OptimizerStepper:
         The rest is moved to the device.
         """
         assert 0 <= host_share <= 1, f"host_share is {host_share}"
+        self.wait_for_reader()
         self.synchronize()
         self._slots.clear()
         target_numel = host_share * sum(bucket.numel for bucket in self._buckets)
@@ -158,6 +160,7 @@ class OptimizerStepper:
                 would update them twice.
         """
         self._reserve_memory()
+        self.wait_for_reader()
         try:
             self._step()
         except torch.OutOfMemoryError as error:
@@ -175,11 +178,23 @@ class OptimizerStepper:
             slot.finish_copy_out()
         self._engine.stalls(CopyStream.STATE_OUT)
 
+    def hold_for(self, reader: PendingCopy) -> None:
+        """Let the next change of weights or state wait for a copy of them, for a checkpoint."""
+        self.wait_for_reader()
+        self._reader = reader
+
+    def wait_for_reader(self) -> None:
+        """Wait for the copy that `hold_for` has named, if any, before weights or state change."""
+        if self._reader is not None:
+            self._reader.wait(prefetched=True)
+            self._reader = None
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the optimizer's state dict.
 
         State that belongs in host memory is not copied to the device first.
         """
+        self.wait_for_reader()
         self.synchronize()
         for slot in self._slots:
             slot.bucket = None
@@ -209,6 +224,7 @@ class OptimizerStepper:
 
         No step is possible afterwards, but the state can still be read.
         """
+        self.wait_for_reader()
         self.synchronize()
         self._slots.clear()
         self._engine.close()

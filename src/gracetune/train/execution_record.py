@@ -34,7 +34,12 @@ NAMES = {
 
 
 def execution_record(
-    family: Family, device: torch.device, controller: PlanController | None, *, positional: bool
+    family: Family,
+    device: torch.device,
+    controller: PlanController | None,
+    layout: str = "",
+    *,
+    positional: bool,
 ) -> dict[str, object]:
     """Return how steps are computed now, for a checkpoint. Keys are stored: do not rename them."""
     transformer = next(iter(transformers_of(family.transformer).values()))
@@ -45,6 +50,7 @@ def execution_record(
         "attention": current_backend(transformer),
         "dropout": POSITIONAL if positional else "",
         "plan": None if controller is None else controller.record(),
+        "layout": layout,
     }
 
 
@@ -63,6 +69,20 @@ def execution_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> l
         ),
         *_plan_changes(saved.get("plan"), current["plan"]),
     ]
+
+
+def layout_change(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return a text if ranks divide weights or samples in another way than before, else nothing."""
+    before, now = (
+        record.get("layout", "") or "whole weights and samples on each rank"
+        for record in (saved, current)
+    )
+    if before == now:
+        return ""
+    return (
+        f"the checkpoint was saved with another layout ({before}) than the run has now ({now}); "
+        "results differ in rounding only"
+    )
 
 
 def _plan_changes(

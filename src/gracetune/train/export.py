@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blake3 import blake3
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from gracetune.atomic_files import atomic_folder
 from gracetune.errors import CheckpointError, ConfigError, redact_urls
@@ -17,10 +21,12 @@ from gracetune.models.registry import FAMILIES
 from gracetune.train.run_identity import identity_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from torch import nn
+    import torch
+    from torch import Tensor
 
+    from gracetune.adapters.files.formats import KeyFormat
     from gracetune.adapters.files.io import AdapterMetadata
     from gracetune.adapters.files.keys import Stage
     from gracetune.adapters.files.layers import Adapter
@@ -75,24 +81,71 @@ def export_result(
 ) -> ExportedResult:
     """Write the model or the adapter, with averaged weights if there are any.
 
-    Checks that diffusers and ComfyUI can load each adapter file, and logs the result.
+    The main rank writes; if ranks have parts of the weights, all must call this. Checks that
+    diffusers and ComfyUI can load each adapter file, and logs the result.
     """
     path = result_folder(state.run)
     tools: tuple[str, ...] = ()
+    is_main = state.ranks.is_main
     try:
-        with atomic_folder(path) as staging:
-            if state.run.adapter is not None:
-                files = export_adapter(state, modules, base_weights, staging)
-                tools = _check_files(state, modules, files, emit)
-            else:
-                with state.averaged_weights():
-                    state.family.export(staging)
+        if state.run.adapter is not None:
+            collected = collect_adapter(state, modules, base_weights)
+            if is_main:
+                with atomic_folder(path) as staging:
+                    tools = _check_files(state, modules, collected.write(staging), emit)
+        else:
+            with state.averaged_weights(), whole_weights(state):
+                if is_main:
+                    with atomic_folder(path) as staging:
+                        state.family.export(staging)
     except OSError as error:
         raise CheckpointError(
             f"the result {path} cannot be written: {error}. The last checkpoint has the same "
             "weights: free some disk space and run the same command again to export them."
         ) from error
     return ExportedResult(path, tools)
+
+
+@contextmanager
+def whole_weights(state: TrainState) -> Iterator[None]:
+    """Let the model on the main rank have whole weights in host memory, to export them.
+
+    If ranks have parts of the weights, they are gathered tensor by tensor, so no device has more
+    than one whole tensor. Modules have their own class again, whose name is in the exported
+    configuration. All ranks must call this.
+    """
+    transformer, replaced = state.family.transformer, []
+    divided = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in divided]
+    try:
+        for unit, cls in zip(divided, classes, strict=True):
+            unit.__class__ = cls.__bases__[-1]  # `fully_shard` has made a class of both bases
+        for name, parameter in list(transformer.named_parameters()):
+            if isinstance(parameter, DTensor):
+                whole = _gather(parameter, state.accelerator.device)
+                if state.ranks.is_main:
+                    owner, _, key = name.rpartition(".")
+                    module = transformer.get_submodule(owner)
+                    replaced.append((module, key, parameter))
+                    module._parameters[key] = nn.Parameter(whole, requires_grad=False)
+        yield
+    finally:
+        for module, key, parameter in replaced:
+            module._parameters[key] = parameter
+        for unit, cls in zip(divided, classes, strict=True):
+            unit.__class__ = cls
+
+
+def _gather(tensor: DTensor, device: torch.device) -> Tensor:
+    """Return a whole tensor in host memory, of which each rank has a part."""
+    part = tensor.to_local().detach().to(device)  # it may be in host memory
+    return (
+        DTensor.from_local(
+            part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        .full_tensor()
+        .cpu()
+    )
 
 
 def find_result(run: RunFile) -> ExportedResult:
@@ -107,26 +160,51 @@ def find_result(run: RunFile) -> ExportedResult:
     return ExportedResult(path, tuple(tool for tool in TOOL_NAMES.values() if tool in common))
 
 
-def export_adapter(
-    state: TrainState, modules: AdaptedModules, base_weights: str, folder: Path
-) -> dict[Stage | None, Path]:
-    """Write the adapter, with averaged weights if there are any, in the format most tools load.
+@dataclass(frozen=True, slots=True)
+class CollectedAdapter:
+    """A copy of the adapter in host memory, which later steps do not change."""
 
-    Returns the file of each trained transformer (Wan 2.2 has two).
+    adapter: Adapter
+    key_format: KeyFormat
+    metadata: AdapterMetadata
+
+    def write(self, folder: Path) -> dict[Stage | None, Path]:
+        """Write a file for each trained transformer (Wan 2.2 has two); return their paths."""
+        from gracetune.adapters.files.io import FILE_NAME, write_adapter
+        from gracetune.adapters.files.layers import with_stage
+
+        files = {}
+        for stage in self.adapter.stages:
+            part = with_stage(self.adapter.select_stage(stage), None)
+            path = folder / (FILE_NAME if stage is None else STAGE_FILES[stage])
+            metadata = replace(self.metadata, stage=stage)
+            files[stage] = write_adapter(path, part, self.key_format, metadata)
+        return files
+
+
+def collect_adapter(
+    state: TrainState, modules: AdaptedModules, base_weights: str
+) -> CollectedAdapter:
+    """Copy the adapter to host memory, with averaged weights if there are any.
+
+    It will be written in the format that most tools load.
     """
     # imported here, because peft takes seconds to import
-    from gracetune.adapters.files.io import FILE_NAME, default_format, write_adapter
-    from gracetune.adapters.files.layers import with_stage
+    from gracetune.adapters.files.io import default_format
 
-    files = {}
     with state.averaged_weights():
         adapter = _trained_adapter(state, modules)
-        for stage in adapter.stages:
-            metadata = replace(_metadata(state, base_weights), stage=stage)
-            part = with_stage(adapter.select_stage(stage), None)
-            path = folder / (FILE_NAME if stage is None else STAGE_FILES[stage])
-            files[stage] = write_adapter(path, part, default_format(adapter), metadata)
-    return files
+        layers = {
+            path: replace(layer, tensors={role: _on_host(t) for role, t in layer.tensors.items()})
+            for path, layer in adapter.layers.items()
+        }
+    return CollectedAdapter(
+        replace(adapter, layers=layers), default_format(adapter), _metadata(state, base_weights)
+    )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def tools_for_adapter(state: TrainState, modules: AdaptedModules) -> tuple[str, ...]:

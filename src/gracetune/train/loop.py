@@ -18,15 +18,15 @@ from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalanc
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.distributed.heartbeat import StragglerWatch
 from gracetune.errors import InterruptedRunError, RunFailedError
-from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
+from gracetune.events.types import Notice, RampChanged, RatesSpread, StepDone
 from gracetune.optim.automagic import Automagic
-from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
 from gracetune.train.state import (
     detached_weights,
     flatten_optimizer_state,
+    optimizer_shards,
     restore_torch_rng,
     rng_state,
     torch_rng_state,
@@ -64,9 +64,11 @@ REQUESTS = ("validate", "save", "stop", "clock")
 
 def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
-    ranks = session.state.ranks
-    share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
-    if ranks.world_size > 1:
+    layout = session.state.layout
+    share = RankShare(
+        layout.data_rank, layout.data_size, session.micro_batches, session.batch_seconds
+    )
+    if layout.data_size > 1:
         _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
@@ -107,20 +109,17 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
         progress = progress.after(micro_batches, stream.state.consumed, result.expert)
         step = progress.step
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
-        if step == first_step + GC_FREEZE_STEPS:  # once in each process
-            metrics.flush()
-            session.gc_freeze.freeze()
-            metrics.restart_clock()
-            timing.disturbed = True
+        _prepare_process(session, metrics, timing, step - first_step)
         timing.after_step(step, stream.state.step_batches, metrics)
         stragglers.after_step(step)
 
+        session.writer.poll()
         requests = late | _take_requests(session, saved_at)
         late = set()
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
         if _is_due(step, run.train.checkpoint_every, total) or requests & CHECKPOINT_REASONS.keys():
-            _save(session, metrics, progress, _checkpoint_reason(requests, step, total))
+            _save(session, metrics, progress, requests, is_last=is_stopping or step == total)
             _emit_transfer_statistics(session, stream, step)
             saved_at, saved_step = time.monotonic(), step
             timing.disturbed = True
@@ -133,8 +132,9 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             if "stop" in late and not is_stopping and step < total:
                 is_stopping = True
                 if saved_step < step:
-                    _save(session, metrics, progress, _checkpoint_reason(late, step, total))
+                    _save(session, metrics, progress, late, is_last=True)
         if is_stopping:
+            session.writer.finish()
             raise InterruptedRunError(
                 f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
                 "command again to continue."
@@ -143,6 +143,19 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     metrics.flush()
     assert saved_step == total, (saved_step, total)
     return progress
+
+
+def _prepare_process(
+    session: Session, metrics: MetricsBuffer, timing: PlanTiming, steps: int
+) -> None:
+    """Do what must wait for the first steps of this process; `steps` is their number."""
+    if steps == 1:  # the optimizer's state exists now
+        session.writer.reserve(_state_tensors(session))
+    elif steps == GC_FREEZE_STEPS:
+        metrics.flush()
+        session.gc_freeze.freeze()
+        metrics.restart_clock()
+        timing.disturbed = True
 
 
 def _step(
@@ -277,31 +290,33 @@ class BatchStream:
 # Checkpoints and validation
 
 
-def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
-    """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
+def _save(
+    session: Session,
+    metrics: MetricsBuffer,
+    progress: TrainProgress,
+    requests: set[str],
+    *,
+    is_last: bool,
+) -> None:
+    """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite.
+
+    The last one of a process is not saved in the background: there is nothing to train meanwhile.
+    """
     metrics.flush()
     _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
-    ranks = session.state.ranks
-    if ranks.is_main:
-        saved = checkpoint.save_snapshot(
-            session.checkpoints,
-            snapshot,
-            session.state.run.train.keep_checkpoints,
-            # A whole model would double the size of the checkpoint.
-            None if session.state.run.adapter is None else session.export_adapter,
-            session.state.run.train.keep_adapters,
-        )
-        session.emit(
-            CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
-        )
-    ranks.wait()  # until the main rank has written the checkpoint
+    adapter = None
+    # A whole model would double the size of the checkpoint.
+    if session.state.run.adapter is not None and session.state.ranks.is_main:
+        adapter = session.collect_adapter()
+    reason = _checkpoint_reason(requests, progress.step, session.state.run.train.max_train_steps)
+    session.writer.save(snapshot, adapter, reason, in_background=not is_last)
     metrics.restart_clock()
 
 
 def _check_ranks_have_same_weights(session: Session, step: int) -> None:
     """Raise if the trained weights differ between ranks, which would make the result arbitrary."""
-    name = check_same_weights(session.state.ranks, session.state.parameters)
+    name = check_same_weights(session.state.layout, session.state.parameters)
     if name:
         raise RunFailedError(
             f"the ranks have different weights after step {step}: {name} differs. All ranks need "
@@ -313,16 +328,36 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     """Collect the state to resume from: weights, optimizer, EMA, and the RNGs of all ranks."""
     state = session.state
     state.stepper.synchronize()
+    tensors = _state_tensors(session)
+    shards = {}
+    if state.sharded is not None:
+        own = state.sharded.shards()
+        shards = dict.fromkeys(tensors, own)
+        shards["optimizer"] = optimizer_shards(tensors["optimizer"], state.parameters, own)
+    # The ranks of a context group draw the same numbers.
+    for rank, states in enumerate(state.ranks.gather(rng_state())[:: state.layout.context_size]):
+        tensors[f"generators-{rank}"] = states
+    headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
+    return Snapshot(
+        progress,
+        session.identity,
+        tensors,
+        headers,
+        session.execution_record(),
+        shards=shards,
+    )
+
+
+def _state_tensors(session: Session) -> dict[str, Mapping[str, Tensor]]:
+    """Return the live weights, optimizer state and EMA of this rank, by kind and name."""
+    state = session.state
     tensors: dict[str, Mapping[str, Tensor]] = {
         "weights": detached_weights(state.parameters),
         "optimizer": flatten_optimizer_state(state.optimizer, state.parameters),
     }
     if state.ema is not None:
         tensors["ema"] = state.ema.averages
-    for rank, states in enumerate(state.ranks.gather(rng_state())):
-        tensors[f"generators-{rank}"] = states
-    headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
-    return Snapshot(progress, session.identity, tensors, headers, session.execution_record())
+    return tensors
 
 
 def _checkpoint_reason(requests: set[str], step: int, total: int) -> str:

@@ -21,7 +21,8 @@ from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
 from gracetune.distributed.heartbeat import is_lost_rank_error, lost_contact_text, watch_ranks
-from gracetune.distributed.ranks import connect_ranks
+from gracetune.distributed.layout import build_layout
+from gracetune.distributed.ranks import SINGLE, connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
@@ -88,6 +89,7 @@ def run_training(
         accelerator = start_accelerator(run)
         ranks = connect_ranks(run.distributed.timeout_s)
         monitor = stack.enter_context(watch_ranks(ranks, run.distributed, lambda: resume_hint(run)))
+        layout = build_layout(run.distributed, ranks)
         is_main = ranks.is_main
         folder = Path(run.output_dir)
         stack.enter_context(full_disk_named(folder))
@@ -95,13 +97,13 @@ def run_training(
         warnings: list[str] = []
         if is_main:  # for all ranks of the run
             stack.enter_context(reserve_folder(folder, warnings.append))
-        snapshot = find_resume_point(folder, resume_from, warnings.append)
+        snapshot = find_resume_point(folder, resume_from, warnings.append, ranks)
         check_ranks_agree(ranks, 0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:
             check_result_absent(result_folder(run))
         else:
             check_resumable(
-                run, snapshot, accelerator.mixed_precision, warnings.append, ranks.world_size
+                run, snapshot, accelerator.mixed_precision, warnings.append, layout.data_size
             )
         has_steps = snapshot is None or snapshot.progress.step < run.train.max_train_steps
         # Then open the event sinks, build the session, resume, train and export.
@@ -129,17 +131,18 @@ def run_training(
             if has_steps or not ranks.broadcast(has_current_outputs(run)):
                 with closing(
                     build_session(
-                        run, accelerator, events.emit, control, signals, resumed, ranks=ranks
+                        run, accelerator, events.emit, control, signals, resumed, layout=layout
                     )
                 ) as session:
                     latest.loads_in = session.tools_for_adapter()
                     progress = session.resume(snapshot)
+                    snapshot = None  # its mapped files may be deleted while the run trains
                     if is_main:
                         _claim_folder(run, folder, progress, events)
                     events.emit(_run_started(session, progress))
                     with signals.deferred():
                         train_loop(session, progress)
-                        if is_main:
+                        if is_main or layout.is_sharded:  # parts of weights are gathered
                             latest.set_result(session.export())
             else:
                 latest.set_result(find_result(run))
@@ -165,7 +168,7 @@ def check_writable(folder: Path) -> None:
 
 
 def find_resume_point(
-    folder: Path, resume_from: str, warn: Callable[[str], None]
+    folder: Path, resume_from: str, warn: Callable[[str], None], ranks: RankGroup = SINGLE
 ) -> Snapshot | None:
     """Load the checkpoint to resume from; None for a new run.
 
@@ -179,7 +182,7 @@ def find_resume_point(
             f"--resume is none, but {folder} has a run with {existing[-1].name}, which starting "
             "over would overwrite. Choose another output_dir, or remove that folder."
         )
-    return checkpoint.find_snapshot(checkpoints, resume_from, warn)
+    return checkpoint.find_snapshot(checkpoints, resume_from, warn, ranks)
 
 
 def check_ranks_agree(ranks: RankGroup, step: int) -> None:
@@ -311,7 +314,7 @@ def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
     return RunStarted(
         output_dir=state.run.output_dir,
         model=state.family.name,
-        trainable_parameters=sum(p.numel() for p in state.parameters.values()),
+        trainable_parameters=state.num_trained,
         total_steps=state.run.train.max_train_steps,
         start_step=progress.step,
         num_samples=len(session.pipeline.train_samples),

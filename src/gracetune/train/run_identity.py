@@ -86,7 +86,7 @@ CHANGEABLE_SETTINGS = _names(
         "gh200_optimizations": "enable_uvm_hints placement",
         # The length matters for some schedules, and is compared then.
         "train": "max_train_steps gradient_checkpointing checkpoint_every checkpoint_minutes "
-        "keep_checkpoints keep_adapters check_gradients",
+        "keep_checkpoints keep_adapters async_checkpoints check_gradients",
         "optimizer": "state",
         # The digest of all samples and captions is compared.
         "datasets.*": "type instance_data_dir conditioning_data_dir mask_data_dir caption_strategy "

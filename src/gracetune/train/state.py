@@ -3,6 +3,9 @@
 A resumed run gives the same weights as an uninterrupted one, bit for bit. Optimizer state is stored
 under the name of its parameter, not under an index as in torch's `state_dict`, so that a different
 parameter order in a later version cannot swap the state of two parameters.
+
+In a sharded run, a rank has only a part of each parameter, and of the optimizer state with the
+parameter's shape. A table of shards, by parameter name, says which part to restore.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gracetune.errors import CheckpointError
+from gracetune.distributed.shard_files import saved_rows, saved_shape
+from gracetune.errors import CheckpointError, RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
+
+    from gracetune.distributed.sharding import TensorShard
 
 SEPARATOR = "|"
 """Separates, in the tensor names of a checkpoint, a parameter's name from the key of its optimizer
@@ -41,8 +47,15 @@ def detached_weights(parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in parameters.items()}
 
 
-def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved values into the parameters of the same names."""
+def restore_weights(
+    parameters: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    shards: Mapping[str, TensorShard] | None = None,
+) -> None:
+    """Copy saved values into the parameters of the same names.
+
+    `shards` says which parts the parameters are; None if they are whole.
+    """
     if parameters.keys() != saved.keys():
         differing = sorted(parameters.keys() ^ saved.keys())
         raise CheckpointError(
@@ -50,18 +63,20 @@ def restore_weights(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor
             f"first {differing[0]}. Resume with the model and adapter settings it was saved with."
         )
     for name, parameter in parameters.items():
-        if parameter.shape != saved[name].shape:
+        shape = tuple(parameter.shape) if shards is None else shards[name].shape
+        if shape != saved_shape(saved, name):
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {name} has shape "
-                f"{tuple(parameter.shape)}, but was saved with {tuple(saved[name].shape)}. Resume "
-                "with the model and adapter settings it was saved with."
+                f"the checkpoint does not fit the model: {name} has shape {shape}, but was saved "
+                f"with {saved_shape(saved, name)}. Resume with the model and adapter settings it "
+                "was saved with."
             )
-        if parameter.itemsize < saved[name].itemsize:
+        value = saved_rows(saved, name, None if shards is None else shards[name])
+        if parameter.itemsize < value.itemsize:
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {name} was saved as {saved[name].dtype} "
+                f"the checkpoint does not fit the model: {name} was saved as {value.dtype} "
                 f"and would be rounded to {parameter.dtype}. Set model.dtype to the saved dtype."
             )
-        parameter.data.copy_(saved[name])
+        parameter.data.copy_(value)
 
 
 def flatten_optimizer_state(
@@ -84,16 +99,39 @@ def flatten_optimizer_state(
     return found
 
 
+def optimizer_shards(
+    flat: Mapping[str, Tensor], parameters: Mapping[str, Tensor], shards: Mapping[str, TensorShard]
+) -> dict[str, TensorShard]:
+    """Return which parts the tensors of `flatten_optimizer_state` are, in a sharded run.
+
+    State with the shape of its parameter is divided like it. Numbers are the same on all ranks.
+    """
+    found = {}
+    for full_name, tensor in flat.items():
+        name = full_name.rpartition(SEPARATOR)[0]
+        if name in shards and tensor.ndim and tensor.shape == parameters[name].shape:
+            found[full_name] = shards[name]
+        elif tensor.numel() != 1:
+            raise RunFailedError(
+                f"the optimizer's state {full_name} has shape {tuple(tensor.shape)}, which is not "
+                "that of its parameter, so ranks with parts of the parameter cannot save it. Set "
+                "optimizer.name: adamw, or distributed.strategy: replicate."
+            )
+    return found
+
+
 def restore_optimizer(
     optimizer: Optimizer,
     parameters: Mapping[str, Parameter],
     saved: Mapping[str, Tensor],
     load: Callable[[dict[str, Any]], None] | None = None,
+    shards: Mapping[str, TensorShard] | None = None,
 ) -> None:
     """Load optimizer state from the tensors that `flatten_optimizer_state` returned.
 
     `load` receives a torch `state_dict` and decides which device each tensor goes to; without it,
-    `optimizer.load_state_dict` moves each one to the device of its parameter.
+    `optimizer.load_state_dict` moves each one to the device of its parameter. `shards`
+    says which parts the parameters are; None if they are whole.
     """
     indices = {
         id(parameter): index
@@ -101,9 +139,12 @@ def restore_optimizer(
     }
     groups = [dict(group) for group in optimizer.state_dict()["param_groups"]]
     state: dict[int, dict[str, object]] = {}
-    for full_name, tensor in saved.items():
+    for full_name in saved:
         name, _, key = full_name.rpartition(SEPARATOR)
         key, _, kind = key.partition(":")
+        own = None if shards is None else shards.get(name)
+        is_divided = own is not None and saved_shape(saved, full_name) == own.shape
+        tensor = saved_rows(saved, full_name, own if is_divided else None)
         value = NUMBER_TYPES[kind](tensor.item()) if kind else tensor
         if name.startswith(GROUP_PREFIX):
             groups[int(name.removeprefix(GROUP_PREFIX))][key] = value

@@ -180,6 +180,36 @@ def test_checkpoints_are_saved_every_n_minutes(tiny_run, recorder):
     assert [e.step for e in recorder.of(CheckpointSaved)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"adapter": {"rank": 2}},
+        {
+            "optimizer": {"name": "schedule_free"},
+            "validation": {"every": 1, "prompts": ["a star"], "sample_steps": 1, "width": 16},
+        },
+        {"optimizer": {"state": "host"}},
+    ],
+    ids=["adapter", "averages", "state in host memory"],
+)
+def test_a_background_checkpoint_has_the_bits_of_one_that_training_waits_for(
+    tiny_run, tmp_path, sections
+):
+    """Steps, and validations with averaged weights, change the state while it is written."""
+    written = []
+    for in_background in (True, False):
+        folder = tmp_path / f"background-{in_background}"
+        train = {"checkpoint_every": 1, "max_train_steps": 3, "keep_checkpoints": 9}
+        train |= {"async_checkpoints": in_background, "ema_decay": 0.0}
+        run_training(tiny_run(output_dir=str(folder), **{"train": train} | sections))
+        paths = checkpoint.complete_checkpoints(folder / "checkpoints")
+        manifests = [json.loads((path / "manifest.json").read_text()) for path in paths]
+        written.append([(each["progress"], each["files"], each["exported"]) for each in manifests])
+    assert len(written[0]) == 3
+    assert written[0] == written[1]
+    assert bool(written[0][0][2]) == ("adapter" in sections)
+
+
 def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, recorder):
     ramp = {
         "enable_batch_size_rampup": True,

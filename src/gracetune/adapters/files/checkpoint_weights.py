@@ -57,7 +57,17 @@ PREFIXES = (
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if a folder is a checkpoint of a run."""
-    return all((folder / name).is_file() for name in (MANIFEST, CHECKPOINT_FILES[1]))
+    return (folder / MANIFEST).is_file() and (
+        (folder / CHECKPOINT_FILES[1]).is_file() or is_sharded_checkpoint(folder)
+    )
+
+
+def is_sharded_checkpoint(folder: Path) -> bool:
+    """Return True if each rank of a run has written a part of a checkpoint's weights.
+
+    Such a run trains a whole model: it has no adapter.
+    """
+    return any(folder.glob("weights-00001-of-*.safetensors"))
 
 
 def checkpoint_header(adapter: Adapter) -> dict[str, str]:

@@ -18,6 +18,7 @@ from gracetune.adapters.files.checkpoint_weights import (
     CHECKPOINT_FILES,
     import_parameters,
     is_checkpoint,
+    is_sharded_checkpoint,
 )
 from gracetune.adapters.files.convert import (
     FAMILY_KEY,
@@ -148,6 +149,12 @@ def resolve_path(path: Path) -> Path:
         exported = list((path / CHECKPOINT_ADAPTER).glob("*.safetensors"))
         if len(exported) == 1:
             return exported[0]
+        if is_sharded_checkpoint(path):
+            raise AdapterError(
+                f"{path} is a checkpoint of a run that trains a whole model on several ranks. It "
+                "has no adapter.",
+                kind="missing",
+            )
         return next(path / name for name in CHECKPOINT_FILES if (path / name).is_file())
     for name in (FILE_NAME, PEFT_FILE):
         if (path / name).is_file():
