@@ -74,6 +74,7 @@ from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.prepare_model import (
     compares_blocks,
+    divide_tokens,
     enable_gradient_checkpointing,
     make_trainable,
     move_to_device,
@@ -278,6 +279,7 @@ def build_session(
     adapted_modules = make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
+    context = divide_tokens(run, family, layout, device, emit)
     unplanned = reason_unplanned(run, device)
     compares = compares_blocks(run, unplanned, ranks.world_size)
     references = (
@@ -326,6 +328,7 @@ def build_session(
             saved_plan=(resumed or {}).get("plan"),
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             ranks=ranks,
+            context_size=layout.context_size,
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
     state = TrainState(
@@ -343,6 +346,7 @@ def build_session(
         expert_schedule=schedule,
         reducer=GradientReducer(ranks, device),
         layout=layout,
+        context=context,
         dropout=dropout,
     )
     state.transformer.train()

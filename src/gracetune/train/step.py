@@ -15,6 +15,7 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
+from gracetune.distributed.context_parallel import SINGLE_CONTEXT
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
 from gracetune.models.family import bind_expert
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.compute.dropout import DropoutSeeds
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
+    from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.distributed.gradients import GradientReducer
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
@@ -76,6 +78,8 @@ class TrainState:
     """Sums gradients over ranks."""
     layout: Layout = SINGLE_LAYOUT
     """The part of the model and of the data that this rank has."""
+    context: ContextGroup = SINGLE_CONTEXT
+    """The ranks that divide the tokens of this rank's samples among them."""
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
     an earlier version started."""
@@ -188,7 +192,8 @@ def train_step(
     failure = ""
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     try:
-        _accumulate_gradients(state, batches, turn, totals)
+        with state.context.fail_together():
+            _accumulate_gradients(state, batches, turn, totals)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise

@@ -121,7 +121,10 @@ def _write_samples(state: TrainState, validation: ValidationSetup, step: int) ->
         folder = ranks.broadcast(folder)
         try:
             if folder is not None:
-                for number, sample in generate_samples(state, validation).items():
+                with state.context.fail_together():
+                    samples = generate_samples(state, validation)
+                # The ranks of a context group have generated the same samples.
+                for number, sample in samples.items() if state.context.rank == 0 else ():
                     write_sample(sample, folder, f"{number:03d}")
         except OSError as error:
             write_error = str(error)
@@ -161,11 +164,12 @@ def _naming_write_errors(path: Path) -> Iterator[None]:
 
 def generate_samples(state: TrainState, validation: ValidationSetup) -> dict[int, GeneratedSample]:
     """Generate this rank's part of the samples of every request, by the number of the prompt."""
-    ranks, number = state.ranks, 0
+    layout, number = state.layout, 0
     found: dict[int, GeneratedSample] = {}
     for turn, request in enumerate(validation.requests):
         # Ranks take turns, so that requests of one prompt each do not all fall to one rank.
-        first, part = part_of(request, (ranks.rank + turn) % ranks.world_size, ranks.world_size)
+        place = (layout.data_rank + turn) % layout.data_size
+        first, part = part_of(request, place, layout.data_size)
         if part.texts:
             with sampling_autocast(state.accelerator, state.family.transformer):
                 samples = state.family.sample(part)
@@ -223,7 +227,8 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
         sums: dict[int, Tensor] = {}
         out_of_memory = ""
         try:
-            sums = _own_held_out_losses(state, batches, turn, total)
+            with state.context.fail_together():
+                sums = _own_held_out_losses(state, batches, turn, total)
         except torch.OutOfMemoryError as error:
             if ranks.world_size == 1:
                 raise
@@ -242,7 +247,7 @@ def _own_held_out_losses(
     for index, batch in enumerate(batches):
         shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
         seen += len(batch)
-        if index % state.ranks.world_size != state.ranks.rank:
+        if index % state.layout.data_size != state.layout.data_rank:
             continue
         x0, _ = state.family.split_encoded(batch.latents)
         generator = torch.Generator().manual_seed(derive_seed("held out", index))
