@@ -61,7 +61,8 @@ class ContextGroup:
     def __init__(self, rank: int, size: int, group: str = "", control: str = "") -> None:
         """Describe the group; use `connect_context_group`, or no names to plan without ranks.
 
-        `group` names the process group of the exchanges, `control` a gloo group on the CPU.
+        `group` names the process group of the exchanges, `control` a gloo group on the CPU with
+        which ranks tell each other that they are out of memory; without it, they do not.
         """
         self.rank = rank
         self.size = size
@@ -76,7 +77,7 @@ class ContextGroup:
         Each rank announces in every exchange, and at the end of the block, that it is well. A rank
         that is out of memory announces that instead, and the others raise where they hear it.
         """
-        if self.size == 1:
+        if not self.control:
             yield
             return
         try:
@@ -97,21 +98,19 @@ SINGLE_CONTEXT = ContextGroup(0, 1)
 def connect_context_group(layout: Layout, device_type: str) -> ContextGroup:
     """Create the process groups of this rank's context group. Every rank of the run must call it.
 
-    Without context parallel, nothing is created.
+    Without context parallel, nothing is created. Ranks that divide the weights cannot tell each
+    other that they are out of memory: the others may be waiting for weights.
     """
     if layout.context_size == 1:
         return SINGLE_CONTEXT
     group = layout.data_mesh(device_type)["context"].get_group()
-    control = None
+    control = ""
     for first in range(0, layout.ranks.world_size, layout.context_size):
         ranks = list(range(first, first + layout.context_size))
-        created = dist.new_group(ranks, backend="gloo")
-        if layout.ranks.rank in ranks:
-            control = created
-    assert control is not None, "the rank is in no context group"
-    return ContextGroup(
-        layout.context_rank, layout.context_size, group.group_name, control.group_name
-    )
+        created = None if layout.is_sharded else dist.new_group(ranks, backend="gloo")
+        if created is not None and layout.ranks.rank in ranks:
+            control = created.group_name
+    return ContextGroup(layout.context_rank, layout.context_size, group.group_name, control)
 
 
 class TokenSplit:
@@ -257,7 +256,7 @@ def _any_failed(control: str, *, failed: bool) -> bool:
 
 
 def _raise_if_peer_failed(control: str) -> None:
-    if _any_failed(control, failed=False):
+    if control and _any_failed(control, failed=False):
         raise PeerOutOfMemoryError("another rank of the context group is out of memory")
 
 
@@ -286,9 +285,7 @@ def all_to_all(
 
 
 @all_to_all.register_fake
-def _(
-    x: Tensor, out_sizes: list[int], in_sizes: list[int], group: str, control: str
-) -> Tensor:
+def _(x: Tensor, out_sizes: list[int], *_: object) -> Tensor:
     return x.new_empty(sum(out_sizes), *x.shape[1:])
 
 
@@ -322,7 +319,7 @@ def all_gather(x: Tensor, sizes: list[int], rank: int, group: str, control: str)
 
 
 @all_gather.register_fake
-def _(x: Tensor, sizes: list[int], rank: int, group: str, control: str) -> Tensor:
+def _(x: Tensor, sizes: list[int], *_: object) -> Tensor:
     return x.new_empty(sum(sizes), *x.shape[1:])
 
 

@@ -315,9 +315,7 @@ class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor, Flux2ParallelSelfAttnP
         )
         query, key, value = (x.unflatten(-1, (-1, attn.head_dim)) for x in qkv.chunk(3, dim=-1))
         cos, sin = (table[None, :, None] for table in image_rotary_emb)
-        rotated = [
-            apply_rotary_emb(x, cos, sin) for x in (attn.norm_q(query), attn.norm_k(key))
-        ]
+        rotated = [apply_rotary_emb(x, cos, sin) for x in (attn.norm_q(query), attn.norm_k(key))]
         mixed = _attend(self, (rotated[0], rotated[1], value), attention_mask)
         out: Tensor = attn.to_out(torch.cat([mixed, attn.mlp_act_fn(mlp)], dim=-1))
         return out

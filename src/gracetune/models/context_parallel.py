@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from diffusers import ContextParallelConfig, ParallelConfig
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from torch.distributed.device_mesh import DeviceMesh
 
 from gracetune.adapters.compute.dropout import PositionalDropout
 from gracetune.distributed.context_parallel import IMAGE, TEXT, TokenSplit
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.models.family import Family

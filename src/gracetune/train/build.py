@@ -33,6 +33,7 @@ from gracetune.data.pipeline import DataPipeline
 from gracetune.distributed.gradients import GradientReducer
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.ranks import rendezvous_method
+from gracetune.distributed.sharding import ShardedReducer, local_nbytes
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
@@ -77,20 +78,27 @@ from gracetune.train.prepare_model import (
     divide_tokens,
     enable_gradient_checkpointing,
     make_trainable,
-    move_to_device,
+    place_weights,
     prepare_transformer,
     quantize_frozen,
     reason_unplanned,
+    trained_parameters_of,
 )
 from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
-from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
+from gracetune.train.step import (
+    Ema,
+    PositionalRng,
+    TrainProgress,
+    TrainState,
+    derive_seed,
+    rounding_seed,
+)
 from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from gracetune.cache.batch_transfer import BatchTransfer
@@ -276,25 +284,26 @@ def build_session(
     check_data(run, family)
     check_validation(run, family)
     quantize_frozen(run, family, emit)
-    adapted_modules = make_trainable(run, family, schedule, emit)
+    adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     context = divide_tokens(run, family, layout, device, emit)
-    unplanned = reason_unplanned(run, device)
-    compares = compares_blocks(run, unplanned, ranks.world_size)
+    unplanned = reason_unplanned(run, device, layout)
+    compares = compares_blocks(run, unplanned, layout, emit)
     references = (
         build_references(family, checked_blocks or partial(random_block, ranks)) if compares else []
     )
     if run.train.gradient_checkpointing:
         enable_gradient_checkpointing(family, unplanned, emit)
-    if unplanned:
-        move_to_device(run, family, device, unplanned, emit)
+    sharded = place_weights(
+        run, family, layout, device, accelerator.mixed_precision, unplanned, emit
+    )
 
     # The optimizer. Loading the model and injecting adapters reseed the global RNGs, so the run's
     # own seed comes after them.
     seed_rng(derive_seed(run.seed, "process", layout.data_rank))
-    parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(parameters, run.optimizer, derive_seed(run.seed, "rounding"))
+    parameters = trained_parameters_of(family, sharded)
+    optimizer = build_optimizer(parameters, run.optimizer, rounding_seed(run, layout), sharded)
 
     # The data. Everything that can be wrong in the run file has been found by now.
     family.to(device)
@@ -335,7 +344,7 @@ def build_session(
         run=run,
         family=family,
         transformer=prepare_transformer(
-            accelerator, family.transformer, is_planned=controller is not None
+            accelerator, family.transformer, is_placed=controller is not None or layout.is_sharded
         ),
         parameters=parameters,
         optimizer=optimizer,
@@ -344,24 +353,18 @@ def build_session(
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
-        reducer=GradientReducer(ranks, device),
+        reducer=(
+            GradientReducer(ranks, device) if sharded is None else ShardedReducer(sharded, device)
+        ),
         layout=layout,
         context=context,
+        sharded=sharded,
         dropout=dropout,
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller)
-    if run.model.attention_mechanism == "auto" and device.type == "cuda":
-        held_out = () if validation is None else validation.held_out
-        autotune_attention(
-            family,
-            accelerator,
-            one_batch_per_bucket(run, pipeline, held_out),
-            attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
-            folder,
-            emit,
-            (resumed or {}).get("attention", ""),
-        )
+    held_out = () if validation is None else validation.held_out
+    _choose_attention(state, pipeline, held_out, (resumed or {}).get("attention", ""), emit)
     return Session(
         state=state,
         pipeline=pipeline,
@@ -372,7 +375,7 @@ def build_session(
             run, pipeline.train_samples, base_weights, accelerator.mixed_precision
         ),
         batch_transfer=transfer,
-        batch_seconds=_agree_on_batch_seconds(run, family, pipeline, controller, ranks),
+        batch_seconds=_agree_on_batch_seconds(run, family, pipeline, controller, layout),
         control=control,
         signals=signals,
         emit=emit,
@@ -477,18 +480,19 @@ def _agree_on_batch_seconds(
     family: Family,
     pipeline: DataPipeline,
     controller: PlanController | None,
-    ranks: RankGroup,
+    layout: Layout,
 ) -> BatchSeconds | None:
     """Return the planned seconds of a micro-batch, the same on all ranks.
 
-    None if there is nothing to balance: one rank, or one sample size.
+    None if there is nothing to balance: one rank, one sample size, or ranks that divide the weights
+    and therefore need the same number of micro-batches.
     """
     sizes = list(pipeline.order.draws_by_size())
-    if ranks.world_size == 1 or len(sizes) == 1:
+    if layout.data_size == 1 or len(sizes) == 1 or layout.is_sharded:
         return None
     traced = {} if controller is None else controller.size_seconds
     table = bucket_seconds(family, sizes, run.train.batch_size, traced)
-    return BucketSeconds(ranks.broadcast(table.rows))
+    return BucketSeconds(layout.ranks.broadcast(table.rows))
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -548,6 +552,31 @@ def attention_shapes_key(
     return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
 
 
+def _choose_attention(
+    state: TrainState, pipeline: DataPipeline, held_out: Iterable[Batch], saved: str, emit: Emit
+) -> None:
+    """Switch to the fastest attention backend, if the run file leaves the choice to the machine.
+
+    `saved` is the backend of the checkpoint that the run resumes from.
+    """
+    run, family, accelerator = state.run, state.family, state.accelerator
+    if run.model.attention_mechanism != "auto" or accelerator.device.type != "cuda":
+        return
+    if state.layout.is_sharded:
+        text = "attention backends are not timed, because no rank has the whole model"
+        emit(Notice(f"{text}; model.attention_mechanism chooses one"))
+        return
+    autotune_attention(
+        family,
+        accelerator,
+        one_batch_per_bucket(run, pipeline, held_out),
+        attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
+        Path(run.output_dir),
+        emit,
+        saved,
+    )
+
+
 def _identity(batch: Batch) -> Batch:
     return batch
 
@@ -566,7 +595,7 @@ def _build_stepper(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     nbytes = 0.0 if unplanned else state_nbytes_per_element_of(run.optimizer, parameters)
     stepper = OptimizerStepper(optimizer, copy_engine, nbytes)
-    if unplanned and run.optimizer.state == "host":
+    if unplanned and run.optimizer.state == "host" and not run.distributed.cpu_offload:
         stepper.set_host_share(1.0)
         emit(Notice("the optimizer state is kept in host memory"))
     return stepper
@@ -584,23 +613,19 @@ def register_memory_roles(
     device_type = state.accelerator.device.type
 
     def on_device() -> int:
-        return _nbytes(p for p in frozen if p.device.type == device_type)
+        return local_nbytes(p for p in frozen if p.device.type == device_type)
 
     def in_slots() -> int:
         return 0 if controller is None else controller.slots_nbytes
 
     transfer.track_memory("weights", lambda: on_device() + in_slots())
     transfer.track_memory(
-        "weights_in_host_memory", lambda: _nbytes(frozen) - on_device(), Tier.HOST
+        "weights_in_host_memory", lambda: local_nbytes(frozen) - on_device(), Tier.HOST
     )
-    transfer.track_memory("trained", lambda: _nbytes(state.parameters.values()))
-    transfer.track_memory("averages", lambda: _nbytes(averages))
+    transfer.track_memory("trained", lambda: local_nbytes(state.parameters.values()))
+    transfer.track_memory("averages", lambda: local_nbytes(averages))
     transfer.track_memory("optimizer", lambda: state.stepper.device_nbytes)
     transfer.track_memory("optimizer_in_host_memory", lambda: state.stepper.host_nbytes, Tier.HOST)
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 # Reports

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gracetune.data.batch_order import RankShare
-from gracetune.errors import RunFailedError
+from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.family import transformers_of, unused_weights
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
@@ -309,6 +309,12 @@ def check_gradients(session: Session) -> GradientReport:
     numbers first, so that no gradient is zero.
     """
     state = session.state
+    if state.layout.is_sharded:
+        raise ConfigError(
+            f"distributed.strategy is {state.run.distributed.strategy}, but the check compares "
+            "whole blocks, and each rank has a part of them. Add --set "
+            "distributed.strategy=replicate."
+        )
     _fill_zeros(state.parameters, state.run.seed)
     placements = _placements(state.family, session.plan_controller)
     reports: dict[str, BlockReport] = {}

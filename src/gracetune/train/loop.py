@@ -303,7 +303,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
 
 def _check_ranks_have_same_weights(session: Session, step: int) -> None:
     """Raise if the trained weights differ between ranks, which would make the result arbitrary."""
-    name = check_same_weights(session.state.ranks, session.state.parameters)
+    name = check_same_weights(session.state.layout, session.state.parameters)
     if name:
         raise RunFailedError(
             f"the ranks have different weights after step {step}: {name} differs. All ranks need "

@@ -12,6 +12,8 @@ from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.parse_text import format_value
 from gracetune.distributed.context_parallel import SINGLE_CONTEXT, connect_context_group
+from gracetune.distributed.layout import SINGLE_LAYOUT
+from gracetune.distributed.sharding import shard_model
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.attention_backends import set_attention_backend
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
     from torch import nn
+    from torch.nn import Parameter
 
     from gracetune.config.schema import RunFile
     from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.distributed.layout import Layout
+    from gracetune.distributed.sharding import ShardedParameters
     from gracetune.events.dispatcher import Emit
     from gracetune.models.family import Family
     from gracetune.train.experts import ExpertSchedule
@@ -48,11 +52,17 @@ ADAPTER_NAMES = {
 
 
 def make_trainable(
-    run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
+    run: RunFile,
+    family: Family,
+    schedule: ExpertSchedule | None,
+    emit: Emit,
+    *,
+    is_sharded: bool = False,
 ) -> AdaptedModules:
     """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
 
-    A run may train one or both transformers of Wan 2.2. Returns the modules that have an adapter.
+    A run may train one or both transformers of Wan 2.2. With `is_sharded`, weights keep their dtype
+    until `shard_model` converts them, block by block. Returns the modules that have an adapter.
     """
     transformers = transformers_of(family.transformer)
     trained = {
@@ -66,7 +76,7 @@ def make_trainable(
     if run.adapter is None:
         for transformer in trained.values():
             transformer.requires_grad_(True)
-        _keep_weights_in_fp32(run, trained.values(), emit)
+        _keep_weights_in_fp32(run, trained.values(), emit, is_sharded=is_sharded)
         return {}
     from gracetune.adapters.inject import add_adapter  # peft takes seconds to import
 
@@ -79,7 +89,9 @@ def make_trainable(
     return modules
 
 
-def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit: Emit) -> None:
+def _keep_weights_in_fp32(
+    run: RunFile, transformers: Iterable[nn.Module], emit: Emit, *, is_sharded: bool
+) -> None:
     """Convert trained bf16 weights to fp32, unless the optimizer keeps fp32 master weights.
 
     An update is usually smaller than the spacing of bf16 numbers, so most would be rounded away.
@@ -91,7 +103,7 @@ def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit:
         text = f"{len(narrow)} trained tensors and their gradients stay in bf16; the optimizer "
         emit(Notice(f"{text}keeps fp32 master weights"))
         return
-    for parameter in narrow:
+    for parameter in narrow if not is_sharded else ():
         parameter.data = parameter.data.float()
     text = f"{len(narrow)} trained tensors are converted to fp32, because bf16 would round updates "
     emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
@@ -127,18 +139,53 @@ def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
     emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
 
 
-def move_to_device(
-    run: RunFile, family: Family, device: torch.device, unplanned: str, emit: Emit
-) -> None:
-    """Move the whole transformer to the device, for a run without a memory plan; log why."""
-    if run.model.frozen_compute == "fp8":
-        raise ConfigError(
-            f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
-            "Set it to bf16, or set plan: auto."
+def place_weights(
+    run: RunFile,
+    family: Family,
+    layout: Layout,
+    device: torch.device,
+    precision: str,
+    unplanned: str,
+    emit: Emit,
+) -> ShardedParameters | None:
+    """Move the transformers to the device, or divide them among ranks; a plan comes later.
+
+    `precision` is Accelerate's: with `bf16`, divided blocks gather their weights in bf16.
+    `unplanned` is the reason for having no memory plan, which is logged. Returns the divided
+    weights, if they are.
+    """
+    if layout.is_sharded:
+        effect = f"{layout.describe()}. Nothing is streamed, offloaded or compiled by a plan."
+        emit(unplanned_notice(run, unplanned, effect))
+        return shard_model(
+            transformers_of(family.transformer),
+            family.blocks(),
+            layout,
+            run.distributed,
+            device,
+            emit,
+            trained_dtype=None if trains_in_bf16(run) else torch.float32,
+            compute_dtype=torch.bfloat16 if precision == "bf16" else None,
         )
-    if run.plan != "off":
-        emit(unplanned_notice(run, unplanned))
-    family.transformer.to(device)
+    if unplanned:
+        if run.model.frozen_compute == "fp8":
+            raise ConfigError(
+                f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
+                "Set it to bf16, or set plan: auto."
+            )
+        if run.plan != "off":
+            emit(unplanned_notice(run, unplanned))
+        family.transformer.to(device)
+    return None
+
+
+def trained_parameters_of(
+    family: Family, sharded: ShardedParameters | None
+) -> dict[str, Parameter]:
+    """Return the trained parameters by name; of divided weights, this rank's parts."""
+    if sharded is not None:
+        return sharded.local
+    return {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
 
 
 def enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -> None:
@@ -149,12 +196,14 @@ def enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) ->
         emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
 
 
-def reason_unplanned(run: RunFile, device: torch.device) -> str:
+def reason_unplanned(run: RunFile, device: torch.device, layout: Layout = SINGLE_LAYOUT) -> str:
     """Return the reason why no memory plan is made; an empty string if one is made.
 
     A memory plan decides what is streamed from host memory. Without one, the whole model is on the
-    device.
+    device, or this rank's part of it.
     """
+    if layout.is_sharded:
+        return f"distributed.strategy is {run.distributed.strategy}"
     if run.plan == "off":
         return "plan is off"
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
@@ -162,18 +211,25 @@ def reason_unplanned(run: RunFile, device: torch.device) -> str:
     return ""
 
 
-def compares_blocks(run: RunFile, unplanned: str, num_ranks: int) -> bool:
+def compares_blocks(run: RunFile, unplanned: str, layout: Layout, emit: Emit) -> bool:
     """Return True if the first step compares a block with a plain copy of it.
 
     A single process without a plan computes what the plain copy would.
     """
-    is_changed = not unplanned or num_ranks > 1
-    return run.train.check_gradients and is_changed
+    if not run.train.check_gradients:
+        return False
+    if layout.is_sharded:
+        text = "the first step checks that all tensors have gradients, but compares no block with "
+        emit(Notice(f"{text}a plain copy, because no rank has a whole block"))
+        return False
+    return not unplanned or layout.ranks.world_size > 1
 
 
-def unplanned_notice(run: RunFile, reason: str) -> Notice:
+WHOLE_MODEL = "The whole model is on the device; nothing is streamed, offloaded or compiled."
+
+
+def unplanned_notice(run: RunFile, reason: str, effect: str = WHOLE_MODEL) -> Notice:
     """Return the notice that no memory plan is made: a warning if the run file limits the plan."""
-    effect = "The whole model is on the device; nothing is streamed, offloaded or compiled."
     # `plan.batch` is for the command `gracetune plan` only.
     asked = [] if isinstance(run.plan, str) else sorted(run.plan.model_fields_set - {"batch"})
     if not asked:
@@ -186,7 +242,7 @@ def unplanned_notice(run: RunFile, reason: str) -> Notice:
 
 # Autocast is made for fp32 weights. For a transformer that is already in bf16 it only computes
 # norms and what follows them in fp32, which costs time and memory that the plan does not contain.
-# A planned bf16 transformer therefore runs without autocast, as in diffusers' own pipelines.
+# A planned or divided bf16 transformer runs without autocast, as in diffusers' own pipelines.
 
 BF16_ARGUMENTS = (
     "hidden_states",
@@ -199,17 +255,20 @@ Timesteps and positions are not cast: each transformer rounds those itself."""
 
 
 def prepare_transformer(
-    accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool
+    accelerator: Accelerator, transformer: nn.Module, *, is_placed: bool
 ) -> nn.Module:
-    """Wrap the transformer with Accelerate, for mixed precision."""
+    """Wrap the transformer with Accelerate, for mixed precision.
+
+    `is_placed` is True if a plan, or the division among ranks, has placed the weights.
+    """
     autocast = accelerator.autocast_handler
     in_bf16 = accelerator.mixed_precision == "bf16" and runs_in_dtype(transformer, torch.bfloat16)
-    if is_planned and in_bf16:
+    if is_placed and in_bf16:
         accelerator.autocast_handler = AutocastKwargs(enabled=False)
         transformer.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
     wrapped: nn.Module = accelerator.prepare_model(
         transformer,
-        device_placement=not is_planned,
+        device_placement=not is_placed,
         evaluation_mode=True,  # no DistributedDataParallel: `train_step` reduces gradients itself
     )
     accelerator.autocast_handler = autocast

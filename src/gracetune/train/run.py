@@ -313,7 +313,7 @@ def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
     return RunStarted(
         output_dir=state.run.output_dir,
         model=state.family.name,
-        trainable_parameters=sum(p.numel() for p in state.parameters.values()),
+        trainable_parameters=state.num_trained,
         total_steps=state.run.train.max_train_steps,
         start_step=progress.step,
         num_samples=len(session.pipeline.train_samples),

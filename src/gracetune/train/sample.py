@@ -343,7 +343,7 @@ class Sampler:
             undo.callback(applied.close)
         if not self._is_prepared:
             is_planned = not self._unplanned
-            prepare_transformer(self.accelerator, family.transformer, is_planned=is_planned)
+            prepare_transformer(self.accelerator, family.transformer, is_placed=is_planned)
             self._is_prepared = True
 
 

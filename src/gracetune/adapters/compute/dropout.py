@@ -70,9 +70,7 @@ class DropoutSeeds:
 
 # Not in the namespace `gracetune`, whose operators the planner counts as matmuls.
 @torch.library.custom_op("gracetune_elementwise::dropout_mask", mutates_args=())
-def dropout_mask(
-    x: Tensor, seed: Tensor, keep: float, length: int, pieces: list[int]
-) -> Tensor:
+def dropout_mask(x: Tensor, seed: Tensor, keep: float, length: int, pieces: list[int]) -> Tensor:
     """Return a mask of the shape of `x` that is True with probability `keep`.
 
     It is a function of its arguments alone. As an operator of its own it is opaque to the compiler,
