@@ -87,21 +87,30 @@ def enable_context_parallel(
 
     Call it when the model has its adapter, and `check_context_parallel` before it. From then on,
     all ranks of the group must run the model at the same time, on the same inputs. `ring_mesh` is a
-    mesh with the dimensions `ring` and `ulysses`, for ring attention. A `context` without process
-    groups is for fake tensors, to plan without ranks.
+    mesh with the dimensions `ring` and `ulysses`, for ring attention.
     """
     for transformer in transformers_of(family.transformer).values():
-        split = TokenSplit(context)
+        split = split_transformer(transformer, context)
         if ring_mesh is not None:
             split.ring_config = _ring_config(ring_mesh)
-        use_fused_processors(transformer)
-        for processor in dispatched_processors(transformer):
-            assert isinstance(processor, FusedProcessor), type(processor)
-            processor.token_split = split
-        for module in transformer.modules():
-            if isinstance(module, PositionalDropout):
-                module.split = split
-        _install_hooks(transformer, split)
+
+
+def split_transformer(transformer: nn.Module, context: ContextGroup) -> TokenSplit:
+    """Let one transformer compute this rank's part of the tokens.
+
+    A `context` without process groups is for fake tensors: a transformer is then traced as on one
+    of many ranks, without them.
+    """
+    split = TokenSplit(context)
+    use_fused_processors(transformer)
+    for processor in dispatched_processors(transformer):
+        assert isinstance(processor, FusedProcessor), type(processor)
+        processor.token_split = split
+    for module in transformer.modules():
+        if isinstance(module, PositionalDropout):
+            module.split = split
+    _install_hooks(transformer, split)
+    return split
 
 
 def _ring_config(mesh: DeviceMesh) -> ParallelConfig:
