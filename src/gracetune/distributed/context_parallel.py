@@ -20,7 +20,7 @@ one attention sends from each rank, in forward and again in backward,
 
     4 * B * S * C * e / n * (n - 1) / n     bytes: query, key, value and output.
 
-Recomputing a block repeats the exchange of query, key and value: 3/4 of the forward traffic.
+A block that is recomputed (activation modes `recompute` and `lean`) repeats the forward traffic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,10 +85,9 @@ class ContextGroup:
         except PeerOutOfMemoryError:
             raise
         except torch.OutOfMemoryError:
-            _any_failed(self.control, failed=True)
+            _announce(self.control, failed=True)
             raise
-        if _any_failed(self.control, failed=False):
-            raise PeerOutOfMemoryError("another rank of the context group is out of memory")
+        _check_peers(self.control)
 
 
 SINGLE_CONTEXT = ContextGroup(0, 1)
@@ -144,12 +143,16 @@ class TokenSplit:
 
         The part has memory of its own, so that the whole tensor can be freed.
         """
-        length = x.shape[dim]
-        if length < self.context.size or (self.ring_config and length % self.context.size):
-            rule = "be a multiple of it for ring" if self.ring_config else "not be less"
+        length, parts = x.shape[dim], self.context.size
+        if self.ring_config and length % parts:
             raise ConfigError(
-                f"distributed.context_parallel is {self.context.size}, but a sequence has {length} "
-                f"tokens; their number must {rule}. Lower context_parallel, or use larger samples."
+                f"distributed.context_parallel is {parts}, but a sequence has {length} tokens; with "
+                "context_parallel_kind ring, their number must be a multiple. Set it to ulysses."
+            )
+        if name == IMAGE and length < parts:  # there may be fewer text tokens than ranks
+            raise ConfigError(
+                f"distributed.context_parallel is {parts}, but a sample has only {length} tokens. "
+                "Lower context_parallel, or train on larger samples."
             )
         if name:
             self._lengths[name] = length
@@ -248,16 +251,26 @@ class TokenSplit:
         return found
 
 
-def _any_failed(control: str, *, failed: bool) -> bool:
-    """Return whether any rank of a gloo group has failed; all of them must call this."""
-    found = torch.tensor(failed, dtype=torch.uint8)
+def _announce(control: str, *, failed: bool = False, mark: int = 0) -> tuple[bool, bool]:
+    """Return whether any rank of a gloo group has failed, and whether all have the same mark."""
+    found = torch.tensor([failed, mark, -mark])
     dist.all_reduce(found, dist.ReduceOp.MAX, group=_resolve_process_group(control))  # type: ignore[arg-type]
-    return bool(found)
+    has_failed, highest, lowest = found.tolist()
+    return bool(has_failed), highest == -lowest
 
 
-def _raise_if_peer_failed(control: str) -> None:
-    if control and _any_failed(control, failed=False):
+def _check_peers(control: str, mark: int = 0) -> None:
+    """Raise if another rank is out of memory, or is not at the same exchange as this one."""
+    if not control:
+        return
+    has_failed, is_same = _announce(control, mark=mark)
+    if has_failed:
         raise PeerOutOfMemoryError("another rank of the context group is out of memory")
+    if not is_same:
+        raise RunFailedError(
+            "the ranks of a context group exchange tokens in different orders. Set plan.compile: "
+            "never, and please report this"
+        )
 
 
 # Operators. They are opaque to the compiler, and fake tensors need no other ranks. They are not in
@@ -272,7 +285,8 @@ def all_to_all(
 
     `out_sizes[r]` is the number of rows that rank r sends.
     """
-    _raise_if_peer_failed(control)
+    # A compiled block may be ordered differently on ranks with another number of tokens.
+    _check_peers(control, 2 * x[:1].numel() + (min(in_sizes) == max(in_sizes)) + 1)
     received = x.new_empty(sum(out_sizes), *x.shape[1:])
     dist.all_to_all_single(
         received,
@@ -308,7 +322,7 @@ def all_gather(x: Tensor, sizes: list[int], rank: int, group: str, control: str)
 
     Its backward returns the gradient of the own rows only: see the module's docstring.
     """
-    _raise_if_peer_failed(control)
+    _check_peers(control, -1)
     longest = max(sizes)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x

@@ -57,6 +57,10 @@ def models():
     ):
         arguments = shapes.arguments(transformer.config, noisy, sigmas, conditions, torch.float64)
         yield name, transformer, arguments
+    short = {"tokens": conditions["tokens"][:, :1], "mask": mask[:, :1]}
+    transformer = QwenImageTransformer2DModel.from_config(qwen.config)
+    arguments = QWEN_IMAGE.arguments(transformer.config, noisy, sigmas, short, torch.float64)
+    yield "one text token", transformer, arguments
     wan = WanTransformer3DModel(
         **HEADS, in_channels=4, out_channels=4, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2
     )
