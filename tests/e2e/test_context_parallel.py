@@ -9,6 +9,7 @@ gradients of queries and keys are small differences of large numbers.
 import json
 import math
 import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from fork_process import run_python, run_ranks
 from PIL import Image
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.timeout(900)
 RANK_CASES = Path(__file__).with_name("rank_cases.py")
 SHARDED_CASES = Path(__file__).with_name("sharded_cases.py")
 NUM_STEPS = 2
@@ -30,36 +32,79 @@ VALIDATION = {
     "sample_steps": 2,
     "holdout": 0.3,
 }
-CASES = {
-    "streamed-fp64-flux": ("flux", DROPOUT),
-    "recomputed-fp64-wan": ("wan21-t2v", {}),
-    "eager-fp64-qwen": ("qwen-image", WHOLE),
+GROUPS = {
+    "2 ranks": (
+        RANK_CASES,
+        2,
+        {
+            "streamed-fp64-flux": ("flux", DROPOUT),
+            "recomputed-fp64-wan": ("wan21-t2v", {}),
+            "eager-fp64-qwen": ("qwen-image", WHOLE),
+        },
+    ),
+    "2 shards": (SHARDED_CASES, 2, {"fsdp2": ("flux", {**SHARDED, "validation": VALIDATION})}),
+    "flux": (
+        RANK_CASES,
+        4,
+        {
+            "eager-fp64-flux": ("flux", WHOLE),
+            "recomputed-fp64-flux": ("flux", {}),
+            "offloaded-fp64-flux": ("flux", {}),
+            "compiled-fp64-flux": ("flux", DROPOUT),
+            "streamed-fp64-flux-full": ("flux", {}),
+            "eager-validated": ("flux", {"validation": VALIDATION, "train": {"ema_decay": 0.9}}),
+        },
+    ),
+    "flux2": (
+        RANK_CASES,
+        4,
+        {
+            "eager-fp64-flux2": ("flux2-dev", WHOLE),
+            "streamed-fp64-flux2": ("flux2-klein", DROPOUT),
+            "compiled-fp64-flux2": ("flux2-dev", {}),
+        },
+    ),
+    "qwen": (
+        RANK_CASES,
+        4,
+        {
+            "streamed-fp64-qwen": ("qwen-image", DROPOUT),
+            "recomputed-fp64-qwen": ("qwen-image", {}),
+            "compiled-fp64-qwen": ("qwen-image", {}),
+        },
+    ),
+    "wan": (
+        RANK_CASES,
+        4,
+        {
+            "eager-fp64-wan": ("wan21-t2v", WHOLE),
+            "streamed-fp64-wan-i2v": ("wan21-i2v", DROPOUT),
+            "compiled-fp64-wan": ("wan21-t2v", DROPOUT),
+            "eager-fp64-wan-experts": ("wan22-i2v", {}),
+            "offloaded-fp64-wan-5b": ("wan22-5b", {}),
+        },
+    ),
+    "4 shards": (
+        SHARDED_CASES,
+        4,
+        {
+            "fsdp2-qwen": ("qwen-image", SHARDED),
+            "fsdp2-wan": ("wan21-t2v", SHARDED),
+            "hsdp": ("flux", SHARDED),
+        },
+    ),
 }
-"""Name of a case -> family, and sections of its run file."""
-MORE_CASES = {
-    "eager-fp64-flux": ("flux", WHOLE),
-    "recomputed-fp64-flux": ("flux", {}),
-    "offloaded-fp64-flux": ("flux", {}),
-    "compiled-fp64-flux": ("flux", DROPOUT),
-    "streamed-fp64-flux-full": ("flux", {}),
-    "eager-fp64-flux2": ("flux2-dev", WHOLE),
-    "streamed-fp64-flux2": ("flux2-klein", DROPOUT),
-    "compiled-fp64-flux2": ("flux2-dev", {}),
-    "streamed-fp64-qwen": ("qwen-image", DROPOUT),
-    "compiled-fp64-qwen": ("qwen-image", {}),
-    "eager-fp64-wan": ("wan21-t2v", WHOLE),
-    "streamed-fp64-wan-i2v": ("wan21-i2v", DROPOUT),
-    "compiled-fp64-wan": ("wan21-t2v", DROPOUT),
-    "eager-fp64-wan-experts": ("wan22-i2v", {}),
-    "eager-fp64-wan-5b": ("wan22-5b", WHOLE),
-    "eager-validated": ("flux", {"validation": VALIDATION, "train": {"ema_decay": 0.9}}),
-}
-SHARDED_RUNS = {"fsdp2": ("flux", {**SHARDED, "validation": VALIDATION})}
-MORE_SHARDED_RUNS = {
-    "fsdp2-qwen": ("qwen-image", SHARDED),
-    "fsdp2-wan": ("wan21-t2v", SHARDED),
-    "hsdp": ("flux", SHARDED),
-}
+"""Runs that one launch trains: their script, the number of ranks, and the family and the sections
+of the run file of each case. Two ranks compute each sample."""
+
+
+def cases_of(*groups):
+    """Return test parameters for all cases of some groups; those with 4 ranks are marked."""
+    return [
+        pytest.param(group, case, marks=pytest.mark.distributed if GROUPS[group][1] > 2 else ())
+        for group in groups
+        for case in GROUPS[group][2]
+    ]
 
 
 def tolerance_of(case):
@@ -90,38 +135,29 @@ def train_cases(script, folder, cases, count, distributed):
     write_cases(alone, cases, lambda _: {})
     done = run_python(script, alone, "alone", env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
-    for done in run_ranks(script, folder, "ranks", count=count, timeout=900):
+    for done in run_ranks(script, folder, "ranks", count=count, timeout=600):
         assert done.returncode == 0, done.stdout + done.stderr
     return folder, alone
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.distributed)])
-def results(request, tmp_path_factory):
-    """Return the results of a case: of one process, and of ranks that divide tokens by two.
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return a function of (group, case): the results of the ranks, and those of one process."""
 
-    Four ranks train more cases, in two groups of two.
-    """
-    folder, count = tmp_path_factory.mktemp("context"), request.param
-    found = {}
-    for script, cases, more in (
-        (RANK_CASES, CASES, MORE_CASES),
-        (SHARDED_CASES, SHARDED_RUNS, MORE_SHARDED_RUNS),
-    ):
-        chosen = cases if count == 2 else cases | more
-        trained = train_cases(script, folder / script.stem, chosen, count, settings_of)
-        found |= dict.fromkeys(chosen, trained)
+    @cache
+    def train(group):
+        script, count, cases = GROUPS[group]
+        folder = tmp_path_factory.mktemp("context") / script.stem
+        return train_cases(script, folder, cases, count, settings_of)
 
-    def read(case):
-        if case not in found:
-            pytest.skip("only with four ranks")
-        ranks, alone = (
+    def read(group, case):
+        return [
             (
-                json.loads((where / f"{case}-{name}.result").read_text()),
-                load_file(where / f"{case}-{name}.safetensors"),
+                json.loads((folder / f"{case}-{name}.result").read_text()),
+                load_file(folder / f"{case}-{name}.safetensors"),
             )
-            for where, name in zip(found[case], ("ranks", "alone"), strict=True)
-        )
-        return ranks, alone
+            for folder, name in zip(train(group), ("ranks", "alone"), strict=True)
+        ]
 
     return read
 
@@ -132,14 +168,9 @@ def settings_of(case):
     return {"context_parallel": 2} | sharding.get(strategy, {})
 
 
-ALL_CASES = [*CASES, *SHARDED_RUNS] + [
-    pytest.param(case, marks=pytest.mark.distributed) for case in (*MORE_CASES, *MORE_SHARDED_RUNS)
-]
-
-
-@pytest.mark.parametrize("case", ALL_CASES)
-def test_ranks_have_the_gradients_of_one_process(results, case):
-    (ranks, tensors), (alone, expected) = results(case)
+@pytest.mark.parametrize(("group", "case"), cases_of(*GROUPS))
+def test_ranks_have_the_gradients_of_one_process(results, group, case):
+    (ranks, tensors), (alone, expected) = results(group, case)
     assert ranks["samples"] == alone["samples"]
     assert ranks["micro_batches"] == alone["micro_batches"]
     assert ranks["losses"] == pytest.approx(alone["losses"], rel=1e-6)
@@ -154,19 +185,22 @@ def test_ranks_have_the_gradients_of_one_process(results, case):
             assert difference <= tolerance_of(case) * norm, (name, difference / norm)
 
 
-@pytest.mark.parametrize("case", list(CASES))
-def test_nothing_falls_back_and_a_block_is_compared_with_a_plain_one(results, case):
-    (ranks, _), (alone, _) = results(case)
-    new = [text for text in ranks["texts"] if text not in alone["texts"]]
-    assert [text for text in new if "of a plain block" in text]
-    assert not [text for text in new if "slower" in text or "were not compared" in text]
+@pytest.mark.parametrize(("group", "case"), cases_of("2 ranks", "flux2", "qwen", "wan"))
+def test_nothing_falls_back_and_a_block_is_compared_with_a_plain_one(results, group, case):
+    (ranks, _), _ = results(group, case)
+    assert [text for text in ranks["texts"] if "of a plain block" in text]
+    assert not [text for text in ranks["texts"] if "slower" in text or "not compared" in text]
 
 
 @pytest.mark.parametrize(
-    "case", ["fsdp2", pytest.param("eager-validated", marks=pytest.mark.distributed)]
+    ("group", "case"),
+    [
+        ("2 shards", "fsdp2"),
+        pytest.param("flux", "eager-validated", marks=pytest.mark.distributed),
+    ],
 )
-def test_validations_are_those_of_one_process(results, case):
-    (ranks, _), (alone, _) = results(case)
+def test_validations_are_those_of_one_process(results, group, case):
+    (ranks, _), (alone, _) = results(group, case)
     assert ranks["held_out"]
     for found, expected in zip(ranks["held_out"], alone["held_out"], strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -177,6 +211,6 @@ def test_validations_are_those_of_one_process(results, case):
 
 @pytest.mark.distributed
 def test_all_ranks_repeat_a_step_for_which_one_has_too_little_memory(results):
-    (ranks, _), _ = results("streamed-fp64-flux-full")
+    (ranks, _), _ = results("flux", "streamed-fp64-flux-full")
     (text,) = [text for text in ranks["texts"] if "out of memory" in text]
     assert "rank 1 on " in text

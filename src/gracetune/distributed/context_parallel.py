@@ -146,8 +146,8 @@ class TokenSplit:
         length, parts = x.shape[dim], self.context.size
         if self.ring_config and length % parts:
             raise ConfigError(
-                f"distributed.context_parallel is {parts}, but a sequence has {length} tokens; with "
-                "context_parallel_kind ring, their number must be a multiple. Set it to ulysses."
+                f"distributed.context_parallel is {parts}, but a sequence has {length} tokens. "
+                "With context_parallel_kind ring, it must be a multiple. Set the kind to ulysses."
             )
         if name == IMAGE and length < parts:  # there may be fewer text tokens than ranks
             raise ConfigError(

@@ -59,21 +59,22 @@ ATTENTION_MODULES = (
 def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
     """Replace the processors that have a fused version, and return how many were replaced.
 
-    Call it after `fuse_lora`, if that is used; fused processors from before are replaced by ones
-    that share the fused LoRA. Callbacks that restore the old processors are pushed onto `undo`.
+    Call it after `fuse_lora`, if that is used. Callbacks that restore the old processors are pushed
+    onto `undo`. Processors that divide tokens among ranks are fused ones already; they are replaced
+    by ones that share the fused LoRA.
     """
     count = 0
     for module in transformer.modules():
         if not isinstance(module, ATTENTION_MODULES):
             continue
         original = module.processor
-        is_fused = isinstance(original, FusedProcessor)
-        cls = type(original) if is_fused else FUSED_PROCESSORS.get(type(original))
+        split = original.token_split if isinstance(original, FusedProcessor) else None
+        cls = FUSED_PROCESSORS.get(type(original)) if split is None else type(original)
         if cls is None:
             continue
         fused: Any = cls()
         fused._attention_backend = original._attention_backend
-        fused.token_split = original.token_split if is_fused else None
+        fused.token_split = split
         fused.share_inputs(module)
         module.set_processor(fused)
         if undo is not None:
@@ -262,8 +263,11 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
         return torch.cat([text_mask, text_mask.new_ones(image.shape[:2])], dim=1)
 
 
-class FusedFlux2AttnProcessor(_TwoStreamProcessor, Flux2AttnProcessor):  # type: ignore[misc]
-    """Attention processor for the double-stream blocks of FLUX.2, with fused RoPE and LoRA."""
+class FusedFlux2AttnProcessor(FusedProcessor, Flux2AttnProcessor):  # type: ignore[misc]
+    """Attention processor for the double-stream blocks of FLUX.2, with fused RoPE.
+
+    Its projections have no bias, so that their LoRA layers cannot be fused.
+    """
 
     def __call__(
         self,
@@ -280,8 +284,8 @@ class FusedFlux2AttnProcessor(_TwoStreamProcessor, Flux2AttnProcessor):  # type:
             )
             return original
         width = attn.head_dim
-        image = _project(attn, IMAGE_PROJECTIONS, self.shared_image, hidden_states, width)
-        text = _project(attn, TEXT_PROJECTIONS, self.shared_text, encoder_hidden_states, width)
+        image = _project(attn, IMAGE_PROJECTIONS, None, hidden_states, width)
+        text = _project(attn, TEXT_PROJECTIONS, None, encoder_hidden_states, width)
         query = torch.cat([attn.norm_added_q(text[0]), attn.norm_q(image[0])], dim=1)
         key = torch.cat([attn.norm_added_k(text[1]), attn.norm_k(image[1])], dim=1)
         value = torch.cat([text[2], image[2]], dim=1)

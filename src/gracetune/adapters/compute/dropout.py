@@ -36,7 +36,8 @@ class PositionalDropout(nn.Dropout):
         """
         if not self.training:
             return x
-        length, pieces = 0, list[int]()
+        length = 0
+        pieces: list[int] = []
         if self.split is not None and x.ndim == 3:
             length, pieces = self.split.places(x.shape[1])
         keep: Tensor = dropout_mask(x.detach(), self.seed, 1 - self.p, length, pieces)
