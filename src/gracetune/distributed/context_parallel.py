@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 from gracetune.errors import ConfigError, RunFailedError
 
@@ -182,7 +182,7 @@ class TokenSplit:
             dtype = torch.get_autocast_dtype(value.device.type)
         stacked = torch.stack([x.to(dtype) for x in (query, key, value)])
         # (3, batch, tokens, ranks, heads of a rank, width) -> (ranks, tokens, 3, batch, ...)
-        by_rank = stacked.unflatten(3, (parts, -1)).permute(3, 2, 0, 1, 4, 5)
+        by_rank = torch.unflatten(stacked, 3, (parts, -1)).permute(3, 2, 0, 1, 4, 5)
         sizes = self._sizes()
         tokens = by_rank.shape[1]
         assert tokens == sizes[self.context.rank], (tokens, self._lengths)
@@ -194,7 +194,7 @@ class TokenSplit:
         sizes, parts = self._sizes(), self.context.size
         tokens = sizes[self.context.rank]
         received = self._exchange(x.transpose(0, 1), [tokens] * parts, sizes)
-        by_rank = received.unflatten(0, (parts, tokens))
+        by_rank = torch.unflatten(received, 0, (parts, tokens))
         return by_rank.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def order_mask(self, text_mask: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class TokenSplit:
         parts = self.context.size
         text, image = (split_sizes(self._lengths[name], parts) for name in (TEXT, IMAGE))
         pieces: list[Tensor] = []
-        for mask, num_image in zip(text_mask.split(text, dim=1), image, strict=True):
+        for mask, num_image in zip(torch.split(text_mask, text, dim=1), image, strict=True):
             pieces += [mask, mask.new_ones(len(mask), num_image)]
         return torch.cat(pieces, dim=1)
 

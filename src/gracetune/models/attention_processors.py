@@ -340,7 +340,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     `cos` and `sin` hold the cosine and sine of each angle twice, once for each element of a pair.
     """
-    neighbours = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    neighbours = torch.unflatten(x, -1, (-1, 2)).flip(-1).flatten(-2)
     # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
     signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
     return (x * cos + neighbours * (sin * signs)).type_as(x)
