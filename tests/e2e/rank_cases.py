@@ -1,8 +1,9 @@
 """Train run files on the ranks of this group, and write the gradients of every step to a file.
 
 Called as `rank_cases.py FOLDER NAME`: every CASE.json in FOLDER is trained, and rank 0 writes
-CASE-NAME.safetensors. The name before the first dash of CASE is the plan for the blocks. On rank 1,
-a run whose name ends in `-full` runs out of memory once in its second step.
+CASE-NAME.safetensors. The name before the first dash of CASE is the plan for the blocks. A run with
+`-fp64` in its name computes in fp64, except where a model itself casts to fp32. On rank 1, a run
+whose name ends in `-full` runs out of memory once.
 """
 
 import json
@@ -18,7 +19,8 @@ from fakes.family_sessions import change_mode, family_session, small_plans
 from safetensors.torch import save_file
 
 from gracetune.config.load import load_run_file
-from gracetune.events.types import StepDone
+from gracetune.events.types import StepDone, Validated
+from gracetune.train import build as build_module
 from gracetune.train import step as step_module
 from gracetune.train.loop import train_loop
 from gracetune.train.step import TrainProgress
@@ -45,12 +47,18 @@ def train(path, mode, name):
     run = load_run_file(path).run
     run = run.model_copy(update={"output_dir": f"{run.output_dir}-{name}"})
     events = []
-    with small_plans(), family_session(run, events.append, lambda count: [0]) as built:
+    made = in_fp64(build_module) if "-fp64" in path.stem else build_module.make_trainable
+    with (
+        small_plans(),
+        patch.object(build_module, "make_trainable", made),
+        family_session(run, events.append, lambda count: [0]) as built,
+    ):
         session = change_mode(built, mode)
         recorder = Recorder(session.state)
         session = replace(session, state=replace(session.state, stepper=recorder))
         ranks = session.state.ranks
-        failing = 2 * (session.micro_batches(0) // ranks.world_size)  # the last of the second step
+        # The last micro-batch of the second step.
+        failing = 2 * (session.micro_batches(0) // session.state.layout.data_size)
         if not path.stem.endswith("-full") or ranks.rank != 1:
             failing = 0
         with patch.object(step_module, "batch_losses", failing_once(step_module, failing)):
@@ -67,9 +75,23 @@ def train(path, mode, name):
                 "micro_batches": [event.accumulation for event in steps],
                 "losses": [event.loss for event in steps],
                 "norms": [event.grad_norm for event in steps],
+                "held_out": [event.losses for event in events if isinstance(event, Validated)],
+                "grids": [event.grid for event in events if isinstance(event, Validated)],
                 "texts": texts,
             }
             path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
+
+
+def in_fp64(module):
+    """Return `make_trainable`, after which the transformers and adapters have fp64 weights."""
+    real = module.make_trainable
+
+    def make_trainable(run, family, *given, **named):
+        modules = real(run, family, *given, **named)
+        family.transformer.double()
+        return modules
+
+    return make_trainable
 
 
 def failing_once(module, number):

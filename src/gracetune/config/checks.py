@@ -309,6 +309,17 @@ def _check_has_data(run: RunFile) -> Iterator[Violation]:
             )
 
 
+def _check_context_parallel(run: RunFile) -> Iterator[Violation]:
+    degree, family = run.distributed.context_parallel, run.model.family
+    able = [name for name, info in FAMILIES.items() if info.divides_tokens]
+    if degree > 1 and family not in able:
+        yield Violation(
+            "distributed.context_parallel",
+            f"is {degree}, but the tokens of {family} cannot be divided among ranks. Set it to 1, "
+            f"or train one of {', '.join(sorted(able))}.",
+        )
+
+
 def _check_heartbeats(run: RunFile) -> Iterator[Violation]:
     ranks = run.distributed
     if ranks.stall_timeout_s < 3 * ranks.heartbeat_s:
@@ -377,6 +388,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_persistent_cache,
     _check_validation,
     _check_trigger,
+    _check_context_parallel,
     _check_heartbeats,
     _check_sharding,
 )

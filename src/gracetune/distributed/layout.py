@@ -88,6 +88,15 @@ class Layout:
         shape = (self.data_size, self.context_size)
         return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context"))
 
+    def ring_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of this rank's context group for diffusers' ring attention.
+
+        This is collective: every rank must call it.
+        """
+        shape = (self.data_size, self.context_size, 1)
+        names = ("data", "ring", "ulysses")
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)["ring", "ulysses"]
+
     def describe(self) -> str:
         """Return the layout in words; empty if every rank has the whole model and whole samples."""
         parts = []

@@ -8,6 +8,9 @@ The fused processors save passes over memory in two ways:
 - LoRA. Query, key and value projections read the same input; their LoRA matmuls are fused where
   that is possible, so that the input is read once.
 
+They are also the place where ranks that divide a sample's tokens exchange them for heads
+(`distributed/context_parallel.py`).
+
 `contiguous_grad` works around a bug in torch's cuDNN attention; see there.
 """
 
@@ -20,6 +23,12 @@ from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux2 import (
+    Flux2Attention,
+    Flux2AttnProcessor,
+    Flux2ParallelSelfAttention,
+    Flux2ParallelSelfAttnProcessor,
+)
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch.autograd import Function
@@ -33,28 +42,39 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gracetune.adapters.compute.fused_lora import SharedInputLora
+    from gracetune.distributed.context_parallel import TokenSplit
 
 
 IMAGE_PROJECTIONS = ("to_q", "to_k", "to_v")
 TEXT_PROJECTIONS = ("add_q_proj", "add_k_proj", "add_v_proj")
+ATTENTION_MODULES = (
+    Attention,
+    FluxAttention,
+    Flux2Attention,
+    Flux2ParallelSelfAttention,
+    WanAttention,
+)
 
 
 def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) -> int:
     """Replace the processors that have a fused version, and return how many were replaced.
 
     Call it after `fuse_lora`, if that is used. Callbacks that restore the old processors are pushed
-    onto `undo`.
+    onto `undo`. Processors that divide tokens among ranks are fused ones already; they are replaced
+    by ones that share the fused LoRA.
     """
     count = 0
     for module in transformer.modules():
-        if not isinstance(module, WanAttention | FluxAttention | Attention):
+        if not isinstance(module, ATTENTION_MODULES):
             continue
         original = module.processor
-        if type(original) not in FUSED_PROCESSORS:
+        split = original.token_split if isinstance(original, FusedProcessor) else None
+        cls = FUSED_PROCESSORS.get(type(original)) if split is None else type(original)
+        if cls is None:
             continue
-        fused = FUSED_PROCESSORS[type(original)]()
+        fused: Any = cls()
         fused._attention_backend = original._attention_backend
-        fused._parallel_config = original._parallel_config
+        fused.token_split = split
         fused.share_inputs(module)
         module.set_processor(fused)
         if undo is not None:
@@ -63,7 +83,17 @@ def use_fused_processors(transformer: nn.Module, undo: ExitStack | None = None) 
     return count
 
 
-class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
+class FusedProcessor:
+    """Base of the fused attention processors."""
+
+    token_split: TokenSplit | None = None
+    """Divides tokens among ranks. None: this rank computes all of them."""
+
+    def share_inputs(self, attn: Any) -> None:
+        """Fuse the LoRA layers that read the same input, if possible."""
+
+
+class FusedWanAttnProcessor(FusedProcessor, WanAttnProcessor):  # type: ignore[misc]
     """Attention processor for Wan with a fused self-attention.
 
     Cross-attention and other cases are left to diffusers' processor.
@@ -97,22 +127,21 @@ class FusedWanAttnProcessor(WanAttnProcessor):  # type: ignore[misc]
         else:
             query, key, value = self.shared_qkv(hidden_states)
         heads = (attn.heads, -1)
-        mixed: Tensor = dispatch_attention_fn(
-            apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
-            apply_rotary_emb(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
-            value.unflatten(2, heads),
-            attn_mask=attention_mask,
-            dropout_p=0.0,
-            is_causal=False,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+        mixed = _attend(
+            self,
+            (
+                apply_rotary_emb(attn.norm_q(query).unflatten(2, heads), *rotary_emb),
+                apply_rotary_emb(attn.norm_k(key).unflatten(2, heads), *rotary_emb),
+                value.unflatten(2, heads),
+            ),
+            attention_mask,
         )
-        projected: Tensor = attn.to_out[0](mixed.flatten(2, 3).type_as(query))
+        projected: Tensor = attn.to_out[0](mixed.type_as(query))
         dropped: Tensor = attn.to_out[1](projected)
         return dropped
 
 
-class _TwoStreamProcessor:
+class _TwoStreamProcessor(FusedProcessor):
     """Base of attention processors with fused LoRA layers for an image and a text stream."""
 
     shared_image: SharedInputLora | None = None
@@ -219,8 +248,7 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
         value = torch.cat([text[2], image[2]], dim=1)
         mask = None
         if encoder_hidden_states_mask is not None:
-            image_mask = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2])
-            mask = torch.cat([encoder_hidden_states_mask, image_mask], dim=1)[:, None, None]
+            mask = self._joint_mask(encoder_hidden_states_mask, hidden_states)[:, None, None]
         mixed = _attend(self, (query, key, value), mask)
         length = encoder_hidden_states.shape[1]
         out = attn.to_out[0](mixed[:, length:].contiguous())
@@ -228,12 +256,80 @@ class FusedQwenAttnProcessor(_TwoStreamProcessor, QwenDoubleStreamAttnProcessor2
             out = module(out)
         return out, attn.to_add_out(mixed[:, :length].contiguous())
 
+    def _joint_mask(self, text_mask: Tensor, image: Tensor) -> Tensor:
+        """Return the mask of all keys: those of the text, and the image's, which are all used."""
+        if self.token_split is not None and self.token_split.enabled:
+            return self.token_split.order_mask(text_mask)  # `text_mask` is that of all ranks
+        return torch.cat([text_mask, text_mask.new_ones(image.shape[:2])], dim=1)
 
-FUSED_PROCESSORS: Mapping[
-    type, type[FusedWanAttnProcessor | FusedFluxAttnProcessor | FusedQwenAttnProcessor]
-] = {
+
+class FusedFlux2AttnProcessor(FusedProcessor, Flux2AttnProcessor):  # type: ignore[misc]
+    """Attention processor for the double-stream blocks of FLUX.2, with fused RoPE.
+
+    Its projections have no bias, so that their LoRA layers cannot be fused.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the attention outputs of the image tokens and of the text tokens."""
+        if image_rotary_emb is None or encoder_hidden_states is None or attn.fused_projections:
+            original: Tensor | tuple[Tensor, Tensor] = super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+            return original
+        width = attn.head_dim
+        image = _project(attn, IMAGE_PROJECTIONS, None, hidden_states, width)
+        text = _project(attn, TEXT_PROJECTIONS, None, encoder_hidden_states, width)
+        query = torch.cat([attn.norm_added_q(text[0]), attn.norm_q(image[0])], dim=1)
+        key = torch.cat([attn.norm_added_k(text[1]), attn.norm_k(image[1])], dim=1)
+        value = torch.cat([text[2], image[2]], dim=1)
+        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        qkv = apply_rotary_emb(query, cos, sin), apply_rotary_emb(key, cos, sin), value
+        mixed = _attend(self, qkv, attention_mask)
+        length = encoder_hidden_states.shape[1]
+        out = attn.to_out[1](attn.to_out[0](mixed[:, length:].contiguous()))
+        return out, attn.to_add_out(mixed[:, :length].contiguous())
+
+
+class FusedFlux2ParallelSelfAttnProcessor(FusedProcessor, Flux2ParallelSelfAttnProcessor):  # type: ignore[misc]
+    """Attention processor for the single-stream blocks of FLUX.2, with fused RoPE.
+
+    One projection gives query, key, value and the input of the MLP.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the sum of the outputs of attention and MLP, for text and image tokens."""
+        if image_rotary_emb is None:
+            original: Tensor = super().__call__(attn, hidden_states, attention_mask, None)
+            return original
+        qkv, mlp = attn.to_qkv_mlp_proj(hidden_states).split(
+            [3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor], dim=-1
+        )
+        query, key, value = (x.unflatten(-1, (-1, attn.head_dim)) for x in qkv.chunk(3, dim=-1))
+        cos, sin = (table[None, :, None] for table in image_rotary_emb)
+        rotated = [apply_rotary_emb(x, cos, sin) for x in (attn.norm_q(query), attn.norm_k(key))]
+        mixed = _attend(self, (rotated[0], rotated[1], value), attention_mask)
+        out: Tensor = attn.to_out(torch.cat([mixed, attn.mlp_act_fn(mlp)], dim=-1))
+        return out
+
+
+FUSED_PROCESSORS: Mapping[type, type[FusedProcessor]] = {
     WanAttnProcessor: FusedWanAttnProcessor,
     FluxAttnProcessor: FusedFluxAttnProcessor,
+    Flux2AttnProcessor: FusedFlux2AttnProcessor,
+    Flux2ParallelSelfAttnProcessor: FusedFlux2ParallelSelfAttnProcessor,
     QwenDoubleStreamAttnProcessor2_0: FusedQwenAttnProcessor,
 }
 """Class of diffusers' attention processor -> class of its fused version."""
@@ -244,7 +340,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     `cos` and `sin` hold the cosine and sine of each angle twice, once for each element of a pair.
     """
-    neighbours = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    neighbours = torch.unflatten(x, -1, (-1, 2)).flip(-1).flatten(-2)
     # Computed on the device: copying a Python list there would make the CPU wait for the GPU.
     signs = torch.arange(x.shape[-1], device=x.device, dtype=torch.int32) % 2 * 2 - 1
     return (x * cos + neighbours * (sin * signs)).type_as(x)
@@ -268,15 +364,33 @@ def _project(
     return [tensor.unflatten(-1, (-1, width)) for tensor in projected]
 
 
-def _attend(processor: Any, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> Tensor:
+def _attend(
+    processor: FusedProcessor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+) -> Tensor:
+    """Return the attention output of this rank's tokens, with the heads side by side.
+
+    If ranks divide the tokens, attention runs on all tokens of some heads. `mask` is then that of
+    all tokens, in the order of `TokenSplit`.
+    """
+    query, key, value = qkv
+    split = processor.token_split
+    if split is not None and not split.enabled:
+        split = None
+    is_ulysses = split is not None and split.ring_config is None
+    if split is not None and is_ulysses:
+        query, key, value = split.scatter_heads(query, key, value)
     mixed: Tensor = dispatch_attention_fn(
-        *qkv,
+        query,
+        key,
+        value,
         attn_mask=mask,
         dropout_p=0.0,
         is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
+        backend=processor._attention_backend,  # type: ignore[attr-defined]
+        parallel_config=None if split is None else split.ring_config,
     )
+    if split is not None and is_ulysses:
+        mixed = split.gather_heads(mixed)
     return mixed.flatten(2, 3).to(qkv[0].dtype)
 
 

@@ -69,6 +69,8 @@ class FamilyInfo:
     has_planner_shapes: bool = True
     """True if the module has `PLANNER_SHAPES`, so that the memory of a run can be planned without
     the weights."""
+    divides_tokens: bool = False
+    """True if several ranks can divide the tokens of a sample (`distributed.context_parallel`)."""
     unused_weights: tuple[str, ...] = ()
     """Patterns for the names of weights that do not affect the model's output and so never get a
     gradient. `{last}` is the number of the last block."""
@@ -109,6 +111,7 @@ WAN21_I2V = FileMarks((*WAN_NAMES, WAN_IMAGE), (), (WAN_PATCHES, (5120, 36)))
 FAMILIES: Mapping[str, FamilyInfo] = {
     "wan22": FamilyInfo(
         "gracetune.models.wan22",
+        divides_tokens=True,
         settings=FOLDER_SETTINGS
         | {
             "model.task",
@@ -161,6 +164,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "flux": FamilyInfo(
         "gracetune.models.flux",
+        divides_tokens=True,
         pipelines=(
             "FluxPipeline",
             "FluxKontextPipeline",
@@ -185,6 +189,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "flux2": FamilyInfo(
         "gracetune.models.flux2",
+        divides_tokens=True,
         pipelines=(
             "Flux2Pipeline",
             "Flux2KleinPipeline",
@@ -212,6 +217,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "qwen_image": FamilyInfo(
         "gracetune.models.qwen_image",
+        divides_tokens=True,
         pipelines=(
             "QwenImagePipeline",
             "QwenImageEditPipeline",

@@ -37,6 +37,7 @@ from gracetune.models.attention_backends import (
     switch_backend,
     time_attention,
 )
+from gracetune.models.context_parallel import whole_sequences
 from gracetune.models.family import EXPERTS, bind_expert, transformers_of
 
 if TYPE_CHECKING:
@@ -207,8 +208,13 @@ def _forward_once(
     by_name = transformers_of(family.transformer)
     expert = next((e for e in EXPERTS if e in by_name and _is_trained(by_name[e])), None)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast(), recorder:
-        # Not the DDP wrapper: only the first rank runs this pass.
+    with (
+        whole_sequences(family),  # only the first rank runs this pass
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        accelerator.autocast(),
+        recorder,
+    ):
         transformer = bind_expert(family.transformer, expert)
         family.predict(transformer, x0, timesteps, {**batch.text, **given})
 

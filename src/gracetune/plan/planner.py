@@ -87,6 +87,9 @@ class PlannerInputs:
     ranks: RankGroup = SINGLE
     """The ranks of the run. Those of one machine share its host memory, and stream from one copy of
     the weights."""
+    context_size: int = 1
+    """Number of ranks that compute one sample together. The family computes this rank's part of the
+    tokens already, so that traces have its memory and time."""
     load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
     """Function that loads one sample of each size whose time is needed to divide batches among
     ranks (`bucket_seconds.sizes_to_trace`)."""
@@ -157,7 +160,7 @@ def plan_run(
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if ranks.world_size > 1:
-        together = ranks.world_size * plan.samples_per_second
+        together = ranks.world_size // inputs.context_size * plan.samples_per_second
         emit(
             Notice(
                 f"plan: the same on each of {ranks.world_size} ranks, together {together:.3f} "

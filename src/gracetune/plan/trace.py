@@ -113,7 +113,8 @@ def trace_model(target: TraceTarget, batch: int, may_compile: bool = True) -> Mo
             key = block_signature(block, call.leaves), call.hidden
             if key not in groups:
                 groups[key] = len(kinds)
-                kinds.append(_trace_block(block, fakes, call, may_compile))
+                with _without_pre_hooks(block):
+                    kinds.append(_trace_block(block, fakes, call, may_compile))
             order.append(groups[key])
         outside, batch_nbytes = _trace_outside(target, fakes, calls, batch)
     _forget_fakes(target.model)
@@ -160,6 +161,17 @@ def _forget_fakes(model: nn.Module) -> None:
             for found in (method, *(cell.cell_contents for cell in inside)):
                 if isinstance(found, _lru_cache_wrapper):
                     found.cache_clear()
+
+
+@contextmanager
+def _without_pre_hooks(block: nn.Module) -> Iterator[None]:
+    """Call a block with arguments that its hooks have changed already, such as split tokens."""
+    hooks = block._forward_pre_hooks
+    block._forward_pre_hooks = type(hooks)()
+    try:
+        yield
+    finally:
+        block._forward_pre_hooks = hooks
 
 
 def _fresh(call: TracedCall) -> list[Any]:

@@ -353,6 +353,9 @@ class _PlainBlock:
             for p in self._parameters.values()
         }
         self._modules = copy.deepcopy(block, replaced)
+        # Hooks that split the tokens: a recorded call has only those of this rank already.
+        self._modules._forward_pre_hooks.clear()
+        self._modules._forward_pre_hooks_with_kwargs.clear()
         for processor in dispatched_processors(self._modules):
             processor._attention_backend = None
 

@@ -77,6 +77,7 @@ from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.prepare_model import (
     compares_blocks,
+    divide_tokens,
     enable_gradient_checkpointing,
     make_trainable,
     place_weights,
@@ -297,6 +298,7 @@ def build_session(
     adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
+    context = divide_tokens(run, family, layout, device, emit)
     unplanned = reason_unplanned(run, device, layout)
     compares = compares_blocks(run, unplanned, layout, emit)
     references = (
@@ -347,6 +349,7 @@ def build_session(
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             dynamic=_lengths_vary(pipeline),
             ranks=ranks,
+            context_size=layout.context_size,
         )
         controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
     state = TrainState(
@@ -366,6 +369,7 @@ def build_session(
             GradientReducer(ranks, device) if sharded is None else ShardedReducer(sharded, device)
         ),
         layout=layout,
+        context=context,
         sharded=sharded,
         dropout=dropout,
     )

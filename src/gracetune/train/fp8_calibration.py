@@ -23,6 +23,7 @@ from gracetune.adapters.compute.fp8_linear import (
 from gracetune.data.batch_order import NO_EPOCH
 from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice
+from gracetune.models.context_parallel import whole_sequences
 from gracetune.models.family import EXPERTS, Experts, bind_expert
 from gracetune.offload.host_weights import load_resident_weights, select_streamed_weights
 from gracetune.train import objective
@@ -87,8 +88,9 @@ def _calibrate(
             batch = pipeline.load(first_draws(pipeline.order, count))
             tried.append(len(batch))
             try:
-                for expert in experts:
-                    forward_once(run, family, batch, expert, device)
+                with whole_sequences(family):  # only rank 0 calibrates
+                    for expert in experts:
+                        forward_once(run, family, batch, expert, device)
             except torch.OutOfMemoryError:  # layers that have run keep what they recorded
                 text = f"fp8 calibration: {len(batch)} samples at once do not fit on the device"
                 emit(Notice(text, level="warning", fallback=True))

@@ -11,11 +11,13 @@ from torch import Tensor
 from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.parse_text import format_value
+from gracetune.distributed.context_parallel import SINGLE_CONTEXT, connect_context_group
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.sharding import shard_model
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.models.attention_backends import set_attention_backend
+from gracetune.models.context_parallel import check_context_parallel, enable_context_parallel
 from gracetune.models.family import transformers_of
 from gracetune.models.quantize import check_quantizable, quantize_blocks
 from gracetune.train.export import check_exportable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from gracetune.config.schema import RunFile
+    from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.sharding import ShardedParameters
     from gracetune.events.dispatcher import Emit
@@ -104,6 +107,26 @@ def _keep_weights_in_fp32(
         parameter.data = parameter.data.float()
     text = f"{len(narrow)} trained tensors are converted to fp32, because bf16 would round updates "
     emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
+
+
+def divide_tokens(
+    run: RunFile, family: Family, layout: Layout, device: torch.device, emit: Emit
+) -> ContextGroup:
+    """Let each rank compute a part of the tokens of its samples, if the run file says so.
+
+    All ranks must call this. Returns the ranks that share this rank's samples.
+    """
+    degree, kind = layout.context_size, run.distributed.context_parallel_kind
+    if degree == 1:
+        return SINGLE_CONTEXT
+    check_context_parallel(family, degree, kind, device.type)
+    context = connect_context_group(layout, device.type)
+    mesh = layout.ring_mesh(device.type) if kind == "ring" else None
+    enable_context_parallel(family, context, mesh)
+    if mesh is not None:
+        text = "distributed.context_parallel_kind is ring, which has not been tested"
+        emit(Notice(f"{text}; compare its losses with those of ulysses", level="warning"))
+    return context
 
 
 def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:

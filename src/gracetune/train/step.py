@@ -15,6 +15,7 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
+from gracetune.distributed.context_parallel import SINGLE_CONTEXT
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
 from gracetune.models.family import bind_expert
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from gracetune.adapters.compute.dropout import DropoutSeeds
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
+    from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.distributed.gradients import GradientReducer
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
@@ -77,6 +79,8 @@ class TrainState:
     """Sums gradients over ranks."""
     layout: Layout = SINGLE_LAYOUT
     """The part of the model and of the data that this rank has."""
+    context: ContextGroup = SINGLE_CONTEXT
+    """The ranks that divide the tokens of this rank's samples among them."""
     sharded: ShardedParameters | None = None
     """The model's trained tensors, if they are divided among ranks; None if each has all."""
     dropout: DropoutSeeds | None = None
@@ -213,7 +217,8 @@ def train_step(
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     try:
         num_passes = state.reducer.num_passes(micro_batches)
-        _accumulate_gradients(state, batches, turn, totals, num_passes)
+        with state.context.fail_together():
+            _accumulate_gradients(state, batches, turn, totals, num_passes)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise

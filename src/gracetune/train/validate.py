@@ -123,7 +123,10 @@ def _write_samples(state: TrainState, validation: ValidationSetup, step: int) ->
         folder = ranks.broadcast(folder)
         try:
             if folder is not None:
-                for number, sample in generate_samples(state, validation).items():
+                with state.context.fail_together():
+                    samples = generate_samples(state, validation)
+                # The ranks of a context group have generated the same samples.
+                for number, sample in samples.items() if state.context.rank == 0 else ():
                     write_sample(sample, folder, f"{number:03d}")
         except OSError as error:
             write_error = str(error)
@@ -245,7 +248,8 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
         sums: dict[int, Tensor] = {}
         out_of_memory = ""
         try:
-            sums = _own_held_out_losses(state, batches, turn, total)
+            with state.context.fail_together():
+                sums = _own_held_out_losses(state, batches, turn, total)
         except torch.OutOfMemoryError as error:
             out_of_memory = _reason(state, error)
         _raise_out_of_memory(ranks, out_of_memory)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import (
+    Flux2Transformer2DModel,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     WanTransformer3DModel,
@@ -13,6 +14,7 @@ from torch import nn
 
 from gracetune.adapters.compute.fused_lora import fuse_lora
 from gracetune.models.attention_processors import (
+    FusedFlux2AttnProcessor,
     FusedFluxAttnProcessor,
     FusedQwenAttnProcessor,
     FusedWanAttnProcessor,
@@ -61,6 +63,21 @@ def masked_qwen():
     return qwen(torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool())
 
 
+def flux2():
+    torch.manual_seed(0)
+    narrow = {**NARROW, "axes_dims_rope": (4, 4, 4, 4), "mlp_ratio": 2.0}
+    model = Flux2Transformer2DModel(**narrow, in_channels=8, num_single_layers=1)
+    inputs = {
+        "hidden_states": torch.randn(2, 6, 8),
+        "encoder_hidden_states": torch.randn(2, 5, 16),
+        "timestep": torch.rand(2),
+        "guidance": torch.ones(2),
+        "img_ids": torch.randint(0, 9, (2, 6, 4)),
+        "txt_ids": torch.zeros(2, 5, 4, dtype=torch.long),
+    }
+    return model, inputs, 3, FusedFlux2AttnProcessor
+
+
 JOINT_MODELS = [flux, qwen, masked_qwen]
 
 
@@ -71,7 +88,7 @@ def outputs_and_grads(model, inputs):
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("make", JOINT_MODELS)
+@pytest.mark.parametrize("make", [*JOINT_MODELS, flux2])
 def test_fused_joint_attention_changes_nothing(make):
     model, inputs, count, fused_class = make()
     expected = outputs_and_grads(model, inputs)

@@ -8,8 +8,13 @@ seed of its own for each micro-batch, and its mask is a function of that seed.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from gracetune.distributed.context_parallel import TokenSplit
 
 
 class PositionalDropout(nn.Dropout):
@@ -21,12 +26,21 @@ class PositionalDropout(nn.Dropout):
     def __init__(self, p: float, seed: Tensor) -> None:
         super().__init__(p)
         self.seed = seed
+        self.split: TokenSplit | None = None
+        """Divides tokens among ranks. None: `x` has all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Set elements of `x` to zero and scale the others by 1 / (1 - p), in training only."""
+        """Set elements of `x` to zero and scale the others by 1 / (1 - p), in training only.
+
+        A rank that has a part of the tokens takes their part of the mask of all tokens.
+        """
         if not self.training:
             return x
-        keep: Tensor = dropout_mask(x.detach(), self.seed, 1 - self.p)
+        length = 0
+        pieces: list[int] = []
+        if self.split is not None and x.ndim == 3:
+            length, pieces = self.split.places(x.shape[1])
+        keep: Tensor = dropout_mask(x.detach(), self.seed, 1 - self.p, length, pieces)
         return x * keep * (1 / (1 - self.p))
 
 
@@ -57,15 +71,23 @@ class DropoutSeeds:
 
 # Not in the namespace `gracetune`, whose operators the planner counts as matmuls.
 @torch.library.custom_op("gracetune_elementwise::dropout_mask", mutates_args=())
-def dropout_mask(x: Tensor, seed: Tensor, keep: float) -> Tensor:
+def dropout_mask(x: Tensor, seed: Tensor, keep: float, length: int, pieces: list[int]) -> Tensor:
     """Return a mask of the shape of `x` that is True with probability `keep`.
 
     It is a function of its arguments alone. As an operator of its own it is opaque to the compiler,
     which would use another generator.
+
+    If `length` is not 0, `x` has some of that many tokens, in its dimension 1. `pieces` has the
+    start and the size of each piece of these tokens.
     """
     generator = torch.Generator(x.device).manual_seed(int(seed))
-    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    return mask.bernoulli_(keep, generator=generator)
+    shape = (x.shape[0], length, *x.shape[2:]) if length else x.shape
+    mask = torch.empty(shape, dtype=torch.bool, device=x.device)
+    mask.bernoulli_(keep, generator=generator)
+    if not length:
+        return mask
+    places = zip(pieces[::2], pieces[1::2], strict=True)
+    return torch.cat([mask.narrow(1, start, size) for start, size in places], dim=1)
 
 
 dropout_mask.register_fake(lambda x, *_: torch.empty(x.shape, dtype=torch.bool, device=x.device))

@@ -143,7 +143,7 @@ class FusedLora:
             y = LoraMatmul.apply(  # type: ignore[no-untyped-call]
                 rows, base.weight, base.bias, *self.compute_weights(), self.scale
             )
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _matmul_dtype(base: nn.Linear | Fp8Linear) -> torch.dtype:
@@ -234,7 +234,7 @@ class SharedInputLora:
             *(layer.base.bias for layer in layers),
             *(up for _, up in weights),
         )
-        return [y.view(*x.shape[:-1], -1) for y in outputs]
+        return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
 
 def fuse_shared_input(layers: Sequence[nn.Module]) -> SharedInputLora | None:

@@ -137,7 +137,7 @@ class LokrLinear(AdaptedLayer):
                 torch.kron(w1, b).to(dtype),
                 a.to(dtype),
             )
-            return y.view(*x.shape[:-1], -1)
+            return y.view(*x.shape[:-1], y.shape[-1])
         base: Tensor = self.base_layer(x)
         x = self.dropout(x)
         if adapter.use_w2:
@@ -317,7 +317,7 @@ def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def _rows_to_matrices(x: Tensor, height: int) -> Tensor:
     """Reshape each row of `x` to a matrix with `height` rows."""
-    return x.reshape(*x.shape[:-1], height, -1)
+    return x.unflatten(-1, (height, -1))
 
 
 def _left_matmul(groups: Tensor, w1: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class QuantizedLinear(nn.Linear):
             )
         else:  # the compiler of torch 2.13 fails on an autograd function that needs no gradient
             y = quantized_linear(rows, self.parts, self.kind, self.shape, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         """Return the sizes and the kind, which tell blocks apart that do different work."""

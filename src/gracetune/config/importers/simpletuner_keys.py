@@ -443,8 +443,8 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "diffusion_blocks_config": "all blocks are trained",
     "slider_lora_target": "set adapter.targets",
     "only_instance_prompt": "set datasets[].caption_strategy: instanceprompt",
-    "context_parallel_size": "a sample is not split over ranks; the planner makes it fit",
-    "context_parallel_comm_strategy": "a sample is not split over ranks",
+    "context_parallel_size": "set distributed.context_parallel",
+    "context_parallel_comm_strategy": "tokens are exchanged for heads (Ulysses)",
     "deepspeed_config": "gracetune has no DeepSpeed; the planner keeps state in host memory",
 }
 """Keys that would change the result, or cannot be done here, with what to do. A key whose value
