@@ -251,7 +251,7 @@ def last_step(run_folder):
     return max(loss_by_step(log), default=0) if log.exists() else 0
 
 
-@pytest.mark.parametrize("strategy", ["replicate"])
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
 def test_the_script_trains_on_two_nodes(cluster, run_folder, strategy):
     change_steps(run_folder, 6)
     number = cluster.submit(run_folder, "--set", f"distributed.strategy={strategy}")
@@ -268,6 +268,7 @@ def test_the_script_trains_on_two_nodes(cluster, run_folder, strategy):
     assert len(set(networks)) == 2
     assert {step["samples"] for step in events(run_folder, "step_done")} == {4}  # 2 of each rank
     assert "done       6 steps" in text
+    assert ("FSDP2: weights in 2 shards" in text) == (strategy == "fsdp2")
 
 
 def test_a_run_near_its_time_limit_saves_and_its_second_start_resumes(cluster, run_folder):

@@ -51,7 +51,7 @@ OTHER_NAMES: Mapping[str, str] = {
 SUCCESSORS: Mapping[str, str] = {
     "use_orig_params": "FSDP2 always trains the model's own parameters",
     "sync_module_states": "every rank reads the same files, and the run compares their digests",
-    "cpu_ram_efficient_loading": "gracetune loads the weights itself",
+    "cpu_ram_efficient_loading": "every rank reads the weights, and keeps its part",
     "backward_prefetch": "FSDP2 gathers the next block before it is needed; "
     "distributed.prefetch_blocks sets how many",
     "limit_all_gathers": "distributed.prefetch_blocks limits the gathered blocks",

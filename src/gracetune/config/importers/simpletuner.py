@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from gracetune.config.fsdp import FsdpEntry, check_classes, is_fsdp_key, translate_fsdp
+from gracetune.config.fsdp import STRATEGY, FsdpEntry, check_classes, translate_fsdp
 from gracetune.config.importers.report import MISSING, ImportedRun, KeyReader
 from gracetune.config.importers.simpletuner_adapter import import_adapter
 from gracetune.config.importers.simpletuner_datasets import import_datasets, reader_without_nulls
@@ -260,7 +260,7 @@ def _import_loop(config: KeyReader) -> None:
 
 def _import_ranks(config: KeyReader, family: str) -> None:
     """Translate FSDP and context parallel, which divide a model and its samples among ranks."""
-    keys = [key for key in config.unreported() if key.startswith("fsdp_") and is_fsdp_key(key)]
+    keys = [k for k in config.unreported() if k.startswith("fsdp_") and k in KNOWN_KEYS]
     entries = [FsdpEntry(key, config.peek(key), f"{config.file}: {key}") for key in keys]
     try:
         found = translate_fsdp(entries, is_on=False)
@@ -268,15 +268,21 @@ def _import_ranks(config: KeyReader, family: str) -> None:
             check_classes(found.classes, family)
     except ConfigError as error:
         config.imported.refuse(str(error))
+        for key in keys:
+            config.not_supported(key, "correct the FSDP setting that is refused")
         found = translate_fsdp([], is_on=False)
-    for key in found.keys:
-        name = key.entry.key
-        for setting, value in key.settings.items():
-            put_value(config, name, setting, value)
-        off = "gracetune shards the model's blocks" if found.is_on else "fsdp_enable is off"
-        config.not_needed(name, key.remark or off)
-    for name in keys:
-        config.not_supported(name, "correct the FSDP setting that is refused")
+    off = "gracetune shards the model's blocks" if found.is_on else "fsdp_enable is off"
+    if found.is_on and config.peek("model_type") != "full":
+        off = "distributed.strategy is replicate"
+        why = "ranks divide weights only in full training; here each has them, or streams them"
+        config.translate("fsdp_enable", STRATEGY, "replicate", why)
+        found = translate_fsdp([], is_on=False)
+    for translated in found.keys:
+        for setting, value in translated.settings.items():
+            put_value(config, translated.entry.key, setting, value)
+        config.not_needed(translated.entry.key, translated.remark or off)
+    for key in keys:
+        config.not_needed(key, off)
     count = as_int(config.peek("context_parallel_size"))
     if count is not None and count > 1:
         config.take("context_parallel_size", "distributed.context_parallel")

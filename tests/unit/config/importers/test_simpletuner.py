@@ -302,6 +302,7 @@ def test_a_typo_is_reported_with_the_right_name(convert):
 
 def test_fsdp_and_context_parallel_become_settings_of_ranks(convert):
     imported = convert(
+        model_type="full",
         fsdp_enable=True,
         fsdp_version=2,
         fsdp_reshard_after_forward="false",
@@ -321,6 +322,13 @@ def test_fsdp_and_context_parallel_become_settings_of_ranks(convert):
     assert verdict == "not needed"
     assert "distributed.prefetch_blocks" in text
     assert "Ulysses" in verdicts(imported)["context_parallel_comm_strategy"][1]
+
+
+def test_an_adapter_is_trained_without_fsdp(convert):
+    imported = convert(fsdp_enable=True, fsdp_cpu_offload=True)
+    assert imported.run["distributed"] == {"strategy": "replicate"}
+    assert "only in full training" in verdicts(imported)["fsdp_enable"][1]
+    assert verdicts(imported)["fsdp_cpu_offload"][0] == "not needed"
 
 
 def test_fsdp_that_is_off_is_not_needed(convert):
