@@ -273,7 +273,8 @@ def test_the_script_trains_on_two_nodes(cluster, run_folder, strategy):
 
 def test_a_run_near_its_time_limit_saves_and_its_second_start_resumes(cluster, run_folder):
     # Slurm counts minutes, and looks at the limits every half minute.
-    number = cluster.submit(run_folder, options=["--time=2", "--signal=B:USR1@60"])
+    options = ["--time=2", "--signal=B:USR1@60"]
+    number = cluster.submit(run_folder, "--set", "distributed.strategy=fsdp2", options=options)
     finish_after_requeue(cluster, run_folder, number, "the time limit is near")
 
 
