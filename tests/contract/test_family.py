@@ -115,6 +115,12 @@ def conditions_for(family, captions, conditions):
     return {**family.stack_text(encode_captions(family, captions)), **conditions}
 
 
+def test_the_registry_names_the_classes_of_the_blocks(request, family):
+    name = request.node.callspec.params["family"]
+    info = FAMILIES[MODELS[name] or name]
+    assert {type(block).__name__ for block in family.blocks()} == set(info.block_classes)
+
+
 def test_encoded_samples_have_the_latent_shape(family, shape, encoded):
     assert encoded.shape == (2, *family.latent_shape(*shape))
     assert not encoded.requires_grad

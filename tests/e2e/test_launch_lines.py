@@ -105,6 +105,23 @@ def accelerate_ranks(file, folder):
     return call([*LAUNCH, *words, ROOT / "train.py", "--config", file], folder)
 
 
+@pytest.mark.slow
+def test_the_fsdp_config_of_accelerate_shards_the_model(tmp_path, run_file):
+    config = ROOT / "config/accelerate_config_gh200_fsdp.yaml"
+    words = ("--num_processes", 2, "--config_file", config, ROOT / "train.py")
+    out = call([*LAUNCH, *words, "--config", run_file(), "--max_train_steps", 2], tmp_path)
+    assert "FSDP2: weights in 2 shards" in out
+    assert "done       2 steps" in out
+
+
+def test_fsdp_with_one_process_says_that_nothing_is_sharded(tmp_path, run_file):
+    words = ("--config", run_file(), "--max_train_steps", 1, "--fsdp_config.fsdp_version", 2)
+    done = run_python(ROOT / "train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = (tmp_path / "run/events.jsonl").read_text()
+    assert "distributed.strategy is fsdp2, but a single process has the whole model" in events
+
+
 def fork_ranks(file, folder):
     """Start two ranks without a launcher and return their output."""
     done = run_ranks("-m", "gracetune", "train", file, cwd=folder)

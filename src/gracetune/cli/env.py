@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gracetune.config.environment import (
     ALLOC_CONF_VARIABLES,
     EXPANDABLE_SEGMENTS,
+    FSDP_VARIABLE,
     HINTS_VARIABLES,
     OWN_ALLOC_CONF_VARIABLE,
     PATTERN_VARIABLE,
@@ -53,6 +54,7 @@ VARIABLES = (
         "uvm keys removed from torch's variables, for this process and its children",
     ),
     Variable(PRECISION_VARIABLE, "precision of a run whose run file says `auto`"),
+    Variable(FSDP_VARIABLE, "with FSDP_*, set by accelerate launch: divide the model among ranks"),
 )
 
 
@@ -100,6 +102,9 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
         effects.append(f"torch's allocator gets {settings.alloc_conf}")
     if settings.mixed_precision is not None:
         effects.append(f"precision `auto` means {settings.mixed_precision}")
+    effects += [
+        f"{key} is {str(value).lower()} by default" for key, value in settings.sharding.items()
+    ]
     return (*effects, *settings.notices)
 
 

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 from gracetune.cli import train
 from gracetune.config.checks import check_run
-from gracetune.config.environment import prefer_expandable_segments, process_environment
+from gracetune.config.environment import (
+    prefer_expandable_segments,
+    process_environment,
+    set_for_children,
+)
 from gracetune.config.load import load_run_file
 from gracetune.train.preflight import check_before_torch
 
@@ -64,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     check_run(loaded.run)
     check_before_torch(loaded.run, args.resume)
     prefer_expandable_segments()
+    # When a rank or machine is lost, the store's client prints stack traces as warnings. This
+    # process and the ranks read the level when they import torch.
+    set_for_children({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     # Imported here: it loads torch.
     from gracetune.distributed.launch import (
         Command,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gracetune import __version__
 from gracetune.cli.main import add_run_file_arguments
-from gracetune.config.checks import check_run
+from gracetune.config.checks import SHARDED_STRATEGIES, check_run
 from gracetune.config.environment import (
     adopt_slurm_ranks,
     keep_compiled_graphs,
@@ -61,12 +61,23 @@ def run_training(loaded: LoadedRun, resume: str) -> int:
 
     console = console_sink(sys.stdout, sys.stdout.isatty(), title=_title(loaded.run))
     try:
-        train(loaded.run, resume, [console], loaded.notices)
+        train(loaded.run, resume, [console], (*loaded.notices, *_unsharded_notice(loaded.run)))
     except InterruptedRunError as error:
         if process_environment().get("RANK", "0") == "0":
             raise
         return error.exit_code  # the first rank reports it for all
     return 0
+
+
+def _unsharded_notice(run: RunFile) -> list[str]:
+    """Return a notice if a strategy that shards the model is set for a single process."""
+    strategy = run.distributed.strategy
+    if strategy not in SHARDED_STRATEGIES or process_environment().get("WORLD_SIZE", "1") != "1":
+        return []
+    return [
+        f"distributed.strategy is {strategy}, but a single process has the whole model, so nothing "
+        "is sharded. Start one process per GPU: gracetune launch RUN."
+    ]
 
 
 def _end_with_launcher() -> None:

@@ -13,6 +13,14 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from gracetune.config.dataset_schema import TRIGGER
+from gracetune.config.fsdp import (
+    GUIDE_KEYS,
+    FsdpEntry,
+    FsdpSettings,
+    is_fsdp_key,
+    suggest_fsdp_key,
+    translate_fsdp,
+)
 from gracetune.config.parse_text import dotted, format_value, locate_line
 from gracetune.errors import ConfigError
 
@@ -23,6 +31,9 @@ if TYPE_CHECKING:
 
 
 EVERY_DATASET = ("datasets", "*")
+FSDP_SECTION = "fsdp_config"
+OVERRIDE = "override"
+"""First word of the location of a value that the command line has set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,79 @@ def replace_trigger(prompt: object, word: str) -> object:
     if isinstance(prompt, dict):
         return {key: replace_trigger(text, word) for key, text in prompt.items()}
     return prompt.replace(TRIGGER, word) if isinstance(prompt, str) else prompt
+
+
+def apply_fsdp_settings(draft: Draft) -> FsdpSettings:
+    """Replace the FSDP settings of other tools in a draft by those of the section `distributed`.
+
+    They are `fsdp_config` and, at the top level, keys such as `fsdp_enable`. A value that an
+    override has set for gracetune's own setting stays.
+    """
+    entries = _take_fsdp_entries(draft)
+    found = translate_fsdp(
+        [entry for _, entry in entries],
+        is_on=any(path[0] == FSDP_SECTION for path, _ in entries),
+    )
+    if entries and not found.is_on:
+        draft.notices.append("FSDP is turned off, so the other FSDP settings have no effect.")
+    first = draft.origins[entries[0][0]] if entries else None
+    for setting, value in found.implied.items():
+        assert first is not None, "no FSDP setting implies anything"
+        _add_unless_overridden(draft, setting, value, Origin(first.location, FSDP_SECTION))
+    for (path, _), key in zip(entries, found.keys, strict=True):
+        for setting, value in key.settings.items():
+            _add_unless_overridden(draft, setting, value, draft.origins[path])
+    if found.remarks():
+        draft.notices.append(found.remarks())
+    return found
+
+
+def _take_fsdp_entries(draft: Draft) -> list[tuple[KeyPath, FsdpEntry]]:
+    """Remove all FSDP settings of other tools from a draft, and return them with their paths."""
+    section = draft.tree.get(FSDP_SECTION)
+    if section is not None and not isinstance(section, dict):
+        place = _label(draft, (FSDP_SECTION,))
+        raise ConfigError(
+            f"{place} is {format_value(section)}; it must be an object with keys, such as "
+            "fsdp_sharding_strategy. If it names a file, move the keys of that file here."
+        )
+    paths: list[KeyPath] = [(FSDP_SECTION, key) for key in section or {}]
+    paths += [(key,) for key in draft.tree if key.startswith("fsdp_") and key != FSDP_SECTION]
+    if section is not None:
+        paths += [(key,) for key in GUIDE_KEYS if key in draft.tree]
+    unknown = [path for path in paths if not is_fsdp_key(str(path[-1]))]
+    if unknown:
+        raise ConfigError(
+            "\n".join(
+                f"{_label(draft, path)} is not a known key; {suggest_fsdp_key(str(path[-1]))}"
+                for path in unknown
+            )
+        )
+    entries = [
+        (path, FsdpEntry(str(path[-1]), _get_at(draft.tree, path), _label(draft, path)))
+        for path in paths
+    ]
+    for name in {path[0] for path in paths} | {FSDP_SECTION}:
+        draft.tree.pop(str(name), None)
+    return entries
+
+
+def _label(draft: Draft, path: KeyPath) -> str:
+    """Return the location and name of a key for messages."""
+    origin = find_origin(path, draft.origins)
+    return dotted(path) if origin is None else f"{origin.location}: {dotted(path)}"
+
+
+def _add_unless_overridden(draft: Draft, setting: str, value: object, origin: Origin) -> None:
+    """Set a value; raise if the file sets it differently, but keep the value of an override."""
+    path: KeyPath = tuple(setting.split("."))
+    before = draft.origins.get(path)
+    is_override = before is not None and before.location.startswith(OVERRIDE)
+    if not is_override or origin.location.startswith(OVERRIDE):
+        _add_consistent(draft, path, value, origin)
+    elif _get_at(draft.tree, path) != value:
+        kept = format_value(_get_at(draft.tree, path), path)
+        draft.notices.append(f"{setting} is {kept}: {OVERRIDE}s replace {origin.spelling}.")
 
 
 def apply_implied_settings(draft: Draft) -> None:
@@ -457,6 +541,9 @@ REMOVED_KEYS: Mapping[str, str] = {
     "data_backend_config": "move the datasets into `datasets` of this file",
     "config": "move the keys of the process to the top level of this file",
     "train.snr_gamma": "set train.min_snr_gamma; gamma/SNR without a limit is not supported",
+    "deepspeed_config": "gracetune has no DeepSpeed. Set distributed.strategy to fsdp2, which "
+    "divides weights as ZeRO-3 does (as ZeRO-2 with distributed.reshard_after_forward: false), and "
+    "distributed.cpu_offload to true for its offload",
     "job": "move the keys of the process to the top level of this file",
     "datasets.*.augmentation_cache_epoch": "remove it; a run counts its epochs itself",
 }

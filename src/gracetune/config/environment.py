@@ -13,9 +13,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gracetune.config.fsdp import (
+    PARALLELISM_PREFIX,
+    FsdpEntry,
+    FsdpSettings,
+    is_fsdp_key,
+    translate_fsdp,
+    translate_parallelism,
+)
 from gracetune.errors import ConfigError
 from gracetune.units import parse_bytes
 
@@ -37,13 +45,24 @@ a memory plan leaves no room: a plan fills the GPU to within a few percent."""
 LAUNCHER_VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 """Environment variable whose presence shows that `accelerate launch` started this process."""
 
+FSDP_VARIABLE = "ACCELERATE_USE_FSDP"
+FSDP_PREFIX = "FSDP_"
+PARALLELISM_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 ENGINE_VARIABLES = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_DEEPSPEED": (
+        "DeepSpeed",
+        "distributed.strategy: fsdp2 divides weights as ZeRO-3 does (as ZeRO-2 with "
+        "distributed.reshard_after_forward: false), and distributed.cpu_offload: true keeps the "
+        "optimizer state in host memory",
+    ),
+    "ACCELERATE_USE_MEGATRON_LM": (
+        "Megatron-LM",
+        "distributed.strategy: fsdp2 divides weights, and distributed.context_parallel the tokens "
+        "of a sample",
+    ),
 }
-"""Environment variables by which `accelerate launch` requests a sharding engine, with the engine's
-name. gracetune supports none of them."""
+"""Environment variables by which `accelerate launch` requests an engine that gracetune does not
+have, with the engine's name and what takes its place."""
 
 ACCESS_PATTERNS = ("gpu_first", "balanced", "cpu_first")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -101,18 +120,53 @@ class EnvironmentSettings:
     use_uvm: bool | None = None
     stage1_threshold: float | None = None
     stage1_min_bytes: int | None = None
+    fsdp: FsdpSettings = field(default_factory=FsdpSettings)
+    """FSDP settings of `accelerate launch`."""
+    sharding: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the section `distributed`, and others, that `accelerate launch` requests; by
+    their dotted names."""
     notices: tuple[str, ...] = ()
     """Messages for the user, such as which of two variables takes precedence."""
 
 
-def sharding_engine(env: Mapping[str, str]) -> str:
-    """Return the sharding engine that `accelerate launch` requests, or an empty string."""
-    requested = (
-        engine
-        for name, engine in ENGINE_VARIABLES.items()
-        if _parse_bool(name, env.get(name) or "0")
-    )
-    return next(requested, "")
+def check_engine(env: Mapping[str, str]) -> None:
+    """Raise if `accelerate launch` requests an engine that gracetune does not have."""
+    for variable, (engine, successor) in ENGINE_VARIABLES.items():
+        if _parse_bool(variable, env.get(variable) or "0"):
+            raise ConfigError(
+                f"Accelerate is configured for {engine} ({variable}={env[variable]}), which "
+                f"gracetune does not have. In the run file, {successor}. Set distributed_type in "
+                "the configuration file given to accelerate launch to FSDP, MULTI_GPU or 'NO'."
+            )
+
+
+def hide_sharding_from_accelerate() -> None:
+    """Remove the variables by which `accelerate launch` requests FSDP and groups of ranks.
+
+    Call it before Accelerate starts. gracetune shards the model itself, with the settings that
+    `environment_settings` reads from these variables; Accelerate would wrap it a second time, and
+    transformers would load empty weights on all ranks but the first.
+    """
+    for name in list(os.environ):
+        if _requests_sharding(name):
+            del os.environ[name]
+
+
+def _requests_sharding(variable: str) -> bool:
+    prefixes = (FSDP_PREFIX, PARALLELISM_PREFIX)
+    return variable in (FSDP_VARIABLE, PARALLELISM_VARIABLE) or variable.startswith(prefixes)
+
+
+def _fsdp_settings(env: Mapping[str, str]) -> FsdpSettings:
+    """Return the FSDP settings of `accelerate launch`, without unknown variables."""
+    if not _parse_bool(FSDP_VARIABLE, env.get(FSDP_VARIABLE) or "0"):
+        return FsdpSettings()
+    entries = [
+        FsdpEntry(name, value, name)
+        for name, value in env.items()
+        if name.startswith(FSDP_PREFIX) and is_fsdp_key(name)
+    ]
+    return translate_fsdp(entries, is_on=True)
 
 
 def process_environment() -> Mapping[str, str]:
@@ -320,6 +374,15 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
                 "takes precedence."
             )
         pattern = kept_pattern
+    fsdp = _fsdp_settings(env)
+    unknown = [name for name in env if name.startswith(FSDP_PREFIX) and not is_fsdp_key(name)]
+    if fsdp.is_on and unknown:
+        notices.append(f"{', '.join(unknown)}: gracetune does not know this FSDP setting.")
+    sharding = fsdp.settings()
+    if _parse_bool(PARALLELISM_VARIABLE, env.get(PARALLELISM_VARIABLE) or "0"):
+        groups, remarks = translate_parallelism(env)
+        sharding |= groups
+        notices += remarks
     return EnvironmentSettings(
         uvm_hints=_uvm_hints(env),
         oversubscription_ratio=ratio,
@@ -333,6 +396,8 @@ def environment_settings(env: Mapping[str, str]) -> EnvironmentSettings:
         stage1_min_bytes=(
             parse_bytes(kept["uvm_stage1_min_bytes"]) if "uvm_stage1_min_bytes" in kept else None
         ),
+        fsdp=fsdp,
+        sharding=sharding,
         notices=tuple(notices),
     )
 

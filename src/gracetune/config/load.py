@@ -18,8 +18,10 @@ from pydantic import BaseModel, ValidationError
 
 from gracetune.config.aliases import (
     ALIASES,
+    OVERRIDE,
     REMOVED_KEYS,
     Draft,
+    apply_fsdp_settings,
     apply_implied_settings,
     apply_override,
     fill_trigger_word,
@@ -33,6 +35,7 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
+from gracetune.config.fsdp import STRATEGY, check_classes
 from gracetune.config.importers.detect import (
     check_importable,
     find_tool,
@@ -133,11 +136,19 @@ def _load_parsed(
     draft = translate(parsed, name)
     for each in overrides:
         _override(draft, each)
+    fsdp = apply_fsdp_settings(draft)
     apply_implied_settings(draft)
     fill_trigger_word(draft)
     env = process_environment() if environment is None else environment
-    environment_notices = _apply_environment(draft, environment_settings(env))
+    settings = environment_settings(env)
+    environment_notices = _apply_environment(draft, settings)
     run = _validate(draft, name)
+    requested = [fsdp.classes]
+    if run.distributed.strategy == settings.sharding.get(STRATEGY):
+        requested.append(settings.fsdp.classes)
+    for classes in requested:
+        if classes is not None:
+            check_classes(classes, run.model.family)
     return LoadedRun(
         run,
         (*_spelling_notice(draft), *draft.notices, *environment_notices, *find_remarks(run)),
@@ -171,8 +182,8 @@ def _override(draft: Draft, text: str) -> None:
     for where, each in walk(value):
         if find_fault(each) is not None or len(where) > MAX_DEPTH:
             fault = find_fault(each) or f"nested more than {MAX_DEPTH} levels deep"
-            raise ConfigError(f"override {text[:60]!a}: the value is {fault}.")
-    apply_override(draft, path, value, f"override {text}")
+            raise ConfigError(f"{OVERRIDE} {text[:60]!a}: the value is {fault}.")
+    apply_override(draft, path, value, f"{OVERRIDE} {text}")
 
 
 def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]:
@@ -193,6 +204,37 @@ def _apply_environment(draft: Draft, settings: EnvironmentSettings) -> list[str]
             draft, ("train", "mixed_precision"), settings.mixed_precision, "the environment"
         )
         notices.append(f"{precision} is {draft.get(precision)}, set by {PRECISION_VARIABLE}.")
+    notices += _apply_sharding(draft, settings)
+    return notices
+
+
+def _apply_sharding(draft: Draft, settings: EnvironmentSettings) -> list[str]:
+    """Apply the FSDP settings of `accelerate launch` where the run file has none."""
+    theirs = settings.sharding
+    if not theirs:
+        return []
+    ours = draft.get(STRATEGY)
+    if ours not in (None, "auto", theirs.get(STRATEGY, ours)):
+        return [
+            f"{STRATEGY} is {ours}: the run file takes precedence over the configuration of "
+            f"accelerate, which asks for {theirs[STRATEGY]}."
+        ]
+    applied, kept = [], []
+    for key, value in theirs.items():
+        before = draft.get(key)
+        if before is None or (key == STRATEGY and before == "auto"):
+            apply_override(draft, tuple(key.split(".")), value, "the environment")
+            applied.append(f"{key} is {format_value(value)}")
+        elif before != value:
+            kept.append(f"{key} ({format_value(before)})")
+    notices = [f"Set by the configuration of accelerate: {', '.join(applied)}."] if applied else []
+    if kept:
+        notices.append(
+            "The run file takes precedence over the configuration of accelerate for "
+            f"{', '.join(kept)}."
+        )
+    if settings.fsdp.remarks():
+        notices.append(settings.fsdp.remarks())
     return notices
 
 

@@ -268,7 +268,10 @@ def _run_agent(agent: RankAgent, layout: Layout, stream: TextIO) -> int:
                         f"gracetune: the ranks of this machine have ended, and {text}", file=stream
                     )
                 return code
-    if isinstance(thread.outcome, SignalException):
+    if isinstance(thread.outcome, SignalException) or (
+        # The agent of machine 0 may end first, and the others then find no store.
+        isinstance(thread.outcome, Exception) and agent.is_interrupted()
+    ):
         return INTERRUPTED
     if isinstance(thread.outcome, Exception):
         raise thread.outcome
@@ -304,8 +307,7 @@ def _escape(words: Sequence[str]) -> tuple[str, ...]:
 
 def _set_environment(layout: Layout) -> None:
     """Set variables for the ranks that the user has not set."""
-    # When a rank is lost, the store's client prints stack traces as warnings.
-    values = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    values: dict[str, str] = {}
     if layout.processes > 1:
         cores = len(os.sched_getaffinity(0))
         values["OMP_NUM_THREADS"] = str(max(1, cores // layout.processes))
@@ -426,10 +428,14 @@ class RankAgent(LocalElasticAgent):
         is_idle = self._is_stopping and not self._is_watching  # waiting for other machines
         if now - self._seen_at < (IDLE_S if is_idle else STUCK_S):
             return None
-        codes = {code for code in self._exit_codes().values() if code}
-        if self._is_stopping or codes == {INTERRUPTED}:
+        if self.is_interrupted():
             return INTERRUPTED
-        return _shell_code(min(codes, default=0))
+        return _shell_code(min((code for code in self._exit_codes().values() if code), default=0))
+
+    def is_interrupted(self) -> bool:
+        """Return True if the ranks were asked to stop."""
+        codes = {code for code in self._exit_codes().values() if code}
+        return self._is_stopping or codes == {INTERRUPTED}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._is_stopping:

@@ -71,6 +71,9 @@ class FamilyInfo:
     the weights."""
     divides_tokens: bool = False
     """True if several ranks can divide the tokens of a sample (`distributed.context_parallel`)."""
+    block_classes: tuple[str, ...] = ()
+    """Classes of the repeated blocks in diffusers, by which FSDP2 shards the model; empty if they
+    are not known without the module."""
     unused_weights: tuple[str, ...] = ()
     """Patterns for the names of weights that do not affect the model's output and so never get a
     gradient. `{last}` is the number of the last block."""
@@ -112,6 +115,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "wan22": FamilyInfo(
         "gracetune.models.wan22",
         divides_tokens=True,
+        block_classes=("WanTransformerBlock",),
         settings=FOLDER_SETTINGS
         | {
             "model.task",
@@ -165,6 +169,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "flux": FamilyInfo(
         "gracetune.models.flux",
         divides_tokens=True,
+        block_classes=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
         pipelines=(
             "FluxPipeline",
             "FluxKontextPipeline",
@@ -190,6 +195,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "flux2": FamilyInfo(
         "gracetune.models.flux2",
         divides_tokens=True,
+        block_classes=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
         pipelines=(
             "Flux2Pipeline",
             "Flux2KleinPipeline",
@@ -218,6 +224,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     "qwen_image": FamilyInfo(
         "gracetune.models.qwen_image",
         divides_tokens=True,
+        block_classes=("QwenImageTransformerBlock",),
         pipelines=(
             "QwenImagePipeline",
             "QwenImageEditPipeline",
@@ -244,6 +251,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sd15": FamilyInfo(
         "gracetune.models.sd15",
+        block_classes=("ResnetBlock2D", "BasicTransformerBlock"),
         pipelines=("StableDiffusionPipeline",),
         models=(
             PublishedModel(
@@ -257,6 +265,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sdxl": FamilyInfo(
         "gracetune.models.sdxl",
+        block_classes=("ResnetBlock2D", "BasicTransformerBlock"),
         pipelines=("StableDiffusionXLPipeline",),
         models=(
             PublishedModel(
@@ -270,6 +279,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "sd3": FamilyInfo(
         "gracetune.models.sd3",
+        block_classes=("JointTransformerBlock",),
         pipelines=("StableDiffusion3Pipeline",),
         models=(
             PublishedModel(
@@ -295,6 +305,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "chroma": FamilyInfo(
         "gracetune.models.chroma",
+        block_classes=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
         pipelines=("ChromaPipeline",),
         models=(
             PublishedModel(
@@ -308,6 +319,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "z_image": FamilyInfo(
         "gracetune.models.z_image",
+        block_classes=("ZImageTransformerBlock",),
         pipelines=("ZImagePipeline",),
         models=(
             PublishedModel("Tongyi-MAI/Z-Image", "Z-Image, 6 B", Z_IMAGE),
@@ -319,6 +331,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "krea2": FamilyInfo(
         "gracetune.models.krea2",
+        block_classes=("Krea2TransformerBlock",),
         pipelines=("Krea2Pipeline",),
         models=(
             PublishedModel("krea/Krea-2-Raw", "Krea 2, 12.8 B", KREA2),
@@ -328,6 +341,7 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "ideogram4": FamilyInfo(
         "gracetune.models.ideogram4",
+        block_classes=("Ideogram4TransformerBlock",),
         settings=REVISION_SETTING,
         pipelines=("Ideogram4Pipeline",),
         models=(PublishedModel("ideogram-ai/ideogram-4-fp8", "Ideogram 4, weights in fp8, 9.3 B"),),
@@ -336,9 +350,14 @@ FAMILIES: Mapping[str, FamilyInfo] = {
     ),
     "stable_audio": FamilyInfo(
         "gracetune.models.stable_audio",
+        block_classes=("StableAudioDiTBlock",),
         pipelines=("StableAudioPipeline",),
         models=(PublishedModel("stabilityai/stable-audio-open-1.0", "Stable Audio Open, 1 B"),),
         has_planner_shapes=False,
     ),
-    "tiny": FamilyInfo("gracetune.models.tiny", settings=frozenset(("model.init_seed",))),
+    "tiny": FamilyInfo(
+        "gracetune.models.tiny",
+        block_classes=("JointTransformerBlock",),
+        settings=frozenset(("model.init_seed",)),
+    ),
 }

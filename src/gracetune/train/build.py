@@ -27,7 +27,11 @@ from accelerate.utils import (
 from gracetune.adapters.compute.dropout import DropoutSeeds
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import encoding_ranks
-from gracetune.config.environment import process_environment, sharding_engine
+from gracetune.config.environment import (
+    check_engine,
+    hide_sharding_from_accelerate,
+    process_environment,
+)
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.distributed.gradients import GradientReducer
@@ -412,9 +416,8 @@ def build_session(
 
 def start_accelerator(run: RunFile) -> Accelerator:
     """Create the Accelerator: connect to the other ranks, if any, and set the precision."""
-    engine = sharding_engine(process_environment())
-    if engine:  # checked first: Accelerate's own error does not say what to change
-        raise _unsupported_engine(engine)
+    check_engine(process_environment())  # Accelerate's own error does not say what to change
+    hide_sharding_from_accelerate()
     # Accelerate keeps its settings in process-wide state; a second run must not inherit them.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
@@ -432,16 +435,12 @@ def start_accelerator(run: RunFile) -> Accelerator:
         ],
     )
     if accelerator.distributed_type not in SUPPORTED_ENGINES:
-        raise _unsupported_engine(accelerator.distributed_type.value)
+        raise ConfigError(
+            f"Accelerate is configured for {accelerator.distributed_type.value}, which gracetune "
+            "does not have. Set distributed_type in the configuration file given to accelerate "
+            "launch to FSDP, MULTI_GPU or 'NO'."
+        )
     return accelerator
-
-
-def _unsupported_engine(name: str) -> ConfigError:
-    return ConfigError(
-        f"Accelerate is configured for {name}, but gracetune trains in one process or on "
-        "data-parallel ranks, and streams weights that do not fit. Change the configuration file "
-        "given to accelerate launch."
-    )
 
 
 def resolve_precision(run: RunFile) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune import entry_points
+from gracetune.config.environment import check_engine, process_environment
 from gracetune.config.schema import Gh200Section
 from gracetune.data.dataset import SOURCES
 from gracetune.data.source import check_exists
@@ -39,6 +40,7 @@ GENERATED_TYPES = {"shapes"}
 
 def check_before_torch(run: RunFile, resume_from: str) -> None:
     """Raise an error for a mistake that can be found without torch; create no file."""
+    check_engine(process_environment())
     check_family(run.model)
     entry_points.check_name("optimizer", run.optimizer.name, OPTIMIZERS, setting="optimizer.name")
     for index, dataset in enumerate(run.datasets):

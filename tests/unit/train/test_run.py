@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import DistributedType
 from fork_process import run_python
 
 from gracetune.config.schema import RunFile
@@ -27,8 +28,9 @@ from gracetune.events.types import (
 from gracetune.models.family import load_family
 from gracetune.plan.controller import PlanController
 from gracetune.train import checkpoint, validate
-from gracetune.train.build import resolve_precision
+from gracetune.train.build import resolve_precision, start_accelerator
 from gracetune.train.loop import GC_FREEZE_STEPS
+from gracetune.train.preflight import check_before_torch
 from gracetune.train.run import (
     SignalHandler,
     TerminalSink,
@@ -304,14 +306,26 @@ def test_credentials_are_written_nowhere_and_can_be_rotated(tiny_run, recorder, 
 
 
 @pytest.mark.parametrize(
-    ("switch", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+    ("switch", "name"),
+    [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")],
 )
-def test_unsupported_engines_are_rejected_by_name(tiny_run, monkeypatch, switch, name):
+def test_unsupported_engines_are_rejected_with_their_successor(tiny_run, monkeypatch, switch, name):
     monkeypatch.setenv(switch, "true")
     with pytest.raises(
-        ConfigError, match=f"Accelerate is configured for {name}, .*accelerate launch"
+        ConfigError, match=rf"configured for {name} \({switch}=true\).*strategy: fsdp2.*FSDP"
     ):
-        run_training(tiny_run())
+        check_before_torch(tiny_run(), "auto")
+
+
+def test_accelerate_does_not_shard_the_model_itself(tiny_run, monkeypatch):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    accelerator = start_accelerator(tiny_run())
+    assert accelerator.distributed_type == DistributedType.NO
+    assert accelerator.parallelism_config is None
+    assert not [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_"))]
 
 
 def test_an_output_folder_inside_a_dataset_is_rejected(tiny_run, shapes_folder):

@@ -12,6 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from gracetune.config.fsdp import STRATEGY, FsdpEntry, check_classes, translate_fsdp
 from gracetune.config.importers.report import MISSING, ImportedRun, KeyReader
 from gracetune.config.importers.simpletuner_adapter import import_adapter
 from gracetune.config.importers.simpletuner_datasets import import_datasets, reader_without_nulls
@@ -30,10 +31,12 @@ from gracetune.config.importers.simpletuner_keys import (
 )
 from gracetune.config.importers.values import (
     as_bool,
+    as_int,
     as_number,
     copy_flag,
     is_off,
     not_supported_unless_off,
+    put_value,
     take_unless_off,
     texts,
 )
@@ -67,6 +70,7 @@ def import_config(files: SimpleTunerFiles) -> ImportedRun:
     _import_model(config, family)
     import_adapter(config, family, files)
     _import_loop(config)
+    _import_ranks(config, family.family)
     _import_optimizer(config)
     _import_timesteps(config, family)
     _import_validation(config, files)
@@ -252,6 +256,40 @@ def _import_loop(config: KeyReader) -> None:
     imported.default("cache_config.persistent_cache", True, "SimpleTuner keeps its caches")
     copy_flag(config, "vae_enable_tiling", "cache_config.vae_tiling", True)
     _import_trackers(config)
+
+
+def _import_ranks(config: KeyReader, family: str) -> None:
+    """Translate FSDP and context parallel, which divide a model and its samples among ranks."""
+    keys = [k for k in config.unreported() if k.startswith("fsdp_") and k in KNOWN_KEYS]
+    entries = [FsdpEntry(key, config.peek(key), f"{config.file}: {key}") for key in keys]
+    try:
+        found = translate_fsdp(entries, is_on=False)
+        if found.classes is not None:
+            check_classes(found.classes, family)
+    except ConfigError as error:
+        config.imported.refuse(str(error))
+        for key in keys:
+            config.not_supported(key, "correct the FSDP setting that is refused")
+        found = translate_fsdp([], is_on=False)
+    off = "gracetune shards the model's blocks" if found.is_on else "fsdp_enable is off"
+    if found.is_on and config.peek("model_type") != "full":
+        off = "distributed.strategy is replicate"
+        why = "ranks divide weights only in full training; here each has them, or streams them"
+        config.translate("fsdp_enable", STRATEGY, "replicate", why)
+        found = translate_fsdp([], is_on=False)
+    for translated in found.keys:
+        for setting, value in translated.settings.items():
+            put_value(config, translated.entry.key, setting, value)
+        config.not_needed(translated.entry.key, translated.remark or off)
+    for key in keys:
+        config.not_needed(key, off)
+    count = as_int(config.peek("context_parallel_size"))
+    if count is not None and count > 1:
+        config.take("context_parallel_size", "distributed.context_parallel")
+        why = "ranks exchange heads for tokens (Ulysses), and pass nothing around a ring"
+        config.not_needed("context_parallel_comm_strategy", why)
+    for name in ("context_parallel_size", "context_parallel_comm_strategy"):
+        config.not_needed(name, "a sample is not divided among ranks")
 
 
 def _import_trackers(config: KeyReader) -> None:

@@ -443,9 +443,8 @@ NOT_SUPPORTED: Mapping[str, str] = {
     "diffusion_blocks_config": "all blocks are trained",
     "slider_lora_target": "set adapter.targets",
     "only_instance_prompt": "set datasets[].caption_strategy: instanceprompt",
-    "context_parallel_size": "set distributed.context_parallel",
-    "context_parallel_comm_strategy": "tokens are exchanged for heads (Ulysses)",
-    "deepspeed_config": "gracetune has no DeepSpeed; the planner keeps state in host memory",
+    "deepspeed_config": "gracetune has no DeepSpeed; set distributed.strategy: fsdp2, and "
+    "distributed.cpu_offload: true for its offload",
 }
 """Keys that would change the result, or cannot be done here, with what to do. A key whose value
 turns its feature off is not needed."""
@@ -478,7 +477,6 @@ IGNORED_PREFIXES: Mapping[str, str] = {
     "group_offload_": _PLANNER,
     "enable_group_offload": _PLANNER,
     "gradient_checkpointing_": _PLANNER,
-    "fsdp_": _PLANNER,
     "sdnq_": "it belongs to SimpleTuner's quantization; model.quantize has no further options",
     "text_encoder_": "text encoders run once, before training, and are not quantized",
     "sdxl_validation_": "validation generates with the trained model only",
@@ -513,7 +511,10 @@ TRANSLATED_KEYS = frozenset(
         "minimum_image_size maximum_image_size target_downsample_size aspect_bucket_alignment "
         "caption_strategy instance_prompt prepend_instance_prompt controlnet control "
         "distillation_method flux_guidance_value disable_assistant_lora cache_config "
-        "gh200_optimizations use_gh200_trainer",
+        "gh200_optimizations use_gh200_trainer fsdp_enable fsdp_version fsdp_reshard_after_forward "
+        "fsdp_cpu_offload fsdp_cpu_ram_efficient_loading fsdp_limit_all_gathers "
+        "fsdp_activation_checkpointing fsdp_state_dict_type fsdp_auto_wrap_policy "
+        "fsdp_transformer_layer_cls_to_wrap context_parallel_size context_parallel_comm_strategy",
         "",
     )
 )

@@ -266,6 +266,10 @@ def test_a_lycoris_config_is_the_adapter(convert):
         ({"distillation_method": "dcm"}, "remove distillation_method from "),
         ({"model_flavour": "vace"}, "model_flavour is 'vace', which gracetune does not train"),
         ({"lora_type": "lycoris", "lycoris_config": "no.json"}, "there is no such file"),
+        (
+            {"fsdp_enable": True, "fsdp_transformer_layer_cls_to_wrap": "DiTBlock"},
+            "names DiTBlock, but the blocks of flux are FluxTransformerBlock and",
+        ),
     ],
 )
 def test_what_gracetune_cannot_train_is_refused(convert, options, message):
@@ -294,6 +298,45 @@ def test_a_typo_is_reported_with_the_right_name(convert):
     verdict, text = found["learning_rte"]
     assert verdict == "not supported"
     assert "did you mean learning_rate?" in text
+
+
+def test_fsdp_and_context_parallel_become_settings_of_ranks(convert):
+    imported = convert(
+        model_type="full",
+        fsdp_enable=True,
+        fsdp_version=2,
+        fsdp_reshard_after_forward="false",
+        fsdp_cpu_offload=True,
+        fsdp_limit_all_gathers=True,
+        fsdp_transformer_layer_cls_to_wrap="FluxTransformerBlock",
+        context_parallel_size=2,
+        context_parallel_comm_strategy="allgather",
+    )
+    assert imported.run["distributed"] == {
+        "strategy": "fsdp2",
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "context_parallel": 2,
+    }
+    verdict, text = verdicts(imported)["fsdp_limit_all_gathers"]
+    assert verdict == "not needed"
+    assert "distributed.prefetch_blocks" in text
+    assert "Ulysses" in verdicts(imported)["context_parallel_comm_strategy"][1]
+
+
+def test_an_adapter_is_trained_without_fsdp(convert):
+    imported = convert(fsdp_enable=True, fsdp_cpu_offload=True)
+    assert imported.run["distributed"] == {"strategy": "replicate"}
+    assert "only in full training" in verdicts(imported)["fsdp_enable"][1]
+    assert verdicts(imported)["fsdp_cpu_offload"][0] == "not needed"
+
+
+def test_fsdp_that_is_off_is_not_needed(convert):
+    imported = convert(fsdp_version=2, fsdp_cpu_offload=True, context_parallel_size=1)
+    assert "distributed" not in imported.run
+    found = verdicts(imported)
+    assert found["fsdp_cpu_offload"] == ("not needed", "fsdp_enable is off")
+    assert found["context_parallel_size"][0] == "not needed"
 
 
 def test_features_that_are_off_are_not_needed(convert):
