@@ -10,6 +10,7 @@ from unittest.mock import patch
 from fakes.datasets import DATA, WRITE
 from fakes.miniatures import MINIATURES, Miniature, write_miniature
 from gracetune.config.schema import RunFile
+from gracetune.distributed.layout import build_layout
 from gracetune.distributed.ranks import connect_ranks
 from gracetune.events.run_control import RunControl
 from gracetune.memory.platform import Link
@@ -87,7 +88,7 @@ def family_session(run, emit, checked_blocks=range):
         RunControl(folder),
         SignalHandler(),
         checked_blocks=checked_blocks,
-        ranks=connect_ranks(run.distributed.timeout_s),
+        layout=build_layout(run.distributed, connect_ranks(run.distributed.timeout_s)),
     )
     try:
         yield session

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
     """Build the session of a run as `train` does, and check it; None on ranks but the main one."""
+    from gracetune.distributed.layout import build_layout
     from gracetune.distributed.ranks import connect_ranks
     from gracetune.events.console import console_sink
     from gracetune.events.run_control import RunControl, reserve_folder
@@ -86,6 +87,7 @@ def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
         check_writable(folder)
         if accelerator.is_main_process:
             stack.enter_context(reserve_folder(folder, lambda text: print(text, file=sys.stderr)))
+        ranks = connect_ranks(run_file.distributed.timeout_s)
         session = stack.enter_context(
             closing(
                 build_session(
@@ -95,7 +97,7 @@ def _check(run_file: RunFile, num_blocks: int | None) -> GradientReport | None:
                     RunControl(folder),
                     SignalHandler(),
                     checked_blocks=lambda count: spread(count, num_blocks),
-                    ranks=connect_ranks(run_file.distributed.timeout_s),
+                    layout=build_layout(run_file.distributed, ranks),
                 )
             )
         )

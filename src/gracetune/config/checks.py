@@ -319,6 +319,49 @@ def _check_heartbeats(run: RunFile) -> Iterator[Violation]:
         )
 
 
+SHARDED_STRATEGIES = ("fsdp2", "hsdp")
+SHARDING_SETTINGS = ("reshard_after_forward", "prefetch_blocks", "cpu_offload", "reduce_dtype")
+"""Settings of `distributed` that only these strategies have."""
+
+
+def _check_sharding(run: RunFile) -> Iterator[Violation]:
+    section, name = run.distributed, run.optimizer.name
+    if section.strategy not in SHARDED_STRATEGIES:
+        return
+    if run.adapter is not None:
+        yield Violation(
+            "distributed.strategy",
+            f"is {section.strategy}, which divides the training of all weights among ranks, but "
+            "the run trains an adapter. Gathering the frozen weights in every pass would take "
+            "longer than streaming them. Set distributed.strategy: replicate, with which each rank "
+            "streams frozen weights that do not fit.",
+        )
+    if run.model.quantize != "none":
+        yield Violation(
+            "model.quantize",
+            f"is {run.model.quantize}, but distributed.strategy {section.strategy} cannot divide "
+            "quantized weights among ranks. Set model.quantize: none, or distributed.strategy: "
+            "replicate.",
+        )
+    info = optimizer_info(name)
+    if info.whole_tensor_reason:
+        able = ", ".join(
+            each for each, other in OPTIMIZERS.items() if not other.whole_tensor_reason
+        )
+        yield Violation(
+            "optimizer.name",
+            f"is {name}, which {info.whole_tensor_reason}, but with distributed.strategy "
+            f"{section.strategy} each rank has only some rows of a tensor. Use one of {able}, or "
+            "set distributed.strategy: replicate.",
+        )
+    if section.cpu_offload and name == "adamw_8bit":
+        yield Violation(
+            "distributed.cpu_offload",
+            "is true, which runs the optimizer on the CPU, but adamw_8bit runs on GPUs only. Use "
+            "adamw, or set distributed.cpu_offload: false.",
+        )
+
+
 CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_credentials,
     _check_ramp,
@@ -335,6 +378,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_validation,
     _check_trigger,
     _check_heartbeats,
+    _check_sharding,
 )
 
 
@@ -471,11 +515,6 @@ def _unused_optimizer_settings(run: RunFile) -> Iterator[str]:
             yield f"optimizer.{key} {note}"
 
 
-SHARDED_STRATEGIES = ("fsdp2", "hsdp")
-SHARDING_SETTINGS = ("reshard_after_forward", "prefetch_blocks", "cpu_offload", "reduce_dtype")
-"""Settings of `distributed` that only these strategies have."""
-
-
 def _unused_sharding_settings(run: RunFile) -> Iterator[str]:
     section = run.distributed
     if section.strategy not in SHARDED_STRATEGIES:
@@ -485,6 +524,11 @@ def _unused_sharding_settings(run: RunFile) -> Iterator[str]:
                     f"distributed.{key} has no effect: distributed.strategy is "
                     f"{section.strategy}, not fsdp2 or hsdp."
                 )
+    elif section.cpu_offload and run.optimizer.state == "host":
+        yield (
+            "optimizer.state has no effect: distributed.cpu_offload keeps the state in host memory "
+            "and updates it there."
+        )
     if section.strategy != "hsdp" and section.shard_size is not None:
         yield (
             f"distributed.shard_size has no effect: distributed.strategy is {section.strategy}, "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from gracetune.units import MIB
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
 
 BUCKET_NBYTES = 25 * MIB
@@ -57,6 +59,10 @@ class GradientReducer:
             self.timer.start()
             self._buckets = list(_make_buckets(list(parameters), self._bucket_nbytes))
             self._num_launched = 0
+
+    def num_passes(self, micro_batches: int) -> int:  # noqa: ARG002
+        """Return the passes that each rank must run in a step: as many as it has micro-batches."""
+        return 0
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -91,7 +97,7 @@ class GradientReducer:
             bucket.store(absent)
         self._buckets = []
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str) -> None:  # noqa: ARG002
         """Take part in the reductions of a step that failed on this rank; drop the results.
 
         Call `zero_grad` first, which frees memory for the buckets.
@@ -104,6 +110,10 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.wait()
         self._buckets = []
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients together."""
+        return get_total_norm(gradients)
 
     def _launch_complete(self) -> None:
         """Reduce the next buckets in order, as far as their gradients are complete."""
@@ -223,20 +233,21 @@ class ComputeTimer:
         return self._seconds
 
 
-def check_same_weights(ranks: RankGroup, parameters: Mapping[str, Parameter]) -> str:
+def check_same_weights(layout: Layout, parameters: Mapping[str, Parameter]) -> str:
     """Return the name of a trained tensor that differs between ranks; empty if none does.
 
-    All bits are compared, by a sum for each tensor. Waits for the device.
+    Ranks that store the same part of the model are compared. All bits are, by a sum for each
+    tensor. Waits for the device.
     """
-    if ranks.world_size == 1:
+    if layout.num_replicas == 1:
         return ""
     sums = torch.stack([_bit_sum(p.detach()) for p in parameters.values()]).tolist()
-    different = [
-        name
-        for name, *same in zip(parameters, *ranks.gather(sums), strict=True)
-        if len(set(same)) > 1
-    ]
-    return different[0] if different else ""
+    found = layout.ranks.gather(sums)
+    for shard in range(layout.shard_size):
+        for name, *same in zip(parameters, *found[shard :: layout.shard_size], strict=True):
+            if len(set(same)) > 1:
+                return name
+    return ""
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ for the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -66,6 +66,18 @@ DAMPING = 0.5
 Group = dict[str, Any]
 
 
+class Shards(Protocol):
+    """Parameters that are a rank's parts of tensors, as plain tensors (not DTensors)."""
+
+    def numel(self, parameter: Parameter) -> int:
+        """Return the number of elements of the whole tensor to which a part belongs."""
+        ...
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks that have the parts."""
+        ...
+
+
 class Automagic(Optimizer):
     """An optimizer that adapts its own learning rates; the module's docstring has the formulas.
 
@@ -94,6 +106,8 @@ class Automagic(Optimizer):
             "weight_decay": weight_decay,
         }
         self._seed = seed
+        self.shards: Shards | None = None
+        """Set it if parameters are parts of tensors of several ranks, but plain tensors."""
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -153,10 +167,11 @@ class Automagic(Optimizer):
         gradients = [local_shard(p.grad).float() for p in params]
         updates = normalized_updates(gradients, squares, steps, beta2)
         if group["lr_bump"] is not None:
-            clip_to_rms(updates, inner_products(params, [updates, updates])[0], params)
+            (squares_of,) = self._inner_products(params, [updates, updates])
+            clip_to_rms(updates, squares_of, self._numels(params))
             update_rates_by_sign(rates, updates, before, group["lr_bump"])
         else:
-            agreement, length = update_means(updates, before, steps, params, beta1)
+            agreement, length = self._update_means(updates, before, steps, params, beta1)
             q = agreement / length.clamp_min(EPSILON)
             update_group_rate(rates, q, length > 0, group["lr"])
         torch._foreach_clamp_min_(rates, group["min_lr"])
@@ -173,6 +188,48 @@ class Automagic(Optimizer):
         ):
             if weight is not fp32_weight:
                 stochastic_round_(weight, fp32_weight, (self._seed, start + index, step))
+
+    def _update_means(
+        self,
+        updates: list[Tensor],
+        means: list[Tensor],
+        steps: Sequence[int],
+        params: Sequence[Parameter],
+        beta1: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Clip the updates, and replace each by its bias-corrected running mean.
+
+        Returns the inner products <U, M> and <M, M> over all tensors, where U is the clipped
+        update and M the running mean before this step.
+        """
+        last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
+        squares, agreement, length = self._inner_products(
+            params, [updates, updates], [updates, last], [last, last]
+        )
+        scales = clip_to_rms(updates, squares, self._numels(params))
+        torch._foreach_lerp_(means, updates, 1 - beta1)
+        torch._foreach_copy_(updates, means)
+        torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
+        return (agreement * scales).sum(), length.sum()
+
+    def _inner_products(
+        self, params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        """Return the inner products of the tensors in each pair of lists, over all shards."""
+        rows = [
+            torch.stack([torch.sum(one * other) for one, other in row])
+            for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
+        ]
+        return self._sum_over_shards(params, rows).unbind(1)
+
+    def _sum_over_shards(self, params: Sequence[Parameter], rows: Sequence[Tensor]) -> Tensor:
+        if self.shards is None:
+            return sum_over_shards(params, rows)
+        return self.shards.sum_over_shards(torch.stack(list(rows)))
+
+    def _numels(self, params: Sequence[Parameter]) -> list[int]:
+        """Return the number of elements of each parameter, over all ranks."""
+        return [p.numel() if self.shards is None else self.shards.numel(p) for p in params]
 
     def _advance_state(self, p: Parameter, group: Group) -> dict[str, Tensor]:
         """Return a parameter's optimizer state with its step count increased; create it if needed.
@@ -221,8 +278,8 @@ class Automagic(Optimizer):
         totals, num_elements = [], 0
         for group, params in trained or stepped:
             sums = [(rate.sum() * weight).unsqueeze(0) for rate, weight in self._rates(params)]
-            totals.append(sum_over_shards(params, sums).sum() * group["lr"])
-            num_elements += sum(p.numel() for p in params)
+            totals.append(self._sum_over_shards(params, sums).sum() * group["lr"])
+            num_elements += sum(self._numels(params))
         return torch.stack(totals).sum() / max(1, num_elements) if totals else torch.zeros(())
 
     @torch.no_grad()
@@ -238,7 +295,7 @@ class Automagic(Optimizer):
                 torch.histc(rate.log10().clamp(low, high), num_bins, low, high) * weight
                 for rate, weight in self._rates(params)
             ]
-            histograms[group.get("stage", "")] = sum_over_shards(params, counts).sum(0)
+            histograms[group.get("stage", "")] = self._sum_over_shards(params, counts).sum(0)
         return histograms
 
     def _rates(self, params: Sequence[Parameter]) -> list[tuple[Tensor, int]]:
@@ -286,29 +343,6 @@ def update_rates_by_sign(
     torch._foreach_copy_(signs, new_signs)
 
 
-def update_means(
-    updates: list[Tensor],
-    means: list[Tensor],
-    steps: Sequence[int],
-    params: Sequence[Parameter],
-    beta1: float,
-) -> tuple[Tensor, Tensor]:
-    """Clip the updates, and replace each by its bias-corrected running mean.
-
-    Returns the inner products <U, M> and <M, M> over all tensors, where U is the clipped update and
-    M the running mean before this step.
-    """
-    last = torch._foreach_mul(means, [1 / max(1 - beta1 ** (t - 1), EPSILON) for t in steps])
-    squares, agreement, length = inner_products(
-        params, [updates, updates], [updates, last], [last, last]
-    )
-    scales = clip_to_rms(updates, squares, params)
-    torch._foreach_lerp_(means, updates, 1 - beta1)
-    torch._foreach_copy_(updates, means)
-    torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
-    return (agreement * scales).sum(), length.sum()
-
-
 def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) -> None:
     """Raise or lower a parameter group's learning rate, the same for all of its elements.
 
@@ -320,26 +354,16 @@ def update_group_rate(rates: list[Tensor], q: Tensor, known: Tensor, lr: float) 
     torch._foreach_mul_(rates, (GAIN * lr * change).exp())
 
 
-def clip_to_rms(updates: list[Tensor], squares: Tensor, params: Sequence[Parameter]) -> Tensor:
+def clip_to_rms(updates: list[Tensor], squares: Tensor, numels: Sequence[int]) -> Tensor:
     """Scale each update so that its root mean square is at most `CLIP`; return the factors.
 
-    `squares` has the sum of squares of each update, over all shards of its parameter.
+    `squares` has the sum of squares of each update, and `numels` its number of elements, both over
+    all shards of its parameter.
     """
-    means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * p.numel()) for p in params])
+    means = torch._foreach_mul(squares.unbind(), [1 / (CLIP**2 * numel) for numel in numels])
     scales = torch.stack(means).clamp_min(1.0).rsqrt()
     torch._foreach_mul_(updates, scales.unbind())
     return scales
-
-
-def inner_products(
-    params: Sequence[Parameter], *pairs: Sequence[Sequence[Tensor]]
-) -> tuple[Tensor, ...]:
-    """Return the inner products of the tensors in each pair of lists, summed over all shards."""
-    rows = [
-        torch.stack([torch.sum(one * other) for one, other in row])
-        for row in zip(*(zip(*pair, strict=True) for pair in pairs), strict=True)
-    ]
-    return sum_over_shards(params, rows).unbind(1)
 
 
 # Stochastic rounding

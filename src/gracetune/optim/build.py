@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from gracetune.config.schema import OptimizerSection
+    from gracetune.optim.automagic import Shards
 
     Groups = list[dict[str, Any]]
 
@@ -54,9 +55,14 @@ class OptimizerBuilder(Protocol):
 
 
 def build_optimizer(
-    parameters: Mapping[str, Parameter], section: OptimizerSection, seed: int = 0
+    parameters: Mapping[str, Parameter],
+    section: OptimizerSection,
+    seed: int = 0,
+    shards: Shards | None = None,
 ) -> Optimizer:
     """Build the optimizer of a run file; `seed` is for optimizers that draw random numbers.
+
+    `shards` describes parameters that are parts of tensors of several ranks.
 
     If parameters have less precision than fp32, the optimizer gets fp32 master weights, provided
     that its state can be split by parameter. Automagic uses stochastic rounding instead.
@@ -72,6 +78,8 @@ def build_optimizer(
         )
     else:
         optimizer = build(parameter_groups(parameters, section), section, seed)
+    if isinstance(optimizer, Automagic):
+        optimizer.shards = shards
     for group in optimizer.param_groups:
         group["initial_lr"] = peak_lr(section)
     return optimizer

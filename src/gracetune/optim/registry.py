@@ -27,6 +27,9 @@ class OptimizerInfo:
     whole_state_reason: str = ""
     """The reason why the optimizer cannot update some parameters without the state of the others;
     empty if it can."""
+    whole_tensor_reason: str = ""
+    """The reason why the optimizer cannot update some rows of a tensor without the others; empty if
+    it can, as FSDP2 requires."""
     default_lr: float = DEFAULT_LR
     """Peak learning rate if `optimizer.lr` is not set."""
     manages_lr: bool = False
@@ -60,6 +63,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
     return OPTIMIZERS.get(name) or OptimizerInfo(
         builder="",
         whole_state_reason="comes from another package and may need all parameters at once",
+        whole_tensor_reason="comes from another package and may need whole tensors",
         averages_weights=True,  # perhaps
     )
 
@@ -67,6 +71,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
 OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "adafactor": OptimizerInfo(
         "gracetune.optim.build:adafactor",
+        whole_tensor_reason="stores the second moments of whole rows and columns",
         default_lr=1e-2,
         setting_notes=dict.fromkeys(("betas", "eps"), _UNUSED.format("adafactor")),
     ),
@@ -94,6 +99,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     ),
     "muon": OptimizerInfo(
         "gracetune.optim.build:muon",
+        whole_tensor_reason="orthogonalizes whole matrices",
         setting_notes=dict.fromkeys(
             ("betas", "eps"),
             "affects only parameters that are not matrices, which muon leaves to AdamW. "
@@ -103,6 +109,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     "prodigy": OptimizerInfo(
         "gracetune.optim.build:prodigy",
         whole_state_reason="estimates one step size for all parameters",
+        whole_tensor_reason="estimates one step size for all parameters",
         default_lr=1.0,
     ),
     "schedule_free": OptimizerInfo(

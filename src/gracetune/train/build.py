@@ -19,31 +19,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
-    AutocastKwargs,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch import Tensor
 
 from gracetune.adapters.compute.dropout import DropoutSeeds
-from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.cache.batch_transfer import INITIAL_DEPTH, build_batch_transfer
 from gracetune.cache.encode import encoding_ranks
-from gracetune.config.checks import trains_in_bf16
 from gracetune.config.environment import process_environment, sharding_engine
-from gracetune.config.parse_text import format_value
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.distributed.gradients import GradientReducer
-from gracetune.distributed.ranks import SINGLE, rendezvous_method
+from gracetune.distributed.layout import SINGLE_LAYOUT
+from gracetune.distributed.ranks import rendezvous_method
+from gracetune.distributed.sharding import ShardedReducer, local_nbytes
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
 from gracetune.memory.oversubscription import GcFreeze
 from gracetune.memory.stats import Tier
-from gracetune.models.attention_backends import set_attention_backend
-from gracetune.models.family import load_family, transformers_of
-from gracetune.models.quantize import check_quantizable, quantize_blocks
+from gracetune.models.family import load_family
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
@@ -72,22 +67,37 @@ from gracetune.train.experts import (
     expected_token_counts,
 )
 from gracetune.train.export import (
-    check_exportable,
     export_adapter,
     export_result,
     tools_for_adapter,
 )
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
+from gracetune.train.prepare_model import (
+    compares_blocks,
+    enable_gradient_checkpointing,
+    make_trainable,
+    place_weights,
+    prepare_transformer,
+    quantize_frozen,
+    reason_unplanned,
+    trained_parameters_of,
+)
 from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run_identity
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
-from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
+from gracetune.train.step import (
+    Ema,
+    PositionalRng,
+    TrainProgress,
+    TrainState,
+    derive_seed,
+    rounding_seed,
+)
 from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
     from gracetune.cache.batch_transfer import BatchTransfer
@@ -95,6 +105,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.batch_order import BatchSeconds
     from gracetune.data.sample import Batch, Sample, Shape
+    from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.dispatcher import Emit
     from gracetune.events.run_control import RunControl
@@ -104,7 +115,6 @@ if TYPE_CHECKING:
     from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
-    from gracetune.train.experts import ExpertSchedule
     from gracetune.train.export import AdaptedModules, ExportedResult
     from gracetune.train.gradient_check import ChooseBlocks
     from gracetune.train.run import SignalHandler
@@ -112,15 +122,6 @@ if TYPE_CHECKING:
 
 
 SUPPORTED_ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-FP32_NBYTES = 4
-ADAPTER_NAMES = {
-    "lora": "LoRA",
-    "dora": "DoRA",
-    "locon": "LoCon",
-    "loha": "LoHa",
-    "lokr": "LoKr",
-    "full": "full-matrix adapter",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class Session:
         """Return the micro-batches of the next step over all ranks, when `consumed` are done."""
         if self.ramp is not None:
             return self.ramp.accumulation(consumed)
-        return micro_batches_per_step(self.state.run, self.state.ranks.world_size)
+        return micro_batches_per_step(self.state.run, self.state.layout.data_size)
 
     def execution_record(self) -> dict[str, object]:
         """Return the device, the versions and the plan that steps are computed with now."""
@@ -181,9 +182,8 @@ class Session:
             return TrainProgress()
         snapshot.check_unchanged()
         state, tensors = self.state, snapshot.tensors
-        ranks = state.ranks.world_size
-        check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, ranks)
-        if snapshot.num_ranks != ranks:
+        check_same_run(snapshot.identity, self.identity, snapshot.num_ranks, state.layout.data_size)
+        if snapshot.num_ranks != state.layout.data_size:
             self._report_other_ranks(snapshot)
         changes = execution_changes(snapshot.execution, self.execution_record())
         if changes:
@@ -195,7 +195,7 @@ class Session:
         )
         if state.ema is not None:
             restore_weights(state.ema.averages, tensors["ema"])
-        rng = tensors.get(f"generators-{state.ranks.rank}")
+        rng = tensors.get(f"generators-{state.layout.data_rank}")
         if rng is not None:
             restore_rng(rng)
         elif state.dropout is None:
@@ -208,7 +208,7 @@ class Session:
 
         Of a ramp, the next step and the end are compared.
         """
-        saved_ranks, ranks, run = snapshot.num_ranks, self.state.ranks.world_size, self.state.run
+        saved_ranks, ranks, run = snapshot.num_ranks, self.state.layout.data_size, self.state.run
         settings = {
             name.removeprefix("train."): snapshot.identity.get(name) for name in STEP_SIZE_SETTINGS
         }
@@ -257,20 +257,20 @@ def build_session(
     signals: SignalHandler,
     resumed: Mapping[str, Any] | None = None,
     checked_blocks: ChooseBlocks | None = None,
-    ranks: RankGroup = SINGLE,
+    layout: Layout = SINGLE_LAYOUT,
 ) -> Session:
     """Load the model, prepare the data and place both in memory.
 
     `resumed` is the execution record of the checkpoint to resume from, whose plan and attention
     backend are used again; it is empty for a checkpoint of an earlier version, and None for a new
     run. `checked_blocks` chooses the blocks whose gradients can be compared with plain copies; by
-    default, one block is chosen at random.
+    default, one block is chosen at random. `layout` divides the model and the data among ranks.
 
     Checks that need only the run file and the model come first, so that a mistake in the run file
     is reported before the data are encoded, which can take an hour.
     """
-    folder, device = Path(run.output_dir), with_index(accelerator.device)
-    ramp = build_ramp(run, ranks.world_size)
+    folder, device, ranks = Path(run.output_dir), with_index(accelerator.device), layout.ranks
+    ramp = build_ramp(run, layout.data_size)
     if ramp is not None:
         _emit_all(emit, ramp_notes(ramp))
 
@@ -283,24 +283,25 @@ def build_session(
     check_data(run, family)
     check_validation(run, family)
     quantize_frozen(run, family, emit)
-    adapted_modules = make_trainable(run, family, schedule, emit)
+    adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
-    unplanned = reason_unplanned(run, device)
-    compares = compares_blocks(run, unplanned, ranks.world_size)
+    unplanned = reason_unplanned(run, device, layout)
+    compares = compares_blocks(run, unplanned, layout, emit)
     references = (
         build_references(family, checked_blocks or partial(random_block, ranks)) if compares else []
     )
     if run.train.gradient_checkpointing:
-        _enable_gradient_checkpointing(family, unplanned, emit)
-    if unplanned:
-        _move_to_device(run, family, device, unplanned, emit)
+        enable_gradient_checkpointing(family, unplanned, emit)
+    sharded = place_weights(
+        run, family, layout, device, accelerator.mixed_precision, unplanned, emit
+    )
 
     # The optimizer. Loading the model and injecting adapters reseed the global RNGs, so the run's
     # own seed comes after them.
-    seed_rng(derive_seed(run.seed, "process", ranks.rank))
-    parameters = {n: p for n, p in family.transformer.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(parameters, run.optimizer, derive_seed(run.seed, "rounding"))
+    seed_rng(derive_seed(run.seed, "process", layout.data_rank))
+    parameters = trained_parameters_of(family, sharded)
+    optimizer = build_optimizer(parameters, run.optimizer, rounding_seed(run, layout), sharded)
 
     # The data. Everything that can be wrong in the run file has been found by now.
     family.to(device)
@@ -340,7 +341,7 @@ def build_session(
         run=run,
         family=family,
         transformer=prepare_transformer(
-            accelerator, family.transformer, is_planned=controller is not None
+            accelerator, family.transformer, is_placed=controller is not None or layout.is_sharded
         ),
         parameters=parameters,
         optimizer=optimizer,
@@ -349,23 +350,17 @@ def build_session(
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
-        reducer=GradientReducer(ranks, device),
-        ranks=ranks,
+        reducer=(
+            GradientReducer(ranks, device) if sharded is None else ShardedReducer(sharded, device)
+        ),
+        layout=layout,
+        sharded=sharded,
         dropout=dropout,
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller)
-    if run.model.attention_mechanism == "auto" and device.type == "cuda":
-        held_out = () if validation is None else validation.held_out
-        autotune_attention(
-            family,
-            accelerator,
-            one_batch_per_bucket(run, pipeline, held_out),
-            attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
-            folder,
-            emit,
-            (resumed or {}).get("attention", ""),
-        )
+    held_out = () if validation is None else validation.held_out
+    _choose_attention(state, pipeline, held_out, (resumed or {}).get("attention", ""), emit)
     return Session(
         state=state,
         pipeline=pipeline,
@@ -376,7 +371,7 @@ def build_session(
             run, pipeline.train_samples, base_weights, accelerator.mixed_precision
         ),
         batch_transfer=transfer,
-        batch_seconds=_agree_on_batch_seconds(run, family, pipeline, controller, ranks),
+        batch_seconds=_agree_on_batch_seconds(run, family, pipeline, controller, layout),
         control=control,
         signals=signals,
         emit=emit,
@@ -481,18 +476,19 @@ def _agree_on_batch_seconds(
     family: Family,
     pipeline: DataPipeline,
     controller: PlanController | None,
-    ranks: RankGroup,
+    layout: Layout,
 ) -> BatchSeconds | None:
     """Return the planned seconds of a micro-batch, the same on all ranks.
 
-    None if there is nothing to balance: one rank, or one sample size.
+    None if there is nothing to balance: one rank, one sample size, or ranks that divide the weights
+    and therefore need the same number of micro-batches.
     """
     sizes = list(pipeline.order.draws_by_size())
-    if ranks.world_size == 1 or len(sizes) == 1:
+    if layout.data_size == 1 or len(sizes) == 1 or layout.is_sharded:
         return None
     traced = {} if controller is None else controller.size_seconds
     table = bucket_seconds(family, sizes, run.train.batch_size, traced)
-    return BucketSeconds(ranks.broadcast(table.rows))
+    return BucketSeconds(layout.ranks.broadcast(table.rows))
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -500,59 +496,6 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-# Preparing the model
-
-
-def make_trainable(
-    run: RunFile, family: Family, schedule: ExpertSchedule | None, emit: Emit
-) -> AdaptedModules:
-    """Freeze the model, then add the adapter or, without one, unfreeze the trained transformers.
-
-    A run may train one or both transformers of Wan 2.2. Returns the modules that have an adapter.
-    """
-    transformers = transformers_of(family.transformer)
-    trained = {
-        expert: transformer
-        for expert, transformer in transformers.items()
-        if schedule is None or expert in schedule.windows
-    }
-    for transformer in transformers.values():
-        set_attention_backend(transformer, run.model.attention_mechanism)
-        transformer.requires_grad_(False)
-    if run.adapter is None:
-        for transformer in trained.values():
-            transformer.requires_grad_(True)
-        _keep_weights_in_fp32(run, trained.values(), emit)
-        return {}
-    from gracetune.adapters.inject import add_adapter  # peft takes seconds to import
-
-    seed = derive_seed(run.seed, "adapter") % 2**31
-    modules = add_adapter(trained, run.adapter, family.adapter_targets, seed)
-    check_exportable(trained, modules, family.name)
-    count = sum(map(len, modules.values()))
-    rank = "" if run.adapter.kind == "full" else f" rank {run.adapter.rank}"
-    emit(Notice(f"adapter: {ADAPTER_NAMES[run.adapter.kind]}{rank} on {count} modules"))
-    return modules
-
-
-def _keep_weights_in_fp32(run: RunFile, transformers: Iterable[nn.Module], emit: Emit) -> None:
-    """Convert trained bf16 weights to fp32, unless the optimizer keeps fp32 master weights.
-
-    An update is usually smaller than the spacing of bf16 numbers, so most would be rounded away.
-    """
-    narrow = [p for t in transformers for p in t.parameters() if p.itemsize < FP32_NBYTES]
-    if not narrow:
-        return
-    if trains_in_bf16(run):
-        text = f"{len(narrow)} trained tensors and their gradients stay in bf16; the optimizer "
-        emit(Notice(f"{text}keeps fp32 master weights"))
-        return
-    for parameter in narrow:
-        parameter.data = parameter.data.float()
-    text = f"{len(narrow)} trained tensors are converted to fp32, because bf16 would round updates "
-    emit(Notice(f"{text}away; model.dtype: bfloat16 with adamw and no ema_decay halves their size"))
 
 
 def _convert_to_fp8(
@@ -569,115 +512,6 @@ def _convert_to_fp8(
     convert_frozen_layers(run, family, pipeline, device, emit, ranks)
     for reference in references:
         reference.add_fp8()
-
-
-def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
-    """Quantize the linear layers of the blocks, if `model.quantize` says so."""
-    kind = run.model.quantize
-    if kind == "none":
-        return
-    check_quantizable(kind, run.adapter)
-    count = quantize_blocks(family.blocks(), kind)
-    emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
-
-
-def _move_to_device(
-    run: RunFile, family: Family, device: torch.device, unplanned: str, emit: Emit
-) -> None:
-    if run.model.frozen_compute == "fp8":
-        raise ConfigError(
-            f"model.frozen_compute is fp8, which needs a memory plan, but {unplanned}. "
-            "Set it to bf16, or set plan: auto."
-        )
-    if run.plan != "off":
-        emit(unplanned_notice(run, unplanned))
-    family.transformer.to(device)
-
-
-def _enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) -> None:
-    if unplanned:
-        family.enable_gradient_checkpointing()
-    else:
-        emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
-
-
-def reason_unplanned(run: RunFile, device: torch.device) -> str:
-    """Return the reason why no memory plan is made; an empty string if one is made.
-
-    A memory plan decides what is streamed from host memory. Without one, the whole model is on the
-    device.
-    """
-    if run.plan == "off":
-        return "plan is off"
-    if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):
-        return "there is no GPU, and plan.device_memory is not set"
-    return ""
-
-
-def compares_blocks(run: RunFile, unplanned: str, num_ranks: int) -> bool:
-    """Return True if the first step compares a block with a plain copy of it.
-
-    A single process without a plan computes what the plain copy would.
-    """
-    is_changed = not unplanned or num_ranks > 1
-    return run.train.check_gradients and is_changed
-
-
-def unplanned_notice(run: RunFile, reason: str) -> Notice:
-    """Return the notice that no memory plan is made: a warning if the run file limits the plan."""
-    effect = "The whole model is on the device; nothing is streamed, offloaded or compiled."
-    # `plan.batch` is for the command `gracetune plan` only.
-    asked = [] if isinstance(run.plan, str) else sorted(run.plan.model_fields_set - {"batch"})
-    if not asked:
-        return Notice(f"plan: none, because {reason}. {effect}")
-    settings = run.plan.model_dump() if not isinstance(run.plan, str) else {}
-    names = ", ".join(f"plan.{name} ({format_value(settings[name])})" for name in asked)
-    text = f"no effect: {names}. There is no memory plan, because {reason}. {effect}"
-    return Notice(text, level="warning", fallback=True)
-
-
-# Autocast is made for fp32 weights. For a transformer that is already in bf16 it only computes
-# norms and what follows them in fp32, which costs time and memory that the plan does not contain.
-# A planned bf16 transformer therefore runs without autocast, as in diffusers' own pipelines.
-
-BF16_ARGUMENTS = (
-    "hidden_states",
-    "encoder_hidden_states",
-    "pooled_projections",
-    "global_hidden_states",
-)
-"""Arguments of a transformer's forward that a hook casts to bf16, because matmuls use them.
-Timesteps and positions are not cast: each transformer rounds those itself."""
-
-
-def prepare_transformer(
-    accelerator: Accelerator, transformer: nn.Module, *, is_planned: bool
-) -> nn.Module:
-    """Wrap the transformer with Accelerate, for mixed precision."""
-    autocast = accelerator.autocast_handler
-    in_bf16 = accelerator.mixed_precision == "bf16" and runs_in_dtype(transformer, torch.bfloat16)
-    if is_planned and in_bf16:
-        accelerator.autocast_handler = AutocastKwargs(enabled=False)
-        transformer.register_forward_pre_hook(_cast_arguments, with_kwargs=True)
-    wrapped: nn.Module = accelerator.prepare_model(
-        transformer,
-        device_placement=not is_planned,
-        evaluation_mode=True,  # no DistributedDataParallel: `train_step` reduces gradients itself
-    )
-    accelerator.autocast_handler = autocast
-    return wrapped
-
-
-def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Forward pre-hook that casts inputs to bf16; the caller's own tensors are not changed."""
-    return tuple(map(_to_bf16, args[:1])) + args[1:], {
-        name: _to_bf16(value) if name in BF16_ARGUMENTS else value for name, value in kwargs.items()
-    }
-
-
-def _to_bf16(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(torch.bfloat16) if is_float else value
 
 
 # Attention autotuning
@@ -714,6 +548,31 @@ def attention_shapes_key(
     return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
 
 
+def _choose_attention(
+    state: TrainState, pipeline: DataPipeline, held_out: Iterable[Batch], saved: str, emit: Emit
+) -> None:
+    """Switch to the fastest attention backend, if the run file leaves the choice to the machine.
+
+    `saved` is the backend of the checkpoint that the run resumes from.
+    """
+    run, family, accelerator = state.run, state.family, state.accelerator
+    if run.model.attention_mechanism != "auto" or accelerator.device.type != "cuda":
+        return
+    if state.layout.is_sharded:
+        text = "attention backends are not timed, because no rank has the whole model"
+        emit(Notice(f"{text}; model.attention_mechanism chooses one"))
+        return
+    autotune_attention(
+        family,
+        accelerator,
+        one_batch_per_bucket(run, pipeline, held_out),
+        attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
+        Path(run.output_dir),
+        emit,
+        saved,
+    )
+
+
 def _identity(batch: Batch) -> Batch:
     return batch
 
@@ -732,7 +591,7 @@ def _build_stepper(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     nbytes = 0.0 if unplanned else state_nbytes_per_element_of(run.optimizer, parameters)
     stepper = OptimizerStepper(optimizer, copy_engine, nbytes)
-    if unplanned and run.optimizer.state == "host":
+    if unplanned and run.optimizer.state == "host" and not run.distributed.cpu_offload:
         stepper.set_host_share(1.0)
         emit(Notice("the optimizer state is kept in host memory"))
     return stepper
@@ -750,23 +609,19 @@ def register_memory_roles(
     device_type = state.accelerator.device.type
 
     def on_device() -> int:
-        return _nbytes(p for p in frozen if p.device.type == device_type)
+        return local_nbytes(p for p in frozen if p.device.type == device_type)
 
     def in_slots() -> int:
         return 0 if controller is None else controller.slots_nbytes
 
     transfer.track_memory("weights", lambda: on_device() + in_slots())
     transfer.track_memory(
-        "weights_in_host_memory", lambda: _nbytes(frozen) - on_device(), Tier.HOST
+        "weights_in_host_memory", lambda: local_nbytes(frozen) - on_device(), Tier.HOST
     )
-    transfer.track_memory("trained", lambda: _nbytes(state.parameters.values()))
-    transfer.track_memory("averages", lambda: _nbytes(averages))
+    transfer.track_memory("trained", lambda: local_nbytes(state.parameters.values()))
+    transfer.track_memory("averages", lambda: local_nbytes(averages))
     transfer.track_memory("optimizer", lambda: state.stepper.device_nbytes)
     transfer.track_memory("optimizer_in_host_memory", lambda: state.stepper.host_nbytes, Tier.HOST)
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 # Reports

@@ -71,7 +71,7 @@ class Snapshot:
     """Settings and digests that a resumed run must share; see `run_identity.py`."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name without suffix: `weights`, `optimizer`, `ema`, and the RNG states of
-    each rank, `generators-0`, ..."""
+    each rank, `generators-0`, ... (of a context group, only of its first rank)"""
     headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Entries of a file's safetensors header, by file name without suffix."""
     execution: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Snapshot:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that saved the checkpoint."""
+        """Number of ranks with micro-batches of their own in the run that saved the checkpoint."""
         return sum(kind.startswith("generators-") for kind in self.tensors)
 
     def check_unchanged(self) -> None:

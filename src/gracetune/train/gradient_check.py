@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gracetune.data.batch_order import RankShare
-from gracetune.errors import RunFailedError
+from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import Notice
 from gracetune.models.family import transformers_of, unused_weights
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
@@ -308,12 +308,19 @@ def check_gradients(session: Session) -> GradientReport:
     numbers first, so that no gradient is zero.
     """
     state = session.state
+    if state.layout.is_sharded:
+        raise ConfigError(
+            f"distributed.strategy is {state.run.distributed.strategy}, but the check compares "
+            "whole blocks, and each rank has a part of them. Add --set "
+            "distributed.strategy=replicate."
+        )
     _fill_zeros(state.parameters, state.run.seed)
     placements = _placements(state.family, session.plan_controller)
     reports: dict[str, BlockReport] = {}
     notes: list[str] = []
     ranks = state.ranks
-    batches = session.pipeline.batches(RankShare(ranks.rank, ranks.world_size))
+    share = RankShare(state.layout.data_rank, state.layout.data_size)
+    batches = session.pipeline.batches(share)
     try:
         source = _without_state(batches)
         for turn in _turns(state):
@@ -500,7 +507,7 @@ def _compare_updates(
     compared = replace(state, stepper=stepper, ema=None)  # type: ignore[arg-type]
     progress = _progress_of(state, turn.expert)
     for _ in range(CHECKED_UPDATES):
-        train_step(compared, mark_last([next(batches)]), state.ranks.world_size, progress)
+        train_step(compared, mark_last([next(batches)]), state.layout.data_size, progress)
     state.stepper.synchronize()
     for name, report in reports.items():
         inside = [n for n in names if n.startswith(f"{name}.")]

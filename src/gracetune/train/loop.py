@@ -64,9 +64,11 @@ REQUESTS = ("validate", "save", "stop", "clock")
 
 def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
     """Train until `train.max_train_steps`, or until a stop is requested."""
-    ranks = session.state.ranks
-    share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
-    if ranks.world_size > 1:
+    layout = session.state.layout
+    share = RankShare(
+        layout.data_rank, layout.data_size, session.micro_batches, session.batch_seconds
+    )
+    if layout.data_size > 1:
         _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
         try:
@@ -301,7 +303,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
 
 def _check_ranks_have_same_weights(session: Session, step: int) -> None:
     """Raise if the trained weights differ between ranks, which would make the result arbitrary."""
-    name = check_same_weights(session.state.ranks, session.state.parameters)
+    name = check_same_weights(session.state.layout, session.state.parameters)
     if name:
         raise RunFailedError(
             f"the ranks have different weights after step {step}: {name} differs. All ranks need "
@@ -319,7 +321,8 @@ def _take_snapshot(session: Session, progress: TrainProgress) -> Snapshot:
     }
     if state.ema is not None:
         tensors["ema"] = state.ema.averages
-    for rank, states in enumerate(state.ranks.gather(rng_state())):
+    # The ranks of a context group draw the same numbers.
+    for rank, states in enumerate(state.ranks.gather(rng_state())[:: state.layout.context_size]):
         tensors[f"generators-{rank}"] = states
     headers = checkpoint_headers(state, session.adapted_modules, session.base_weights)
     return Snapshot(progress, session.identity, tensors, headers, session.execution_record())

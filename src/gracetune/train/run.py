@@ -21,6 +21,7 @@ from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
 from gracetune.distributed.heartbeat import is_lost_rank_error, lost_contact_text, watch_ranks
+from gracetune.distributed.layout import build_layout
 from gracetune.distributed.ranks import connect_ranks
 from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, RunFailedError
 from gracetune.events.dispatcher import EventDispatcher
@@ -88,6 +89,7 @@ def run_training(
         accelerator = start_accelerator(run)
         ranks = connect_ranks(run.distributed.timeout_s)
         monitor = stack.enter_context(watch_ranks(ranks, run.distributed, lambda: resume_hint(run)))
+        layout = build_layout(run.distributed, ranks)
         is_main = ranks.is_main
         folder = Path(run.output_dir)
         stack.enter_context(full_disk_named(folder))
@@ -101,7 +103,7 @@ def run_training(
             check_result_absent(result_folder(run))
         else:
             check_resumable(
-                run, snapshot, accelerator.mixed_precision, warnings.append, ranks.world_size
+                run, snapshot, accelerator.mixed_precision, warnings.append, layout.data_size
             )
         has_steps = snapshot is None or snapshot.progress.step < run.train.max_train_steps
         # Then open the event sinks, build the session, resume, train and export.
@@ -129,7 +131,7 @@ def run_training(
             if has_steps or not ranks.broadcast(has_current_outputs(run)):
                 with closing(
                     build_session(
-                        run, accelerator, events.emit, control, signals, resumed, ranks=ranks
+                        run, accelerator, events.emit, control, signals, resumed, layout=layout
                     )
                 ) as session:
                     latest.loads_in = session.tools_for_adapter()
@@ -311,7 +313,7 @@ def _run_started(session: Session, progress: TrainProgress) -> RunStarted:
     return RunStarted(
         output_dir=state.run.output_dir,
         model=state.family.name,
-        trainable_parameters=sum(p.numel() for p in state.parameters.values()),
+        trainable_parameters=state.num_trained,
         total_steps=state.run.train.max_train_steps,
         start_step=progress.step,
         num_samples=len(session.pipeline.train_samples),

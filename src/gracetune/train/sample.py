@@ -31,15 +31,15 @@ from gracetune.models.family import load_family, transformers_of
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.registry import optimizer_info
 from gracetune.optim.schedule import AveragingOptimizer, averaged_weights
-from gracetune.train.build import (
+from gracetune.train.build import with_index
+from gracetune.train.checkpoint import load_tensors
+from gracetune.train.experts import build_expert_schedule, expected_token_counts
+from gracetune.train.prepare_model import (
     make_trainable,
     prepare_transformer,
     quantize_frozen,
     reason_unplanned,
-    with_index,
 )
-from gracetune.train.checkpoint import load_tensors
-from gracetune.train.experts import build_expert_schedule, expected_token_counts
 from gracetune.train.prompts import (
     SampleDefaults,
     SettingNames,
@@ -343,7 +343,7 @@ class Sampler:
             undo.callback(applied.close)
         if not self._is_prepared:
             is_planned = not self._unplanned
-            prepare_transformer(self.accelerator, family.transformer, is_planned=is_planned)
+            prepare_transformer(self.accelerator, family.transformer, is_placed=is_planned)
             self._is_prepared = True
 
 

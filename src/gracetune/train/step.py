@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
-from gracetune.distributed.ranks import SINGLE
+from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
 from gracetune.models.family import bind_expert
 from gracetune.optim.schedule import (
@@ -31,7 +31,6 @@ from gracetune.train.timesteps import sample_timesteps, scheduled_timesteps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -42,7 +41,9 @@ if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch
     from gracetune.distributed.gradients import GradientReducer
+    from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
+    from gracetune.distributed.sharding import ShardedParameters, ShardedReducer
     from gracetune.models.family import Expert, Family
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.train.experts import ExpertSchedule, ExpertTurn
@@ -62,7 +63,8 @@ class TrainState:
     transformer: nn.Module
     """The transformer of the model, wrapped by Accelerate."""
     parameters: dict[str, Parameter]
-    """The trained parameters by name."""
+    """The trained parameters by name. If the model is divided among ranks (`sharded`), these are
+    this rank's parts of them."""
     optimizer: Optimizer
     stepper: OptimizerStepper
     """Runs the optimizer's step, also when the optimizer state lives in host memory."""
@@ -71,24 +73,52 @@ class TrainState:
     rng: PositionalRng
     expert_schedule: ExpertSchedule | None
     """Decides which of the two transformers of Wan 2.2 each step trains. None for other models."""
-    reducer: GradientReducer
+    reducer: GradientReducer | ShardedReducer
     """Sums gradients over ranks."""
-    ranks: RankGroup = SINGLE
+    layout: Layout = SINGLE_LAYOUT
+    """The part of the model and of the data that this rank has."""
+    sharded: ShardedParameters | None = None
+    """The model's trained tensors, if they are divided among ranks; None if each has all."""
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
     an earlier version started."""
+
+    @property
+    def ranks(self) -> RankGroup:
+        """All ranks of the run."""
+        return self.layout.ranks
 
     @property
     def has_averages(self) -> bool:
         """True if the result of the run has averaged weights, of the EMA or the optimizer."""
         return self.ema is not None or isinstance(self.optimizer, AveragingOptimizer)
 
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager that swaps in averaged weights, of the EMA or the optimizer.
+    @property
+    def num_trained(self) -> int:
+        """Number of elements of all trained tensors."""
+        if self.sharded is not None:
+            return self.sharded.num_trained
+        return sum(p.numel() for p in self.parameters.values())
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Swap in averaged weights, of the EMA or the optimizer, while the `with` block runs.
 
         Without averages, the weights stay as they are.
         """
-        return self.ema.swapped_in() if self.ema is not None else averaged_weights(self.optimizer)
+        swapped = (
+            self.ema.swapped_in() if self.ema is not None else averaged_weights(self.optimizer)
+        )
+        try:
+            with swapped:
+                self._free_gathered()
+                yield
+        finally:
+            self._free_gathered()
+
+    def _free_gathered(self) -> None:
+        if self.sharded is not None:
+            self.sharded.free_gathered()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +195,8 @@ def train_step(
 ) -> StepResult:
     """Accumulate gradients over the micro-batches of a step, then update the weights.
 
-    `batches` has the micro-batches of this rank, each with True if it is the rank's last one.
+    `batches` has the micro-batches of this rank, each with True if it is the rank's last one; the
+    ranks of a context group have the same ones.
     `micro_batches` is the number over all ranks. `check_gradients` is called before the update,
     with the trained transformer, and with True if every rank had one micro-batch.
 
@@ -180,23 +211,24 @@ def train_step(
     failure = ""
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     try:
-        _accumulate_gradients(state, batches, turn, totals)
+        num_passes = state.reducer.num_passes(micro_batches)
+        _accumulate_gradients(state, batches, turn, totals, num_passes)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise
         failure = str(error).splitlines()[0]
     if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
         state.optimizer.zero_grad()
-        state.reducer.abandon()
+        state.reducer.abandon(failure)
     else:
         state.reducer.finish()
-    loss_sum, samples = _sum_over_ranks(ranks, totals)
+    loss_sum, samples = _sum_over_ranks(state.layout, totals)
     _raise_if_any_failed(ranks, failure)
     if check_gradients is not None:
-        check_gradients(turn.expert, micro_batches == ranks.world_size)
+        check_gradients(turn.expert, micro_batches == state.layout.data_size)
 
     grad_norm = scale_and_clip_gradients(
-        list(parameters.values()), 1 / samples, train.max_grad_norm
+        list(parameters.values()), 1 / samples, train.max_grad_norm, state.reducer.total_norm
     )
     set_lr(state.optimizer, lr_scale(state.run.optimizer, progress.step, train.max_train_steps))
     _update_weights(state)
@@ -204,22 +236,38 @@ def train_step(
     state.optimizer.zero_grad()
     if state.ema is not None:
         state.ema.update(progress.steps_of(turn.expert), turn.expert)
+    grad_norm = grad_norm.to(samples.device)
     return StepResult(loss_sum / samples, grad_norm, lr, samples, micro_batches, turn.expert)
 
 
 def _accumulate_gradients(
-    state: TrainState, batches: Iterable[tuple[Batch, bool]], turn: ExpertTurn, totals: Tensor
+    state: TrainState,
+    batches: Iterable[tuple[Batch, bool]],
+    turn: ExpertTurn,
+    totals: Tensor,
+    num_passes: int,
 ) -> None:
-    """Run forward and backward of this rank's micro-batches; add losses and samples to `totals`."""
-    is_last = False
-    for batch, is_last in batches:
+    """Run forward and backward of this rank's micro-batches; add losses and samples to `totals`.
+
+    If the rank has fewer micro-batches than `num_passes`, it repeats the last one, without effect
+    on the gradients: ranks that divide the weights must run the same number of passes.
+    """
+    is_last, done = False, 0
+    for done, (batch, is_last) in enumerate(batches, start=1):
         losses = batch_losses(state, batch, turn)
-        # Ranks exchange gradients during the last backward only.
-        with state.reducer.overlapped() if is_last else nullcontext():
-            state.accelerator.backward(losses.sum())
+        _backward(state, losses.sum(), is_last=is_last and done >= num_passes)
         totals[0] += losses.detach().sum()
         totals[1] += len(batch)
     assert is_last, "the step has no last micro-batch"
+    for number in range(done + 1, num_passes + 1):
+        losses = batch_losses(state, batch, turn)
+        _backward(state, 0 * losses.sum(), is_last=number == num_passes)
+
+
+def _backward(state: TrainState, loss: Tensor, *, is_last: bool) -> None:
+    # Replicated ranks exchange gradients during the last backward only.
+    with state.reducer.overlapped() if is_last else nullcontext():
+        state.accelerator.backward(loss)
 
 
 def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -228,10 +276,11 @@ def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[Batch, bool]]:
         yield batch, number == len(batches)
 
 
-def _sum_over_ranks(ranks: RankGroup, values: Tensor) -> Tensor:
-    if ranks.world_size > 1:
+def _sum_over_ranks(layout: Layout, values: Tensor) -> Tensor:
+    """Sum over ranks. Those that divide a sample's tokens have the same values, counted once."""
+    if layout.ranks.world_size > 1:
         torch.distributed.all_reduce(values)
-    return values
+    return values / layout.context_size
 
 
 def _raise_if_any_failed(ranks: RankGroup, failure: str) -> None:
@@ -303,14 +352,22 @@ def losses_given_noise(
     return objective.sample_losses(predicted, target, batch.weights)
 
 
-def scale_and_clip_gradients(parameters: list[Parameter], scale: Tensor, max_norm: float) -> Tensor:
+def scale_and_clip_gradients(
+    parameters: list[Parameter],
+    scale: Tensor,
+    max_norm: float,
+    total_norm: Callable[[list[Tensor]], Tensor] = get_total_norm,
+) -> Tensor:
     """Multiply all gradients by `scale`, then clip their total norm to `max_norm`.
 
     Returns the norm after scaling and before clipping. One pass over the gradients does both.
-    `max_norm` 0 turns clipping off.
+    `max_norm` 0 turns clipping off. `total_norm` computes the norm of the gradients, which may be
+    parts of those of the model.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = get_total_norm(gradients) * scale
+    norm = total_norm(gradients)
+    scale = scale.to(norm.device)  # gradients may be in host memory
+    norm = norm * scale
     if max_norm > 0:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, scale)
@@ -321,6 +378,11 @@ def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that is a hash of all arguments."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") >> 1
+
+
+def rounding_seed(run: RunFile, layout: Layout) -> int:
+    """Return the seed of the optimizer's rounding; ranks with other weights have another one."""
+    return derive_seed(run.seed, "rounding", *([layout.shard] if layout.is_sharded else []))
 
 
 class PositionalRng:

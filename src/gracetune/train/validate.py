@@ -13,8 +13,9 @@ import wave
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from gracetune.atomic_files import atomic_file, atomic_folder, write_text
 from gracetune.data.pyav import load_av
-from gracetune.errors import CheckpointError
+from gracetune.errors import CheckpointError, RunFailedError
 from gracetune.events.types import Notice, Validated
 from gracetune.train.experts import SINGLE_TRANSFORMER, ExpertTurn
 from gracetune.train.prompts import (
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 
 VALIDATION_FOLDER = "validation"
+T = TypeVar("T")
 
 
 class ValidationWriteError(CheckpointError):
@@ -126,9 +128,7 @@ def _write_samples(state: TrainState, validation: ValidationSetup, step: int) ->
         except OSError as error:
             write_error = str(error)
         except torch.OutOfMemoryError as error:
-            if ranks.world_size == 1:
-                raise
-            out_of_memory = str(error).splitlines()[0]
+            out_of_memory = _reason(state, error)
         for problem in filter(None, ranks.gather(write_error)):
             raise OSError(problem)
         _raise_out_of_memory(ranks, out_of_memory)
@@ -161,15 +161,19 @@ def _naming_write_errors(path: Path) -> Iterator[None]:
 
 def generate_samples(state: TrainState, validation: ValidationSetup) -> dict[int, GeneratedSample]:
     """Generate this rank's part of the samples of every request, by the number of the prompt."""
-    ranks, number = state.ranks, 0
+    layout, number = state.layout, 0
     found: dict[int, GeneratedSample] = {}
     for turn, request in enumerate(validation.requests):
         # Ranks take turns, so that requests of one prompt each do not all fall to one rank.
-        first, part = part_of(request, (ranks.rank + turn) % ranks.world_size, ranks.world_size)
+        place = (layout.data_rank + turn) % layout.data_size
+        first, part = part_of(request, place, layout.data_size)
+        count = len(part.texts)
+        if layout.is_sharded:  # all ranks must run the same passes
+            part = padded(request, first, count, -(-len(request.texts) // layout.data_size))
         if part.texts:
             with sampling_autocast(state.accelerator, state.family.transformer):
                 samples = state.family.sample(part)
-            found.update(enumerate(samples, start=number + first))
+            found.update(enumerate(samples[:count], start=number + first))
         number += len(request.texts)
     return found
 
@@ -181,12 +185,30 @@ def part_of(request: SampleRequest, place: int, places: int) -> tuple[int, Sampl
     """
     count = len(request.texts)
     first, stop = count * place // places, count * (place + 1) // places
-    return first, replace(
+    return first, _selected(request, range(first, stop))
+
+
+def padded(request: SampleRequest, first: int, count: int, length: int) -> SampleRequest:
+    """Return the part with `count` prompts from `first` on, extended to `length` prompts.
+
+    The last prompt is repeated; if the part is empty, the last one of the request.
+    """
+    last = max(first + count, 1) - 1
+    return _selected(request, [*range(first, first + count), *[last] * (length - count)])
+
+
+def _selected(request: SampleRequest, numbers: Sequence[int]) -> SampleRequest:
+    """Return a request for the prompts with these numbers, of which the first sets the seed."""
+
+    def select(values: Sequence[T]) -> Sequence[T]:
+        return [values[number] for number in numbers] if values else values
+
+    return replace(
         request,
-        texts=request.texts[first:stop],
-        seed=request.seed + first,
-        images=request.images[first:stop],
-        empty_texts=request.empty_texts[first:stop],
+        texts=select(request.texts),
+        seed=request.seed + (numbers[0] if numbers else 0),
+        images=select(request.images),
+        empty_texts=select(request.empty_texts),
     )
 
 
@@ -225,9 +247,7 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
         try:
             sums = _own_held_out_losses(state, batches, turn, total)
         except torch.OutOfMemoryError as error:
-            if ranks.world_size == 1:
-                raise
-            out_of_memory = str(error).splitlines()[0]
+            out_of_memory = _reason(state, error)
         _raise_out_of_memory(ranks, out_of_memory)
         name = "held_out" if turn.expert is None else f"held_out_{turn.expert}"
         means[name] = _sum_in_order(ranks, sums) / total
@@ -237,13 +257,21 @@ def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, floa
 def _own_held_out_losses(
     state: TrainState, batches: Sequence[Batch], turn: ExpertTurn, total: int
 ) -> dict[int, Tensor]:
-    """Return the sums of the losses of this rank's batches, by the number of the batch."""
-    sums, seen = {}, 0
-    for index, batch in enumerate(batches):
-        shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
-        seen += len(batch)
-        if index % state.ranks.world_size != state.ranks.rank:
+    """Return the sums of the losses of this rank's batches, by the number of the batch.
+
+    Ranks that divide the weights must run the same number of passes, so some run one for nothing.
+    """
+    layout = state.layout
+    sums: dict[int, Tensor] = {}
+    starts = list(accumulate((len(batch) for batch in batches), initial=0))
+    for first in range(0, len(batches), layout.data_size):
+        index = first + layout.data_rank
+        is_own = index < len(batches)
+        if not (is_own or layout.is_sharded):
             continue
+        index = index if is_own else first
+        batch = batches[index]
+        shares = (torch.arange(starts[index], starts[index + 1]) + 0.5) / total
         x0, _ = state.family.split_encoded(batch.latents)
         generator = torch.Generator().manual_seed(derive_seed("held out", index))
         # In fp32, as in training; latents imported from another tool's cache may be in bf16.
@@ -251,8 +279,26 @@ def _own_held_out_losses(
         positions = turn.window.low + (turn.window.high - turn.window.low) * shares
         timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
         losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
-        sums[index] = losses.sum()
+        if is_own:
+            sums[index] = losses.sum()
     return sums
+
+
+def _reason(state: TrainState, error: torch.OutOfMemoryError) -> str:
+    """Return why this rank is out of memory, to tell the others; a single rank raises the error.
+
+    Ranks that divide the weights cannot tell the others, which wait for weights.
+    """
+    if state.ranks.world_size == 1:
+        raise error
+    reason = str(error).splitlines()[0]
+    if state.layout.is_sharded:
+        raise RunFailedError(
+            f"{state.ranks.name(state.ranks.rank)} ran out of device memory in a validation "
+            f"({reason}). Checkpoints are kept. Lower validation.width, height or frames, or set "
+            "validation.every: 0, and run the same command again."
+        ) from error
+    return reason
 
 
 def _raise_out_of_memory(ranks: RankGroup, reason: str) -> None:

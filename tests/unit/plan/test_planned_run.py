@@ -18,12 +18,8 @@ from gracetune.events.types import Notice, StepDone, WeightsStreamed
 from gracetune.plan import planner
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train import fp8_calibration
-from gracetune.train.build import (
-    build_session,
-    reason_unplanned,
-    start_accelerator,
-    unplanned_notice,
-)
+from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.prepare_model import reason_unplanned, unplanned_notice
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
 
