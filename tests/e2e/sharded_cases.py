@@ -74,7 +74,8 @@ def train(path, name):
                 "rates": [event.lr for event in steps],
                 "held_out": [event.losses for event in validated],
                 "texts": [str(getattr(event, "text", "")) for event in events],
-                "part": min(p.numel() for p in state.parameters.values()),
+                "part": sum(p.numel() for p in state.parameters.values()),
+                "output_dir": run.output_dir,
             }
             path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
 
