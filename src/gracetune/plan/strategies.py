@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
+from gracetune.config.checks import check_sharding
 from gracetune.memory.platform import Link
 from gracetune.plan.machines import NETWORK_CONSTANTS
 from gracetune.plan.planner_input import STATE_SHARES
@@ -167,6 +168,8 @@ class Strategy:
     """The fastest plan of a rank; None: it does not fit."""
     why_not: str = ""
     """Reason why it does not fit; empty if it does."""
+    refused: str = ""
+    """Reason why `gracetune train` refuses it for this run; empty if it does not."""
     choice: ShardingChoice = ONE_PROCESS
     step_s: float = 0.0
     """Seconds of an optimizer step."""
@@ -309,7 +312,16 @@ def _planned(
     )
     changed = replace(inputs, constraints=constraints, budget=budget)
     model = inputs.model.divided(division)
-    return _strategy(changed, name, choice, settings, model, fixed, choice.world_size)
+    found = _strategy(changed, name, choice, settings, model, fixed, choice.world_size)
+    return replace(found, refused=_refusal(inputs.run)) if choice.is_sharded else found
+
+
+def _refusal(run: RunFile) -> str:
+    """Return why `gracetune train` refuses to divide this run's weights among ranks, or ''."""
+    asked = run.distributed.model_copy(update={"strategy": "fsdp2"})
+    run = run.model_copy(update={"distributed": asked})
+    broken = next(check_sharding(run), None)
+    return "" if broken is None else f"{broken.key} {broken.message.split('. ')[0]}"
 
 
 def sharded_constraints(
@@ -348,7 +360,7 @@ def _strategy(
         found = find_best_plan(model, fixed, inputs.budget, constraints, inputs.simulated).best
     except PlanError:
         why_not = _why_not(inputs, model, fixed, constraints)
-        return Strategy(name, settings, num_gpus, None, why_not, choice)
+        return Strategy(name, settings, num_gpus, None, why_not, choice=choice)
     seconds, rates = found.seconds, model.rates
     step_s = seconds.step * found.accumulation
     link = seconds.link_in * rates.link_in + seconds.link_out * rates.link_out
@@ -440,11 +452,15 @@ def _detail(plan: Plan, choice: ShardingChoice) -> str:
 
 
 def _recommended(strategies: Sequence[Strategy]) -> Strategy | None:
-    fitting = [one for one in strategies if one.plan is not None]
+    fitting = _available(strategies)
     if not fitting:
         return None
     fastest = max(one.samples_per_second for one in fitting)
     return next(one for one in fitting if one.samples_per_second >= fastest * (1 - SIMPLER_MARGIN))
+
+
+def _available(strategies: Sequence[Strategy]) -> list[Strategy]:
+    return [one for one in strategies if one.plan is not None and not one.refused]
 
 
 def _reason(strategies: Sequence[Strategy], chosen: Strategy | None) -> str:
@@ -453,7 +469,7 @@ def _reason(strategies: Sequence[Strategy], chosen: Strategy | None) -> str:
             "nothing fits. Use more GPUs, a machine with more memory, a lower resolution, "
             "model.dtype: bfloat16, or an adapter."
         )
-    fitting = [one for one in strategies if one.plan is not None]
+    fitting = _available(strategies)
     fastest = max(one.samples_per_second for one in fitting)
     speed = f"{chosen.samples_per_second:.3g} samples/s"
     if len(fitting) == 1:
@@ -471,7 +487,9 @@ def _reason(strategies: Sequence[Strategy], chosen: Strategy | None) -> str:
         for one in fitting
         if one.num_gpus > 1 and one.samples_per_second < chosen.samples_per_second * 0.99
     ]
-    missing = [f"{one.name} does not fit" for one in strategies if one.plan is None]
+    missing = [
+        f"{one.name} does not fit" for one in strategies if one.plan is None and not one.refused
+    ]
     return "; ".join([text, *others, *missing])
 
 
@@ -556,6 +574,8 @@ def _notes(inputs: StrategyInputs) -> Iterator[str]:
             f"{cluster.num_gpus} GPUs do not fill machines of {cluster.gpus_per_machine}; the last "
             "one is planned like the others"
         )
+    if refusal := _refusal(inputs.run):
+        yield f"strategies in brackets are for comparison only: {refusal}"
     if inputs.constraints.host_state == (0.0,):
         yield "no hybrid: an adapter's optimizer state is too small to be worth moving"
 

@@ -64,24 +64,29 @@ def table(strategies: Sequence[Strategy]) -> Iterator[str]:
     )
     for one in strategies:
         if one.plan is None:
-            yield f"{one.name:<17}does not fit: {one.why_not}"
+            yield f"{shown_name(one):<17}does not fit: {one.why_not}"
             continue
         cells = row(one)
         yield (
-            f"{one.name:<17}{cells['s/step']:>8}{cells['samples/s']:>11}{cells['device']:>8}"
+            f"{cells['strategy']:<17}{cells['s/step']:>8}{cells['samples/s']:>11}{cells['device']:>8}"
             f"{cells['host']:>8}{cells['network']:>9}{cells['link']:>8}  {one.limit}"
         )
         if one.detail:
             yield f"  {one.detail}"
 
 
+def shown_name(strategy: Strategy) -> str:
+    """Return the name of a strategy, in brackets if the run cannot use it."""
+    return f"({strategy.name})" if strategy.refused else strategy.name
+
+
 def row(strategy: Strategy) -> dict[str, str]:
     """Return a strategy's figures as texts, by the names in `COLUMNS`."""
     if strategy.plan is None:
         cells = dict.fromkeys(COLUMNS, "-")
-        return cells | {"strategy": strategy.name, "limit": "does not fit"}
+        return cells | {"strategy": shown_name(strategy), "limit": "does not fit"}
     return {
-        "strategy": strategy.name,
+        "strategy": shown_name(strategy),
         "s/step": f"{strategy.step_s:.3f}",
         "samples/s": f"{strategy.samples_per_second:.2f}",
         "device": f"{strategy.plan.device.total / GIB:.1f}",

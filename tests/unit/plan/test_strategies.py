@@ -159,6 +159,8 @@ def test_the_command_prints_the_comparison(tmp_path, capsys):
     assert main([*words, "--samples", "10"]) == 0
     text = capsys.readouterr().out
     assert "8 GPUs in 2 machines" in text
+    assert "(FSDP2)" in text, "which is refused for an adapter"
+    assert "for comparison only: distributed.strategy is fsdp2, which" in text
     assert "recommended: planned ranks, because" in text
     assert main([*words, "--json", "--gpus-per-machine", "8", "--network", "100GB"]) == 0
     report = json.loads(capsys.readouterr().out)
