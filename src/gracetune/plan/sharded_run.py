@@ -144,7 +144,8 @@ def build_sharded_problem(
     All ranks must call this at the same time.
     """
     layout, settings = inputs.layout, run.distributed
-    ranks, compute_dtype = layout.ranks, inputs.traced and inputs.traced.compute_dtype
+    ranks = layout.ranks
+    compute_dtype = None if inputs.traced is None else inputs.traced.compute_dtype
     choice = ShardingChoice(
         num_shards=layout.shard_size,
         num_replicas=layout.num_replicas,

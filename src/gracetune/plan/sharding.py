@@ -21,6 +21,7 @@ of its GPUs. The rates are published or assumed figures of `machines.py`; nothin
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import TYPE_CHECKING
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
 
     from gracetune.plan.cost import BlockCosts
     from gracetune.plan.machines import EffectiveRates
-
-
-def shard_rows(rows: int, num_shards: int, shard: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of a shard, as `fully_shard` divides them."""
-    each = ceil(rows / num_shards)
-    first = min(rows, shard * each)
-    return first, min(rows, first + each) - first
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +134,26 @@ def measure_shards(
 
 
 def _unit_sizes(parameters: Iterable[nn.Parameter], choice: ShardingChoice) -> UnitSizes:
+    parameters = list(parameters)
+    # FSDP2 needs one dtype per unit: `shard_model` stores trained tensors in the most common one.
+    numels: Counter[int] = Counter()
+    for parameter in parameters:
+        numels[parameter.dtype.itemsize] += parameter.numel() * parameter.requires_grad
+    common = numels.most_common(1)[0][0] if numels else 0
     frozen = trained = numel = gathered = gradients = reduced = 0
     for parameter in parameters:
+        is_common = choice.is_sharded and parameter.requires_grad
+        itemsize = common if is_common else parameter.dtype.itemsize
         shape = tuple(parameter.shape) or (1,)
         row = prod(shape[1:])
         padded = ceil(shape[0] / choice.num_shards) * row
-        computed = choice.compute_nbytes or parameter.dtype.itemsize
+        computed = choice.compute_nbytes or itemsize
         if choice.is_sharded:
             gathered += choice.num_shards * padded * computed
         if not parameter.requires_grad:
-            frozen += padded * parameter.dtype.itemsize
+            frozen += padded * itemsize
             continue
-        trained += padded * parameter.dtype.itemsize
+        trained += padded * itemsize
         numel += padded
         gradients += prod(shape) * computed
         reduced += choice.num_shards * padded * choice.reduce_nbytes

@@ -16,7 +16,6 @@ from gracetune.plan.sharding import (
     ShardingChoice,
     UnitSizes,
     measure_shards,
-    shard_rows,
 )
 from gracetune.plan.simulate import predict_seconds
 
@@ -40,14 +39,6 @@ def divided(network=FAST, **settings):
 
 def seconds_of(model, **settings):
     return predict_seconds(model.at(1), build_candidate(model, **settings), SPEEDS, 0)
-
-
-@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (3, 8), (16, 4), (1, 2), (5120, 512)])
-def test_every_row_belongs_to_one_shard(rows, shards):
-    found = [shard_rows(rows, shards, shard) for shard in range(shards)]
-    assert [row for first, count in found for row in range(first, first + count)] == list(
-        range(rows)
-    )
 
 
 def test_shards_are_padded_and_gathered_in_the_compute_dtype():
