@@ -518,6 +518,7 @@ def _plan(run: RunFile, request: RunRequest, platform: Platform) -> Plan:
         hbm=f"{int(request.memory_gb * GB)}b",
         host_memory=host,
         gpus=1,
+        gpus_per_machine=None,
         samples=request.num_samples,
     )
     # Compiled blocks need no more memory than eager ones, and take longer to trace.

@@ -1,5 +1,6 @@
 """`gracetune plan RUN`: predict a run's memory and speed, and find the fastest way to run it.
 
+With `--strategies`, ways to use several GPUs are compared, and one is recommended.
 Neither a GPU nor weights are needed if `--machine` names a known machine.
 """
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gracetune.plan.planner_input import TrainedSize
     from gracetune.plan.report import ReportHeading
     from gracetune.plan.search import PlanBudget, SearchResult
+    from gracetune.plan.strategies import Advice, Cluster, StrategyInputs
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
 
@@ -50,6 +52,23 @@ class PlanMachine:
     """True if CPU and GPU share one physical memory."""
     host_is_known: bool = True
     """False if the size of host memory is assumed; then the user may set a larger limit."""
+    link: Link | None = None
+    """Kind of link between CPU and GPU; None if it does not matter."""
+    ranks: int = 1
+    """Number of GPUs in use on each machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run file turned into the inputs of a plan."""
+
+    machine: PlanMachine
+    model: MetaModel
+    budget: PlanBudget
+    fixed: FixedMemory
+    heading: ReportHeading
+    samples: int | None
+    """Size of the dataset; None if it is unknown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +82,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=partial(_count, noun="GPUs"),
         default=1,
         metavar="N",
-        help="number of GPUs of one machine that the run uses; they share its host memory",
+        help="number of GPUs of the run; those of one machine share its host memory",
+    )
+    parser.add_argument(
+        "--gpus-per-machine",
+        type=partial(_count, noun="GPUs"),
+        metavar="N",
+        help="number of GPUs of each machine (default: that of the known machine, or all)",
+    )
+    parser.add_argument(
+        "--strategies",
+        action="store_true",
+        help="compare ways to use several GPUs (replicas, FSDP2, HSDP, offload) and recommend one",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="SIZE",
+        help="rate between machines for each GPU, in bytes per second, such as 50GB; for "
+        "--strategies",
     )
     parser.add_argument("--hbm", metavar="SIZE", help="limit of device memory, such as 96GB")
     parser.add_argument("--host-memory", metavar="SIZE", help="limit of host memory, such as 400GB")
@@ -104,6 +140,9 @@ def plan(
     run_file = read_run(args.run_file, args.overrides)
     check_family(run_file.model)  # before torch is imported
 
+    if args.strategies:
+        return _print_strategies(run_file, args, open_machine, measured)
+
     from gracetune.plan.report import report_json, report_lines
 
     result, heading = predict(run_file, args, open_machine, measured)
@@ -122,19 +161,37 @@ def predict(
 ) -> tuple[SearchResult, ReportHeading]:
     """Return the fastest plan of a run, and what a report says about the run and the machine.
 
-    Reads `machine`, `gpus`, `hbm`, `host_memory` and `samples` of the command's arguments.
+    Reads `machine`, `gpus`, `gpus_per_machine`, `hbm`, `host_memory` and `samples` of the command's
+    arguments.
     """
+    prepared = prepare(run_file, args, open_machine, measured)
+
+    from gracetune.plan.planner_input import constraints_of, make_plan
+
+    result = make_plan(
+        prepared.model.trace_target(),
+        prepared.machine.rates,
+        prepared.fixed,
+        prepared.budget,
+        constraints_of(run_file),
+        frozen_compute=run_file.model.frozen_compute,
+        simulated=prepared.machine.simulated,
+    )
+    return result, prepared.heading
+
+
+def prepare(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+) -> PreparedRun:
+    """Build the model on the meta device, and find the memory of the machine."""
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.models.quantize import check_quantizable, quantize_blocks
     from gracetune.plan.meta_models import build_meta_model
-    from gracetune.plan.planner_input import (
-        constraints_of,
-        fixed_memory_of,
-        largest_sample,
-        make_plan,
-        plan_settings,
-    )
+    from gracetune.plan.planner_input import fixed_memory_of, largest_sample, plan_settings
     from gracetune.plan.report import ReportHeading
 
     sample = largest_sample(run_file)
@@ -150,15 +207,6 @@ def predict(
     fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
     if budget.one_memory:
         fixed = _with_staged_files(fixed, run_file)
-    result = make_plan(
-        model.trace_target(),
-        machine.rates,
-        fixed,
-        budget,
-        constraints_of(run_file),
-        frozen_compute=run_file.model.frozen_compute,
-        simulated=machine.simulated,
-    )
     ramp = run_file.gh200_optimizations
     frames = f", {sample.frames} frames" if sample.frames > 1 else ""
     heading = ReportHeading(
@@ -169,7 +217,97 @@ def predict(
         notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget)),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
-    return result, heading
+    return PreparedRun(machine, model, budget, fixed, heading, samples)
+
+
+def _print_strategies(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+) -> int:
+    from gracetune.plan.strategy_report import strategy_json, strategy_lines
+
+    advice, inputs, heading = compare_strategies(run_file, args, open_machine, measured)
+    if args.json:
+        print(json.dumps(strategy_json(advice, heading, inputs), indent=2))
+    else:
+        print(*strategy_lines(advice, heading, inputs), sep="\n")
+    return 0
+
+
+def compare_strategies(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+) -> tuple[Advice, StrategyInputs, ReportHeading]:
+    """Plan a run with each strategy for several GPUs; return the advice and what it is for."""
+    from gracetune.plan.planner_input import (
+        build_cost_model,
+        cached_sample_nbytes,
+        constraints_of,
+    )
+    from gracetune.plan.strategies import StrategyInputs, advise, staged_total
+
+    prepared = prepare(run_file, args, open_machine, measured)
+    constraints = constraints_of(run_file)
+    target, model = prepared.model.trace_target(), prepared.model
+    cost_model = build_cost_model(
+        target,
+        prepared.machine.rates,
+        run_file.model.frozen_compute,
+        may_compile=True in constraints.compile,
+    )
+    weights = (
+        model.num_transformers
+        * model.dtype.itemsize
+        * sum(p.numel() for p in model.model.parameters())
+    )
+    inputs = StrategyInputs(
+        run=run_file,
+        model=cost_model,
+        transformer=model.model,
+        blocks=target.blocks,
+        fixed=prepared.fixed,
+        budget=prepared.budget,
+        constraints=constraints,
+        cluster=_cluster(args, prepared.machine),
+        compute_nbytes=model.dtype.itemsize,
+        staged_nbytes=staged_total(weights, sum(cached_sample_nbytes(model)), prepared.samples),
+        simulated=prepared.machine.simulated,
+    )
+    heading = prepared.heading
+    own = "speed and memory are those of one GPU"
+    notes = tuple(note for note in heading.notes if not note.startswith(own))
+    return advise(inputs), inputs, replace(heading, notes=notes)
+
+
+def _cluster(args: argparse.Namespace, machine: PlanMachine) -> Cluster:
+    from gracetune.memory.platform import Link
+    from gracetune.plan.machines import CLUSTERS, MACHINES, THIS_CLUSTER
+    from gracetune.plan.strategies import build_cluster
+
+    is_known = args.machine is not None
+    return build_cluster(
+        CLUSTERS[args.machine] if is_known else THIS_CLUSTER,
+        args.gpus,
+        machine.link or Link.MANAGED,
+        MACHINES[args.machine].rates().fault if is_known else 0.0,
+        gpus_per_machine=_gpus_per_machine(args),
+        network=None if args.network is None else float(parse_bytes(args.network)),
+    )
+
+
+def _gpus_per_machine(args: argparse.Namespace) -> int:
+    """Return the number of GPUs of each machine of the run, in use or not."""
+    from gracetune.plan.machines import CLUSTERS
+
+    if args.gpus_per_machine is not None:
+        return int(args.gpus_per_machine)
+    if args.machine is None:
+        return int(args.gpus)
+    return int(CLUSTERS[args.machine].gpus_per_machine.value)
 
 
 def _budget(
@@ -206,7 +344,8 @@ def _budget(
     if machine.one_memory:
         host = min(host, device)
     fragmentation = FITTED_CONSTANTS["fragmentation"].value
-    return PlanBudget(device, host, fragmentation, machine.one_memory, args.gpus), tuple(notes)
+    budget = PlanBudget(device, host, fragmentation, machine.one_memory, machine.ranks)
+    return budget, tuple(notes)
 
 
 def _machine(
@@ -222,15 +361,18 @@ def _machine(
         known = find_machine(args.machine)
         _check_gpus(args.gpus, known.link)
         device = int(known.device_memory.value)
+        ranks = min(args.gpus, _gpus_per_machine(args))
         return PlanMachine(
             title=f"{args.gpus} x {known.title}" if args.gpus > 1 else known.title,
             rates=machine_rates(known),
             device_nbytes=device,
             # Every GPU of a GH200 or GB200 node has its own share of the CPUs' memory.
-            host_nbytes=known.host_bytes * (args.gpus if known.link is Link.COHERENT else 1),
+            host_nbytes=known.host_bytes * (ranks if known.link is Link.COHERENT else 1),
             simulated=True,
             one_memory=known.link is Link.INTEGRATED,
             host_is_known=known.host_memory.kind != "assumed",
+            link=known.link,
+            ranks=ranks,
         )
     platform = open_machine().platform
     _check_gpus(args.gpus, platform.link)
@@ -248,6 +390,8 @@ def _machine(
         host_nbytes=platform.host_bytes,
         simulated=False,
         one_memory=platform.link is Link.INTEGRATED,
+        link=platform.link,
+        ranks=min(args.gpus, _gpus_per_machine(args)),
     )
 
 

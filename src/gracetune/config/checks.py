@@ -335,7 +335,8 @@ SHARDING_SETTINGS = ("reshard_after_forward", "prefetch_blocks", "cpu_offload", 
 """Settings of `distributed` that only these strategies have."""
 
 
-def _check_sharding(run: RunFile) -> Iterator[Violation]:
+def check_sharding(run: RunFile) -> Iterator[Violation]:
+    """Yield what keeps a run from dividing its weights among ranks (FSDP2, HSDP)."""
     section, name = run.distributed, run.optimizer.name
     if section.strategy not in SHARDED_STRATEGIES:
         return
@@ -390,7 +391,7 @@ CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
     _check_trigger,
     _check_context_parallel,
     _check_heartbeats,
-    _check_sharding,
+    check_sharding,
 )
 
 

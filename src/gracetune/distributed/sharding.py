@@ -313,7 +313,8 @@ class ShardedReducer:
         raise RunFailedError(
             f"{ranks.name(ranks.rank)} ran out of device memory in a step ({reason}). With "
             "distributed.strategy fsdp2 or hsdp, ranks cannot repeat a step. Checkpoints are kept. "
-            "Set train.gradient_checkpointing: true, lower train.batch_size, use more GPUs, or set "
+            "Lower plan.device_memory, so that more is recomputed (with plan: off, set "
+            "train.gradient_checkpointing: true), lower train.batch_size, use more GPUs, or set "
             "distributed.cpu_offload: true, and run the same command again."
         )
 

@@ -154,6 +154,28 @@ def apply_plan(
         return AppliedPlan(ring, offload, compiler, undo.pop_all())
 
 
+def apply_checkpointing(
+    blocks: Sequence[nn.Module],
+    plans: Sequence[BlockPlan],
+    compiled: bool,
+    emit: Emit,
+    backend: str = "inductor",
+) -> AppliedPlan:
+    """Set what blocks keep for backward, and compile them; their weights stay where they are.
+
+    For blocks that `fully_shard` divides among ranks, which moves weights itself.
+    """
+    assert all(p.weights == "resident" and p.activations != "offload" for p in plans), plans
+    with ExitStack() as undo:
+        compiler = BlockCompiler(emit, backend) if compiled else None
+        if compiler is not None:
+            undo.callback(compiler.close)
+        modes = [_checkpoint_mode(plan, compiled) for plan in plans]
+        wrappers = wrap_blocks(blocks, modes, compiler)
+        undo.callback(wrappers.close)
+        return AppliedPlan(None, None, compiler, undo.pop_all())
+
+
 def _checkpoint_mode(plan: BlockPlan, compiled: bool) -> CheckpointMode:
     """Return the checkpoint mode for a block's plan: `keep`, `lean` or `recompute`.
 

@@ -84,13 +84,14 @@ class MemoryMeter(Protocol):
 class CudaMemoryMeter:
     """Measures the peak with torch's CUDA allocator.
 
-    Create the meter before the model is on the device: memory allocated earlier is not counted.
+    Create the meter before the model is on the device: memory allocated earlier is not counted,
+    except `counted_nbytes` that the plan contains.
     """
 
-    def __init__(self, device: torch.device, gc_freeze: GcFreeze) -> None:
+    def __init__(self, device: torch.device, gc_freeze: GcFreeze, counted_nbytes: int = 0) -> None:
         self._device = device
         self._reclaim = hard_reclamation(device.index, gc_freeze)
-        self._before = torch.cuda.memory_allocated(device)
+        self._before = torch.cuda.memory_allocated(device) - counted_nbytes
 
     def restart(self) -> None:
         """Reset the allocator's peak."""

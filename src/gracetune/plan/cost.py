@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import ActivationMode, BlockPlan, FrozenCompute
+    from gracetune.plan.sharding import ModelDivision, StepDivision
     from gracetune.plan.trace_records import BlockTraces, ModelTraces, Trace
 
 
@@ -178,6 +179,9 @@ class ModelCosts:
     step."""
     optimizer_host_s: float = 0.0
     """CPU seconds to launch the kernels of an optimizer step."""
+    division: StepDivision | None = None
+    """How ranks divide the model, and what they exchange; None: a single process, or ranks whose
+    exchange is not modelled."""
 
     @property
     def slot_nbytes(self) -> int:
@@ -208,6 +212,7 @@ class CostModel:
         self._plain_checkpointing = plain_checkpointing
         self._shapes = shapes
         self._compute_factor = 1.0
+        self._division: ModelDivision | None = None
         self._costs: dict[int, ModelCosts] = {}
 
     @property
@@ -232,6 +237,13 @@ class CostModel:
         other._costs = {}
         return other
 
+    def divided(self, division: ModelDivision) -> CostModel:
+        """Return a copy for ranks that divide the model, or the tokens of a sample, among them."""
+        other = copy(self)
+        other._division = division
+        other._costs = {}
+        return other
+
     def at(self, batch: int) -> ModelCosts:
         """Return the predicted time and memory of the model at a batch size."""
         if batch not in self._costs:
@@ -239,11 +251,16 @@ class CostModel:
         return self._costs[batch]
 
     def _model_costs(self, batch: int) -> ModelCosts:
-        shapes, scale = self._shapes, batch / self._shapes.batch
+        shapes, division = self._shapes, self._division
+        scale = batch / shapes.batch
+        if division is not None:
+            # A rank has 1/n of the tokens, and in attention 1/n of the heads with all tokens.
+            scale /= division.sizes.choice.context_size
         kinds = [self._block_costs(kind, scale) for kind in shapes.kinds]
+        blocks = tuple(kinds[kind] for kind in shapes.order)
         return ModelCosts(
             batch=batch,
-            blocks=tuple(kinds[kind] for kind in shapes.order),
+            blocks=blocks,
             outside=self._mode_costs(shapes.outside, scale, compiled=False),
             outside_frozen_nbytes=shapes.outside_frozen_nbytes,
             trained_nbytes=shapes.trained_nbytes,
@@ -252,6 +269,7 @@ class CostModel:
             optimizer_host_s=self._compute_factor
             * self.rates.host.optimizer_s
             * sum(block.num_trained for block in shapes.blocks),
+            division=None if division is None else division.at(blocks, self.rates),
         )
 
     def _block_costs(self, kind: BlockTraces, scale: float) -> BlockCosts:

@@ -4,6 +4,9 @@
 was measured by us, published by others, inferred from a similar measurement, or assumed. A plan for
 one of these machines is marked as simulated wherever it is printed.
 
+`CLUSTERS` has the links between the GPUs of such machines. None of them was measured by us: plans
+for several GPUs use published and assumed figures, and `gracetune plan --strategies` says so.
+
 `FITTED_CONSTANTS` are the shares of these rates that a training step reaches, fitted on an H200:
 
     effective rate of a kind of kernel = machine's rate * fitted share
@@ -293,6 +296,105 @@ MACHINES: Mapping[str, MachineSpec] = {
         figures={**_PCIE_5, "device": _device_rate(8e12, _GARDEN)},
     ),
 }
+
+
+# Links between GPUs, and to storage. Rates are per GPU and direction, unless they say otherwise.
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """How the GPUs of several machines of one kind are connected."""
+
+    gpus_per_machine: SourcedFigure
+    """Number of GPUs that share a host."""
+    nvlink: SourcedFigure
+    """Bytes per second of a GPU's NVLink, in one direction."""
+    network: SourcedFigure
+    """Bytes per second of the network between machines, for each GPU and direction."""
+    cpu_memory: SourcedFigure
+    """Bytes per second with which the CPUs of a machine read and write their memory."""
+    nvlink_gpus: SourcedFigure | None = None
+    """Number of GPUs of an NVLink domain; None: those of a machine."""
+    storage: SourcedFigure = SourcedFigure(
+        5e9, "assumed", "one client of a parallel file system, on a 100 Gb/s card"
+    )
+    """Bytes per second that a machine reads from storage."""
+    all_storage: SourcedFigure = SourcedFigure(
+        100e9, "assumed", "a parallel file system with a few dozen drives"
+    )
+    """Bytes per second that all machines together read from storage."""
+
+
+_FUSCO = "Fusco et al., arXiv 2408.11556: nodes of Alps with four GH200"
+_HGX = "NVIDIA HGX H100 data sheet: 900 GB/s in both directions, eight GPUs"
+_NDR = SourcedFigure(50e9, "published", "NVIDIA DGX H100: one 400 Gb/s card per GPU")
+_DDR5 = SourcedFigure(400e9, "assumed", "16 channels of DDR5-4800 have 614 GB/s; two thirds of it")
+
+
+def _grace(count: int) -> SourcedFigure:
+    return _inferred(count * 348e9, f"{count} times the rate of one Grace ({_DNHKNG})")
+
+
+def _gpus(count: int, source: str) -> SourcedFigure:
+    return SourcedFigure(count, "published", source)
+
+
+_QUAD_GH200 = ClusterSpec(
+    gpus_per_machine=_gpus(4, f"{_FUSCO}; machines with one or two exist too"),
+    nvlink=SourcedFigure(3 * 150e9, "published", f"{_FUSCO}: 150 GB/s to each of three others"),
+    network=SourcedFigure(25e9, "published", f"{_FUSCO}: one 200 Gb/s card per GPU"),
+    cpu_memory=_grace(4),
+)
+_HGX_HOPPER = ClusterSpec(
+    gpus_per_machine=_gpus(8, _HGX),
+    nvlink=SourcedFigure(450e9, "published", _HGX),
+    network=_NDR,
+    cpu_memory=_DDR5,
+)
+
+CLUSTERS: Mapping[str, ClusterSpec] = {
+    "gh200-96": _QUAD_GH200,
+    "gh200-144": _QUAD_GH200,
+    "gb200": ClusterSpec(
+        gpus_per_machine=_gpus(4, "NVIDIA GB200 NVL72: 18 trays with two GB200 each"),
+        nvlink=SourcedFigure(900e9, "published", "NVIDIA GB200 NVL72: 1.8 TB/s in both directions"),
+        nvlink_gpus=_gpus(72, "NVIDIA GB200 NVL72"),
+        network=_NDR,
+        cpu_memory=_grace(2),
+    ),
+    "gb10": ClusterSpec(
+        gpus_per_machine=_gpus(1, _SPARK),
+        nvlink=SourcedFigure(25e9, "published", f"{_SPARK}: no NVLink, a 200 Gb/s card"),
+        network=SourcedFigure(25e9, "published", f"{_SPARK}: a 200 Gb/s card"),
+        cpu_memory=SourcedFigure(273e9, "published", _SPARK),
+    ),
+    "h100-pcie": _HGX_HOPPER,
+    "h200-pcie": _HGX_HOPPER,
+    "b200-pcie": ClusterSpec(
+        gpus_per_machine=_gpus(8, "NVIDIA HGX B200 data sheet"),
+        nvlink=SourcedFigure(900e9, "published", "NVIDIA HGX B200: 1.8 TB/s in both directions"),
+        network=_NDR,
+        cpu_memory=_DDR5,
+    ),
+}
+"""How machines of `MACHINES` are connected, by the same names."""
+THIS_CLUSTER = _HGX_HOPPER
+"""Links that are assumed between GPUs like the one in this machine, whose own are not measured."""
+
+_NCCL_TUNING = "NVIDIA/nccl, src/graph/tuning.cc: ring, protocol Simple"
+NETWORK_CONSTANTS: Mapping[str, SourcedFigure] = {
+    "nvlink_share": SourcedFigure(
+        0.8, "assumed", "about 360 GB/s of 450 that all-gathers of large messages reach on H100"
+    ),
+    "network_share": SourcedFigure(
+        0.93, "published", "NVIDIA/nccl-tests issue 290: 46 to 48 GB/s of a card with 50"
+    ),
+    "base_latency_s": SourcedFigure(8.4e-6, "published", _NCCL_TUNING),
+    "nvlink_hop_s": SourcedFigure(3.4e-6, "published", f"{_NCCL_TUNING}, a step over NVLink"),
+    "network_hop_s": SourcedFigure(14e-6, "published", f"{_NCCL_TUNING}, a step over the network"),
+}
+"""Constants of the time of collectives. A `share` is the part of the published rate that large
+collectives reach."""
 
 
 # Fitted constants. The fit is on an H200; other machines get the same shares of their own rates.

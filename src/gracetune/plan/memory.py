@@ -19,6 +19,14 @@ If block i saves s_i bytes, of which o_i are offloaded to the host, then
                  + workspace of block i + accumulated gradients
     backward i = H_(i+1) + offloaded activations that were fetched for blocks i, i-1, ...
                  + workspace of block i + gradients so far
+
+If ranks store shards of the model (plan/sharding.py), the constant part has the shards of weights
+and state, and the weights of blocks are there only while they are needed:
+
+    forward i  += weights of block i, twice (gathered in one buffer, then copied to each parameter)
+                  + buffers of the blocks that are gathered ahead
+    backward i += weights of block i + buffers of the blocks that are gathered ahead
+                  + gradients of the whole block i, and a copy in the dtype of the reduction
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gracetune.plan.cost import ModelCosts
+    from gracetune.plan.sharding import ShardedSizes
     from gracetune.plan.simulate import PlanCandidate
 
 
@@ -81,14 +90,17 @@ class _Moment:
     activations: int
     workspace: int
     gradients: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
-        return self.activations + self.workspace + self.gradients
+        return self.activations + self.workspace + self.gradients + self.gathered
 
 
 def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) -> Bytes:
     """Return the device memory in bytes at its peak, by use: weights, activations, caches etc."""
+    if (sizes := _sharded_sizes(costs)) is not None:
+        return _sharded_device_bytes(costs, candidate, fixed, sizes)
     peak = max(_moments(costs, candidate, fixed.num_transformers), key=lambda moment: moment.total)
     resident = sum(
         block.frozen_nbytes
@@ -113,6 +125,15 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
 
     It is that at the end of forward, when the host holds all offloaded activations.
     """
+    sizes = _sharded_sizes(costs)
+    if sizes is not None and sizes.choice.cpu_offload:
+        return Bytes(
+            weights=fixed.num_transformers * sizes.frozen_nbytes,
+            adapters=fixed.num_transformers * sizes.trained_nbytes + fixed.averages_nbytes,
+            gradients=_gradient_shards(sizes, candidate, fixed.num_transformers),
+            optimizer=fixed.optimizer_nbytes,
+            caches=fixed.host_caches_nbytes,
+        )
     offloaded = sum(
         block.offloaded_nbytes(plan, candidate.compiled)
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -168,3 +189,86 @@ def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Itera
         # Gradients of the bf16 copies are cast to gradients of the fp32 weights all at once.
         yield _Moment(0, 0, costs.cast_copies_nbytes + costs.trained_nbytes + accumulated)
     yield _Moment(0, 0, max(costs.trained_nbytes, accumulated))
+
+
+# Sharded models
+
+
+def _sharded_sizes(costs: ModelCosts) -> ShardedSizes | None:
+    """Return the sizes of the shards; None if every rank has the whole model."""
+    division = costs.division
+    return division.sizes if division is not None and division.sizes.choice.is_sharded else None
+
+
+def _sharded_device_bytes(
+    costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory, sizes: ShardedSizes
+) -> Bytes:
+    moments = _sharded_moments(costs, candidate, fixed.num_transformers, sizes)
+    peak = max(moments, key=lambda moment: moment.total)
+    on_device = 0 if sizes.choice.cpu_offload else 1
+    return Bytes(
+        weights=on_device * fixed.num_transformers * sizes.frozen_nbytes,
+        adapters=on_device
+        * (fixed.num_transformers * sizes.trained_nbytes + fixed.averages_nbytes),
+        gradients=peak.gradients,
+        optimizer=on_device * _state_on_device(candidate.host_state, fixed),
+        activations=peak.activations,
+        caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
+        workspace=peak.workspace + fixed.library_nbytes,
+        gathered=peak.gathered,
+    )
+
+
+def _sharded_moments(
+    costs: ModelCosts, candidate: PlanCandidate, experts: int, sizes: ShardedSizes
+) -> Iterator[_Moment]:
+    """Yield the changing part of device memory of a sharded step, as `_moments` does.
+
+    The root (what is outside of blocks) stays gathered from the start of forward to the end of
+    backward.
+    """
+    choice, blocks = sizes.choice, sizes.blocks
+    weights = [unit.gathered_nbytes for unit in blocks]
+    on_device = 0 if choice.cpu_offload else 1
+    accumulates = candidate.accumulation > 1
+    gradients = on_device * experts * sizes.trained_nbytes if accumulates else 0
+    held = [costs.outside.saved_nbytes]
+    for index, (block, plan) in enumerate(zip(costs.blocks, candidate.blocks, strict=True)):
+        mode = block.costs_of(plan.activations, candidate.compiled)
+        workspace = mode.forward_peak_nbytes - mode.saved_nbytes + block.input_nbytes
+        ahead = sum(weights[index : index + 1 + choice.prefetch_blocks])
+        in_use = weights[index] if choice.reshard else sum(weights[: index + 1])
+        gathered = sizes.root.gathered_nbytes + in_use + ahead
+        yield _Moment(held[-1] + mode.saved_nbytes, workspace, gradients, gathered)
+        held.append(held[-1] + block.resident_nbytes(plan, candidate.compiled))
+    outside = costs.outside
+    stays = 0 if choice.reshard else sum(weights)
+    peak = max(outside.forward_peak_nbytes, outside.backward_peak_nbytes)
+    root = sizes.root.gathered_nbytes
+    yield _Moment(held[-1], peak - outside.saved_nbytes, gradients, root + stays)
+    reducing = 0
+    """Bytes of the previous block's gradients, which are being reduced."""
+    for index in range(len(blocks) - 1, -1, -1):
+        block, plan, unit = costs.blocks[index], candidate.blocks[index], blocks[index]
+        mode = block.costs_of(plan.activations, candidate.compiled)
+        workspace = mode.backward_peak_nbytes - mode.saved_nbytes
+        if choice.reshard:
+            in_use = sum(weights[max(0, index - choice.prefetch_blocks) : index + 1])
+        else:
+            in_use = sum(weights[: index + 1])
+        if not accumulates:
+            gradients += on_device * unit.trained_nbytes
+        buffers = unit.gradients_nbytes + max(reducing, unit.reduced_nbytes)
+        reducing = unit.reduced_nbytes
+        yield _Moment(held[index + 1], workspace, gradients, root + in_use + buffers)
+    buffers = sizes.root.gradients_nbytes + max(reducing, sizes.root.reduced_nbytes)
+    total = on_device * _gradient_shards(sizes, candidate, experts)
+    yield _Moment(0, 0, total, root + buffers)
+
+
+def _gradient_shards(sizes: ShardedSizes, candidate: PlanCandidate, experts: int) -> int:
+    """Return the bytes of the gradients of a rank's shards at the end of a step.
+
+    A step with one micro-batch trains one expert.
+    """
+    return (experts if candidate.accumulation > 1 else 1) * sizes.trained_nbytes

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.adapters.compute.fp8_linear import check_fp8_support
+from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice
 from gracetune.memory.platform import Link, anonymous_nbytes, read_this_host
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch, Shape
+    from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
     from gracetune.memory.oversubscription import GcFreeze
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from gracetune.plan.controller import MemoryMeter
     from gracetune.plan.cost import CostModel
     from gracetune.plan.machines import MachineRates
+    from gracetune.plan.planner_input import TracedCopy
     from gracetune.plan.result import Plan
 
     Emit = Callable[[Event], None]
@@ -87,9 +90,10 @@ class PlannerInputs:
     ranks: RankGroup = SINGLE
     """The ranks of the run. Those of one machine share its host memory, and stream from one copy of
     the weights."""
-    context_size: int = 1
-    """Number of ranks that compute one sample together. The family computes this rank's part of the
-    tokens already, so that traces have its memory and time."""
+    layout: Layout = SINGLE_LAYOUT
+    """How the ranks divide the model and the samples."""
+    traced: TracedCopy | None = None
+    """The model to trace if ranks divide the weights; made before they do."""
     load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
     """Function that loads one sample of each size whose time is needed to divide batches among
     ranks (`bucket_seconds.sizes_to_trace`)."""
@@ -121,13 +125,13 @@ def plan_run(
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     ranks = inputs.ranks
-    num_sharing = _ranks_on_device(ranks, device)
+    num_sharing = ranks_on_device(ranks, device)
     device_nbytes = device_nbytes_for(run, family, device, one_memory, num_sharing)
     device_nbytes = min(ranks.gather(device_nbytes))
     largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.wait()  # so that all measure at the same time
-    rates = lowest_rates(_measure_rates(device, run.model.family, emit), ranks)
+    rates = lowest_rates(measure_rates(device, run.model.family, emit), ranks)
     with ExitStack() as undo:
         fuse_family(family, undo)  # the tracer must see the operations that will run
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
@@ -156,11 +160,11 @@ def plan_run(
         ranks=ranks,
         shares_weights=sharing_ranks is ranks,
     )
-    plan, was_checked = _agreed_plan(problem, inputs.saved_plan, ranks, emit)
+    plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
     if ranks.world_size > 1:
-        together = ranks.world_size // inputs.context_size * plan.samples_per_second
+        together = ranks.world_size // inputs.layout.context_size * plan.samples_per_second
         emit(
             Notice(
                 f"plan: the same on each of {ranks.world_size} ranks, together {together:.3f} "
@@ -202,7 +206,7 @@ def lowest_rates(rates: MachineRates, ranks: RankGroup) -> MachineRates:
     return replace(rates, **dict(zip(names, map(min, zip(*measured, strict=True)), strict=True)))
 
 
-def _ranks_on_device(ranks: RankGroup, device: torch.device) -> int:
+def ranks_on_device(ranks: RankGroup, device: torch.device) -> int:
     """Return the number of ranks that share this rank's device; 1 on a CPU."""
     if device.type != "cuda":
         return 1
@@ -210,7 +214,7 @@ def _ranks_on_device(ranks: RankGroup, device: torch.device) -> int:
     return ranks.gather(uuid).count(uuid)
 
 
-def _agreed_plan(
+def agreed_plan(
     problem: PlanProblem, saved: Mapping[str, Any] | None, ranks: RankGroup, emit: Emit
 ) -> tuple[Plan, bool]:
     """Return the main rank's plan, and True if it has been compared with its first steps already.
@@ -391,26 +395,35 @@ def fuse_family(family: Family, undo: ExitStack | None = None) -> None:
         fuse_operations(transformer, undo)
 
 
-def _measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
+def measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates:
+    """Measure the rates of a device; on a CPU, quickly and roughly."""
     if device.type == "cuda":
         return measure_gpu(device, family, emit)
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
 
 
 def device_nbytes_for(
-    run: RunFile, family: Family, device: torch.device, one_memory: bool, num_sharing: int = 1
+    run: RunFile,
+    family: Family,
+    device: torch.device,
+    one_memory: bool,
+    num_sharing: int = 1,
+    counted_nbytes: int = 0,
 ) -> int:
     """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`.
 
-    `num_sharing` ranks share the device, and each plans for an equal part of what is free.
+    `num_sharing` ranks share the device, and each plans for an equal part of what is free. The plan
+    counts `counted_nbytes` that are allocated already.
     """
     limit = plan_settings(run).device_memory
     if device.type != "cuda":
         assert limit is not None, "a rehearsal on the CPU without plan.device_memory"
         return parse_bytes(limit)
     # Where host and device share one memory, the kernel can free more than the driver counts.
-    free = free_nbytes(device, _free_host_nbytes(family) if one_memory else None, num_sharing)
-    allocated = torch.cuda.memory_allocated(device)
+    loaded = _frozen_host_nbytes(family) if one_memory and not counted_nbytes else 0
+    system_free = free_host_nbytes(loaded_nbytes=loaded) if one_memory else None
+    free = free_nbytes(device, system_free, num_sharing) + counted_nbytes
+    allocated = torch.cuda.memory_allocated(device) - counted_nbytes
     return free if limit is None else min(free, parse_bytes(limit) - allocated)
 
 
@@ -432,17 +445,17 @@ def _host_nbytes(run: RunFile, family: Family, ranks: RankGroup = SINGLE) -> int
     It is what is free on the machine that has least, up to `plan.host_memory`.
     """
     limit = plan_settings(run).host_memory
-    free = min(ranks.gather(_free_host_nbytes(family, ranks)))
+    free = min(ranks.gather(free_host_nbytes(ranks, _frozen_host_nbytes(family))))
     return free if limit is None else min(free, parse_bytes(limit))
 
 
-def _free_host_nbytes(family: Family, ranks: RankGroup = SINGLE) -> int:
+def free_host_nbytes(ranks: RankGroup = SINGLE, loaded_nbytes: int = 0) -> int:
     """Return the free host memory of this machine in bytes, the same on all its ranks.
 
-    Ranks look at different moments, so the smallest value counts. The weights that each rank has
-    loaded will be freed.
+    Ranks look at different moments, so the smallest value counts. `loaded_nbytes` of weights that
+    each rank has loaded will be freed.
     """
-    seen = ranks.gather_local((read_this_host().usable_bytes(), _frozen_host_nbytes(family)))
+    seen = ranks.gather_local((read_this_host().usable_bytes(), loaded_nbytes))
     usable = min(usable for usable, _ in seen)
     return int(usable * (1 - HOST_RESERVE_SHARE)) + sum(loaded for _, loaded in seen)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -173,6 +174,35 @@ def family_trace_target(
         return family.predict(transformer, noisy, batch["timesteps"], conditions)
 
     return TraceTarget(family.name, model, blocks, inputs, predict, _compute_dtype(model))
+
+
+@dataclass(frozen=True)
+class TracedCopy:
+    """A transformer without weights, to trace instead of one that is divided among ranks."""
+
+    transformer: nn.Module
+    blocks: Sequence[nn.Module]
+    compute_dtype: torch.dtype | None
+    """Dtype of gathered weights; None: as they are stored."""
+
+
+def copy_for_tracing(family: Family, compute_dtype: torch.dtype | None) -> TracedCopy:
+    """Copy the first trained transformer to the meta device; call this before it is divided."""
+    transformers = transformers_of(family.transformer)
+    number = next(
+        number
+        for number, transformer in enumerate(transformers.values())
+        if any(p.requires_grad for p in transformer.parameters())
+    )
+    original = list(transformers.values())[number]
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in original.parameters()
+    }
+    copied = deepcopy(original, memo)
+    names = {module: name for name, module in original.named_modules()}
+    blocks = [copied.get_submodule(names[block]) for block in family.blocks() if block in names]
+    return TracedCopy(copied, blocks, compute_dtype)
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype | None:

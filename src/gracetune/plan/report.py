@@ -252,6 +252,8 @@ def _table(plan: Plan) -> Iterator[str]:
     yield f"{'GiB at the peak':<16}{'device':>9}{'host':>9}"
     is_full = not device["weights"] + host["weights"]  # full training: nothing is frozen
     for role in ROLES:
+        if role == "gathered" and not device[role]:
+            continue  # nothing is sharded
         name = "trained weights" if is_full and role == "adapters" else role
         yield f"{name:<16}{device[role] / GIB:>9.2f}{host[role] / GIB:>9.2f}"
     yield f"{'total':<16}{plan.device.total / GIB:>9.2f}{plan.host.total / GIB:>9.2f}"
@@ -270,7 +272,10 @@ def _seconds(plan: Plan) -> Iterator[str]:
         ("waiting for activations", s.wait_activations),
         ("waiting for state", s.wait_state),
         ("waiting for the CPU", s.wait_host),
+        ("waiting for the network", s.wait_network),
     ):
+        if name == "waiting for the network" and not s.network:
+            continue
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 
 

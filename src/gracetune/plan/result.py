@@ -23,7 +23,14 @@ ActivationMode = Literal["keep", "lean", "recompute", "offload"]
 FrozenCompute = Literal["bf16", "fp8"]
 """Precision of matmuls with frozen weights."""
 Role = Literal[
-    "weights", "adapters", "gradients", "optimizer", "activations", "caches", "workspace"
+    "weights",
+    "adapters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "caches",
+    "workspace",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -62,6 +69,9 @@ class Bytes:
     """Bytes of prefetched batches and cached samples."""
     workspace: int = 0
     """Bytes of temporary memory of the running block and of libraries."""
+    gathered: int = 0
+    """Bytes of the gathered weights of blocks, and of the buffers in which gradients are reduced,
+    if ranks store shards of the model."""
 
     @property
     def total(self) -> int:
@@ -75,6 +85,7 @@ class Bytes:
             "adapters": self.adapters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
+            "gathered": self.gathered,
             "activations": self.activations,
             "caches": self.caches,
             "workspace": self.workspace,
@@ -106,9 +117,14 @@ class Seconds:
     link_out: float
     """Duration of all copies to the host; they overlap with compute."""
     wait_state: float = 0.0
-    """Extra time of the optimizer step, because its state is copied from and to the host."""
+    """Extra time of the optimizer step, because its state is copied from and to the host, or
+    because the CPU runs it."""
     wait_host: float = 0.0
     """Time in which the device is idle because the CPU launches kernels too slowly."""
+    wait_network: float = 0.0
+    """Time in which compute waits for other ranks' weights, gradients or tokens."""
+    network: float = 0.0
+    """Duration of all exchanges with other ranks; most of them overlap with compute."""
 
 
 @dataclass(frozen=True, slots=True)

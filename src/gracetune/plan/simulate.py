@@ -8,6 +8,8 @@ tasks that must end before it starts. The streams are:
     weights_in        copies streamed weights to the device, by the ring's own policy
     activations_out   copies offloaded activations to the host after (eager: during) a block
     activations_in    copies them back before the block's backward
+    collectives       gathers a block's weights from other ranks, and reduces its gradients
+    all_reduce        adds up gradients over replicas, if other links do this than the gathering
 
 Example: three blocks whose weights are streamed through two slots. W is a fetch of weights, F a
 forward, B a backward, and dots are time in which compute waits:
@@ -33,7 +35,7 @@ are simulated.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gracetune.offload.ring import prefetches, slot_to_refill
@@ -45,17 +47,30 @@ if TYPE_CHECKING:
     from gracetune.plan.cost import ModeCosts, ModelCosts, PassSeconds
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import BlockPlan, Plan
+    from gracetune.plan.sharding import UnitTraffic
 
 
-Stream = Literal["compute", "weights_in", "activations_in", "activations_out", "host"]
+Stream = Literal[
+    "compute",
+    "weights_in",
+    "activations_in",
+    "activations_out",
+    "host",
+    "collectives",
+    "all_reduce",
+]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-COMPUTE, WEIGHTS_IN, ACTIVATIONS_IN, ACTIVATIONS_OUT, HOST = range(len(STREAMS))
+COMPUTE, WEIGHTS_IN, ACTIVATIONS_IN, ACTIVATIONS_OUT, HOST, COLLECTIVES, ALL_REDUCE = range(
+    len(STREAMS)
+)
 INWARD = (WEIGHTS_IN, ACTIVATIONS_IN)
 
 NUM_STEPS, MORE_STEPS = 2, 8
 """Number of steps to simulate first, and number if that was too few: when the last step is shorter
 than its kernel launches, it ran kernels queued in the step before."""
 ROUNDING_S = 1e-9
+ROOT = -1
+"""Stands for everything outside of blocks, in place of a block's index."""
 LAUNCH_QUEUE_DEPTH = 1021
 """Maximum number of kernels that are launched but not yet started; launching one more blocks the
 host. Counted on an H200 with CUDA 13. It is the size of the driver's queue and the same for all
@@ -100,10 +115,31 @@ def predict_seconds(
 ) -> Seconds:
     """Simulate steps and return the time of one micro-batch.
 
-    It includes the micro-batch's share of the optimizer step.
+    It includes the micro-batch's share of the optimizer step. Replicas add up their gradients in
+    the last micro-batch of a step only.
     """
+    last = _micro_batch_seconds(costs, candidate, rates, optimizer_nbytes, is_last=True)
+    num_others = candidate.accumulation - 1
+    if costs.division is None or not num_others or not costs.division.all_reduce_nbytes:
+        return last
+    other = _micro_batch_seconds(costs, candidate, rates, optimizer_nbytes, is_last=False)
+    return Seconds(
+        **{
+            name: (getattr(last, name) + num_others * getattr(other, name)) / candidate.accumulation
+            for name in (field.name for field in fields(Seconds))
+        }
+    )
+
+
+def _micro_batch_seconds(
+    costs: ModelCosts,
+    candidate: PlanCandidate,
+    rates: EffectiveRates,
+    optimizer_nbytes: int,
+    is_last: bool,
+) -> Seconds:
     for num_steps in (NUM_STEPS, MORE_STEPS):
-        script = _StepTasks(costs, candidate, rates, optimizer_nbytes, num_steps)
+        script = _StepTasks(costs, candidate, rates, optimizer_nbytes, num_steps, is_last)
         for _ in range(num_steps):
             script.write_step()
         times = simulate(script.tasks, rates.both_ways_share)
@@ -115,7 +151,7 @@ def predict_seconds(
         shortfall = script.seconds_of(HOST) - step
         if shortfall < ROUNDING_S:
             break
-    waits = {WEIGHTS_IN: 0.0, ACTIVATIONS_IN: 0.0, ACTIVATIONS_OUT: 0.0, HOST: max(0.0, shortfall)}
+    waits = dict.fromkeys(range(len(STREAMS)), 0.0) | {HOST: max(0.0, shortfall)}
     step += waits[HOST]
     idle_from = start
     for number, task in enumerate(script.tasks):
@@ -139,6 +175,8 @@ def predict_seconds(
         link_out=script.seconds_of(ACTIVATIONS_OUT) + script.state_out_s,
         wait_state=script.wait_state_s,
         wait_host=waits[HOST],
+        wait_network=waits[COLLECTIVES] + waits[ALL_REDUCE] + script.exchange_s,
+        network=script.seconds_of(COLLECTIVES, ALL_REDUCE) + script.exchange_s,
     )
 
 
@@ -324,6 +362,8 @@ class _StepTasks:
     rates: EffectiveRates
     optimizer_nbytes: int
     num_steps: int
+    adds_up: bool = True
+    """True if replicas add up their gradients after these micro-batches."""
     tasks: list[Task] = field(default_factory=list)
     first_of_last_step: int = 0
     """Index of the first task of the last step."""
@@ -343,7 +383,11 @@ class _StepTasks:
         self._block_in_use: int | None = None
         # An update reads and writes the weights, reads their gradients, and reads and writes the
         # optimizer's state. Its time is divided by the number of micro-batches.
-        traffic = 3 * self.costs.trained_nbytes + 2 * self.optimizer_nbytes
+        division = self.costs.division
+        trained = self.costs.trained_nbytes
+        if division is not None and division.sizes.choice.is_sharded:
+            trained = division.sizes.trained_nbytes
+        traffic = 3 * trained + 2 * self.optimizer_nbytes
         self._update_s = traffic / rates.memory / candidate.accumulation
         moved = candidate.host_state * self.optimizer_nbytes / candidate.accumulation
         self.state_in_s, self.state_out_s = (
@@ -352,6 +396,17 @@ class _StepTasks:
         # State moves in both directions while the update computes; the slowest of them decides.
         link_s = max(self.state_in_s, self.state_out_s) / rates.both_ways_share
         self.wait_state_s = max(0.0, link_s - self._update_s)
+        self.exchange_s = 0.0
+        """Seconds of the exchanges of tokens, which compute waits for."""
+        self._gather_task: dict[int, int] = {}
+        """For each gathered block, index of the task that gathers it. ROOT stands for everything
+        outside of blocks."""
+        self._reductions: list[int] = []
+        """Indices of the last tasks of each unit that reduces its gradients in this step."""
+        if division is not None:
+            self.exchange_s = 2 * sum(unit.exchange_s for unit in division.blocks)
+            if division.update_s:  # on the CPU, and the GPU waits
+                self.wait_state_s, self._update_s = division.update_s / candidate.accumulation, 0.0
         outside = self.costs.outside
         self._outside_s = outside.forward.total, outside.backward.total
         self._offloaded = {
@@ -408,10 +463,13 @@ class _StepTasks:
         copies_out: dict[int, list[int]] = {}
         """For each block, indices of the tasks that copy its activations to the host."""
         outside_forward, outside_backward = _passes(self.costs.outside, self._outside_launch_s)
-        self._compute(outside_forward)
+        self._gather_task, self._reductions = {}, []
+        self._gather_ahead(ROOT, +1)
+        self._compute(outside_forward, self._gathered(ROOT))
         for index, plan in enumerate(self.candidate.blocks):
             self._queue_fetches(index)
-            dependencies = self._weights_of(index)
+            self._gather_ahead(index, +1)
+            dependencies = self._weights_of(index) + self._gathered(index)
             # Device memory of offloaded activations is freed once compute has waited for the copy.
             if index - MAX_BLOCKS_IN_FLIGHT in copies_out:
                 dependencies.append(copies_out[index - MAX_BLOCKS_IN_FLIGHT][-1])
@@ -425,30 +483,87 @@ class _StepTasks:
         self._write_backward(copies_out)
         launch_s = self.costs.optimizer_host_s / self.candidate.accumulation
         update_s = self._update_s + self.wait_state_s
-        self._compute(_Pass(update_s, launch_s if self._launch_s else 0.0))
+        self._reduce(ROOT)
+        self._compute(_Pass(update_s, launch_s if self._launch_s else 0.0), self._reductions)
 
     def _write_backward(self, copies_out: dict[int, list[int]]) -> None:
         last, distance = len(self.candidate.blocks) - 1, self.candidate.activation_prefetch
         # Blocks that backward needs while their copy is still in flight never left the device.
         never_left = last - min(MAX_BLOCKS_IN_FLIGHT, 1 + distance)
         copies_in = {index: [-1] for index in copies_out if index > never_left}
+        division = self.costs.division
+        if division is not None and division.sizes.choice.reshard:
+            self._gather_task = {ROOT: -1}
         for index in range(last, -1, -1):
             for near in range(index, max(-1, index - 1 - distance), -1):
                 if near in copies_out and near not in copies_in:
                     copies_in[near] = self._copy_in(near, copies_out[near])
             self._queue_fetches(index)
-            dependencies = self._weights_of(index)
+            self._gather_ahead(index, -1)
+            dependencies = self._weights_of(index) + self._gathered(index)
+            if len(self._reductions) > 1:  # at most one block's gradients are being reduced
+                dependencies.append(self._reductions[-2])
             _, backward = self._passes_of(index)
             arrivals = copies_in.get(index, [-1])
             for part, arrival in enumerate(arrivals):
                 self._compute(
                     backward.part(len(arrivals)), [arrival, *(() if part else dependencies)]
                 )
+            self._reduce(index)
 
     def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
         plan, block = self.candidate.blocks[index], self.costs.blocks[index]
         mode = block.costs_of(plan.activations, self.candidate.compiled)
-        return _passes(mode, self._launch_s[index] if self._launch_s else (0.0, 0.0))
+        passes = _passes(mode, self._launch_s[index] if self._launch_s else (0.0, 0.0))
+        if not self.exchange_s:
+            return passes
+        wait_s = self._traffic(index).exchange_s
+        forward, backward = (replace(one, seconds=one.seconds + wait_s) for one in passes)
+        return forward, backward
+
+    def _traffic(self, index: int) -> UnitTraffic:
+        division = self.costs.division
+        assert division is not None, "no ranks to exchange anything with"
+        return division.root if index == ROOT else division.blocks[index]
+
+    def _gather_ahead(self, index: int, direction: int) -> None:
+        """Add tasks that gather a unit and those that are prefetched with it.
+
+        They start with the unit's own pass, because the pass before it frees the memory. The first
+        block is gathered together with the root.
+        """
+        division = self.costs.division
+        if division is None or not division.sizes.choice.is_sharded:
+            return
+        start = 0 if index == ROOT else index
+        count = division.sizes.choice.prefetch_blocks + (index != ROOT)
+        units = [start + direction * ahead for ahead in range(count)]
+        wanted = [ROOT, *units] if index == ROOT else units
+        for unit in wanted:
+            if unit in self._gather_task or not ROOT <= unit < len(division.blocks):
+                continue
+            traffic, ready = self._traffic(unit), [self.last_compute, self._last_launch]
+            if traffic.fetch_s:
+                ready = [self._add(WEIGHTS_IN, traffic.fetch_s, ready)]
+            self._gather_task[unit] = self._add(COLLECTIVES, traffic.gather_s, ready)
+
+    def _gathered(self, index: int) -> list[int]:
+        return [self._gather_task[index]] if index in self._gather_task else []
+
+    def _reduce(self, index: int) -> None:
+        """Add tasks that reduce a unit's gradients over ranks, after its backward."""
+        if self.costs.division is None:
+            return
+        traffic, last = self._traffic(index), self.last_compute
+        if traffic.reduce_s:
+            last = self._add(COLLECTIVES, traffic.reduce_s, [last])
+        if traffic.all_reduce_s and self.adds_up:
+            stream = COLLECTIVES if self.costs.division.is_one_network else ALL_REDUCE
+            last = self._add(stream, traffic.all_reduce_s, [last])
+        if traffic.send_s:
+            last = self._add(ACTIVATIONS_OUT, traffic.send_s, [last])
+        if last != self.last_compute:
+            self._reductions.append(last)
 
     def _num_parts(self, index: int, plan: BlockPlan) -> int:
         """Return the number of copies in which a block's activations are sent to the host.

@@ -83,6 +83,7 @@ from gracetune.train.prepare_model import (
     compares_blocks,
     divide_tokens,
     enable_gradient_checkpointing,
+    gathered_dtype,
     make_trainable,
     place_weights,
     prepare_transformer,
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
+    from gracetune.plan.planner_input import TracedCopy
     from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
@@ -302,8 +304,11 @@ def build_session(
     adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
+    unplanned = reason_unplanned(run, device)
+    is_copied = layout.is_sharded and not unplanned
+    # The planner traces whole sequences, and divides their costs by the number of context ranks.
+    traced = _copy_for_tracing(family, accelerator.mixed_precision) if is_copied else None
     context = divide_tokens(run, family, layout, device, emit)
-    unplanned = reason_unplanned(run, device, layout)
     compares = compares_blocks(run, unplanned, layout, emit)
     references = (
         build_references(family, checked_blocks or partial(random_block, ranks)) if compares else []
@@ -341,7 +346,7 @@ def build_session(
     controller = None
     if not unplanned:
         # Imported here, because the planner takes seconds to import.
-        from gracetune.plan.planner import PlannerInputs, plan_run
+        from gracetune.plan.planner import PlannerInputs
 
         inputs = PlannerInputs(
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
@@ -353,9 +358,12 @@ def build_session(
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             dynamic=_lengths_vary(pipeline),
             ranks=ranks,
-            context_size=layout.context_size,
+            layout=layout,
+            traced=traced,
         )
-        controller = plan_run(run, family, inputs, stepper, transfer.link, device, gc_freeze, emit)
+        controller = _planner(layout)(
+            run, family, inputs, stepper, transfer.link, device, gc_freeze, emit
+        )
     state = TrainState(
         run=run,
         family=family,
@@ -482,6 +490,23 @@ def _encoding_ranks(run: RunFile, ranks: RankGroup) -> Ranks:
     """Return the ranks that encode the data, with a new folder for their unreadable samples."""
     reports = Path(run.output_dir) / "ranks" / ranks.broadcast(uuid4().hex)
     return encoding_ranks(ranks, reports, run.distributed.timeout_s)
+
+
+def _copy_for_tracing(family: Family, precision: str) -> TracedCopy:
+    from gracetune.plan.planner_input import copy_for_tracing  # takes seconds to import
+
+    return copy_for_tracing(family, gathered_dtype(precision))
+
+
+def _planner(layout: Layout) -> Callable[..., PlanController]:
+    """Return the function that plans a run; its import takes seconds."""
+    if layout.is_sharded:
+        from gracetune.plan.sharded_run import plan_sharded_run
+
+        return plan_sharded_run
+    from gracetune.plan.planner import plan_run
+
+    return plan_run
 
 
 def _load_traced_sizes(

@@ -12,7 +12,6 @@ from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.config.checks import trains_in_bf16
 from gracetune.config.parse_text import format_value
 from gracetune.distributed.context_parallel import SINGLE_CONTEXT, connect_context_group
-from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.distributed.sharding import shard_model
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
@@ -155,8 +154,9 @@ def place_weights(
     weights, if they are.
     """
     if layout.is_sharded:
-        effect = f"{layout.describe()}. Nothing is streamed, offloaded or compiled by a plan."
-        emit(unplanned_notice(run, unplanned, effect))
+        if unplanned:
+            effect = f"{layout.describe()}. No block is recomputed or compiled by a plan."
+            emit(unplanned_notice(run, unplanned, effect))
         return shard_model(
             transformers_of(family.transformer),
             family.blocks(),
@@ -165,7 +165,7 @@ def place_weights(
             device,
             emit,
             trained_dtype=None if trains_in_bf16(run) else torch.float32,
-            compute_dtype=torch.bfloat16 if precision == "bf16" else None,
+            compute_dtype=gathered_dtype(precision),
         )
     if unplanned:
         if run.model.frozen_compute == "fp8":
@@ -177,6 +177,11 @@ def place_weights(
             emit(unplanned_notice(run, unplanned))
         family.transformer.to(device)
     return None
+
+
+def gathered_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of the gathered weights of divided blocks; None: as they are stored."""
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 def trained_parameters_of(
@@ -196,14 +201,12 @@ def enable_gradient_checkpointing(family: Family, unplanned: str, emit: Emit) ->
         emit(Notice("train.gradient_checkpointing has no effect: the plan decides for each block"))
 
 
-def reason_unplanned(run: RunFile, device: torch.device, layout: Layout = SINGLE_LAYOUT) -> str:
+def reason_unplanned(run: RunFile, device: torch.device) -> str:
     """Return the reason why no memory plan is made; an empty string if one is made.
 
-    A memory plan decides what is streamed from host memory. Without one, the whole model is on the
-    device, or this rank's part of it.
+    A memory plan decides what is streamed from host memory and what is recomputed. Without one, the
+    whole model is on the device, or this rank's part of it.
     """
-    if layout.is_sharded:
-        return f"distributed.strategy is {run.distributed.strategy}"
     if run.plan == "off":
         return "plan is off"
     if device.type != "cuda" and (run.plan == "auto" or run.plan.device_memory is None):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracetune.plan.simulate import STREAMS, Task, simulate
 
-COMPUTE, WEIGHTS, IN, OUT, _ = range(len(STREAMS))
+COMPUTE, WEIGHTS, IN, OUT = range(4)
 
 
 def test_tasks_of_a_stream_run_in_order() -> None:
