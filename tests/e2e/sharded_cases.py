@@ -7,6 +7,7 @@ losses. With the name `alone`, the settings of the section `distributed` are ign
 
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,5 +82,6 @@ def train(path, name):
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     for file in sorted(Path(sys.argv[1]).glob("*.json")):
         train(file, sys.argv[2])

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from gracetune.distributed.gradients import ComputeTimer
 from gracetune.errors import ModelError, RunFailedError
@@ -191,6 +192,8 @@ def shard_model(
         _check_no_scalars(transformer)
         inside = set(transformer.modules())
         own = [block for block in blocks if block in inside]
+        for unit in (*own, transformer):
+            unit.register_forward_hook(_clone_views)
         for block in own:
             num_converted += _store_in_one_dtype(block.parameters(), trained_dtype)
             policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
@@ -210,10 +213,10 @@ def shard_model(
     if num_converted and trained_dtype is None:
         text = f"{num_converted} trained tensors are converted to the dtype of their block's other "
         emit(Notice(f"{text}tensors, because FSDP2 needs one dtype per block"))
-    for unit in units:
+    for module in units:
         # Sums: the step divides by the number of samples. Plain ones, because gloo has no others.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     trained = {
         f"{expert}.{name}" if expert else name: parameter
         for expert, transformer in transformers.items()
@@ -251,9 +254,23 @@ def _store_in_one_dtype(parameters: Iterable[Parameter], dtype: torch.dtype | No
     return len(others)
 
 
+def _clone_views(_: nn.Module, _args: object, output: Any) -> Any:
+    """Forward hook that copies outputs which are views of other tensors.
+
+    `fully_shard` gathers weights for backward by a hook on the outputs. A later in-place operation
+    on a view would remove the hook.
+    """
+
+    def clone(value: Any) -> Any:
+        is_view = isinstance(value, torch.Tensor) and value._base is not None
+        return value.clone() if is_view and value.requires_grad else value
+
+    return tree_map(clone, output)
+
+
 def _set_prefetch(transformer: nn.Module, blocks: Sequence[nn.Module], count: int) -> None:
     """Let each block gather the weights of the next `count` blocks while it computes."""
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     assert isinstance(transformer, FSDPModule)
     transformer.set_modules_to_forward_prefetch(units[:count])
     for index, unit in enumerate(units):
