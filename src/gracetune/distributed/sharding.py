@@ -138,7 +138,8 @@ class ShardedParameters:
         padded = torch.zeros(num_rows, *shard.shape[1:], dtype=part.dtype, device=self._device)
         padded[: shard.length] = part
         whole = padded.new_empty(num_rows * self.layout.shard_size, *shard.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        parts = list(whole.chunk(self.layout.shard_size))
+        dist.all_gather(parts, padded, group=self._group)
         return whole[: shard.shape[0]]
 
     def free_gathered(self) -> None:
