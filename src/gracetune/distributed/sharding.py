@@ -95,6 +95,7 @@ class ShardedParameters:
         with torch.no_grad():
             self.local = {name: Parameter(_local(p).detach()) for name, p in trained.items()}
         """This rank's part of each trained tensor, in the memory of the model's own."""
+        self._is_checked = False
         self._numels = {self.local[name]: p.numel() for name, p in trained.items()}
 
     def shard_of(self, name: str) -> TensorShard:
@@ -115,11 +116,20 @@ class ShardedParameters:
 
     def collect_gradients(self) -> None:
         """Move the gradients of the model's tensors to the parts in `local`."""
+        if not self._is_checked:  # once: `fully_shard` completes its set-up in the first pass
+            self._check_memory_is_shared()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                gradient, local = parameter.grad, self.local[name]
+                local.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+                parameter.grad = None
+
+    def _check_memory_is_shared(self) -> None:
+        """Raise if the optimizer would update other memory than the model gathers from."""
         for name, parameter in self._trained.items():
-            gradient, local = parameter.grad, self.local[name]
-            assert local.data_ptr() == _local(parameter).data_ptr(), f"{name} has moved"
-            local.grad = None if gradient is None else _local(gradient)
-            parameter.grad = None
+            pointers = self.local[name].data_ptr(), _local(parameter).data_ptr()
+            assert pointers[0] == pointers[1], f"{name} has moved from {pointers}"
+        self._is_checked = True
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks that store one copy of the model."""
@@ -234,8 +244,11 @@ def local_nbytes(parameters: Iterable[Tensor]) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor without a copy; a plain tensor is returned itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local: Tensor = tensor.to_local()
+        return local
 
 
 def _store_in_one_dtype(parameters: Iterable[Parameter], dtype: torch.dtype | None) -> int:
