@@ -1,7 +1,10 @@
 """A run resumes on another number of ranks, and if they divide the weights in another way."""
 
 import json
+import os
+import random
 import shutil
+import time
 from collections import namedtuple
 from itertools import product
 from pathlib import Path
@@ -10,10 +13,10 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from fakes.family_sessions import family_run
-from fork_process import run_python, run_ranks
+from fork_process import PythonProcess, rank_environments, run_python, run_ranks
 from safetensors.torch import load_file
 
-from gracetune.train.checkpoint import load_snapshot, load_tensors
+from gracetune.train.checkpoint import find_snapshot, load_snapshot, load_tensors
 
 Layout = namedtuple("Layout", "ranks strategy shard_size", defaults=("auto", None))
 LAYOUTS = {
@@ -139,3 +142,60 @@ def test_ranks_agree_on_a_damaged_checkpoint(trained, tmp_path):
     assert text.endswith("Resuming from step-000002 instead.")
     assert losses(output)[STEPS:] == losses(trained("fsdp2"))[SAVED_AT:]
     assert Path(output, "checkpoints/set-aside").is_dir()
+
+
+LIMITED_DISK = """
+import os, resource, signal, sys
+from gracetune.cli.main import main
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21))
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_all_ranks_report_that_one_cannot_write_its_part(trained, tmp_path):
+    """A limit on the file size makes the kernel reject writes, as a full disk would."""
+    words = [f"output_dir={tmp_path / 'run'}", "distributed.strategy=fsdp2"]
+    words = [word for setting in words for word in ("--set", setting)]
+    for done in run_ranks("-c", LIMITED_DISK, trained.file, *words):
+        assert done.returncode == 2
+        assert "step-000002 cannot be written" in done.stderr
+        assert "File too large" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+
+
+@pytest.mark.distributed
+def test_ranks_that_are_killed_while_they_write_leave_a_whole_checkpoint(trained, tmp_path):
+    generator = random.Random(0)
+    output = tmp_path / "run"
+    settings = ["train.max_train_steps=100000", "train.checkpoint_every=1"]
+    settings += [f"output_dir={output}", "distributed.strategy=fsdp2", "train.keep_checkpoints=1"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    newest = 0
+    for _ in range(4):
+        environments = rank_environments(os.environ)
+        ranks = [
+            PythonProcess("-m", "gracetune", "train", trained.file, *words, env=env)
+            for env in environments
+        ]
+        deadline = time.monotonic() + 120
+        while newest_step(output) <= newest + 1:
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.3))
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait()
+        found = find_snapshot(output / "checkpoints", "auto", pytest.fail)
+        assert found is not None
+        assert found.progress.step > newest
+        newest = found.progress.step
+
+
+def newest_step(output):
+    found = output.glob("checkpoints/step-*/manifest.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)

@@ -366,12 +366,6 @@ def check_sharding(run: RunFile) -> Iterator[Violation]:
             f"{section.strategy} each rank has only some rows of a tensor. Use one of {able}, or "
             "set distributed.strategy: replicate.",
         )
-    if section.cpu_offload and name == "adamw_8bit":
-        yield Violation(
-            "distributed.cpu_offload",
-            "is true, which runs the optimizer on the CPU, but adamw_8bit runs on GPUs only. Use "
-            "adamw, or set distributed.cpu_offload: false.",
-        )
 
 
 CHECKS: tuple[Callable[[RunFile], Iterator[Violation]], ...] = (
