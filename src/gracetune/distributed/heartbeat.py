@@ -301,19 +301,22 @@ class RankMonitor:
     def _exchange(self, store: TCPStore) -> None:
         """Publish this rank's heartbeat and read those of the others, until the run has ended."""
         assert self._table is not None
-        published_at, known_changes = float("-inf"), 0
+        published_at = read_at = float("-inf")
+        known_changes = 0
         keys = [f"{_BEAT}{rank}" for rank in range(self._group.world_size)]
         last = self._own
         try:
             while not self._is_left.is_set():
-                is_due = time.monotonic() - published_at >= self._settings.heartbeat_s
-                if is_due or self._has_news(last):
-                    published_at, last = time.monotonic(), self._publish(store, last)
+                now, period = time.monotonic(), self._settings.heartbeat_s
+                if now - published_at >= period or self._has_news(last):
+                    published_at, last = now, self._publish(store, last)
                 changes = store.add(_CHANGES, 0)
+                # Not when this rank publishes: a rank with news in every tick would never read.
+                is_due = now - read_at >= period
                 if is_due or changes != known_changes or self._wants_refresh:
                     read = [Heartbeat(**json.loads(text)) for text in store.multi_get(keys)]
                     self._table.update(read, self._now)
-                    known_changes, self._wants_refresh = changes, False
+                    read_at, known_changes, self._wants_refresh = now, changes, False
                     self._acknowledge(read)
                 else:
                     self._table.touch(self._now)

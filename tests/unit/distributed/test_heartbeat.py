@@ -93,6 +93,18 @@ def test_ranks_that_end_at_different_times_are_not_taken_for_dead():
     assert errors == [None, None]
 
 
+def test_ranks_with_news_in_every_tick_still_read_of_each_other():
+    def train(monitor):
+        for step in range(60):
+            monitor.progress(f"step {step}")
+            time.sleep(0.025)
+        heard[monitor._group.rank] = monitor._table.beats[1 - monitor._group.rank].activity
+
+    heard = {}
+    assert run_two(train, train) == [None, None]
+    assert all(int(activity.removeprefix("step ")) > 0 for activity in heard.values()), heard
+
+
 def test_a_rank_that_was_stopped_by_the_user_has_not_failed():
     def stop(monitor):
         raise InterruptedRunError("stopped after step 3")
