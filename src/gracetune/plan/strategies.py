@@ -253,7 +253,7 @@ def _one_gpu(inputs: StrategyInputs) -> Strategy:
     budget = replace(inputs.budget, ranks=1)
     if inputs.cluster.link is Link.COHERENT:  # the memory of its own CPU
         budget = replace(budget, host_nbytes=budget.host_nbytes // inputs.budget.ranks)
-    alone = replace(inputs, budget=budget)
+    alone = replace(inputs, budget=budget, cluster=replace(inputs.cluster, num_gpus=1))
     return _strategy(alone, "one GPU", ONE_PROCESS, {}, inputs.model, inputs.fixed, 1)
 
 
