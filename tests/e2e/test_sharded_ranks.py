@@ -181,3 +181,14 @@ def optimizers(tmp_path_factory):
 @pytest.mark.parametrize("case", OPTIMIZER_CASES)
 def test_optimizers_train_parts_like_whole_tensors(optimizers, case):
     check_same(optimizers, case)
+
+
+@pytest.mark.distributed
+def test_all_ranks_end_and_name_the_one_that_is_out_of_memory(tmp_path):
+    """The others wait for its weights in the middle of a pass, so no rank can repeat the step."""
+    write_case(tmp_path, "small", {})
+    first, second = run_ranks(SCRIPT, tmp_path, "failing")
+    assert first.returncode == second.returncode == 1
+    assert "rank 1 on" in second.stderr
+    assert "ran out of device memory in a step" in second.stderr
+    assert "ran out of device memory in a step" in first.stderr, "rank 0 knows the reason"

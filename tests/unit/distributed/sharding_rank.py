@@ -16,6 +16,7 @@ from gracetune.distributed.layout import build_layout
 from gracetune.distributed.ranks import connect_ranks
 from gracetune.distributed.sharding import ShardedReducer, shard_model
 from gracetune.errors import ModelError, RunFailedError
+from gracetune.offload.checkpointing import wrap_blocks
 from gracetune.optim.build import build_optimizer
 
 CPU = torch.device("cpu")
@@ -152,6 +153,19 @@ def check_dtypes():
     assert {p.grad.dtype for p in sharded.local.values()} == {torch.float32}
 
 
+def check_checkpointing():
+    """Blocks may recompute their activations inside of the unit that gathers their weights."""
+    plain, divided, layout, section = build()
+    blocks = list(divided.blocks)
+    sharded = shard_model({"": divided}, blocks, layout, section, CPU, print)
+    wrap_blocks(blocks, ["keep", "lean", "recompute"], None)
+    reducer = ShardedReducer(sharded, CPU)
+    backward(plain, divided, reducer, layout.ranks.rank, layout.ranks.world_size)
+    for key, parameter in plain.named_parameters():
+        found = sharded.full_tensor(key, sharded.local[key].grad)
+        torch.testing.assert_close(found, parameter.grad)
+
+
 def check_errors():
     _, divided, layout, section = build()
     sharded = shard_model({"": divided}, list(divided.blocks), layout, section, CPU, print)
@@ -169,6 +183,7 @@ if __name__ == "__main__":
     check_gradients_and_norm()
     check_changed_weights_are_gathered_again()
     check_dtypes()
+    check_checkpointing()
     check_errors()
     check_training("adamw", lr=1e-2)
     check_training("automagic")
