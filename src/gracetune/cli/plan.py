@@ -266,7 +266,7 @@ def strategy_inputs(
         cached_sample_nbytes,
         constraints_of,
     )
-    from gracetune.plan.strategies import StrategyInputs, staged_total
+    from gracetune.plan.strategies import StrategyInputs
 
     prepared = prepare(run_file, args, open_machine, measured)
     constraints = constraints_of(run_file)
@@ -293,7 +293,8 @@ def strategy_inputs(
         constraints=constraints,
         cluster=_cluster(args, prepared.machine),
         compute_nbytes=model.dtype.itemsize,
-        staged_nbytes=staged_total(weights, sum(cached_sample_nbytes(model)), prepared.samples),
+        weights_nbytes=weights,
+        data_nbytes=(prepared.samples or 0) * sum(cached_sample_nbytes(model)),
         simulated=prepared.machine.simulated,
     )
     heading = prepared.heading
