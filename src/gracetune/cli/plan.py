@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gracetune.config.schema import AdapterSection, PlanSection, RunFile
     from gracetune.events.types import Notice
     from gracetune.memory.platform import Link, Machine
+    from gracetune.plan.cost import CostModel
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.meta_models import MetaModel
@@ -243,22 +244,40 @@ def compare_strategies(
     measured: Callable[[int, str], MachineRates],
 ) -> tuple[Advice, StrategyInputs, ReportHeading]:
     """Plan a run with each strategy for several GPUs; return the advice and what it is for."""
+    from gracetune.plan.strategies import advise
+
+    inputs, heading = strategy_inputs(run_file, args, open_machine, measured)
+    return advise(inputs), inputs, heading
+
+
+def strategy_inputs(
+    run_file: RunFile,
+    args: argparse.Namespace,
+    open_machine: Callable[[], Machine],
+    measured: Callable[[int, str], MachineRates],
+    cost_model: CostModel | None = None,
+) -> tuple[StrategyInputs, ReportHeading]:
+    """Return a run as the comparison of strategies takes it, and what a report says about it.
+
+    `cost_model` is that of the same run on the same kind of machine; None: the model is traced.
+    """
     from gracetune.plan.planner_input import (
         build_cost_model,
         cached_sample_nbytes,
         constraints_of,
     )
-    from gracetune.plan.strategies import StrategyInputs, advise, staged_total
+    from gracetune.plan.strategies import StrategyInputs
 
     prepared = prepare(run_file, args, open_machine, measured)
     constraints = constraints_of(run_file)
     target, model = prepared.model.trace_target(), prepared.model
-    cost_model = build_cost_model(
-        target,
-        prepared.machine.rates,
-        run_file.model.frozen_compute,
-        may_compile=True in constraints.compile,
-    )
+    if cost_model is None:
+        cost_model = build_cost_model(
+            target,
+            prepared.machine.rates,
+            run_file.model.frozen_compute,
+            may_compile=True in constraints.compile,
+        )
     weights = (
         model.num_transformers
         * model.dtype.itemsize
@@ -274,13 +293,14 @@ def compare_strategies(
         constraints=constraints,
         cluster=_cluster(args, prepared.machine),
         compute_nbytes=model.dtype.itemsize,
-        staged_nbytes=staged_total(weights, sum(cached_sample_nbytes(model)), prepared.samples),
+        weights_nbytes=weights,
+        data_nbytes=(prepared.samples or 0) * sum(cached_sample_nbytes(model)),
         simulated=prepared.machine.simulated,
     )
     heading = prepared.heading
     own = "speed and memory are those of one GPU"
     notes = tuple(note for note in heading.notes if not note.startswith(own))
-    return advise(inputs), inputs, replace(heading, notes=notes)
+    return inputs, replace(heading, notes=notes)
 
 
 def _cluster(args: argparse.Namespace, machine: PlanMachine) -> Cluster:

@@ -150,9 +150,16 @@ class StrategyInputs:
     cluster: Cluster
     compute_nbytes: int
     """Bytes per element of the weights that blocks compute with."""
-    staged_nbytes: int
-    """Bytes of weights and data that each machine reads at the start."""
+    weights_nbytes: int
+    """Bytes of the weights of all transformers, in their files."""
+    data_nbytes: int
+    """Bytes of the encoded data set, if its size is known."""
     simulated: bool = True
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of weights and data that each machine reads at the start."""
+        return self.weights_nbytes + self.data_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +260,7 @@ def _one_gpu(inputs: StrategyInputs) -> Strategy:
     budget = replace(inputs.budget, ranks=1)
     if inputs.cluster.link is Link.COHERENT:  # the memory of its own CPU
         budget = replace(budget, host_nbytes=budget.host_nbytes // inputs.budget.ranks)
-    alone = replace(inputs, budget=budget)
+    alone = replace(inputs, budget=budget, cluster=replace(inputs.cluster, num_gpus=1))
     return _strategy(alone, "one GPU", ONE_PROCESS, {}, inputs.model, inputs.fixed, 1)
 
 
@@ -524,6 +531,13 @@ def _warnings(inputs: StrategyInputs, strategies: Sequence[Strategy]) -> Iterato
             "files, the page cache and pinned memory compete for the rest; set "
             "cache_config.vae_cache_type: disk, or limit cache_config.host_budget_gb."
         )
+    loaded = budget.ranks * inputs.weights_nbytes
+    if inputs.cluster.num_gpus > 1 and loaded > budget.host_nbytes:
+        yield (
+            f"every rank loads the whole model at its start: {format_bytes(loaded)} on each "
+            f"machine, which has {format_bytes(budget.host_nbytes)} of host memory. Start fewer "
+            "ranks on a machine."
+        )
     if is_sharded and run.distributed.cpu_offload and run.optimizer.state == "host":
         yield (
             "distributed.cpu_offload and optimizer.state: host both keep the optimizer's state in "
@@ -578,8 +592,3 @@ def _notes(inputs: StrategyInputs) -> Iterator[str]:
         yield f"strategies in brackets are for comparison only: {refusal}"
     if inputs.constraints.host_state == (0.0,):
         yield "no hybrid: an adapter's optimizer state is too small to be worth moving"
-
-
-def staged_total(weights_nbytes: int, cached_nbytes: int, num_samples: int | None) -> int:
-    """Return the bytes that a machine reads at the start: weights, and encoded samples."""
-    return weights_nbytes + (num_samples or 0) * cached_nbytes

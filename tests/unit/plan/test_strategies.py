@@ -43,7 +43,8 @@ def inputs(device_nbytes=10_000, run=None, host_nbytes=10**6, **cluster):
         constraints=Constraints(compile=(False,), host_state=(0.0, 0.5, 1.0)),
         cluster=Cluster(**(settings | cluster)),
         compute_nbytes=4,
-        staged_nbytes=1000,
+        weights_nbytes=400,
+        data_nbytes=600,
     )
 
 
@@ -125,6 +126,8 @@ def test_mechanisms_that_use_the_same_memory_are_warned_of():
     crowded = advise(inputs(device_nbytes=10**6, host_nbytes=18_000)).warnings
     assert any("FSDP2 + offload" in text and "compete for the rest" in text for text in crowded)
     assert not advise(inputs(device_nbytes=10**6)).warnings
+    loading = advise(replace(inputs(), weights_nbytes=10**6)).warnings
+    assert any("every rank loads the whole model at its start" in text for text in loading)
 
 
 def test_samples_of_a_step_are_divided_among_the_ranks():
