@@ -294,7 +294,8 @@ def merge_records(records: Sequence[StepRecords]) -> StepRecords:
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, float):
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
         assert isinstance(end, float)
         return end - start
     return float(start.elapsed_time(end)) / 1e3

@@ -69,7 +69,7 @@ MOVEMENT_EVERY = 10
 """Collections between two measurements of how far weights have moved."""
 FAR = 0.5
 """Relative distance of weights from the start that only a high learning rate causes."""
-NOTE_S = 0.25
+NOTE_S = 1.0
 """Seconds between two notes of the step in the record for the next start."""
 PACKAGES = ("gracetune", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
 
