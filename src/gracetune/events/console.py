@@ -32,11 +32,14 @@ from rich.text import Text
 from gracetune.events.types import (
     FINISHED,
     BatchesFed,
+    BatchSkipped,
     CheckpointSaved,
+    HealthChanged,
     MemoryUsed,
     Notice,
     RampChanged,
     RatesSpread,
+    RequestTaken,
     RunEnded,
     RunStarted,
     StageProgress,
@@ -78,6 +81,8 @@ STATUS_LABELS = {"done": "done", "interrupted": "stopped", "failed": "failed"}
 WAIT_SHARE = 0.1
 """Share of a run's time that steps may wait for batches, or for streamed weights, before the end of
 the run shows a warning."""
+MAX_SHOWN_SAMPLES = 4
+"""Number of files that the line of a skipped step names."""
 UNRELATED_TO_STEPS = (Notice, MemoryUsed, BatchesFed, WeightsStreamed, RatesSpread)
 """Events that `PlainConsole` prints at once. Before any other event, such as a saved checkpoint, it
 first prints the latest step, if it has skipped that line (it prints a step every few seconds)."""
@@ -201,7 +206,9 @@ class LiveConsole:
             self._handle_step(event)
         elif isinstance(event, RunEnded):
             self._live.stop()
-        is_warning = isinstance(event, Notice) and event.level == "warning"
+        is_warning = (isinstance(event, Notice) and event.level == "warning") or (
+            isinstance(event, HealthChanged) and event.level in ("degraded", "stopping")
+        )
         for line in self._state.lines(event):
             self._print(line, style="yellow" if is_warning else None)
 
@@ -285,14 +292,13 @@ class ConsoleState:
                     *self._wait_warnings(event.seconds),
                     *run_ended_lines(event, self._fallbacks, was_finished=self._was_finished),
                 ]
-            case (
-                StageProgress()
-                | StepDone()
-                | MemoryUsed()
-                | BatchesFed()
-                | WeightsStreamed()
-                | RatesSpread()
-            ):
+            case HealthChanged():
+                return health_lines(event)
+            case RequestTaken():
+                return [request_line(event)]
+            case BatchSkipped():
+                return [batch_skipped_line(event)]
+            case _:  # numbers for the log, the trackers and the page
                 return []
 
     def _wait_warnings(self, seconds: float) -> list[str]:
@@ -433,6 +439,33 @@ def validated_line(event: Validated) -> str:
         parts.append(event.grid)
     text = ", ".join(parts) or "no held-out samples and no prompts"
     return labelled("validate", f"step {event.step} in {format_seconds(event.seconds)}: {text}")
+
+
+def health_lines(event: HealthChanged) -> list[str]:
+    """Return the lines of a health check: the cause, what the run does, and what to change."""
+    if event.level == "ok":
+        return [labelled("health", f"{event.check} is over: {event.cause}")]
+    text = "\n".join(filter(None, (event.cause, event.action, event.advice)))
+    return [labelled("health" if event.level == "notice" else "warning", text)]
+
+
+def request_line(event: RequestTaken) -> str:
+    """Return the line of a request from outside, taken or refused."""
+    outcome = "taken" if event.accepted else "refused"
+    reason = f": {event.reason}" if event.reason else ""
+    return labelled("request", f"{event.request} {outcome} after step {event.step}{reason}")
+
+
+def batch_skipped_line(event: BatchSkipped) -> str:
+    """Return the line of a step that was skipped because of a loss that is not finite."""
+    shown = ", ".join(event.samples[:MAX_SHOWN_SAMPLES])
+    more = len(event.samples) - MAX_SHOWN_SAMPLES
+    files = f"{shown} and {more} more" if more > 0 else shown
+    text = (
+        f"step {event.step} is skipped: its loss is {event.loss:g} and its gradient norm "
+        f"{event.grad_norm:g} ({files}); {event.skipped} skipped so far"
+    )
+    return labelled("warning", text)
 
 
 def checkpoint_line(event: CheckpointSaved) -> str:

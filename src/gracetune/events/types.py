@@ -185,6 +185,220 @@ class Validated:
     losses: Mapping[str, float] = field(default_factory=dict)
     """Mean losses on held-out samples, by name."""
     seconds: float = 0.0
+    request: str = ""
+    """The id of the request that asked for it; empty for a scheduled validation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescribed:
+    """The machine, the versions, the data and the memory plan of a process, once at its start.
+
+    The settings themselves are in `run.json`.
+    """
+
+    step: int
+    """Steps done before this process; the same as `RunStarted.start_step`."""
+    machine: Mapping[str, object]
+    """`host`, `cpus`, `memory` (bytes), `link` (how host and device memory are connected), `ranks`,
+    and `gpus`: a list of `name` and `memory`. `gpus` is empty on a CPU."""
+    versions: Mapping[str, str]
+    """Package -> version, with `python`."""
+    settings: str
+    """A digest of all settings; runs with the same digest have the same run file."""
+    data: Mapping[str, object]
+    """`samples`, `held_out`; `datasets`: a list of `id`, `type`, `samples`, `held_out`, `repeats`,
+    `weight` and `share` (of all draws); `buckets`: a list of `size`, `samples` and `batches`;
+    `corrupt`: a list of `file` and `reason`; `captions`: `samples`, `unique`, `empty`,
+    `words_min`, `words_mean`, `words_max`."""
+    plan: Mapping[str, object] | None = None
+    """The memory plan: `batch`, `compiled`, `blocks` (a list of `name`, `weights`, `activations`),
+    `seconds`, `device` and `host` (role -> bytes). None if the run has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where the time of steps went, as the mean of the steps since the last event of this kind."""
+
+    step: int
+    steps: int
+    """Number of steps that the means are over."""
+    seconds: Mapping[str, float]
+    """Phase -> seconds per step. `compute`: forward and backward; `data`: waiting for batches;
+    `weights`: waiting for streamed weights and activations; `host`: waiting for other ranks;
+    `optimizer`: clipping and update; `other`: the rest, such as logging. Checkpoints and
+    validations are not part of a step: their events have their seconds."""
+    total: float
+    """Wall time of a step in seconds: the sum of the phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """The training loss in parts, averaged over the samples since the last event of this kind.
+
+    Each part is a mapping of name -> `{"loss": mean, "samples": count}`, over the samples of all
+    ranks.
+    """
+
+    step: int
+    by_dataset: Mapping[str, Mapping[str, float]]
+    """By `datasets[].id`. A dataset that was not drawn has 0 samples and no `loss`."""
+    by_timestep: Mapping[str, Mapping[str, float]]
+    """By range of timesteps, as in `t0.00-0.25`; 0 is the clean sample."""
+    by_part: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By output of the model, such as `video` and `audio`; empty for a model with one output."""
+    by_expert: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By transformer of Wan 2.2, `high` or `low` (noise); empty for other models."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsMoved:
+    """How far the trained weights of each block have moved since the run started."""
+
+    step: int
+    measure: Literal["adapter", "full"]
+    """`adapter`: the norm of the adapter's product of matrices, scaled as in the model, relative to
+    the norm of the frozen weights. `full`: the norm of the change since the run started, relative
+    to the norm of the weights at that time."""
+    blocks: Mapping[str, float]
+    """Block -> relative distance; 0.01 means that the change is 1 % of the weights."""
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+    """Block -> norm of its gradient in this step, before clipping; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSensors:
+    """Temperature, clocks and power of the GPUs, and the state of the host."""
+
+    step: int
+    gpus: tuple[Mapping[str, object], ...]
+    """For each GPU of this process: `index`, `name`, `temperature_c`, `sm_clock_mhz`,
+    `max_sm_clock_mhz`, `power_w`, `power_limit_w`, `utilization` (0 to 1), `memory_used`,
+    `memory_total`, and `throttle`, a list of the reasons why clocks are lowered. A value that the
+    driver does not report is absent."""
+    host: Mapping[str, float]
+    """`memory_available`, `memory_total`, `swap_used`, `cgroup_used`, `cgroup_limit` (bytes),
+    `oom_kills`; `refaults_per_s`: pages of files read again because the page cache had dropped
+    them; `pressure_memory`, `pressure_io`, `pressure_cpu`: percent of the last 10 s in which some
+    process waited (PSI); `output_free`, `cache_free`: free bytes on these disks; `cpu_s`: CPU
+    seconds of this process. A value that the kernel does not report is absent."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Sensor -> the reason why it cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRoles:
+    """What memory is used for, by kind of memory and role, next to the plan."""
+
+    step: int
+    roles: Mapping[str, Mapping[str, int]]
+    """`device`, `host` or `managed` -> role (`weights`, `batches`, ...) -> bytes."""
+    planned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """`device` or `host` -> role -> bytes that the plan expects; empty without a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnifiedMemory:
+    """The accounting of CUDA managed memory: its stage, reclamations, hints and page faults.
+
+    All counters are 0 in a run without managed memory. They count from the start of the process.
+    """
+
+    step: int
+    stage: int
+    """1: all managed memory is on the device; 2: the device is oversubscribed."""
+    transitions: int
+    """Changes of stage."""
+    headroom: int
+    """Free device memory in bytes, above which the device counts as having space: free bytes minus
+    the threshold. Negative in stage 2; 0 on a CPU."""
+    current: int
+    peak: int
+    cap: int
+    denied: int
+    """Reservations of managed memory that the cap has refused."""
+    light_reclamations: int
+    full_reclamations: int
+    reclaimed_bytes: Mapping[str, int]
+    """`light` and `full` -> bytes freed."""
+    hints: Mapping[str, int]
+    """`applied`, `unsupported`, `failed`, ... -> number of hints to the driver."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Page faults and migrated bytes, if CUPTI counts them; otherwise empty."""
+    faults_unavailable: str = ""
+    """The reason why page faults are not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """The loss on held-out samples, always with the same noise: comparable between steps and runs.
+
+    The training loss of a step depends on the timesteps and the noise that it draws; this one does
+    not. It is measured at every validation, if `validation.holdout` is above 0.
+    """
+
+    step: int
+    losses: Mapping[str, float]
+    """`held_out`, or `held_out_high` and `held_out_low` for the two transformers of Wan 2.2."""
+    by_timestep: Mapping[str, Mapping[str, float]]
+    """Range of timesteps, as in `t0.00-0.25` -> `{"loss": mean, "samples": count}`."""
+    samples: int
+    best_step: int
+    """The step with the lowest mean of `losses` so far, in this and earlier processes."""
+    best_loss: float
+
+
+HealthLevel = Literal["ok", "notice", "degraded", "stopping"]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChanged:
+    """A health check changed its level: a problem was found, acted upon, or is over."""
+
+    step: int
+    check: str
+    """The name of the check, such as `loader_stalled`; see docs/watching-a-run.md."""
+    level: HealthLevel
+    """`ok`: the problem is over; `notice`: training goes on as before; `degraded`: the run has
+    changed something to cope; `stopping`: the run saves a checkpoint, if the weights are good, and
+    ends."""
+    cause: str
+    """The cause in words, with the numbers that show it."""
+    action: str = ""
+    """What the run did about it; empty if nothing."""
+    advice: str = ""
+    """The setting to change, and to what."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The numbers by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTaken:
+    """A request to the run was taken, or refused, between two steps."""
+
+    step: int
+    request: str
+    """`validate`, `save`, `stop` or `log`."""
+    id: str
+    """The id of the request's file; empty for a request without one."""
+    accepted: bool = True
+    reason: str = ""
+    """Why the request was refused, or what it did."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    source: str = ""
+    """Who sent it, such as `gracetune now` or `dashboard`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSkipped:
+    """A step was skipped because its loss or gradient was not finite (`train.skip_bad_batches`)."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    samples: tuple[str, ...]
+    """The files of the samples in the step, as far as this rank has them."""
+    skipped: int
+    """Number of steps that this run has skipped so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +444,17 @@ Event = (
     | RatesSpread
     | RampChanged
     | Validated
+    | RunDescribed
+    | StepTimes
+    | LossParts
+    | WeightsMoved
+    | DeviceSensors
+    | MemoryRoles
+    | UnifiedMemory
+    | HeldOutLoss
+    | HealthChanged
+    | RequestTaken
+    | BatchSkipped
     | CheckpointSaved
     | RunEnded
 )
@@ -245,6 +470,17 @@ KINDS: dict[type[Event], str] = {
     RatesSpread: "rates_spread",
     RampChanged: "ramp_changed",
     Validated: "validated",
+    RunDescribed: "run_described",
+    StepTimes: "step_times",
+    LossParts: "loss_parts",
+    WeightsMoved: "weights_moved",
+    DeviceSensors: "device_sensors",
+    MemoryRoles: "memory_roles",
+    UnifiedMemory: "unified_memory",
+    HeldOutLoss: "held_out_loss",
+    HealthChanged: "health",
+    RequestTaken: "request_taken",
+    BatchSkipped: "batch_skipped",
     CheckpointSaved: "checkpoint_saved",
     RunEnded: "run_ended",
 }

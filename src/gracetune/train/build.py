@@ -92,6 +92,7 @@ from gracetune.train.prepare_model import (
     trained_parameters_of,
 )
 from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run_identity
+from gracetune.train.skipped_steps import SKIPPED_KEY, build_skips
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import (
     Ema,
@@ -101,6 +102,7 @@ from gracetune.train.step import (
     derive_seed,
     rounding_seed,
 )
+from gracetune.train.step_recorder import build_recorder, frozen_norms
 from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ class Session:
             self.plan_controller,
             self.state.layout.describe(),
             positional=self.state.dropout is not None,
-        )
+        ) | ({} if self.state.skips is None else {SKIPPED_KEY: self.state.skips.steps})
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
         """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
@@ -300,14 +302,18 @@ def build_session(
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     check_data(run, family)
     check_validation(run, family)
+    norms = frozen_norms(family)
     quantize_frozen(run, family, emit)
     adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
     dropout = DropoutSeeds(family.transformer) if is_positional else None
     unplanned = reason_unplanned(run, device)
-    is_copied = layout.is_sharded and not unplanned
     # The planner traces whole sequences, and divides their costs by the number of context ranks.
-    traced = _copy_for_tracing(family, accelerator.mixed_precision) if is_copied else None
+    traced = (
+        _copy_for_tracing(family, accelerator.mixed_precision)
+        if layout.is_sharded and not unplanned
+        else None
+    )
     context = divide_tokens(run, family, layout, device, emit)
     compares = compares_blocks(run, unplanned, layout, emit)
     references = (
@@ -384,6 +390,15 @@ def build_session(
         context=context,
         sharded=sharded,
         dropout=dropout,
+        recorder=build_recorder(
+            device,
+            family,
+            # A rank that has only some rows of each weight cannot tell how far a block has moved.
+            parameters if sharded is None else {},
+            adapted_modules,
+            norms,
+        ),
+        skips=build_skips(run, ranks, resumed),
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller)
