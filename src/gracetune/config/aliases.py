@@ -458,7 +458,6 @@ REMOVED_KEYS: Mapping[str, str] = {
     "config": "move the keys of the process to the top level of this file",
     "train.snr_gamma": "set train.min_snr_gamma; gamma/SNR without a limit is not supported",
     "job": "move the keys of the process to the top level of this file",
-    "datasets.*.augmentation_cache_epoch": "remove it; a run counts its epochs itself",
 }
 """Keys of other tools that gracetune refuses, with advice on what to do instead."""
 

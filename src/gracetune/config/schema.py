@@ -160,8 +160,8 @@ class Gh200Section(Section):
     """Memory placement for GH200 and other GPUs with unified memory, and the batch-size ramp.
 
     The ramp lets the effective batch size (samples per optimizer step, over all ranks) grow in the
-    course of training, by accumulating gradients over more and more micro-batches. If it starts below
-    `train.batch_size`, the first micro-batches are smaller.
+    course of training, by accumulating gradients over more and more micro-batches. If it starts
+    below `train.batch_size`, the first micro-batches are smaller.
     """
 
     enable_uvm_hints: bool | None = None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Sample
 
-IDENTITY_VERSION = 4
+IDENTITY_VERSION = 5
 """Version of the identity in a checkpoint. Raise it when a setting is added to `IDENTITY_SETTINGS`,
 so that an earlier gracetune, which does not know the setting, refuses the checkpoint. Version 1
 stored no version."""
@@ -67,7 +67,7 @@ IDENTITY_SETTINGS = _names(
         "resolution_type crop decode bucket_step bucket_aspects max_aspect min_edge min_resolution "
         "frames fps sample_rate channels seconds clip instance_prompt caption_dropout "
         "caption_shuffle caption_keep_tokens caption_variants repeats weight "
-        "augmentations_cache_mode variants",
+        "augmentations_cache_mode variants augmentation_cache_epoch",
         "datasets.*.augmentations.*": "name probability amount",
     }
 )
