@@ -1,6 +1,8 @@
 # Shared functions of the test_*_features.sh scripts, which source this file.
 #
 # A check is a function. It passes if every command in it succeeds; its output is shown if it fails.
+# A check that calls `skip REASON` tests something that this machine does not have. It is reported as
+# skipped, and does not count as passed.
 
 set -euo pipefail
 
@@ -15,7 +17,9 @@ STEPS=10
 WAIT_S="${WAIT_S:-300}"
 WORK="$(mktemp -d)"
 PASSED=0
+SKIPPED=0
 FAILED=()
+SKIP_CODE=77
 
 # Stop a run that a failed check left behind, and remove the working folder.
 clean_up() {
@@ -33,6 +37,7 @@ usage_error() {
 check() {
     local name="$1" code=0
     shift
+    rm -f "$WORK/skipped"
     # Not inside a condition: bash ignores `set -e` there, and a failing command would pass.
     set +e
     (
@@ -45,6 +50,9 @@ check() {
     if [[ $code -eq 0 ]]; then
         PASSED=$((PASSED + 1))
         echo "PASS  $name"
+    elif [[ $code -eq $SKIP_CODE && -s "$WORK/skipped" ]]; then
+        SKIPPED=$((SKIPPED + 1))
+        echo "SKIP  $name: $(cat "$WORK/skipped")"
     else
         FAILED+=("$name")
         echo "FAIL  $name (exit $code)"
@@ -52,23 +60,91 @@ check() {
     fi
 }
 
-# Print the result; fail if no check ran.
+# skip REASON: end the check that calls it.
+skip() {
+    echo "$1" >"$WORK/skipped"
+    exit "$SKIP_CODE"
+}
+
+# Print the result. Exit with 1 if a check failed, and with 77 if all were skipped.
 finish() {
-    echo "$PASSED passed, ${#FAILED[@]} failed"
-    [[ ${#FAILED[@]} -eq 0 && $PASSED -gt 0 ]]
+    local skipped=""
+    [[ $SKIPPED -eq 0 ]] || skipped="$SKIPPED skipped, "
+    echo "$PASSED passed, $skipped${#FAILED[@]} failed"
+    [[ ${#FAILED[@]} -eq 0 ]] || exit 1
+    [[ $PASSED -gt 0 ]] || exit "$SKIP_CODE"
 }
 
 train() {
     "$PYTHON" "$ROOT/train.py" --config "$CONFIG" --max_train_steps "$STEPS" "$@"
 }
 
+# Print the reason why an attention backend cannot be used here; nothing if it can.
+missing_backend() {
+    "$PYTHON" - "$1" <<'PY'
+import sys
+
+from gracetune.models.attention_backends import BACKENDS, find_backend
+
+name = sys.argv[1]
+if name not in BACKENDS:
+    sys.exit(f"{name} is not an attention backend. Known: {', '.join(BACKENDS)}")
+try:
+    find_backend(name)
+except (RuntimeError, ImportError) as error:
+    print(error)
+PY
+}
+
+# Write a run file for a miniature of a model that uses diffusers' attention dispatcher, which the
+# demo model of minimal.json does not. `--config` replaces it.
+dispatching_config() {
+    if [[ "$CONFIG" != "$ROOT/config/examples/minimal.json" ]]; then
+        cp "$CONFIG" dispatching.json
+        return
+    fi
+    PYTHONPATH="$ROOT/tests:$PYTHONPATH" "$PYTHON" - <<'PY'
+from pathlib import Path
+
+from fakes.family_sessions import family_run
+
+folder = Path("dispatching").absolute()
+folder.mkdir(exist_ok=True)
+train = {"batch_size": 2, "checkpoint_every": 0, "mixed_precision": "auto"}
+run = family_run(folder, "flux", train=train, plan="auto")
+Path("dispatching.json").write_text(run.model_dump_json(exclude_unset=True))
+PY
+    test -s dispatching.json
+}
+
 # Train a few steps with an attention backend.
 attention() {
-    local backend="$1"
+    local backend="$1" reason
     shift
-    train --attention_mechanism "$backend" --output_dir "attention-$backend" "$@" | tee attention.log
+    reason="$(missing_backend "$backend")"
+    [[ -z "$reason" ]] || skip "$backend cannot be used here: $reason"
+    dispatching_config
+    CONFIG="$PWD/dispatching.json" train --attention_mechanism "$backend" \
+        --output_dir "attention-$backend" "$@" | tee attention.log
     grep -q "done  *$STEPS steps" attention.log
     grep -q "\"attention_mechanism\": \"$backend\"" "attention-$backend/run.json"
+}
+
+# check_backends NAME FUNCTION BACKEND...: check each backend. A backend that this machine lacks is
+# skipped, and sdpa is checked in its place.
+check_backends() {
+    local name="$1" function="$2" backend before
+    local checked=" "
+    shift 2
+    for backend in "$@"; do
+        before=$SKIPPED
+        check "$name $backend" "$function" "$backend"
+        checked+="$backend "
+        if [[ $SKIPPED -gt $before && "$checked $* " != *" sdpa "* ]]; then
+            check "$name sdpa, instead of $backend" "$function" sdpa
+            checked+="sdpa "
+        fi
+    done
 }
 
 # Wait until a command succeeds; fail if the run ends before or the time is up.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Test the features for machines like the GH200: diagnosis, managed memory, datasets staged in memory,
-# batch ramp. Exit codes: 0 all checks passed, 1 a check failed, 2 invalid options.
+# batch ramp. Exit codes: 0 passed, 1 a check failed, 2 invalid options, 77 all checks were skipped.
 source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
 
 HELP="usage: scripts/test_gh200_features.sh [--diagnostic] [--uvm] [--staging] [--ramp] [--allow-cpu]
@@ -9,7 +9,7 @@ HELP="usage: scripts/test_gh200_features.sh [--diagnostic] [--uvm] [--staging] [
   --uvm         run validate_uvm.py, which allocates managed memory
   --staging     train from a dataset in memory
   --ramp        train with a growing effective batch
-  --allow-cpu   do not fail without a GPU
+  --allow-cpu   skip checks that need a GPU if there is none
 
 Without any of the first four options, all are tested."
 
@@ -34,9 +34,18 @@ diagnostic() {
     test -s report.json
 }
 
+# Managed memory must have been allocated and used: the check of the pool passed.
 uvm() {
     "$PYTHON" "$ROOT/validate_uvm.py" --output uvm.json "${ALLOW[@]}"
-    test -s uvm.json
+    "$PYTHON" - <<'PY' | tee uvm.log
+import json
+
+checks = {each["name"]: each for each in json.load(open("uvm.json"))["checks"]}
+pool = checks["pool round trip"]
+print(pool["status"], pool["text"])
+PY
+    ! grep -q '^SKIP ' uvm.log || skip "no managed memory was allocated: $(sed 's/^SKIP //' uvm.log)"
+    grep -q '^OK ' uvm.log
 }
 
 # The first run draws the images; the second stages their folder.

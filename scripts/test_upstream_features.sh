@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Test trainer features that do not depend on the GH200: attention backends, validation on request,
-# audio files. Exit codes: 0 all checks passed, 1 a check failed, 2 invalid options.
+# audio files. Exit codes: 0 passed, 1 a check failed, 2 invalid options, 77 all checks were skipped.
 source "$(dirname "${BASH_SOURCE[0]}")/feature_checks.sh"
 
 HELP="usage: scripts/test_upstream_features.sh [--attention] [--manual-validation] [--audio]
@@ -10,7 +10,8 @@ HELP="usage: scripts/test_upstream_features.sh [--attention] [--manual-validatio
   --backend NAME       attention backend, such as flash_attn_3 (default: sdpa); may be repeated
   --manual-validation  ask a running run for a validation (also --manual)
   --audio              decode audio files
-  --config FILE        run file to train (default: config/examples/minimal.json)
+  --config FILE        run file to train (default: config/examples/minimal.json, and a miniature
+                       Flux for attention backends)
 
 Without any of the first three options, all are tested."
 
@@ -52,9 +53,7 @@ PY
 for chosen in "${CHOSEN[@]}"; do
     case "$chosen" in
         attention)
-            for backend in "${BACKENDS[@]}"; do
-                check "attention backend $backend" attention "$backend"
-            done
+            check_backends "attention backend" attention "${BACKENDS[@]}"
             ;;
         manual) check "validation on request" manual_validation ;;
         audio) check "audio files" audio_files ;;

@@ -19,8 +19,14 @@ from gracetune.config.schema import RunFile
 from gracetune.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-HOSTS = {"ai-toolkit.md", "import.md", "simpletuner.md"}
+GUIDES = [ROOT / "GH200_OPTIMIZATION_GUIDE_FINAL_V2.md", ROOT / "documentation/GH200_WORKFLOW.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *GUIDES,
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+HOSTS = {"ai-toolkit.md", "import.md", "seeds.md", "simpletuner.md"}
 """Pages that also name keys of other tools."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

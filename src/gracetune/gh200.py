@@ -11,7 +11,6 @@ other module has such a global object: new code passes a `MemorySession`, or its
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gracetune.config.environment import (
@@ -22,6 +21,7 @@ from gracetune.config.environment import (
 from gracetune.memory.placement import DEFAULT_TABLE, BatchReport, PlacementTable, place_batch
 from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession
+from gracetune.train.batch_size_ramp import AccumulationRamp
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +33,9 @@ if TYPE_CHECKING:
     from gracetune.memory.oversubscription import Stage
     from gracetune.memory.stats import Stats
 
-_CLASSES = {
-    "GH200GradientRamp": ("gracetune.train.batch_size_ramp", "AccumulationRamp"),
-    "GH200InMemoryBackend": ("gracetune.data.staging", "StagedSource"),
-}
-"""Class name in the forks -> our module and class, imported on first use."""
-
-__all__ = [  # noqa: PLE0604  the names are strings, resolved lazily
-    *_CLASSES,
+__all__ = [
+    "GH200GradientRamp",
+    "GH200InMemoryBackend",  # noqa: F822  imported on first use, by __getattr__
     "discard",
     "gh200_uvm_enabled",
     "manage_memory",
@@ -141,8 +136,60 @@ def memory_stats() -> Stats:
     return _process.stats()
 
 
+class GH200GradientRamp:
+    """The number of micro-batches to accumulate, which grows during training.
+
+    It has the arguments of the fork's class. The fork changed the number in the middle of an
+    optimizer step, which gave its micro-batches wrong weights; here it changes between steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_batch_size: int,
+        base_ga: int = 1,
+        initial_effective: int | None = None,
+        target_effective: int | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        """Grow from `initial_effective` to `target_effective` samples in an optimizer step.
+
+        Both are `train_batch_size * base_ga` by default. `total_steps` is the number of
+        micro-batches until the target is reached; with 0, it is reached at once.
+        """
+        samples = train_batch_size * base_ga
+        target = target_effective or samples
+        initial = (initial_effective or samples) if total_steps else target
+        self._ramp = AccumulationRamp(
+            initial, target, max(1, total_steps), "quadratic", train_batch_size
+        )
+        self._done = self._left = 0
+        self._current = self.initial_ga
+        self.train_batch_size = train_batch_size
+        self.total_steps = total_steps
+
+    @property
+    def initial_ga(self) -> int:
+        """Micro-batches in the first optimizer step."""
+        return self._ramp.accumulation(0)
+
+    @property
+    def target_ga(self) -> int:
+        """Micro-batches in an optimizer step at the end of the ramp."""
+        return self._ramp.accumulation(self._ramp.length)
+
+    def advance(self) -> int:
+        """Begin a micro-batch; return how many the optimizer step has that it belongs to."""
+        if self._left == 0:
+            self._current = self._left = self._ramp.accumulation(self._done)
+        self._done += 1
+        self._left -= 1
+        return self._current
+
+
 def __getattr__(name: str) -> object:
-    if name not in _CLASSES:
+    if name != "GH200InMemoryBackend":
         raise AttributeError(f"module 'gracetune.gh200' has no attribute {name!r}")
-    module, attribute = _CLASSES[name]
-    return getattr(import_module(module), attribute)
+    from gracetune.hosts.fork_modules import GH200InMemoryBackend
+
+    return GH200InMemoryBackend

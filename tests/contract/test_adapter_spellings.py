@@ -121,6 +121,18 @@ SPELLINGS = {
     ),
     "lora_transformer1_": ("lycoris", replace_start("lycoris_", "lora_transformer1_"), "high"),
     "lora_transformer2_": ("lycoris", replace_start("lycoris_", "lora_transformer2_"), "low"),
+    "transformer1_": ("lycoris", replace_start("lycoris_", "transformer1_"), "high"),
+    "transformer2_": ("lycoris", replace_start("lycoris_", "transformer2_"), "low"),
+    "transformer1_ before original names": (
+        "kohya",
+        replace_start("lora_unet_", "transformer1_"),
+        "high",
+    ),
+    "lycoris_transformer1_": (
+        "lycoris",
+        replace_start("lycoris_", "lycoris_transformer1_"),
+        "high",
+    ),
     "lora_transformer1_ before original names": (
         "kohya",
         replace_start("lora_unet_", "lora_transformer1_"),

@@ -63,10 +63,29 @@ def test_checks_of_working_features_pass():
     assert "PASS  validation on request" in done.stdout
 
 
-def test_a_missing_attention_backend_fails_by_name():
+def test_a_missing_attention_backend_is_skipped_by_name_and_sdpa_is_tested():
     done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
+    assert done.returncode == 0, done.stdout
+    name = "hints and ramp with attention backend"
+    assert f"SKIP  {name} flash_attn_3: flash_attn_3 cannot be used here: " in done.stdout
+    assert f"PASS  {name} sdpa, instead of flash_attn_3" in done.stdout
+    assert done.stdout.endswith("1 passed, 1 skipped, 0 failed\n")
+
+
+def test_an_unknown_attention_backend_fails():
+    done = call("scripts/test_upstream_features.sh", "--attention", "--backend", "flash_attn_9")
     assert done.returncode == 1
-    assert "'flash_attn_3', which cannot be used here" in done.stdout
+    assert "flash_attn_9 is not an attention backend" in done.stdout
+
+
+def test_managed_memory_and_hints_are_not_passed_without_an_allocation():
+    done = call("scripts/test_gh200_features.sh", "--uvm", "--allow-cpu")
+    assert done.returncode == 77, done.stdout
+    assert "SKIP  managed memory: no managed memory was allocated: there is no GPU" in done.stdout
+    assert done.stdout.endswith("0 passed, 1 skipped, 0 failed\n")
+    done = call("scripts/test_combined_features.sh", "--audio", "--allow-cpu")
+    assert done.returncode == 77, done.stdout
+    assert "SKIP  audio in memory with hints: there is no GPU" in done.stdout
 
 
 ONE = "def one():\n    a = 1\n    b = 2\n    c = 3\n    return a\n"

@@ -57,24 +57,29 @@ def test_an_attention_backend_that_is_not_installed_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "name"),
+    ("script", "name", "samples"),
     [
-        ("train.py", "gh200_config.json"),
-        ("simpletuner/train.py", "gh200_in_memory_example.json"),
+        ("train.py", "gh200_config.json", [4, 8]),  # train_batch_size is 32
+        ("simpletuner/train.py", "gh200_in_memory_example.json", [4, 5]),
     ],
 )
-def test_the_run_files_of_the_guides_train_on_a_folder(tmp_path, script, name, shapes_folder):
+def test_the_run_files_of_the_guides_train_on_a_folder(
+    tmp_path, script, name, samples, shapes_folder
+):
     source = ShapesSource(shapes_folder, ShapesSection(copies=1), lambda event: None)
     assert source.keys()
     done = run_python(
         *(ROOT / script, "--config", ROOT / "config" / name),
         *("--max_train_steps", 2, "--datasets.0.instance_data_dir", shapes_folder),
-        *("--train_batch_size", 2, "--batch_rampup_steps", 2, "--validation.every", 0),
+        *("--validation.every", 0),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GH200 gradient accumulation ramp enabled" in done.stdout
     assert "done       2 steps" in done.stdout
+    (log,) = tmp_path.glob("runs/*/events.jsonl")
+    events = map(json.loads, log.read_text().splitlines())
+    assert [event["samples"] for event in events if event["event"] == "step_done"] == samples
 
 
 @pytest.mark.parametrize(

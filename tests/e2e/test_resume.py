@@ -81,9 +81,20 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(run_file, start, g
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
 
 
-def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path):
+SMALL_RAMP = {
+    "enable_batch_size_rampup": True,
+    "initial_effective_batch_size": 1,
+    "target_effective_batch_size": 4,
+    "batch_rampup_steps": 12,
+    "rampup_shape": "linear",
+}
+"""Cuts batches of 4 into pieces of 1, 2, 1 and 2, 2; a run of 4 steps ends between pieces."""
+
+
+@pytest.mark.parametrize("ramp", [{}, SMALL_RAMP], ids=["constant", "small-ramp"])
+def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path, ramp):
     """6 steps at once have the same losses as 3 + 1 + 2 steps with resumes between them."""
-    file = run_file(train={"checkpoint_every": 1})
+    file = run_file(train={"checkpoint_every": 1}, gh200_optimizations=ramp)
     whole = load_run_file(file, [f"output_dir={tmp_path / 'whole'}", "train.max_train_steps=6"])
     run_training(whole.run)
     for steps in (3, 4, 6):

@@ -104,6 +104,15 @@ def test_no_helper_variables_are_left_behind() -> None:
     assert done.stdout == ""
 
 
+def test_settings_of_managed_memory_that_is_off_govern_nothing() -> None:
+    conf = "use_uvm:False,uvm_oversubscription_ratio:3.0,uvm_access_pattern:cpu_first"
+    settings = environment_settings({"PYTORCH_CUDA_ALLOC_CONF": conf})
+    effects = env.describe_effects(settings)
+    assert "managed memory is off" in effects
+    assert "uvm_oversubscription_ratio limits nothing, because managed memory is off" in effects
+    assert "uvm_access_pattern places nothing, because managed memory is off" in effects
+
+
 def test_the_table_shows_values_meanings_and_effects() -> None:
     environment = {
         "SIMPLETUNER_GH200_ENABLE_UVM_HINTS": "1",
@@ -116,9 +125,9 @@ def test_the_table_shows_values_meanings_and_effects() -> None:
     text = "\n".join(env.table(environment, environment_settings(environment)))
     for words in (
         "hints are on",
-        "managed pools are on",
-        "limited to 3.0 times",
-        "placed cpu_first",
+        "managed memory is on: for the batches of a run, and for what a script allocates",
+        "uvm_oversubscription_ratio limits managed memory to 3.0 times device memory; weights,",
+        "uvm_access_pattern places managed memory cpu_first; weights, gradients and",
         "below 15% free",
         "below 10.0 GiB free",
         "`auto` means bf16",

@@ -66,10 +66,10 @@ def augmentation_epoch(section: DatasetSection, epoch: int) -> int:
     """Return which random version of its samples (augmentation epoch) a training epoch uses.
 
     `static` datasets repeat their `variants` versions; the others have a new one in every epoch.
+    `augmentation_cache_epoch` is that of the first epoch.
     """
-    if epoch == NO_EPOCH:
-        return 0
-    return epoch % section.variants if augmentation_mode(section) == "static" else epoch
+    number = section.augmentation_cache_epoch + max(0, epoch)  # NO_EPOCH is like the first epoch
+    return number % section.variants if augmentation_mode(section) == "static" else number
 
 
 def check_variants(section: DatasetSection, index: int) -> None:

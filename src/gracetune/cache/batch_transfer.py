@@ -37,6 +37,7 @@ from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import Tier, memory_event, memory_roles_event, unified_memory_event
+from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,12 +218,37 @@ def build_batch_transfer(
     platform = session.machine.platform
     hints = "on" if session.hints_enabled else "off"
     emit(Notice(f"memory link: {platform.link.value} ({platform.reasons['link']}); hints {hints}"))
-    if session.wants_pool:
-        pool = session.pool()
-        if not isinstance(pool, ManagedPool):
-            text = f"batches are not in managed memory, although it is enabled: {pool.reason}"
-            emit(Notice(text, level="warning", fallback=True))
+    managed = managed_memory_notice(session)
+    if managed is not None:
+        emit(managed)
     return BatchTransfer(session, device, placement_table({**BATCH_PLACEMENT, **section.placement}))
+
+
+def managed_memory_notice(session: MemorySession) -> Notice | None:
+    """Return the notice about what is in managed memory, and what the `uvm_*` settings govern.
+
+    None if neither managed memory nor such a setting is in use.
+    """
+    settings = session.settings
+    given = {
+        "uvm_oversubscription_ratio": settings.oversubscription_ratio,
+        "uvm_access_pattern": settings.access_pattern,
+        "uvm_stage1_threshold": settings.stage1_threshold,
+        "uvm_stage1_min_bytes": settings.stage1_min_bytes,
+    }
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    idle = f"; no effect: {names}" if names else ""
+    if not session.wants_pool:
+        text = "nothing is in managed memory, because use_uvm is off" if names else ""
+        return Notice(f"{text}{idle}") if text else None
+    pool = session.pool()
+    if not isinstance(pool, ManagedPool):
+        text = f"batches are not in managed memory, although it is enabled: {pool.reason}"
+        return Notice(f"{text}{idle}", level="warning", fallback=True)
+    return Notice(
+        f"managed memory: the batches of the run, at most {format_bytes(session.managed_cap)}; "
+        "weights, gradients, optimizer state and activations are not in it"
+    )
 
 
 # Pinned staging memory

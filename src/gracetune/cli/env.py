@@ -87,13 +87,20 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
     if settings.uvm_hints is not None:
         effects.append(f"hints are {'on' if settings.uvm_hints else 'off'}")
     if settings.use_uvm is not None:
-        effects.append(f"managed pools are {'on' if settings.use_uvm else 'off'}")
-    if settings.oversubscription_ratio is not None:
         effects.append(
-            f"managed memory is limited to {settings.oversubscription_ratio} times device memory"
+            "managed memory is on: for the batches of a run, and for what a script allocates in "
+            "gracetune.unified_pool()"
+            if settings.use_uvm
+            else "managed memory is off"
         )
+    is_off = settings.use_uvm is False
+    if settings.oversubscription_ratio is not None:
+        limit = f"to {settings.oversubscription_ratio} times device memory"
+        effects.append(_managed_effect("uvm_oversubscription_ratio limits", limit, is_off))
     if settings.access_pattern is not None:
-        effects.append(f"managed memory is placed {settings.access_pattern}")
+        effects.append(
+            _managed_effect("uvm_access_pattern places", settings.access_pattern, is_off)
+        )
     if settings.stage1_threshold is not None:
         effects.append(f"stage 2 begins below {settings.stage1_threshold:.0%} free device memory")
     if settings.stage1_min_bytes is not None:
@@ -106,6 +113,12 @@ def describe_effects(settings: EnvironmentSettings) -> tuple[str, ...]:
         f"{key} is {str(value).lower()} by default" for key, value in settings.sharding.items()
     ]
     return (*effects, *settings.notices)
+
+
+def _managed_effect(verb: str, how: str, is_off: bool) -> str:
+    if is_off:
+        return f"{verb} nothing, because managed memory is off"
+    return f"{verb} managed memory {how}; weights, gradients and optimizer state are not in it"
 
 
 def table(environment: Mapping[str, str], settings: EnvironmentSettings) -> Iterator[str]:

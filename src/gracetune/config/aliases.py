@@ -545,7 +545,6 @@ REMOVED_KEYS: Mapping[str, str] = {
     "divides weights as ZeRO-3 does (as ZeRO-2 with distributed.reshard_after_forward: false), and "
     "distributed.cpu_offload to true for its offload",
     "job": "move the keys of the process to the top level of this file",
-    "datasets.*.augmentation_cache_epoch": "remove it; a run counts its epochs itself",
 }
 """Keys of other tools that gracetune refuses, with advice on what to do instead."""
 

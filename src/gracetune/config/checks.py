@@ -416,7 +416,6 @@ MEDIA_SETTINGS = {
 
 def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
     ramp = run.gh200_optimizations
-    initial = ramp.initial_effective_batch_size
     section = "gh200_optimizations"
     if not ramp.enable_batch_size_rampup:
         for key in RAMP_KEYS:
@@ -425,11 +424,6 @@ def _unused_ramp_settings(run: RunFile) -> Iterator[str]:
                     f"{section}.{key} is {getattr(ramp, key)} but has no effect, because "
                     f"{section}.enable_batch_size_rampup is false."
                 )
-    if ramp.enable_batch_size_rampup and initial is not None and initial < run.train.batch_size:
-        yield (
-            f"{section}.initial_effective_batch_size is {initial}, but one micro-batch already "
-            f"has {run.train.batch_size} samples (train.batch_size). The ramp starts there."
-        )
 
 
 def _unused_staging(run: RunFile) -> Iterator[str]:

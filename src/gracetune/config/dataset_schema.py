@@ -312,6 +312,10 @@ class DatasetSection(Section):
     variants: PositiveInt = 1
     """Number of random versions of each sample that `augmentations_cache_mode: static` encodes.
     Epochs use them in turn."""
+    augmentation_cache_epoch: NonNegativeInt = 0
+    """Number of the epoch whose random changes the first epoch uses; the run counts on from it. To
+    train on with new random changes after another run, set it to that run's number of epochs. It
+    has no effect if `static` encodes one version."""
 
     @field_validator("caption_extension")
     @classmethod

@@ -182,7 +182,8 @@ class Gh200Section(Section):
     """Memory placement for GH200 and other GPUs with unified memory, and the batch-size ramp.
 
     The ramp lets the effective batch size (samples per optimizer step, over all ranks) grow in the
-    course of training, by accumulating gradients over more and more micro-batches.
+    course of training, by accumulating gradients over more and more micro-batches. If it starts
+    below `train.batch_size`, the first micro-batches are smaller.
     """
 
     enable_uvm_hints: bool | None = None
@@ -196,8 +197,9 @@ class Gh200Section(Section):
     enable_batch_size_rampup: bool = False
     """Turn on the batch-size ramp: the effective batch size grows during training."""
     initial_effective_batch_size: PositiveInt | None = None
-    """Effective batch size at the start of the batch-size ramp, in samples over all ranks. It must
-    be set if the ramp is on."""
+    """Effective batch size at the start of the batch-size ramp, in samples over all ranks; at least
+    one for each rank. It must be set if the ramp is on. Below `train.batch_size`, micro-batches
+    start with this size, which doubles until it is `train.batch_size`."""
     target_effective_batch_size: PositiveInt | None = None
     """Effective batch size at the end of the batch-size ramp, in samples over all ranks. Default:
     `train.effective_batch_size`, or else `train.batch_size` times

@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import struct
 from importlib import import_module
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from gracetune.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
+    from typing import BinaryIO
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -96,6 +99,21 @@ def decode_audio(
     # resampling may lose the last few samples to rounding; pad them with silence
     padded = np.pad(part[:length], ((0, max(0, missing)), (0, 0)))
     return torch.from_numpy(np.ascontiguousarray(padded.T, dtype=np.float32))
+
+
+def load_audio(source: str | PathLike[str] | bytes | BinaryIO) -> tuple[Tensor, int]:
+    """Decode a whole audio file to a float32 tensor with the layout CN; also return its rate.
+
+    `source` is a path, the bytes of a file, or an open file.
+    """
+    import torch
+
+    if isinstance(source, str | PathLike):
+        data = Path(source).read_bytes()
+    else:
+        data = source if isinstance(source, bytes) else source.read()
+    waves, facts = _read(data)
+    return torch.from_numpy(np.ascontiguousarray(waves.T)), facts.sample_rate
 
 
 def to_channels(waves: Waves, channels: int) -> Waves:

@@ -3,9 +3,10 @@
 The order is an endless sequence of micro-batches, which depends only on the seed, the samples and
 the batch size. They are called global batches, because they are numbered over all ranks. An
 optimizer step takes the next few of them and divides them among the ranks, by planned time: the
-number of ranks changes which rank computes a batch, never which batches a step contains. The
-position of a run is a single number, the count of global batches in all finished steps, so a
-checkpoint can be resumed with another number of ranks.
+number of ranks changes which rank computes a batch, never which batches a step contains. If a step
+has fewer batches than ranks, they are cut into parts. The position of a run is a single number, the
+count of global batches in all finished steps, so a checkpoint can be resumed with another number of
+ranks.
 
 The random functions at the end of the file hash a text to a random number, so there is no random
 generator whose state must be saved.
@@ -14,6 +15,7 @@ generator whose state must be saved.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -109,7 +111,7 @@ class LoaderState:
 
     def epoch(self, order: BatchOrder) -> int:
         """Return the epoch that the first batch of the next step belongs to."""
-        return self.consumed // order.epoch_length
+        return order.epoch_at(self.consumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +134,22 @@ class BatchOrder:
     """
 
     def __init__(
-        self, groups: Sequence[BucketGroup], batch_size: int, seed: int, similar: int = 1
+        self,
+        groups: Sequence[BucketGroup],
+        batch_size: int,
+        seed: int,
+        similar: int = 1,
+        first_sizes: Sequence[int] = (),
     ) -> None:
         """Order the batches of these groups.
 
         Each `similar` successive batches, counted from the start of the run, have similar sample
-        sizes; 1 shuffles all batches.
+        sizes; 1 shuffles all batches. `first_sizes` are the sizes of the first batches of the run,
+        if they are smaller than `batch_size`: the usual batches are cut into such pieces, in their
+        usual order. The last piece of each may be smaller.
         """
         assert batch_size >= 1, f"a batch of {batch_size}"
+        assert all(size >= 1 for size in first_sizes), first_sizes
         self._similar = similar
         self._groups = sorted(groups, key=lambda group: group.size)
         self._batch_size = batch_size
@@ -159,15 +169,25 @@ class BatchOrder:
         self._elements = sizes[owners] * (stops - starts)
         # Two epochs, because a step may begin in one epoch and end in the next.
         self._epoch = lru_cache(maxsize=2)(self._shuffle)
+        self._first_sizes = first_sizes
+        self._pieces = self._cut_first_batches(first_sizes)
 
     def with_similar(self, similar: int) -> BatchOrder:
         """Return the same batches in an order with another number of similar ones."""
-        return BatchOrder(self._groups, self._batch_size, self._seed, similar)
+        return BatchOrder(self._groups, self._batch_size, self._seed, similar, self._first_sizes)
 
     @property
     def epoch_length(self) -> int:
-        """Number of batches in an epoch, over all ranks."""
+        """Number of batches of the usual size in an epoch, over all ranks."""
         return len(self._bounds)
+
+    def epoch_at(self, index: int) -> int:
+        """Return the epoch that the batch with this number belongs to."""
+        return self._place(index)[0] // self.epoch_length
+
+    def num_samples(self, index: int, count: int) -> int:
+        """Return the samples in `count` batches together, from the one with this number on."""
+        return sum(self.size_at(each)[1] for each in range(index, index + count))
 
     @property
     def samples_per_epoch(self) -> int:
@@ -179,19 +199,21 @@ class BatchOrder:
 
         The order of two epochs is kept in memory, so consecutive batches are cheap.
         """
-        number, place = divmod(index, self.epoch_length)
-        epoch = self._epoch(number)
-        start, stop = epoch.batches[place]
-        return tuple(self._draw(int(entry), epoch) for entry in epoch.draws[start:stop])
+        batch, first, last = self._place(index)
+        epoch = self._epoch(batch // self.epoch_length)
+        start, stop = epoch.batches[batch % self.epoch_length]
+        entries = epoch.draws[start:stop][first:last]
+        return tuple(self._draw(int(entry), epoch) for entry in entries)
 
     def size_at(self, index: int) -> tuple[Shape, int]:
         """Return the sample size of the batch with this number, and its number of samples.
 
         It is much cheaper than `batch_at`, because it chooses no samples and no captions.
         """
-        number, place = divmod(index, self.epoch_length)
-        start, stop = self._epoch(number).batches[place]
-        return self._groups[self._group_of(start)].size, int(stop - start)
+        batch, first, last = self._place(index)
+        start, stop = self._bounds_of(batch)
+        size = self._groups[self._group_of(start)].size
+        return size, stop - start if last is None else last - first
 
     def largest_draw(self) -> tuple[Draw, ...]:
         """Return a batch of one sample of the largest size, to find the peak memory use."""
@@ -213,6 +235,32 @@ class BatchOrder:
         for group in self._groups:
             counts[group.size] += group.draws_per_epoch
         return counts
+
+    def _place(self, index: int) -> tuple[int, int, int | None]:
+        """Return the usual batch that a batch is cut from, and its first and last place in it."""
+        if index >= len(self._pieces):
+            cut = self._pieces[-1][0] + 1 if self._pieces else 0
+            return index - len(self._pieces) + cut, 0, None
+        return self._pieces[index]
+
+    def _bounds_of(self, batch: int) -> tuple[int, int]:
+        number, place = divmod(batch, self.epoch_length)
+        start, stop = self._epoch(number).batches[place]
+        return int(start), int(stop)
+
+    def _cut_first_batches(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Cut the first batches into pieces of these sizes, as (batch, first, last)."""
+        pieces: list[tuple[int, int, int]] = []
+        for batch in itertools.count():
+            if len(pieces) >= len(sizes):
+                return pieces
+            start, stop = self._bounds_of(batch)
+            first, length = 0, stop - start
+            while first < length:
+                size = sizes[len(pieces)] if len(pieces) < len(sizes) else length
+                pieces.append((batch, first, min(first + size, length)))
+                first += size
+        raise AssertionError("unreachable")
 
     def _spans_by_size(self) -> list[tuple[int, int]]:
         """Return, for each sample size, the range (start, stop) of its draw numbers.
@@ -306,6 +354,18 @@ class BatchOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPart:
+    """A global batch, or the part of one that a rank computes."""
+
+    index: int
+    """Number of the global batch."""
+    start: int = 0
+    """Place of the part's first sample in the batch."""
+    stop: int | None = None
+    """Place after the part's last sample; None for a whole batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankShare:
     """The rule that divides the global batches of each optimizer step among ranks.
 
@@ -333,20 +393,49 @@ class RankShare:
         """Return the same rule for steps that all have this number of global batches."""
         return replace(self, step_size=lambda _: num_batches)
 
-    def seconds_at(self, order: BatchOrder, index: int) -> float:
-        """Return the planned time of a global batch; 1 if all take equally long."""
-        return 1.0 if self.batch_seconds is None else self.batch_seconds(*order.size_at(index))
+    def seconds_at(self, order: BatchOrder, part: BatchPart) -> float:
+        """Return the planned time of a global batch or a part of it.
 
-    def assign(self, order: BatchOrder, consumed: int) -> list[list[int]]:
-        """Return the numbers of the global batches that each rank computes in one step.
+        If no times are planned, a batch takes 1, and a part its share of that.
+        """
+        size, whole = order.size_at(part.index)
+        count = whole if part.stop is None else part.stop - part.start
+        return count / whole if self.batch_seconds is None else self.batch_seconds(size, count)
+
+    def assign(self, order: BatchOrder, consumed: int) -> list[list[BatchPart]]:
+        """Return the global batches, or parts of them, that each rank computes in one step.
 
         The step is the one after the first `consumed` batches.
         """
         indices = range(consumed, consumed + self.num_batches(consumed))
+        parts = [BatchPart(index) for index in indices]
         if self.world_size == 1:
-            return [list(indices)]
-        seconds = [self.seconds_at(order, index) for index in indices]
-        return [[consumed + place for place in own] for own in balance(seconds, self.world_size)]
+            return [parts]
+        if len(parts) < self.world_size:
+            return [[part] for part in self._cut(order, indices)]
+        seconds = [self.seconds_at(order, part) for part in parts]
+        return [[parts[place] for place in own] for own in balance(seconds, self.world_size)]
+
+    def _cut(self, order: BatchOrder, indices: Sequence[int]) -> list[BatchPart]:
+        """Cut the batches of a step into one part for each rank.
+
+        Each further part is taken from the batch whose parts are the longest so far.
+        """
+        sizes = {index: order.size_at(index) for index in indices}
+        counts = {index: count for index, (_, count) in sizes.items()}
+        assert sum(counts.values()) >= self.world_size, f"{counts} for {self.world_size} ranks"
+        measure = self.batch_seconds or (lambda _, count: count)
+        seconds = {index: measure(*size) for index, size in sizes.items()}
+        num_parts = dict.fromkeys(indices, 1)
+        for _ in range(self.world_size - len(indices)):
+            divisible = (index for index in indices if num_parts[index] < counts[index])
+            longest = max(divisible, key=lambda index: (seconds[index] / num_parts[index], -index))
+            num_parts[longest] += 1
+        return [
+            BatchPart(index, counts[index] * part // parts, counts[index] * (part + 1) // parts)
+            for index, parts in num_parts.items()
+            for part in range(parts)
+        ]
 
 
 SINGLE_SHARE = RankShare()
@@ -392,7 +481,7 @@ def plan_balance(order: BatchOrder, share: RankShare) -> RankBalance:
     consumed = 0
     while not means or consumed < min(order.epoch_length, MAX_BALANCED_BATCHES):
         seconds = [
-            sum(share.seconds_at(order, index) for index in own)
+            sum(share.seconds_at(order, part) for part in own)
             for own in share.assign(order, consumed)
         ]
         slowest.append(max(seconds))
@@ -488,7 +577,9 @@ class Loader:
 class _PlannedBatch:
     """A batch of this rank that is not loaded yet, with the state after it."""
 
-    index: int
+    part: BatchPart
+    batch_size: int
+    """Number of samples in the whole batch."""
     draws: tuple[Draw, ...]
     state: LoaderState
 
@@ -496,7 +587,11 @@ class _PlannedBatch:
 def _load_planned(
     load: Callable[[Sequence[Draw]], Batch], planned: _PlannedBatch
 ) -> tuple[Batch, LoaderState]:
-    return replace(load(planned.draws), index=planned.index), planned.state
+    part = planned.part
+    batch = replace(load(planned.draws), index=part.index)
+    if part.stop is not None:
+        batch = replace(batch, first=part.start, of=planned.batch_size)
+    return batch, planned.state
 
 
 def _planned_batches(order: BatchOrder, share: RankShare, consumed: int) -> Iterator[_PlannedBatch]:
@@ -504,9 +599,10 @@ def _planned_batches(order: BatchOrder, share: RankShare, consumed: int) -> Iter
     while True:
         own = share.assign(order, consumed)[share.rank]
         after = consumed + share.num_batches(consumed)
-        for left, index in zip(reversed(range(len(own))), own, strict=True):
+        for left, part in zip(reversed(range(len(own))), own, strict=True):
             state = LoaderState(consumed if left else after, len(own), left)
-            yield _PlannedBatch(index, order.batch_at(index), state)
+            draws = order.batch_at(part.index)
+            yield _PlannedBatch(part, len(draws), draws[part.start : part.stop], state)
         consumed = after
 
 

@@ -126,13 +126,16 @@ class DataPipeline:
         folder: Path,
         emit: Emit,
         ranks: Ranks = SINGLE_RANK,
+        first_sizes: Sequence[int] = (),
     ) -> None:
         """Open and encode all datasets; errors in the data are raised here, before training.
 
         `folder` is the run's output folder. The ranks of a machine each encode a part of the
-        samples; all ranks leave out the samples that any of them cannot read.
+        samples; all ranks leave out the samples that any of them cannot read. `first_sizes` are the
+        sizes of the first batches, if they are smaller than `train.batch_size`.
         """
         self._run = run
+        self._first_sizes = first_sizes
         self._family = family
         self._transfer = transfer
         self._emit = emit
@@ -182,7 +185,11 @@ class DataPipeline:
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
         self.order = BatchOrder(
-            train_groups, run.train.batch_size, run.seed, run.train.similar_batches
+            train_groups,
+            run.train.batch_size,
+            run.seed,
+            run.train.similar_batches,
+            self._first_sizes,
         )
         """Sequence of all batches of the run."""
         used = (sample for group in train_groups for sample in group.samples)

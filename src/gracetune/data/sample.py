@@ -99,6 +99,11 @@ class Batch:
     index: int = -1
     """Number of the batch in the run, counted over all ranks and epochs; it does not depend on the
     number of ranks. -1 for a batch that is not trained on, such as a held-out one."""
+    first: int = 0
+    """Place of the first sample in the batch with number `index`, if this is a part of it."""
+    of: int | None = None
+    """Number of samples in the batch with number `index`, if this is a part of it; None if this is
+    all of it."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the batch."""

@@ -424,11 +424,13 @@ def memory_used(event: MemoryUsed) -> str:
 
 
 def ramp_changed_line(event: RampChanged) -> str:
-    """Return the line that says that steps now accumulate another number of micro-batches.
+    """Return the line that says that steps now have other micro-batches.
 
     It is worded as in the older GH200 trainers, because users search logs for it.
     """
     text = f"GH200 ramp adjusted gradient_accumulation_steps -> {event.accumulation}"
+    if event.batch_size:
+        text += f" (micro-batches of {event.batch_size})"
     return labelled("ramp", text)
 
 

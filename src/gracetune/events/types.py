@@ -165,13 +165,15 @@ class RatesSpread:
 
 @dataclass(frozen=True, slots=True)
 class RampChanged:
-    """The gradient-accumulation ramp changed the number of micro-batches in a step."""
+    """The ramp of the effective batch size changed the number or the size of micro-batches."""
 
     step: int
     micro_batches: int
     """Micro-batches done so far by each rank."""
     accumulation: int
     """Micro-batches in each step from now on."""
+    batch_size: int = 0
+    """Samples in a micro-batch from now on; 0 in logs of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,10 @@ class StagedFiles:
         assert key is not None, path
         return self._staged.read(key)
 
+    def paths(self) -> Iterator[str]:
+        """Yield the absolute paths of the files that are served from memory."""
+        return (self._prefix + key for key in sorted(self._keys - self._forgotten))
+
     def forget(self, path: FilePath) -> None:
         """Serve a file from disk from now on."""
         key = self._key(path)

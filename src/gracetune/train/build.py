@@ -63,6 +63,7 @@ from gracetune.train.checkpoint import CHECKPOINT_FOLDER
 from gracetune.train.checkpoint_writer import CheckpointWriter
 from gracetune.train.execution_record import (
     POSITIONAL,
+    SPLIT,
     execution_changes,
     execution_record,
     layout_change,
@@ -171,8 +172,15 @@ class Session:
     def micro_batches(self, consumed: int) -> int:
         """Return the micro-batches of the next step over all ranks, when `consumed` are done."""
         if self.ramp is not None:
-            return self.ramp.accumulation(consumed)
+            return self._ramped_micro_batches(self.ramp, consumed)
         return micro_batches_per_step(self.state.run, self.state.layout.data_size)
+
+    def _ramped_micro_batches(self, ramp: AccumulationRamp, consumed: int) -> int:
+        """Return the micro-batches of a step of the ramp: at least one sample for each rank."""
+        count, order = ramp.accumulation(consumed), self.pipeline.order
+        while count < ramp.world_size and order.num_samples(consumed, count) < ramp.world_size:
+            count += 1
+        return count
 
     def execution_record(self) -> dict[str, object]:
         """Return the device, the versions and the plan that steps are computed with now."""
@@ -182,6 +190,7 @@ class Session:
             self.plan_controller,
             self.state.layout.describe(),
             positional=self.state.dropout is not None,
+            splits=self.ramp is None or self.ramp.is_split,
         ) | ({} if self.state.skips is None else {SKIPPED_KEY: self.state.skips.steps})
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
@@ -233,9 +242,10 @@ class Session:
         }
         saved_run = run.model_copy(update={"train": run.train.model_copy(update=settings)})
         text = f"the checkpoint was saved by {saved_ranks} ranks and is resumed by {ranks}"
+        is_split = self.ramp is None or self.ramp.is_split
         for consumed in (snapshot.progress.consumed, sys.maxsize):
-            before = samples_in_step(saved_run, saved_ranks, consumed)
-            now = samples_in_step(run, ranks, consumed)
+            before = samples_in_step(saved_run, saved_ranks, consumed, is_split=is_split)
+            now = samples_in_step(run, ranks, consumed, is_split=is_split)
             if before != now:
                 text += f": an optimizer step now averages over {now} samples instead of {before}"
                 if self.ramp is None:
@@ -290,7 +300,9 @@ def build_session(
     is reported before the data are encoded, which can take an hour.
     """
     folder, device, ranks = Path(run.output_dir), with_index(accelerator.device), layout.ranks
-    ramp = build_ramp(run, layout.data_size)
+    ramp = build_ramp(
+        run, layout.data_size, is_split=resumed is None or resumed.get("batches") == SPLIT
+    )
     if ramp is not None:
         _emit_all(emit, ramp_notes(ramp))
 
@@ -335,7 +347,10 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
-    pipeline = DataPipeline(run, family, transfer, folder, emit, _encoding_ranks(run, ranks))
+    pipeline = DataPipeline(
+        *(run, family, transfer, folder, emit, _encoding_ranks(run, ranks)),
+        [] if ramp is None else ramp.first_sizes(),
+    )
     _warn_of_truncated_captions(family, pipeline.train_samples, emit)
     schedule = build_expert_schedule(
         run.train, family.boundary, drawn_token_counts(pipeline.order, family)

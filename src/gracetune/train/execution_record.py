@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 POSITIONAL = "positional"
 """Value of `dropout` if masks depend only on the position in the run. Checkpoints of earlier
 versions have no value: their masks came from torch's global generator."""
+SPLIT = "split"
+"""Value of `batches` if batches are cut into pieces where a ramp starts below one micro-batch for
+each rank. Checkpoints of earlier versions have no value: they rounded such steps up."""
 NAMES = {
     "device": "the device",
     "torch": "torch",
@@ -40,6 +43,7 @@ def execution_record(
     layout: str = "",
     *,
     positional: bool,
+    splits: bool = True,
 ) -> dict[str, object]:
     """Return how steps are computed now, for a checkpoint. Keys are stored: do not rename them."""
     transformer = next(iter(transformers_of(family.transformer).values()))
@@ -49,6 +53,7 @@ def execution_record(
         "diffusers": diffusers.__version__,
         "attention": current_backend(transformer),
         "dropout": POSITIONAL if positional else "",
+        "batches": SPLIT if splits else "",
         "plan": None if controller is None else controller.record(),
         "layout": layout,
     }

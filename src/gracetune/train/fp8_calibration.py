@@ -9,6 +9,7 @@ several ranks, rank 0 calibrates, and the others convert their layers with its r
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -130,7 +131,7 @@ def first_draws(order: BatchOrder, count: int) -> tuple[Draw, ...]:
     loading a draw of an epoch can start the encoding of new random crops.
     """
     draws: list[Draw] = []
-    for index in range(order.epoch_length):
+    for index in itertools.takewhile(lambda each: order.epoch_at(each) == 0, itertools.count()):
         draws += (draw for draw in order.batch_at(index) if not draws or draw.size == draws[0].size)
         if len(draws) >= count:
             break

@@ -242,11 +242,13 @@ def _next_micro_batches(session: Session, progress: TrainProgress, before: int) 
     """Return the micro-batches of the next step, over all ranks.
 
     `before` is the number in the previous step. A difference, which comes from the ramp of the
-    effective batch size, is logged.
+    effective batch size, is logged; so is another size of the micro-batches.
     """
-    micro_batches = session.micro_batches(progress.consumed)
-    if micro_batches != before:
-        session.emit(RampChanged(progress.step, progress.micro_batches, micro_batches))
+    micro_batches, ramp = session.micro_batches(progress.consumed), session.ramp
+    if ramp is not None:
+        size = ramp.micro_batch_size(progress.consumed)
+        if micro_batches != before or size != ramp.micro_batch_size(progress.consumed - before):
+            session.emit(RampChanged(progress.step, progress.micro_batches, micro_batches, size))
     return micro_batches
 
 

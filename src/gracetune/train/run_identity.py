@@ -68,7 +68,7 @@ IDENTITY_SETTINGS = _names(
         "resolution_type crop decode bucket_step bucket_aspects max_aspect min_edge min_resolution "
         "frames fps sample_rate channels seconds clip instance_prompt caption_dropout "
         "caption_shuffle caption_keep_tokens caption_variants repeats weight "
-        "augmentations_cache_mode variants",
+        "augmentations_cache_mode variants augmentation_cache_epoch",
         "datasets.*.augmentations.*": "name probability amount",
     }
 )

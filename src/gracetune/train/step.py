@@ -244,7 +244,7 @@ def train_step(
     if state.sharded is None:  # such ranks end the run if one has failed
         _raise_if_any_failed(ranks, failure)
     if check_gradients is not None:
-        check_gradients(turn.expert, micro_batches == state.layout.data_size)
+        check_gradients(turn.expert, micro_batches <= state.layout.data_size)
 
     recorder.mark("reduced")
     recorder.add_gradients(1 / samples)
@@ -337,18 +337,21 @@ def _update_weights(state: TrainState) -> None:
 def batch_losses(state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRANSFORMER) -> Tensor:
     """Draw a timestep and noise for each sample; return its loss, times its min-SNR weight if set.
 
-    They depend on the number of the micro-batch in the run, not on the rank that computes it.
-    `turn` is the transformer to train and its range of timesteps, for Wan 2.2.
+    They depend on the number of the micro-batch in the run, not on the rank that computes it: if a
+    rank computes a part of a micro-batch, they are drawn for all of it. `turn` is the transformer
+    to train and its range of timesteps, for Wan 2.2.
     """
     family, train = state.family, state.run.train
     generator = state.rng.at("train", batch.index, SEED_RANK)
     if state.dropout is not None:
-        state.dropout.set(derive_seed(state.run.seed, "dropout", batch.index, SEED_RANK))
+        place = (batch.first,) if batch.first else ()
+        state.dropout.set(derive_seed(state.run.seed, "dropout", batch.index, SEED_RANK, *place))
     x0, _ = family.split_encoded(batch.latents)
     num_tokens = family.num_tokens(x0.shape[1:])
-    positions = sample_timesteps(train, len(batch), generator, turn.window, num_tokens)
+    count, part = batch.of or len(batch), slice(batch.first, batch.first + len(batch))
+    positions = sample_timesteps(train, count, generator, turn.window, num_tokens)[part]
     timesteps = scheduled_timesteps(positions, family.noise_schedule)
-    noise = torch.randn(x0.shape, generator=generator, device=generator.device)
+    noise = torch.randn((count, *x0.shape[1:]), generator=generator, device=generator.device)[part]
     losses = losses_given_noise(state, batch, timesteps, noise, turn.expert)
     weights = objective.loss_weights(timesteps, train, family.prediction)
     losses = losses if weights is None else losses * weights

@@ -44,6 +44,9 @@ def test_each_mode_has_its_own_sequence_of_augmentation_epochs(settings):
     assert sequence(variants=3) == [0, 0, 1, 2, 0]
     assert sequence(augmentations_cache_mode="refresh_each_epoch") == [0, 0, 1, 2, 3]
     assert sequence(augmentations_cache_mode="disable_cache") == [0, 0, 1, 2, 3]
+    later = sequence(augmentations_cache_mode="refresh_each_epoch", augmentation_cache_epoch=5)
+    assert later == [5, 5, 6, 7, 8]
+    assert sequence(variants=3, augmentation_cache_epoch=1) == [1, 1, 2, 0, 1]
 
 
 def test_variants_without_effect_are_refused_by_name():

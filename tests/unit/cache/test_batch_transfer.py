@@ -19,14 +19,17 @@ from gracetune.cache.batch_transfer import (
     build_batch_transfer,
     cache_texts_on_device,
     copy_into,
+    managed_memory_notice,
 )
 from gracetune.cache.memory_tier import allocate_pageable
 from gracetune.cache.shard_format import PAGE
 from gracetune.cache.store import stack_into
+from gracetune.config.environment import environment_settings
 from gracetune.config.schema import Gh200Section
 from gracetune.data.batch_order import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import ConfigError, DataError
+from gracetune.memory.managed_pool import ManagedPool
 from gracetune.memory.stats import Tier
 
 CPU = torch.device("cpu")
@@ -100,6 +103,33 @@ def test_use_uvm_decides_about_the_pool(recorder, monkeypatch, conf, pooled):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     build_batch_transfer(Gh200Section(enable_uvm_hints=not pooled), CPU, recorder)
     assert any("not in managed memory" in text for text in recorder.texts()) is pooled
+
+
+@pytest.mark.parametrize(
+    ("conf", "start"), [("", "batches are not"), ("use_uvm:False,", "nothing is")]
+)
+def test_a_run_says_which_settings_of_managed_memory_have_no_effect(
+    recorder, monkeypatch, conf, start
+):
+    monkeypatch.setenv(
+        "PYTORCH_CUDA_ALLOC_CONF", f"{conf}uvm_oversubscription_ratio:5.0,uvm_stage1_threshold:0.2"
+    )
+    build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, recorder)
+    (text,) = (text for text in recorder.texts() if "in managed memory" in text)
+    assert text.startswith(start)
+    assert text.endswith("no effect: uvm_oversubscription_ratio, uvm_stage1_threshold")
+
+
+def test_a_run_says_what_is_in_managed_memory():
+    class Session:
+        settings = environment_settings({"GH200_UVM_OVERSUBSCRIPTION_RATIO": "5.0"})
+        wants_pool, managed_cap = True, 3 << 30
+
+        def pool(self):
+            return object.__new__(ManagedPool)
+
+    text = managed_memory_notice(Session()).text
+    assert text.startswith("managed memory: the batches of the run, at most 3.0 GiB; weights,")
 
 
 # PinnedStaging

@@ -181,8 +181,8 @@ def test_setting_in_memory_turns_staging_on():
 
 
 def test_removed_keys_are_refused_with_advice():
-    with pytest.raises(ConfigError, match="a run counts its epochs itself"):
-        load('{"datasets": [{"augmentation_cache_epoch": 1}]}')
+    with pytest.raises(ConfigError, match="move the datasets into `datasets` of this file"):
+        load('{"data_backend_config": "datasets.json"}')
 
 
 def test_cache_latents_to_disk_turns_the_persistent_cache_on():

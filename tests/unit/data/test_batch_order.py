@@ -52,6 +52,8 @@ class Loaded:
 
     draws: tuple[object, ...]
     index: int = -1
+    first: int = 0
+    of: int | None = None
 
 
 def _load(draws: Sequence[Draw]) -> Batch:
@@ -464,6 +466,72 @@ def test_a_step_has_the_same_batches_at_any_number_of_ranks(
         consumed += _ramp(consumed)
 
 
+first_sizes_strategy = st.lists(st.integers(1, 4), max_size=12).map(sorted)
+
+
+@given(groups_strategy, batch_sizes, seeds, first_sizes_strategy)
+def test_small_first_batches_are_pieces_of_the_usual_ones_in_their_order(
+    groups: list[BucketGroup], batch_size: int, seed: int, first_sizes: list[int]
+) -> None:
+    usual = BatchOrder(groups, batch_size, seed)
+    order = BatchOrder(groups, batch_size, seed, first_sizes=first_sizes)
+    batches, taken = iter(map(usual.batch_at, itertools.count())), 0
+    index = epoch = 0
+    while index < len(first_sizes) + 5:
+        whole = next(batches)
+        pieces: list[Draw] = []
+        while len(pieces) < len(whole):
+            piece = order.batch_at(index)
+            limit = first_sizes[index] if index < len(first_sizes) else batch_size
+            assert len(piece) == min(limit, len(whole) - len(pieces))
+            assert order.size_at(index) == (piece[0].size, len(piece))
+            epoch = taken // usual.epoch_length
+            assert order.epoch_at(index) == epoch
+            pieces += piece
+            index += 1
+        assert tuple(pieces) == whole
+        taken += 1
+
+
+@given(groups_strategy, batch_sizes, seeds, first_sizes_strategy, st.integers(1, 5), st.booleans())
+def test_a_step_with_fewer_batches_than_ranks_is_cut_into_a_part_for_each(
+    groups: list[BucketGroup],
+    batch_size: int,
+    seed: int,
+    first_sizes: list[int],
+    world: int,
+    timed: bool,
+) -> None:
+    order = BatchOrder(groups, batch_size, seed, first_sizes=first_sizes)
+
+    def step_size(consumed: int) -> int:
+        count = 1
+        while order.num_samples(consumed, count) < world:
+            count += 1
+        return count
+
+    shares = [
+        RankShare(rank, world, step_size, _seconds if timed else None) for rank in range(world)
+    ]
+    loaders = [Loader(order, _load, share) for share in shares]
+    consumed = 0
+    for _ in range(6):
+        parts = [batch for loader in loaders for batch, _ in _take_step(loader)]
+        whole = [order.batch_at(consumed + place) for place in range(step_size(consumed))]
+        assert len(parts) == max(world, len(whole))
+        parts.sort(key=lambda part: (part.index, part.first))
+        assert [draw for part in parts for draw in _draws(part)] == [
+            draw for batch in whole for draw in batch
+        ]
+        for part in parts:
+            assert part.of in (None, len(whole[part.index - consumed]))
+            assert _draws(part) == whole[part.index - consumed][part.first :][: len(_draws(part))]
+        if len(whole) == 1:
+            counts = [len(_draws(part)) for part in parts]
+            assert max(counts) - min(counts) <= 1
+        consumed += step_size(consumed)
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 3))
 def test_a_run_that_is_cut_in_a_step_resumes_at_its_start_with_other_ranks(
     before: int, after: int, steps: int, extra: int
@@ -540,7 +608,7 @@ def test_the_planned_balance_is_that_of_the_assignments() -> None:
     slowest, means = [], []
     for consumed in range(0, order.epoch_length, 4):
         ranks = [
-            sum(_seconds(order.batch_at(index)[0].size, 1) for index in own)
+            sum(_seconds(order.batch_at(part.index)[0].size, 1) for part in own)
             for own in share.assign(order, consumed)
         ]
         slowest.append(max(ranks))

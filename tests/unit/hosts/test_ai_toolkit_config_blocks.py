@@ -60,6 +60,7 @@ def test_our_keys_are_split_off_a_copy():
         augments=["ColorJitter"],
         augmentations=[FLIP],
         augmentations_cache_mode="static",
+        augmentation_cache_epoch=3,
     ) | {"gracetune": {"check_saves": False, "cache_config": {"host_budget_gb": 2}}}
     rest, blocks = split_config(given, {})
     assert rest == {
@@ -77,7 +78,7 @@ def test_our_keys_are_split_off_a_copy():
         (FLIP,),
     )
     assert found.in_memory.compression == "zstd"
-    assert found.num_resolutions == 2
+    assert (found.num_resolutions, found.first_epoch) == (2, 3)
     assert blocks.cache.host_budget_gb == 2
     assert blocks.stage_timesteps
     assert not blocks.check_saves
@@ -123,6 +124,10 @@ CACHED = {"cache_latents_to_disk": True, "augmentations": [FLIP]}
     ("given", "message"),
     [
         (process(gracetune=[1]), "gracetune is .1.; it must be a block"),
+        (
+            dataset(**CACHED, augmentations_cache_mode="static", augmentation_cache_epoch=-1),
+            "augmentation_cache_epoch is -1; it must be a number of epochs",
+        ),
         (process(gracetune={"check_save": True}), "check_save is not known.*mean check_saves"),
         (process(gracetune={"check_saves": "yes"}), "'yes'; it must be true or false"),
         (

@@ -79,6 +79,7 @@ def two_expert_model(trained=(0, 1)):
 
 
 BOTH = ("transformer$$transformer_1$$a", "transformer$$transformer_2$$a")
+FORKS_NAMES = ("transformer$$transformer1$$a", "transformer$$transformer2$$a")
 ONE = SimpleNamespace(is_multistage=False)
 
 
@@ -348,10 +349,11 @@ def automagic(**params):
     return {"type": "sd_trainer", "train": {**STAGES, "optimizer_params": params}}
 
 
-def test_each_expert_has_its_own_bounds(clone):
+@pytest.mark.parametrize("names", [BOTH, FORKS_NAMES])
+def test_each_expert_has_its_own_bounds(clone, names):
     params = {"high_noise_lr_bump": 1e-6, "low_noise_lr_bump": 5e-7, "low_noise_max_lr": 5e-4}
     (process,) = make_processes(clone, automagic(**params))
-    run(process, two_expert_model(), BOTH)
+    run(process, two_expert_model(), names)
     high, low = process.optimizer.param_groups
     assert (high["stage"], high["lr_bump"], high["max_lr"]) == ("high", 1e-6, 1e-3)
     assert (low["stage"], low["lr_bump"], low["max_lr"]) == ("low", 5e-7, 5e-4)
@@ -415,6 +417,17 @@ def test_timestep_types_without_stages_are_refused(clone):
 def test_a_stage_without_timesteps_is_refused(stage, timesteps):
     with pytest.raises(ConfigError, match=f"stage {stage} of the model"):
         stage_boundaries(torch.tensor(timesteps), [0.875, 0.0], stage)
+
+
+def test_the_forks_helpers_can_be_imported(clone):
+    given = {"type": "sd_trainer", "gracetune": {"gh200_optimizations": {"enable_uvm_hints": True}}}
+    make_processes(clone, given)
+    from toolkit import gh200_helpers
+
+    assert gh200_helpers.gh200_uvm_enabled()
+    assert not gh200_helpers.prefer_cpu_residency(torch.ones(1)), "there is no managed memory"
+    gh200_helpers.set_uvm_hint_override(False)
+    assert not gh200_helpers.gh200_uvm_enabled()
 
 
 def test_batches_are_placed_if_hints_are_enabled(clone, capsys):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -89,7 +90,7 @@ def images() -> ModuleType:
 
 
 @pytest.fixture
-def host():
+def host(monkeypatch):
     """A stand-in for SimpleTuner's modules, with all hooks set."""
     local = SimpleNamespace(
         LocalDataBackend=LocalDataBackend, load_image=load_image, load_video=load_video
@@ -112,7 +113,10 @@ def host():
         hooks.TRACKER: SimpleNamespace(StateTracker=type("StateTracker", (), {})),
     }
     plugin = SimpleTunerPlugin({}, open_machine, torch.Tensor.contiguous)
+    monkeypatch.delitem(sys.modules, hooks.FORK_MODULE, raising=False)
+    monkeypatch.setitem(sys.modules, "simpletuner", ModuleType("simpletuner"))
     install(plugin, modules.__getitem__)
+    monkeypatch.setitem(sys.modules, hooks.FORK_MODULE, sys.modules.pop(hooks.FORK_MODULE))
     return SimpleNamespace(plugin=plugin, **{k.rpartition(".")[2]: v for k, v in modules.items()})
 
 
@@ -201,6 +205,28 @@ def test_trainers_are_attached_and_batches_placed(host):
     tracker = host.state_tracker.StateTracker
     assert tracker.get_gh200_runtime_config() == {"uvm_hints_enabled": False}
     assert tracker.get_raw_config() == {}
+
+
+def test_the_forks_module_and_state_tracker_change_the_plugin(host):
+    from simpletuner.gh200 import (
+        GH200InMemoryBackend,
+        gh200_uvm_enabled,
+        optimize_batch_for_gh200,
+        set_uvm_hint_override,
+    )
+
+    assert gh200_uvm_enabled() is False
+    set_uvm_hint_override(True)
+    assert gh200_uvm_enabled() is host.plugin.session.hints_enabled is True
+    assert GH200InMemoryBackend.type == "in_memory"
+    report = optimize_batch_for_gh200({"latents": torch.ones(1)})
+    assert [placed.path for placed in report.placed] == ["latents"]
+    tracker = host.state_tracker.StateTracker
+    tracker.set_gh200_runtime_config({"uvm_hints_enabled": True})
+    assert tracker.get_gh200_runtime_config() == {"uvm_hints_enabled": True}
+    tracker.set_raw_config({"gh200_optimizations": {"enable_uvm_hints": False}})
+    assert tracker.get_raw_config() == {"gh200_optimizations": {"enable_uvm_hints": False}}
+    assert gh200_uvm_enabled() is False
 
 
 def test_every_hooked_module_is_probed(tmp_path):

@@ -186,8 +186,7 @@ class TestThisMachine:
 
 
 def test_the_classes_of_the_forks_are_available() -> None:
-    assert gh200.GH200GradientRamp(8, 32, 100, "quadratic", 1).accumulation(0) == 8
-    assert gh200.GH200InMemoryBackend.stage.__name__ == "stage"
+    assert gh200.GH200InMemoryBackend.__name__ == "GH200InMemoryBackend"
     with pytest.raises(AttributeError, match="GH200Magic"):
         _ = gh200.GH200Magic
 

@@ -57,8 +57,7 @@ def test_every_weight_is_in_one_shard_of_a_copy(divided):
             ends = [shard_rows(shape[0], shard, count) for shard in range(count)]
             assert sum(length for _, length in ends) == shape[0]
             assert all(
-                offset + length == following
-                for (offset, length), (following, _) in pairwise(ends)
+                offset + length == following for (offset, length), (following, _) in pairwise(ends)
             )
             # `fully_shard` has made the shard that this arithmetic, and the checkpoint, says.
             offset, length = ends[found["shard"]]

@@ -164,6 +164,26 @@ def test_a_checkpoint_of_an_earlier_version_keeps_its_dropout(resume, recorder, 
     assert warnings(recorder) == []
 
 
+def test_a_run_of_an_earlier_version_keeps_whole_micro_batches(tiny_run, recorder, tmp_path):
+    """Earlier versions rounded a ramp up to one micro-batch, and counted those."""
+    ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 1}
+    ramp |= {"target_effective_batch_size": 8, "batch_rampup_steps": 100}
+
+    def train(steps):
+        sections = {"gh200_optimizations": ramp, "train": {"max_train_steps": steps}}
+        run_training(tiny_run(**sections), sinks=[recorder])
+        return recorder.of(StepDone)[-1].samples
+
+    assert train(1) == 1
+    manifest = tmp_path / "run/checkpoints/step-000001/manifest.json"
+    contents = json.loads(manifest.read_text())
+    del contents["execution"]["batches"]
+    contents["checksum"] = manifest_checksum(contents)
+    manifest.write_text(json.dumps(contents))
+    assert train(2) == 4
+    assert train(3) == 4, "the run stays as it is"
+
+
 def test_a_saved_attention_backend_that_is_not_installed_is_not_used():
     assert _is_installed("sdpa")
     assert not _is_installed("")

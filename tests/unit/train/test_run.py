@@ -226,6 +226,24 @@ def test_a_ramp_changes_between_steps_and_emits_events(tiny_run, recorder):
     assert [(e.step, e.accumulation) for e in recorder.of(RampChanged)] == [(1, 2), (2, 3)]
 
 
+def test_a_ramp_below_one_micro_batch_starts_with_smaller_micro_batches(tiny_run, recorder):
+    """The first guide's ramp, divided by 4: batches of 8, of which the first steps have 1, 2, 4."""
+    ramp = {
+        "enable_batch_size_rampup": True,
+        "initial_effective_batch_size": 1,
+        "target_effective_batch_size": 16,
+        "batch_rampup_steps": 12,
+    }
+    train = {"max_train_steps": 12, "batch_size": 8}
+    run_training(tiny_run(train=train, gh200_optimizations=ramp), sinks=[recorder])
+    steps = recorder.of(StepDone)
+    # Batches of 8 are cut into pieces of 1, 2, 2, 2, 1 (the rest) and 4, 4 and so on.
+    assert [e.samples for e in steps] == [1, 2, 2, 2, 1, 4, 4, 8, 8, 16, 16, 16]
+    assert [e.accumulation for e in steps] == [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    changes = [(e.step, e.accumulation, e.batch_size) for e in recorder.of(RampChanged)]
+    assert changes == [(1, 1, 2), (4, 1, 4), (6, 1, 8), (9, 2, 8)]
+
+
 def test_a_diverging_loss_fails_the_run_and_keeps_intact_checkpoints(tiny_run, recorder, tmp_path):
     train = {"max_train_steps": 50, "checkpoint_every": 1, "max_grad_norm": 0}
     with pytest.raises(RunFailedError, match="the gradient norm is"):

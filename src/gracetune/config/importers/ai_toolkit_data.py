@@ -293,7 +293,9 @@ def _import_augmentations(reader: KeyReader, here: str) -> None:
     if entries is MISSING or entries in EMPTY:
         reader.not_needed("augmentations", "it is empty")
         reader.not_needed("augmentations_cache_mode", "there are no augmentations")
+        reader.not_needed("augmentation_cache_epoch", "there are no augmentations")
         return
+    copy_value(reader, "augmentation_cache_epoch", f"{here}.augmentation_cache_epoch", as_int)
     known, unknown = [], []
     for entry in entries if isinstance(entries, list) else [entries]:
         method = (

@@ -26,6 +26,7 @@ PROCESS_TYPE = "gracetune"
 BLOCK = "gracetune"
 IN_MEMORY = "in_memory"
 CACHE_MODE_KEY = "augmentations_cache_mode"
+CACHE_EPOCH_KEY = "augmentation_cache_epoch"
 CACHE_MODES = ("disable_cache", "static", "refresh_each_epoch")
 OPTIMIZER_NAME = "gracetune_automagic"
 """Value of `train.optimizer` that selects gracetune's Automagic. Keys of `optimizer_params` that
@@ -52,6 +53,8 @@ class DatasetBlock:
     augmentations: tuple[object, ...]
     num_resolutions: int
     """Number of datasets that ai-toolkit creates from the entry: one for each resolution."""
+    first_epoch: int = 0
+    """Number of the epoch whose augmentations the first epoch uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ def check_misspelled_keys(process: Mapping[str, object]) -> None:
     """Raise for a misspelled key of gracetune, which ai-toolkit would silently ignore."""
     _check_misspelled("the process", process, (BLOCK,))
     for index, entry in enumerate(_dataset_entries(process)):
-        _check_misspelled(f"datasets[{index}]", entry, (IN_MEMORY, CACHE_MODE_KEY))
+        names = (IN_MEMORY, CACHE_MODE_KEY, CACHE_EPOCH_KEY)
+        _check_misspelled(f"datasets[{index}]", entry, names)
 
 
 def _check_misspelled(where: str, keys: Mapping[str, object], names: tuple[str, ...]) -> None:
@@ -156,6 +160,12 @@ def _split_dataset(
         run = {"datasets": [section if settings is None else {**section, IN_MEMORY: settings}]}
         in_memory = load_block(run, where, environment).run.datasets[0].in_memory
     cache_mode, augments, augmentations = _split_augmentations(where, entry)
+    first_epoch = entry.pop(CACHE_EPOCH_KEY, 0)
+    if not isinstance(first_epoch, int) or isinstance(first_epoch, bool) or first_epoch < 0:
+        raise ConfigError(
+            f"{where}.{CACHE_EPOCH_KEY} is {first_epoch!r}; it must be a number of epochs, 0 or "
+            "more."
+        )
     resolution = entry.get("resolution")
     return DatasetBlock(
         folder=str(folder),
@@ -164,6 +174,7 @@ def _split_dataset(
         augments=augments,
         augmentations=augmentations,
         num_resolutions=len(resolution) if isinstance(resolution, list) else 1,
+        first_epoch=first_epoch,
     )
 
 

@@ -21,6 +21,7 @@ from gracetune.hosts.ai_toolkit.config_blocks import (
 )
 from gracetune.hosts.ai_toolkit.plugin import augmented_latents_of, latent_key, latent_path
 from gracetune.hosts.ai_toolkit.trainer_subclass import process_class
+from gracetune.hosts.fork_modules import add_fork_module
 from gracetune.hosts.in_memory_files import path_in_memory
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.optim.build import automagic
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 TESTED_COMMITS = {"27a03a91f23e": "tested"}
 """The tested commits of ai-toolkit. A clone without history is known by its version number."""
 
+FORK_MODULE = "toolkit.gh200_helpers"
+"""The module with the GH200 fork's functions, which gracetune adds."""
 EXTENSION = "toolkit.extension"
 JOB = "jobs.BaseJob"
 TRAINER = "jobs.process.BaseSDTrainProcess"
@@ -290,6 +293,7 @@ def install(plugin: AIToolkitPlugin, find: Find) -> None:
     dataset = find(LOADER).AiToolkitDataset
     _wrap(dataset, "setup_epoch", partial(_hook_setup_epoch, plugin, load_file))
     _wrap(find(TRAINER), "get_optimizer", _hook_get_optimizer)
+    add_fork_module(FORK_MODULE, plugin.session)
 
 
 def _wrap(owner: object, name: str, hook: Callable[[Call], Call]) -> None:

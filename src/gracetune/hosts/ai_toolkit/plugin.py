@@ -72,7 +72,7 @@ class AIToolkitPlugin:
         self._memory_kinds: frozenset[str] = frozenset()
         self._loaded_paths: set[str] = set()
         self._staged_files: dict[str, StagedFiles] = {}
-        self._session = MemorySession(
+        self.session = MemorySession(
             open_machine, lambda: environment_settings(environment), self._emit
         )
 
@@ -96,7 +96,7 @@ class AIToolkitPlugin:
         rest, blocks = split_config(config, self.environment)
         for text in blocks.notices:
             self.notify(text)
-        self._session.hints_override = blocks.gh200.enable_uvm_hints
+        self.session.hints_override = blocks.gh200.enable_uvm_hints
         if blocks.cache is not None:
             self._configure_memory(blocks.cache)
         return rest, blocks
@@ -141,7 +141,7 @@ class AIToolkitPlugin:
             if block.cache_mode:
                 each.augments = list(block.augments)
                 each.augmentations = list(block.augmentations) or None
-                vars(each)[KEY] = AugmentedLatents(block.cache_mode)
+                vars(each)[KEY] = AugmentedLatents(block.cache_mode, block.first_epoch)
         if any(block.in_memory or block.cache_mode for block in blocks.datasets) or (
             self._memory_kinds
         ):
@@ -217,8 +217,8 @@ class AIToolkitPlugin:
 
     def place_batch(self, blocks: AIToolkitBlocks, batch: Mapping[str, object]) -> None:
         """Tell the driver where to keep the tensors of a batch: in host or in device memory."""
-        if self._session.hints_enabled:
-            place_batch(batch, self._session.hints, placement_table(blocks.gh200.placement))
+        if self.session.hints_enabled:
+            place_batch(batch, self.session.hints, placement_table(blocks.gh200.placement))
 
 
 def worker_start_method() -> str:
@@ -280,9 +280,9 @@ class AugmentedLatents:
     All copies of the dataset's settings share one object.
     """
 
-    def __init__(self, cache_mode: str) -> None:
+    def __init__(self, cache_mode: str, first_epoch: int = 0) -> None:
         self.cache_mode = cache_mode
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        self._epoch = torch.tensor(first_epoch, dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
         self._next_epoch: int | None = None
         self._outdated: set[str] = set()

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     Notify = Callable[[str], None]
 
 
-STAGE_OF_TRANSFORMER: dict[str, Stage] = {"transformer_1": "high", "transformer_2": "low"}
-"""Part of a module's name -> the transformer of Wan 2.2 that has it, `high` or `low` noise."""
+STAGE_OF_TRANSFORMER: dict[str, Stage] = {
+    "transformer_1": "high",
+    "transformer_2": "low",
+    "transformer1": "high",
+    "transformer2": "low",
+}
+"""Part of a module's name -> the transformer of Wan 2.2 that has it, `high` or `low` noise. The
+names without an underscore are those of the GH200 fork."""
 FILE_SUFFIXES: dict[Stage, str] = {"high": "_high_noise", "low": "_low_noise"}
 """ai-toolkit's file name suffix for the adapter of one of the two transformers of Wan 2.2."""
 UNCHECKABLE = ("unknown-key", "ambiguous", "mixed-stages")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gracetune.hosts import patch_imported_module
+from gracetune.hosts.fork_modules import add_fork_module
 from gracetune.hosts.in_memory_files import BackendFiles, path_in_memory
 from gracetune.hosts.probe import RequiredSymbol, UsageSite
 from gracetune.hosts.simpletuner.plugin import log
@@ -44,6 +45,8 @@ FIELD_REGISTRY = "simpletuner.simpletuner_sdk.server.services.field_registry.reg
 FIELD_TYPES = "simpletuner.simpletuner_sdk.server.services.field_registry.types"
 CONFIG_STORE = "simpletuner.simpletuner_sdk.server.services.config_store"
 TRAINING = "simpletuner.simpletuner_sdk.server.services.training_service"
+FORK_MODULE = "simpletuner.gh200"
+"""The module with the GH200 fork's functions, which gracetune adds."""
 
 _CACHE_READS = (
     UsageSite(LOCAL, "LocalDataBackend.torch_load", "self.exists(filename)"),
@@ -276,6 +279,9 @@ def install(plugin: SimpleTunerPlugin, find: Callable[[str], ModuleType]) -> Non
     tracker = find(TRACKER).StateTracker
     tracker.get_raw_config = staticmethod(lambda: dict(plugin.blocks.raw))
     tracker.get_gh200_runtime_config = staticmethod(lambda: dict(plugin.runtime))
+    tracker.set_raw_config = staticmethod(plugin.split_config)
+    tracker.set_gh200_runtime_config = staticmethod(plugin.set_runtime)
+    add_fork_module(FORK_MODULE, plugin.session)
 
 
 def wrap(owner: object, name: str, hook: Callable[[Any], object]) -> None:

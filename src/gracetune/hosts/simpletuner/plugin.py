@@ -74,7 +74,8 @@ class SimpleTunerPlugin:
         self._staged_datasets: dict[str, StagedDatasetConfig] = {}
         self._dataset_types: dict[str, object] = {}
         self._staged_files: dict[str, StagedFiles] = {}
-        self._session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
+        self.session = MemorySession(open_machine, lambda: environment_settings(environment), emit)
+        """Gives hints for batches, and serves the functions of `simpletuner.gh200`."""
 
     def split_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """Apply gracetune's settings; return the configuration without them, for SimpleTuner."""
@@ -86,7 +87,7 @@ class SimpleTunerPlugin:
             log.info("%s", text)
         for text in self.blocks.ignored:
             log.warning("%s", text)
-        self._session.hints_override = self.blocks.gh200.enable_uvm_hints
+        self.session.hints_override = self.blocks.gh200.enable_uvm_hints
         cache = self.blocks.cache
         if cache is not None and {cache.vae_cache_type, cache.text_cache_type} & {*IN_MEMORY_TYPES}:
             num_ranks = int(self._environment.get("LOCAL_WORLD_SIZE", "1"))
@@ -146,13 +147,17 @@ class SimpleTunerPlugin:
 
         Does nothing between epochs, when `batch` is not a dict.
         """
-        if isinstance(batch, dict) and self._session.hints_enabled:
+        if isinstance(batch, dict) and self.session.hints_enabled:
             table = placement_table(self.blocks.gh200.placement)
-            place_batch(batch, self._session.hints, table)
+            place_batch(batch, self.session.hints, table)
+
+    def set_runtime(self, runtime: Mapping[str, object] | None) -> None:
+        """Replace what `StateTracker.get_gh200_runtime_config` returns."""
+        self.runtime = dict(runtime or {})
 
     def attach_trainer(self, trainer: SimpleNamespace) -> None:
         """Make the effective batch size of a SimpleTuner trainer grow, if that is enabled."""
-        self.runtime = {"uvm_hints_enabled": self._session.hints_enabled}
+        self.runtime = {"uvm_hints_enabled": self.session.hints_enabled}
         if not self.blocks.gh200.enable_batch_size_rampup or trainer.accelerator is None:
             return
         accelerator, config = trainer.accelerator, trainer.config

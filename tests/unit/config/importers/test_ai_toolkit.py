@@ -488,7 +488,7 @@ def test_keys_of_gracetune_inside_ai_toolkit():
         "gracetune": {"cache_config": {"vae_cache_type": "memory"}, "check_saves": True},
         "datasets.0.in_memory": {"compression": "auto"},
         "datasets.0.augmentations": [{"method": "HorizontalFlip", "params": {"p": 0.3}}],
-        "datasets.0.augmentations_cache_mode": "static",
+        "datasets.0.augmentations_cache_mode": "static", "datasets.0.augmentation_cache_epoch": 2,
         "model.arch": "wan22_14b",
         "train.optimizer": "automagic",
         "train.optimizer_params": {"high_noise_lr_bump": 1e-6, "low_noise_max_lr": 5e-4},
@@ -497,6 +497,7 @@ def test_keys_of_gracetune_inside_ai_toolkit():
     assert (dataset["type"], dataset["in_memory"]) == ("in_memory", {"compression": "auto"})
     assert dataset["augmentations"] == [{"name": "flip", "probability": 0.3}]
     assert dataset["augmentations_cache_mode"] == "static"
+    assert dataset["augmentation_cache_epoch"] == 2
     assert setting(imported, "cache_config.vae_cache_type") == "memory"
     assert setting(imported, "optimizer.low_noise_max_lr") == 5e-4
     assert not [each.key for each in imported.keys if each.verdict == "not supported"]
