@@ -137,7 +137,7 @@ class RunControl:
         assert birth is not None, f"there is no process {pid}"
         listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
         self._folder.mkdir(parents=True, exist_ok=True)
-        other = _read_listener(self._folder)
+        other = read_listener(self._folder)
         if other is not None and other.pid != pid and other.is_local() and other.is_alive():
             raise ConfigError(
                 f"output_dir is {self._folder.parent}, which is in use by process {other.pid}, and "
@@ -188,7 +188,7 @@ def send_request(folder: Path, verb: str) -> Listener:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder. Name the output_dir of a run.")
-    listener = _read_listener(folder / "now")
+    listener = read_listener(folder / "now")
     if listener is None:
         raise RunFailedError(
             f"no run accepts requests in {folder}: it has not started to train yet, or it has "
@@ -223,7 +223,8 @@ def process_start_time(pid: int) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-def _read_listener(folder: Path) -> Listener | None:
+def read_listener(folder: Path) -> Listener | None:
+    """Return the process that accepts requests in the folder `now` of a run, or None."""
     path = folder / "listening.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
