@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 MAX_BODY_NBYTES = 64 * 1024
 MAX_HEADER_NBYTES = 16 * 1024
+MAX_HEADERS = 64
 MAX_QUERY_LENGTH = 200
 BODY_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 10.0
@@ -175,9 +176,13 @@ class Guard:
 
     def check(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
         """Return None if a request is allowed, otherwise the status code and the reason."""
-        headers = _headers(scope["headers"])
-        if headers is None:
-            return 400, "a header is given twice"
+        # The parser limits only headers that arrive in parts.
+        pairs = scope["headers"]
+        if len(pairs) > MAX_HEADERS or sum(map(len, sum(pairs, ()))) > MAX_HEADER_NBYTES:
+            return 431, "the header is too long"
+        headers = _headers(pairs)
+        if headers is None or scope.get("http_version", "1.1") not in ("1.0", "1.1"):
+            return 400, "a header is given twice, or the version of HTTP is unknown"
         if not self._knows_host(headers.get(b"host", b"")):
             return 421, "the Host header is not a name of this server; see --allow-host"
         if b"upgrade" in headers:
