@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gracetune.dashboard.run_folder import RunStatus
 
-POLL_S = 0.2
+POLL_S = 0.1
 STATUS_EVERY_S = 1.0
 RESCAN_EVERY_S = 5.0
 MAX_RUNS = 64

@@ -198,10 +198,7 @@ def test_a_page_that_falls_behind_is_cut_off(synthetic_run, monkeypatch):
         # Not read for a while: more changes than the queue holds.
         for number in range(300):
             served.runs._send("delta", {"text": "x" * 40_000, "number": number})
-        data = b""
-        while part := stream.recv(65536):
-            data += part
-        assert b"0\r\n\r\n" in data, "the stream ends in order"
+        read_until(stream, b"\r\n0\r\n\r\n")  # the stream ends in order
 
 
 def test_sessions_without_a_token_are_refused(synthetic_run):

@@ -9,7 +9,7 @@ import { SamplesPanel } from "./samples.js";
 import { LiveSource, ReportSource } from "./sources.js";
 import { Store, startTime, tableOf } from "./store.js";
 
-const REDRAW_MS = 200;
+const REDRAW_MS = 100;
 const MAX_LOG_LINES = 400;
 const MAX_OVERLAID = 2;
 
