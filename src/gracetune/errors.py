@@ -49,6 +49,13 @@ def _redact_parameter(match: re.Match[str]) -> str:
     return f"{mark}{name}={REDACTED if is_secret else value}"
 
 
+def hide_path(url: str) -> str:
+    """Return a URL with only its scheme and host; anything else may be a secret."""
+    scheme, _, rest = url.partition("://")
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
+    return f"{scheme}://{host}" if host == rest else f"{scheme}://{host}/{REDACTED}"
+
+
 class GracetuneError(Exception):
     """An error that the user can fix; shown as a message without a traceback.
 

@@ -36,7 +36,7 @@ from gracetune.memory.managed_pool import ManagedPool
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession
-from gracetune.memory.stats import Tier, memory_event
+from gracetune.memory.stats import Tier, memory_event, memory_roles_event, unified_memory_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from gracetune.config.schema import Gh200Section
     from gracetune.data.batch_order import LoaderState
     from gracetune.data.sample import Batch
-    from gracetune.events.types import Event, MemoryUsed
+    from gracetune.events.types import Event, MemoryRoles, MemoryUsed, UnifiedMemory
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.memory.placement import PlacementTable
     from gracetune.memory.platform import Link
+    from gracetune.memory.stats import Stats
 
     WriteInto = Callable[[Allocate], Tensor]
     """Writes a tensor into memory that it gets from an allocator, and returns it."""
@@ -87,6 +88,7 @@ class BatchTransfer:
         self._tier = Tier.DEVICE if self.needs_copy else Tier.HOST
         self._tracked: dict[str, tuple[Tier, Callable[[], int]]] = {}
         self._reserved: dict[str, int] = {}
+        self._stats: Stats = {}
         self._staging = PinnedStaging(self.allocate_host, _record_event)
 
     @property
@@ -162,7 +164,26 @@ class BatchTransfer:
             now = nbytes()
             # Memory beyond a tier's cap exists all the same; the accounting counts it as denied.
             self._reserved[role] = now if self._session.accounting.reserve(tier, role, now) else 0
-        return memory_event(step, self._session.stats(), psutil.Process().memory_info().rss)
+        self._stats = self._session.stats()
+        return memory_event(step, self._stats, psutil.Process().memory_info().rss)
+
+    @property
+    def alloc_retries(self) -> int:
+        """How often torch's allocator freed its cache and tried again, by the last reading."""
+        return int(self._stats.get("num_alloc_retries", 0))
+
+    def memory_details(
+        self, step: int, planned: Mapping[str, Mapping[str, int]]
+    ) -> tuple[MemoryRoles, UnifiedMemory]:
+        """Return events with the bytes by role and with the accounting of managed memory.
+
+        They have the values that the last call of `memory_used` has read. `planned` is what the
+        memory plan expects, by kind of memory and role.
+        """
+        return (
+            memory_roles_event(step, self._stats, planned),
+            unified_memory_event(step, self._stats, self._session.headroom()),
+        )
 
     def _place(self, latents: Tensor | None, text: Mapping[str, Tensor]) -> None:
         """Tell the CUDA driver where to keep a batch's tensors, if memory hints are enabled."""

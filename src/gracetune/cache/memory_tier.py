@@ -11,6 +11,7 @@ that a copy needs in one tuple per tensor.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from gracetune.cache.shard_format import align_up, entry_alignment
+from gracetune.cache.shard_format import PAGE, align_up, entry_alignment
 from gracetune.cache.store import stack_entries, stack_into
 from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.data.prefetch import default_workers, ordered_map
@@ -116,6 +117,7 @@ class MemoryTier:
         self._backing = backing
         self._emit = emit
         self._slabs = SlabAllocator(budget, allocate)
+        self._is_pageable = allocate is allocate_page_aligned
         self._budget = budget
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         """Entries in memory by key, least recently used first (after `_apply_uses`)."""
@@ -229,6 +231,25 @@ class MemoryTier:
         absent = ordered_map(load, chunks, num_workers or default_workers())
         return [key for chunk in absent for key in chunk]
 
+    def trim(self) -> int:
+        """Drop the less recently used half of the entries; return the bytes given back.
+
+        Does nothing without a backing store, from which they could be read again, and gives nothing
+        back of pinned memory.
+        """
+        if self._backing is None:
+            return 0
+        with self._lock:
+            self._apply_uses()
+            for _ in range(len(self._entries) // 2):
+                self._table.remove(self._entries.popitem(last=False)[0])
+            return self._slabs.release_free() if self._is_pageable else 0
+
+    def restore(self) -> None:
+        """Use the memory again that `trim` has given back."""
+        with self._lock:
+            self._slabs.restore()
+
     def close(self) -> None:
         """Close the backing store; entries stay in memory."""
         if self._backing is not None:
@@ -333,6 +354,8 @@ class SlabAllocator:
         """Free spans (start, length) of each slab, sorted by start."""
         self._returned: deque[tuple[int, int, int]] = deque()
         """Freed spans (slab, start, length) that are not yet merged into `_free`."""
+        self._withheld: list[tuple[int, int, int]] = []
+        """Free spans whose pages were given back to the kernel."""
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor | None:
@@ -358,6 +381,30 @@ class SlabAllocator:
         array = self._slabs[slab][start : start + nbytes]
         weakref.finalize(array, self._returned.append, (slab, start, length)).atexit = False
         return torch.from_numpy(array)
+
+    def release_free(self) -> int:
+        """Give the pages of free spans back to the kernel; return their bytes.
+
+        These spans are not used again until `restore`.
+        """
+        self._merge_returned()
+        libc, released = ctypes.CDLL(None), 0
+        for index, slab in enumerate(self._slabs):
+            base = slab.ctypes.data
+            for start, length in self._free[index]:
+                first = align_up(base + start, PAGE)
+                nbytes = (base + start + length - first) // PAGE * PAGE
+                if nbytes > 0:
+                    address, size = ctypes.c_void_p(first), ctypes.c_size_t(nbytes)
+                    released += nbytes * (libc.madvise(address, size, mmap.MADV_DONTNEED) == 0)
+                self._withheld.append((index, start, length))
+            self._free[index] = []
+        return released
+
+    def restore(self) -> None:
+        """Use the spans again whose pages `release_free` has given back."""
+        self._returned.extend(self._withheld)
+        self._withheld.clear()
 
     def _first_fit(self, length: int, alignment: int) -> tuple[int, int] | None:
         for slab, spans in enumerate(self._free):

@@ -105,6 +105,18 @@ class CacheStores:
         self.latents.close()
         self.text.close()
 
+    def trim(self) -> int:
+        """Drop entries in memory that files have too; return the bytes given back to the kernel."""
+        return sum(tier.trim() for tier in self._memory_tiers())
+
+    def restore(self) -> None:
+        """Use the memory again that `trim` has given back."""
+        for tier in self._memory_tiers():
+            tier.restore()
+
+    def _memory_tiers(self) -> list[MemoryTier]:
+        return [store for store in (self.latents, self.text) if isinstance(store, MemoryTier)]
+
     def _open(self, kind: str, name: str, folder: Path) -> Store:
         on_disk = self._types[kind] == "disk"
         files = ShardStore(folder, self._emit) if self._persistent or on_disk else None

@@ -91,6 +91,12 @@ def _check_ramp(run: RunFile) -> Iterator[Violation]:
 
 
 def _check_credentials(run: RunFile) -> Iterator[Violation]:
+    if any(REDACTED in address for address in run.logging.webhooks):
+        yield Violation(
+            "logging.webhooks",
+            f"contains {REDACTED}, which replaces paths in a run.json that a run has written. Set "
+            "the addresses again.",
+        )
     for index, dataset in enumerate(run.datasets):
         options = dataset.remote.options
         values = [

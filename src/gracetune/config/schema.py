@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    field_serializer,
     field_validator,
 )
 
@@ -23,12 +24,33 @@ from gracetune.config.schema_base import (
     PositiveInt,
     Section,
 )
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, hide_path
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS
 from gracetune.units import parse_bytes
 
 CacheType = Literal["unified_memory", "memory", "disk"]
+HEALTH_CHECKS = (
+    "gradient_spikes",
+    "learning_rate_high",
+    "weights_still",
+    "dataset_dead",
+    "part_untrained",
+    "overfitting",
+    "timestep_shift",
+    "samples_empty",
+    "data_waits",
+    "weight_waits",
+    "slow_down",
+    "throttling",
+    "disk_space",
+    "page_cache",
+    "host_memory",
+    "device_memory",
+    "loader_stalled",
+    "previous_run",
+)
+"""Names of the health checks that a run file can leave out."""
 
 
 class ModelSection(Section):
@@ -264,6 +286,10 @@ class TrainSection(Section):
     """Number of newest adapters to keep in the folder `adapters`, which has the adapter of every
     checkpoint, also of those that `keep_checkpoints` has deleted. `all`: every one; adapters are
     small. A run that trains the whole model has none."""
+    skip_bad_batches: bool = False
+    """Skip a step whose loss or gradient is not finite, instead of ending the run. This changes the
+    result; skipped steps are recorded in the checkpoint, and skipped again if the run is resumed.
+    Each step then waits for the GPU once."""
     check_gradients: bool = True
     """Check the gradients of the first step: every trained tensor must have one, and in a planned
     run, or on several ranks, one block is compared with a plain copy of it. `false` (or `off`)
@@ -397,13 +423,68 @@ class ValidationSection(Section):
 
 
 class LoggingSection(Section):
-    """Progress lines on the console, and TensorBoard files."""
+    """Progress lines on the console, and where else events are sent."""
 
     every: PositiveInt = 10
     """Number of optimizer steps between progress lines. Losses are copied from the GPU only then,
     so a small number slows short steps down."""
     tensorboard: bool = True
     """Write TensorBoard files into the output folder."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port on which the run serves its metrics to Prometheus, at `/metrics`. 0: any free port,
+    which the log names. Default: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address of the network interface that `prometheus_port` is opened on. The metrics need no
+    password: open another one only in a network that you trust."""
+    webhooks: tuple[str, ...] = ()
+    """Addresses (`https://...`) to which the run sends a JSON message when it starts, ends or
+    fails, and when its health changes. An address that does not answer never stops the run."""
+
+    @field_validator("webhooks")
+    @classmethod
+    def _check_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(one.startswith(("https://", "http://")) for one in value):
+            raise ValueError("addresses that start with https:// or http://")
+        return value
+
+    @field_serializer("webhooks", when_used="json")
+    def _hide_paths(self, value: tuple[str, ...]) -> list[str]:
+        """Leave out paths in files that a run writes: many services put a secret there."""
+        return [hide_path(one) for one in value]
+
+
+class HealthSection(Section):
+    """Health checks, which name problems of a run and their causes while it trains."""
+
+    enabled: bool = True
+    """Check the health of the run. `false` turns all checks off; a loss that is not finite still
+    ends the run."""
+    ignore: tuple[str, ...] = ()
+    """Names of checks to leave out, as listed in docs/watching-a-run.md."""
+    degrade: bool = True
+    """Let the run free memory by itself if it is about to run out: prefetch less, drop cached
+    samples, use a smaller plan. `false`: only report it."""
+    stop: bool = True
+    """Let the run save a checkpoint and stop if host memory or disk space is about to run out.
+    `false`: only report it."""
+    wait_share: Fraction = 0.2
+    """Share of a step's time that it may wait for data or for streamed weights before the run
+    reports it."""
+    slow_down: Annotated[float, Field(gt=1)] = 1.5
+    """Factor by which steps may become slower than the first ones of the run before it is
+    reported."""
+    stall_s: PositiveFloat = 120
+    """Seconds without the end of a step after which the run reports what it waits for."""
+    disk_min_gb: Annotated[float, Field(ge=0)] = 1.0
+    """GiB of disk space below which the run reports that space runs out."""
+
+    @field_validator("ignore")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in value if name not in HEALTH_CHECKS]
+        if unknown:
+            raise ValueError(f"names of checks: {', '.join(HEALTH_CHECKS)}")
+        return value
 
 
 class DistributedSection(Section):
@@ -501,6 +582,7 @@ class RunFile(Section):
     optimizer: OptimizerSection = OptimizerSection()
     validation: ValidationSection = ValidationSection()
     logging: LoggingSection = LoggingSection()
+    health: HealthSection = HealthSection()
     distributed: DistributedSection = DistributedSection()
     plan: Literal["auto", "off"] | PlanSection = "auto"
     """Memory planning. `auto`: the planner decides how the model fits into memory; `off`: no

@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from gracetune.cache.store import Entry, Store
     from gracetune.config.dataset_schema import DatasetSection
     from gracetune.config.schema import RunFile
+    from gracetune.data.dataset import Corruption
     from gracetune.data.prefetch import Prefetch
     from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
@@ -145,6 +146,8 @@ class DataPipeline:
     def _prepare(self, preparer: DatasetPreparer) -> None:
         run, family, transforms = self._run, self._family, preparer.transforms
         prepared = preparer.prepare_all()
+        self.corruptions = preparer.corruptions
+        """Unreadable samples, which are left out, with the reasons."""
         groups = [group for dataset in prepared for group in dataset.groups]
         train_groups, held_out = split_holdout(groups, run.validation.holdout, run.seed)
         if not train_groups:
@@ -250,6 +253,14 @@ class DataPipeline:
             hidden_s=counts.hidden_s,
             depth=batches.depth.batches,
         )
+
+    def trim(self) -> int:
+        """Free host memory of cached samples that are also in files; return the bytes."""
+        return self._stores.trim()
+
+    def restore(self) -> None:
+        """Use the memory again that `trim` has given back."""
+        self._stores.restore()
 
     def close(self) -> None:
         """Stop background encoding and close the cache files; `load` reopens them if needed."""
@@ -400,6 +411,11 @@ class DatasetPreparer:
         self.tiling = tiling_rule(run, family)
         self.encode = ExclusiveEncoder(family.encode, family.set_tiling, self.tiling)
         self.latent_grid = partial(latent_grid, family)
+
+    @property
+    def corruptions(self) -> tuple[Corruption, ...]:
+        """The unreadable samples that were found so far."""
+        return self._corruption.entries
 
     def prepare_all(self) -> list[PreparedDataset]:
         """Prepare all datasets; list unreadable samples in the file `corruption.json`."""

@@ -1,12 +1,15 @@
-"""Reserve a run's folder, and send requests (validate, save, stop) to the run in it.
+"""Reserve a run's folder, and send requests (validate, save, stop, log) to the run in it.
 
 A process that writes to the folder holds a lock on the file `.lock` in it (`reserve_folder`), so
 that two runs never share a folder. The kernel releases the lock when the process ends, even if it
 is killed.
 
-The run writes `now/listening.json` with its process id. `gracetune now <verb>` creates `now/<verb>`
-next to it, and the run deletes that file when it takes the request, between two steps. Files need
-no network port, work on the shared disk of a cluster, and survive a lost terminal.
+The run writes `now/listening.json` with its process id. A request is a JSON file in `now/requests`
+with a name of its own, `ID.json`: `{"request": "validate", "arguments": {...}, "source": "me"}`. An
+empty file `now/<verb>` is a request without arguments (`touch now/save`). The run deletes the file
+when it takes the request, between two steps, so that each is taken once, and logs the answer as an
+event `request_taken` with the id. Files need no network port, work on the shared disk of a cluster,
+and survive a lost terminal.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import errno
 import fcntl
 import json
 import os
+import re
+import secrets
 import signal
 import socket
+import stat
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -27,13 +33,17 @@ from gracetune.atomic_files import write_text
 from gracetune.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-VERBS = ("validate", "save", "stop")
+VERBS = ("validate", "save", "stop", "log")
+REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_REQUEST_NBYTES = 1 << 20
+"""Size above which a request is refused unread."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to save a checkpoint and stop: from a user or launcher (SIGINT, SIGTERM),
 a terminal that closes (SIGHUP), or a cluster whose time limit is near (SIGUSR1, SIGUSR2)."""
 LOCK_FILE = ".lock"
+REQUESTS_FOLDER = "requests"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """Errors of file systems that do not support locks."""
 _OWNER_WAIT_S = 2.0
@@ -100,6 +110,20 @@ def _owner(descriptor: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A request to a run, as it was read from its file."""
+
+    verb: str
+    id: str = ""
+    """The name of the file without its suffix; empty for a request without arguments."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    source: str = ""
+    """Who sent it, such as `gracetune now`."""
+    problem: str = ""
+    """Why it cannot be carried out; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
 class Listener:
     """The process of a training run that accepts requests to validate, save or stop.
 
@@ -111,7 +135,7 @@ class Listener:
     birth: int
     """Start time of the process, in clock ticks since boot; differs if the pid was reused."""
     verbs: tuple[str, ...]
-    """The requests that the process accepts: some of `validate`, `save`, `stop`."""
+    """The requests that the process accepts: some of `VERBS`."""
 
     def is_local(self) -> bool:
         """Return True if the process was started on this machine."""
@@ -129,14 +153,17 @@ class RunControl:
         self._folder = folder / "now"
         # Strings instead of Path objects: `take_requests` runs after every step.
         self._paths = {verb: os.fspath(self._folder / verb) for verb in VERBS}
+        self._requests = os.fspath(self._folder / REQUESTS_FOLDER)
+        self._verbs: tuple[str, ...] = VERBS
         self._open = False
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
         """Start to accept requests to process `pid`; delete requests to an earlier run."""
         birth = process_start_time(pid)
         assert birth is not None, f"there is no process {pid}"
-        listener = Listener(pid, socket.gethostname(), birth, tuple(verbs))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._verbs = tuple(verbs)
+        listener = Listener(pid, socket.gethostname(), birth, self._verbs)
+        (self._folder / REQUESTS_FOLDER).mkdir(parents=True, exist_ok=True)
         other = read_listener(self._folder)
         if other is not None and other.pid != pid and other.is_local() and other.is_alive():
             raise ConfigError(
@@ -159,16 +186,53 @@ class RunControl:
             if is_main:
                 self.close()
 
-    def take_requests(self) -> set[str]:
-        """Return the requests that arrived since the last call, and delete their files."""
-        taken = set()
+    def take_requests(self) -> list[Request]:
+        """Return the requests that arrived since the last call, oldest first; delete their files.
+
+        A request that this run does not accept, or whose file is not one, has a `problem`.
+        """
+        taken = []
         for verb, path in self._paths.items():
             try:
                 os.unlink(path)
             except FileNotFoundError:
                 continue
-            taken.add(verb)
+            taken.append(self._checked(Request(verb)))
+        try:
+            names = sorted(name for name in os.listdir(self._requests) if name.endswith(".json"))
+        except FileNotFoundError:
+            return taken
+        for name in names:
+            path = os.path.join(self._requests, name)
+            # Hidden files are still being written; a link or a pipe is not a request.
+            if not name.startswith(".") and stat.S_ISREG(os.lstat(path).st_mode):
+                taken.append(self._checked(self._take_file(path, name.removesuffix(".json"))))
         return taken
+
+    def _take_file(self, path: str, number: str) -> Request:
+        problem, text = "", b""
+        try:
+            with open(path, "rb") as file:
+                text = file.read(MAX_REQUEST_NBYTES + 1)
+        except OSError as error:
+            problem = f"it cannot be read: {error.strerror}"
+        os.unlink(path)
+        if len(text) > MAX_REQUEST_NBYTES:
+            problem = f"it is larger than {MAX_REQUEST_NBYTES:,} bytes"
+        if not REQUEST_ID.fullmatch(number):
+            number, problem = "", "its file name may have only letters, digits, '-' and '_'"
+        if problem:
+            return Request("", number, problem=problem)
+        return parse_request(text, number)
+
+    def _checked(self, request: Request) -> Request:
+        if request.problem or request.verb in self._verbs:
+            return request
+        known = ", ".join(self._verbs)
+        problem = f"this run does not accept {request.verb!r}, only {known}"
+        if request.verb == "validate":
+            problem += "; set validation.enable_manual_validation: true"
+        return replace(request, problem=problem)
 
     def close(self) -> None:
         """Stop accepting requests and delete pending ones.
@@ -182,8 +246,27 @@ class RunControl:
         self.take_requests()
 
 
-def send_request(folder: Path, verb: str) -> Listener:
-    """Write a request for the run in `folder`; return who carries it out: PID and host name."""
+def parse_request(text: bytes, number: str) -> Request:
+    """Read the contents of a request's file; `number` is its id."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return Request("", number, problem="it is not JSON")
+    if not isinstance(found, dict) or not isinstance(found.get("request"), str):
+        return Request("", number, problem='it is not an object with the entry "request"')
+    arguments, source = found.get("arguments", {}), found.get("source", "")
+    if not isinstance(arguments, dict) or not isinstance(source, str):
+        return Request("", number, problem='"arguments" must be an object and "source" a text')
+    return Request(found["request"], number, arguments, source)
+
+
+def send_request(
+    folder: Path,
+    verb: str,
+    arguments: Mapping[str, object] | None = None,
+    source: str = "gracetune now",
+) -> tuple[Listener, str]:
+    """Write a request for the run in `folder`; return who carries it out, and its id."""
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
@@ -205,8 +288,11 @@ def send_request(folder: Path, verb: str) -> Listener:
             f"the run in {folder} does not accept {verb!r}, only "
             f"{', '.join(listener.verbs)}. {fix}".rstrip()
         )
-    write_text(folder / "now" / verb, "")
-    return listener
+    # Names sort by time, so that requests are taken in the order in which they were sent.
+    number = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+    request = {"request": verb, "arguments": dict(arguments or {}), "source": source}
+    write_text(folder / "now" / REQUESTS_FOLDER / f"{number}.json", json.dumps(request))
+    return listener, number
 
 
 def process_start_time(pid: int) -> int | None:
@@ -215,11 +301,11 @@ def process_start_time(pid: int) -> int | None:
     Ticks since boot do not change when the system clock is set.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command's name is in brackets and may contain anything, so parse what follows it.
-    state, *rest = stat.rpartition(")")[2].split()
+    state, *rest = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(rest[18])
 
 

@@ -217,10 +217,16 @@ class Stages:
         """`light` collects garbage, `hard` empties torch's cache; both return the bytes freed."""
         self.policy = policy
         self.state = StageState()
-        self.reclaimed_bytes = 0
+        self.reclaimed: dict[Action, int] = {Action.LIGHT: 0, Action.HARD: 0}
+        """Bytes freed so far, by kind of reclamation."""
         self._light = light
         self._hard = hard
         self._emit = emit
+
+    @property
+    def reclaimed_bytes(self) -> int:
+        """Bytes freed so far by reclamations of both kinds."""
+        return sum(self.reclaimed.values())
 
     def update(self, reading: Reading) -> Stage:
         """Return whether device memory is full (the stage) by a memory reading; free nothing."""
@@ -237,9 +243,9 @@ class Stages:
         state, action = advance(self.policy, self.state, reading)
         self._enter(state, reading)
         if action is Action.LIGHT:
-            self.reclaimed_bytes += self._light()
+            self.reclaimed[action] += self._light()
         elif action is Action.HARD:
-            self.reclaimed_bytes += self._hard()
+            self.reclaimed[action] += self._hard()
         return self.state.stage
 
     def _enter(self, state: StageState, reading: Reading) -> Stage:

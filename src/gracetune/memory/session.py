@@ -208,7 +208,7 @@ class MemorySession:
     def stats(self) -> Stats:
         """Return torch's memory statistics, extended by gracetune's (`uvm.*`)."""
         self.observe(reclaim=False)
-        return memory_stats(
+        stats = memory_stats(
             torch.cuda.memory_stats(),
             self.machine.platform,
             self._hints.counts(),
@@ -217,6 +217,16 @@ class MemorySession:
             self.faults,
             self._pool_counters(),
         )
+        for action, nbytes in self.stages.reclaimed.items():
+            stats[f"uvm.{action}_bytes"] = nbytes
+        return stats
+
+    def headroom(self) -> int:
+        """Return the free device memory above the threshold of stage 2, in bytes; 0 on a CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        free, total = torch.cuda.mem_get_info(self.machine.platform.device)
+        return int(free - self.policy.stage2_below(total))
 
     def _collect_garbage(self) -> int:
         """Collect reference cycles, which may hold tensors, and return the device bytes freed."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
-from gracetune.events.types import MemoryUsed
+from gracetune.events.types import MemoryRoles, MemoryUsed, UnifiedMemory
 from gracetune.memory.hints import HintOutcome
 
 if TYPE_CHECKING:
@@ -111,6 +111,50 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
     )
 
 
+def unified_memory_event(step: int, stats: Mapping[str, int | str], headroom: int) -> UnifiedMemory:
+    """Build the event with the accounting of managed memory, from the keys of `memory_stats`.
+
+    `headroom` is the free device memory above the threshold of stage 2. Memory that torch holds for
+    the managed pool counts like memory that gracetune has reserved itself.
+    """
+
+    def number(key: str) -> int:
+        return int(stats.get(f"uvm.{key}", 0))
+
+    managed = f"bytes.{Tier.MANAGED}"
+    return UnifiedMemory(
+        step=step,
+        stage=number("stage"),
+        transitions=number("stage_transitions"),
+        headroom=headroom,
+        current=max(number(f"{managed}.current"), number("pool.live_bytes")),
+        peak=max(number(f"{managed}.peak"), number("pool.peak_bytes")),
+        cap=number(f"{managed}.cap"),
+        denied=number(f"{managed}.denied") + number("pool.denied"),
+        light_reclamations=number("light_reclamations"),
+        full_reclamations=number("hard_reclamations"),
+        reclaimed_bytes={"light": number("light_bytes"), "full": number("hard_bytes")},
+        hints={verdict.value: number(f"hints.{verdict}") for verdict in HintOutcome},
+        faults={name: number(name) for name in FAULT_COUNTERS if f"uvm.{name}" in stats},
+        faults_unavailable=str(stats.get("uvm.faults_unavailable", "")),
+    )
+
+
+def memory_roles_event(
+    step: int,
+    stats: Mapping[str, int | str],
+    planned: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+) -> MemoryRoles:
+    """Build the event with the bytes of each kind of memory and role, next to the plan's."""
+    roles: dict[str, dict[str, int]] = {}
+    for tier in Tier:
+        prefix = f"uvm.bytes.{tier}.role."
+        found = {k.removeprefix(prefix): int(v) for k, v in stats.items() if k.startswith(prefix)}
+        if found:
+            roles[tier.value] = found
+    return MemoryRoles(step, roles, planned)
+
+
 class Tier(StrEnum):
     """Kind of memory: device, host or managed."""
 
@@ -178,6 +222,15 @@ class MemoryAccounting:
 # Page faults and migrations of managed memory. Only CUPTI reports them (package `cupti-python`, an
 # extra). CUPTI serves one client per process, so this and torch's profiler exclude each other.
 
+FAULT_COUNTERS = (
+    "gpu_page_faults",
+    "cpu_page_faults",
+    "thrashing",
+    "faulted_bytes",
+    "evicted_bytes",
+    "migrated_bytes",
+)
+"""Keys of the page fault counters in `memory_stats`, without the prefix `uvm.`."""
 _BUFFER_BYTES = 1 << 20
 _ANY_NUMBER_OF_RECORDS = 0
 _FLUSH_NORMALLY = 0

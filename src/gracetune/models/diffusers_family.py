@@ -25,6 +25,7 @@ from gracetune.models.pipeline_folder import (
     copy_other_components,
     digest_of_folder,
     digest_of_weights,
+    read_again,
     read_scheduler,
     without_progress_bars,
 )
@@ -195,7 +196,23 @@ class DiffusersFamily:
 
     def release_text_encoder(self) -> None:
         """Free the text encoders: they take gigabytes, and training does not need them."""
-        self.parts.components.update(dict.fromkeys(self.parts.encoders))
+        encoders = list(self.parts.encoders)
+        self.parts.released.extend(encoders)
+        self.parts.components.update(dict.fromkeys(encoders))
+
+    def text_encoder_nbytes(self) -> int:
+        """Return the size of the released text encoders' files in bytes."""
+        return sum(
+            file.stat().st_size
+            for name in self.parts.released
+            for file in (self.folder / name).glob("*.safetensors")
+        )
+
+    def restore_text_encoder(self, device: torch.device) -> None:
+        """Load the text encoders again, after `release_text_encoder`."""
+        while self.parts.released:
+            name = self.parts.released.pop()
+            self.parts.components[name] = read_again(self.parts, name).to(device)
 
     def export(self, folder: Path) -> None:
         """Write a whole pipeline folder. Components that were not trained are linked or copied."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -265,6 +265,19 @@ class Family(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write the model to a folder that `model.path` of another run can name."""
+        ...
+
+
+@runtime_checkable
+class ReloadableText(Protocol):
+    """A family that can load its text encoders again, to encode prompts while a run trains."""
+
+    def text_encoder_nbytes(self) -> int:
+        """Return the memory that the text encoders need, in bytes."""
+        ...
+
+    def restore_text_encoder(self, device: torch.device) -> None:
+        """Load the text encoders again, after `release_text_encoder`, to a device."""
         ...
 
 

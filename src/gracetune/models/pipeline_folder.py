@@ -11,7 +11,7 @@ import json
 import shutil
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,6 +59,8 @@ class PipelineParts:
     """The content of `model_index.json`: the pipeline's class, components and settings."""
     components: dict[str, Any]
     """Component by its name in the pipeline; None if the folder has none of this name."""
+    released: list[str] = field(default_factory=list)
+    """Names of the text encoders that were released."""
 
     @property
     def encoders(self) -> dict[str, nn.Module]:
@@ -199,6 +201,13 @@ def _read_other(folder: Path, name: str, library: str, cls_name: str) -> Any:
         model = read_pretrained(folder, name, cls, torch_dtype=torch.float32)
         return model.eval().requires_grad_(False)
     return read_text_encoder(folder, name, cls)
+
+
+def read_again(parts: PipelineParts, name: str) -> nn.Module:
+    """Load a frozen component again that was released."""
+    library, cls_name = parts.index[name]
+    model: nn.Module = _read_other(parts.folder, name, library, cls_name)
+    return model
 
 
 def read_component(folder: Path, name: str, read: Callable[[Path], Component]) -> Component:

@@ -155,6 +155,13 @@ class Tiny:
     def release_text_encoder(self) -> None:
         """Do nothing: the text encoder has no weights."""
 
+    def text_encoder_nbytes(self) -> int:
+        """Return 0: the text encoder has no weights."""
+        return 0
+
+    def restore_text_encoder(self, device: torch.device) -> None:
+        """Do nothing: the text encoder has no weights."""
+
     def control_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the sample's size; this family takes no control images."""
         return width, height

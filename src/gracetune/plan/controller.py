@@ -254,6 +254,13 @@ class PlanController:
         counters = self._applied.ring.counters()
         return counters.slots * counters.slot_nbytes
 
+    def stall_seconds(self) -> float:
+        """Return the seconds that compute has waited for copies since the plan was applied.
+
+        Copies are those of weights and activations. Synchronizes with the device.
+        """
+        return self._applied.stall_seconds()
+
     def streaming_stats(self, step: int) -> WeightsStreamed | None:
         """Return counts and times of weight streaming in this run, including earlier plans.
 

@@ -80,8 +80,10 @@ from gracetune.train.export import (
 from gracetune.train.gradient_check import build_references, random_block
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run_identity
+from gracetune.train.skipped_steps import SKIPPED_KEY, build_skips
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import Ema, PositionalRng, TrainProgress, TrainState, derive_seed
+from gracetune.train.step_recorder import build_recorder, frozen_norms
 from gracetune.train.validate import build_validation, check_validation
 
 if TYPE_CHECKING:
@@ -170,7 +172,7 @@ class Session:
             self.state.accelerator.device,
             self.plan_controller,
             positional=self.state.dropout is not None,
-        )
+        ) | ({} if self.state.skips is None else {SKIPPED_KEY: self.state.skips.steps})
 
     def resume(self, snapshot: Snapshot | None) -> TrainProgress:
         """Load a checkpoint into the model, optimizer and RNGs, and return its counters.
@@ -282,6 +284,7 @@ def build_session(
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     check_data(run, family)
     check_validation(run, family)
+    norms = frozen_norms(family)
     quantize_frozen(run, family, emit)
     adapted_modules = make_trainable(run, family, schedule, emit)
     is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
@@ -352,6 +355,8 @@ def build_session(
         reducer=GradientReducer(ranks, device),
         ranks=ranks,
         dropout=dropout,
+        recorder=build_recorder(device, family, parameters, adapted_modules, norms),
+        skips=build_skips(run, ranks, resumed),
     )
     state.transformer.train()
     register_memory_roles(state, transfer, controller)

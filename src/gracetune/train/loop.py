@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +18,21 @@ import torch
 from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalance
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.distributed.heartbeat import StragglerWatch
-from gracetune.errors import InterruptedRunError, RunFailedError
-from gracetune.events.types import CheckpointSaved, Notice, RampChanged, RatesSpread, StepDone
+from gracetune.errors import DataError, InterruptedRunError, RunFailedError
+from gracetune.events.types import (
+    CheckpointSaved,
+    HealthChanged,
+    Notice,
+    RampChanged,
+    RatesSpread,
+    StepDone,
+)
 from gracetune.optim.automagic import Automagic
 from gracetune.train import checkpoint
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
+from gracetune.train.requests import PROMPTS, RequestInbox
 from gracetune.train.state import (
     detached_weights,
     flatten_optimizer_state,
@@ -32,6 +41,7 @@ from gracetune.train.state import (
     torch_rng_state,
 )
 from gracetune.train.step import train_step, turn_at
+from gracetune.train.telemetry import Telemetry
 from gracetune.train.validate import ValidationWriteError, validate
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from gracetune.cache.batch_transfer import BatchIterator, BatchTransfer
+    from gracetune.cache.batch_transfer import BatchIterator, BatchTransfer, PrefetchDepth
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
     from gracetune.events.dispatcher import Emit
@@ -58,20 +68,28 @@ GC_FREEZE_STEPS = 20
 the run, so they are excluded from garbage collection (`gc.freeze`)."""
 CHECKPOINT_REASONS = {"stop": "stopping", "save": "asked for", "clock": "every N minutes"}
 """Request that saves a checkpoint -> the reason that is logged with the checkpoint."""
-REQUESTS = ("validate", "save", "stop", "clock")
-"""What a run can be asked to do between two steps; `clock` is a checkpoint every N minutes."""
+MAX_SKIPPED_IN_A_ROW = 10
+"""Steps that may be skipped in a row (`train.skip_bad_batches`) before the run counts as failed."""
 
 
-def train_loop(session: Session, progress: TrainProgress) -> TrainProgress:
-    """Train until `train.max_train_steps`, or until a stop is requested."""
+def train_loop(
+    session: Session, progress: TrainProgress, telemetry: Telemetry | None = None
+) -> TrainProgress:
+    """Train until `train.max_train_steps`, or until a stop is requested.
+
+    `telemetry` collects measurements; by default, that of this machine.
+    """
+    telemetry = telemetry or Telemetry(session, progress.step)
     ranks = session.state.ranks
     share = RankShare(ranks.rank, ranks.world_size, session.micro_batches, session.batch_seconds)
     if ranks.world_size > 1:
         _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
+        telemetry.start(progress.step, lambda: stream.prefetch_depth)
         try:
-            return _run_steps(session, stream, progress)
+            return _run_steps(session, stream, progress, telemetry)
         finally:
+            telemetry.close()
             session.gc_freeze.unfreeze()
 
 
@@ -84,13 +102,16 @@ def _report_imbalance(session: Session, share: RankShare) -> None:
         session.emit(Notice(text))
 
 
-def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -> TrainProgress:
+def _run_steps(
+    session: Session, stream: BatchStream, progress: TrainProgress, telemetry: Telemetry
+) -> TrainProgress:
     """Repeat: run a step, log it, then save a checkpoint, validate or stop if that is due."""
     run = session.state.run
     total = run.train.max_train_steps
     metrics = MetricsBuffer(
-        session.emit, run.logging.every, session.batch_transfer, session.state.optimizer
+        session.emit, run.logging.every, session.batch_transfer, session.state.optimizer, telemetry
     )
+    inbox = RequestInbox(session, metrics, telemetry)
     timing = PlanTiming(session, progress.step)
     stragglers = StragglerReport(session)
     check = FirstStepCheck(session)
@@ -103,19 +124,18 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
     if _validation_is_missing(session, progress.step):
         _validate(session, metrics, progress.step)
     while progress.step < total:
-        result = _step(session, stream, micro_batches, progress, timing, check)
+        with _saving_if_data_fail(session, metrics, progress, saved_step):
+            result = _step(session, stream, micro_batches, progress, timing, check)
         progress = progress.after(micro_batches, stream.state.consumed, result.expert)
         step = progress.step
+        telemetry.note(step, "training")
         metrics.add(step, stream.state.epoch(session.pipeline.order), result)
         if step == first_step + GC_FREEZE_STEPS:  # once in each process
-            metrics.flush()
-            session.gc_freeze.freeze()
-            metrics.restart_clock()
-            timing.disturbed = True
+            _freeze_garbage(session, metrics, timing)
         timing.after_step(step, stream.state.step_batches, metrics)
         stragglers.after_step(step)
 
-        requests = late | _take_requests(session, saved_at)
+        requests = late | inbox.take(step, saved_at)
         late = set()
         is_stopping = "stop" in requests and step < total
         # The checkpoint comes before validation, so that a failing validation loses no steps.
@@ -125,24 +145,39 @@ def _run_steps(session: Session, stream: BatchStream, progress: TrainProgress) -
             saved_at, saved_step = time.monotonic(), step
             timing.disturbed = True
         scheduled = run.validation.every > 0 and _is_due(step, run.validation.every, total)
-        if (scheduled and not is_stopping) or "validate" in requests:
-            _validate(session, metrics, step)
+        if scheduled and not is_stopping:
+            requests.add("validate")
+        if requests & {"validate", PROMPTS}:
+            _validate_all(session, metrics, step, requests, inbox)
             timing.disturbed = True
             # Validation takes long. A stop that was requested meanwhile needs no further step.
-            late = _take_requests(session, saved_at)
+            late = inbox.take(step, saved_at)
             if "stop" in late and not is_stopping and step < total:
                 is_stopping = True
                 if saved_step < step:
                     _save(session, metrics, progress, _checkpoint_reason(late, step, total))
         if is_stopping:
-            raise InterruptedRunError(
-                f"stopped after step {step} of {total}; a checkpoint is saved. Run the same "
-                "command again to continue."
-            )
+            raise _stopped(step, total, telemetry.stop_reason)
         micro_batches = _next_micro_batches(session, progress, micro_batches)
     metrics.flush()
     assert saved_step == total, (saved_step, total)
     return progress
+
+
+def _freeze_garbage(session: Session, metrics: MetricsBuffer, timing: PlanTiming) -> None:
+    """Exclude the objects that exist now from garbage collection; this takes a moment."""
+    metrics.flush()
+    session.gc_freeze.freeze()
+    metrics.restart_clock()
+    timing.disturbed = True
+
+
+def _stopped(step: int, total: int, reason: str) -> InterruptedRunError:
+    because = f" ({reason})" if reason else ""
+    return InterruptedRunError(
+        f"stopped after step {step} of {total}{because}; a checkpoint is saved. Run the same "
+        "command again to continue."
+    )
 
 
 def _step(
@@ -210,22 +245,6 @@ def _next_micro_batches(session: Session, progress: TrainProgress, before: int) 
     return micro_batches
 
 
-def _take_requests(session: Session, saved_at: float) -> set[str]:
-    """Return the pending requests of all ranks: some of `REQUESTS`.
-
-    They come from `gracetune now`, from a signal, or from `train.checkpoint_minutes`.
-    """
-    run, ranks = session.state.run, session.state.ranks
-    requests = session.control.take_requests() if ranks.is_main else set()
-    if session.signals.received is not None:
-        requests.add("stop")
-    minutes = run.train.checkpoint_minutes
-    if minutes and time.monotonic() - saved_at >= 60 * minutes:
-        requests.add("clock")
-    asked = ranks.any(*(request in requests for request in REQUESTS))
-    return {request for request, is_asked in zip(REQUESTS, asked, strict=True) if is_asked}
-
-
 def _is_due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
@@ -265,6 +284,11 @@ class BatchStream:
         """Return statistics of loading: where batches came from, how long steps waited for them."""
         return self._pipeline.batches_fed(step, self._batches)
 
+    @property
+    def prefetch_depth(self) -> PrefetchDepth:
+        """The number of batches to prefetch, which may be changed."""
+        return self._batches.depth
+
     def close(self) -> None:
         """Stop the threads that load and encode in the background."""
         self._batches.close()
@@ -277,9 +301,33 @@ class BatchStream:
 # Checkpoints and validation
 
 
+@contextmanager
+def _saving_if_data_fail(
+    session: Session, metrics: MetricsBuffer, progress: TrainProgress, saved_step: int
+) -> Iterator[None]:
+    """Save what was trained, if the step in the `with` block fails because of its data.
+
+    With several ranks this is not possible: the others wait for this one in the middle of a step.
+    """
+    try:
+        yield
+    except DataError as error:
+        if saved_step < progress.step and session.state.ranks.world_size == 1:
+            session.state.optimizer.zero_grad()
+            cause = f"a batch cannot be loaded: {error}"
+            action = f"the run saves a checkpoint of step {progress.step} and ends"
+            advice = "Fix the file or the disk, and run the same command again to continue."
+            session.emit(
+                HealthChanged(progress.step, "loader_stalled", "stopping", cause, action, advice)
+            )
+            _save(session, metrics, progress, "the data failed")
+        raise
+
+
 def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, reason: str) -> None:
     """Save a checkpoint. Metrics are flushed first, which raises if a loss is not finite."""
     metrics.flush()
+    metrics.telemetry.note(progress.step, "saving")
     _check_ranks_have_same_weights(session, progress.step)
     snapshot = _take_snapshot(session, progress)
     ranks = session.state.ranks
@@ -296,6 +344,7 @@ def _save(session: Session, metrics: MetricsBuffer, progress: TrainProgress, rea
             CheckpointSaved(progress.step, str(saved.path), saved.nbytes, saved.seconds, reason)
         )
     ranks.wait()  # until the main rank has written the checkpoint
+    metrics.telemetry.note(progress.step, "training")
     metrics.restart_clock()
 
 
@@ -346,32 +395,58 @@ def _validation_is_missing(session: Session, step: int) -> bool:
     return not session.state.ranks.broadcast(exists)
 
 
-def _validate(session: Session, metrics: MetricsBuffer, step: int) -> None:
+def _validate_all(
+    session: Session, metrics: MetricsBuffer, step: int, requests: set[str], inbox: RequestInbox
+) -> None:
+    """Validate as scheduled or requested, and with the prompts that came with requests."""
+    if "validate" in requests:
+        _validate(session, metrics, step)
+    for requested in inbox.take_prompts(step):
+        _validate(session, metrics, step, requested)
+
+
+def _validate(
+    session: Session,
+    metrics: MetricsBuffer,
+    step: int,
+    requested: ValidationSetup | None = None,
+) -> None:
     """Validate; if the device is out of memory, warn and continue without these samples.
 
     A run that streams weights first frees the device buffers that it has added for them, and tries
-    again.
+    again. `requested` has prompts that came with a request.
     """
-    if session.validation is None:
+    validation = requested or session.validation
+    if validation is None:
         return
+    if session.validation is not None:  # a request brings prompts, but no batches from another rank
+        validation = replace(validation, held_out=session.validation.held_out)
     metrics.flush()
+    telemetry = metrics.telemetry
+    telemetry.note(step, "validating")
     controller = session.plan_controller
-    problem = _try_to_validate(session, session.validation, step)
+    problem = _try_to_validate(session, validation, step, telemetry)
     if problem and controller is not None and controller.shrink_ring(problem):
-        problem = _try_to_validate(session, session.validation, step)
+        problem = _try_to_validate(session, validation, step, telemetry)
     if problem:
         text = (
             f"no samples of step {step}: {problem} Training continues. Lower validation.width, "
             "height or frames, or plan.device_memory."
         )
         session.emit(Notice(text, level="warning", fallback=True))
+    telemetry.note(step, "training")
     metrics.restart_clock()
 
 
-def _try_to_validate(session: Session, validation: ValidationSetup, step: int) -> str:
+def _try_to_validate(
+    session: Session, validation: ValidationSetup, step: int, telemetry: Telemetry
+) -> str:
     """Validate; return torch's message if the device is out of memory, else an empty string."""
     try:
-        session.emit(validate(session.state, validation, step))
+        result = validate(session.state, validation, step)
+        session.emit(result.event)
+        telemetry.add_held_out(step, result.event.losses, result.held_out)
+        telemetry.after_validation(result.seen)
     except ValidationWriteError as error:
         if step == 0:  # nothing is lost yet, and later samples could not be written either
             raise
@@ -475,10 +550,18 @@ class MetricsBuffer:
     """
 
     def __init__(
-        self, emit: Emit, every: int, batch_transfer: BatchTransfer, optimizer: Optimizer
+        self,
+        emit: Emit,
+        every: int,
+        batch_transfer: BatchTransfer,
+        optimizer: Optimizer,
+        telemetry: Telemetry,
     ) -> None:
+        self.every = every
+        """Steps between two times of logging; a request can change it."""
+        self.telemetry = telemetry
         self._emit = emit
-        self._every = every
+        self._skipped_in_a_row = 0
         self._batch_transfer = batch_transfer
         self._optimizer = optimizer
         self._pending: list[tuple[int, int, StepResult]] = []
@@ -487,8 +570,31 @@ class MetricsBuffer:
     def add(self, step: int, epoch: int, result: StepResult) -> None:
         """Keep the result of a step; every `logging.every` steps, log all kept results."""
         self._pending.append((step, epoch, result))
-        if step % self._every == 0:
+        if result.is_skipped:
+            self._report_skipped(step, result)
+        else:
+            self._skipped_in_a_row = 0
+        if step % self.every == 0:
             self.flush()
+
+    def _report_skipped(self, step: int, result: StepResult) -> None:
+        """Log a skipped step; raise if too many steps in a row are skipped."""
+        loss, norm = float(result.loss), float(result.grad_norm)
+        self._emit(self.telemetry.skipped(step, loss, norm, result.micro_batches))
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise self._diverged(step, loss, norm)
+
+    def _diverged(self, step: int, loss: float, norm: float) -> RunFailedError:
+        advice = (
+            "Lower optimizer.lr or train.max_grad_norm and start over in another output_dir; if "
+            "single files are bad, set train.skip_bad_batches: true."
+        )
+        self.telemetry.diverged(step, loss, norm, advice)
+        return RunFailedError(
+            f"training diverged at step {step}: the loss is {loss} and the gradient norm "
+            f"is {norm}. {advice} Checkpoints saved before are kept."
+        )
 
     def flush(self) -> None:
         """Log all kept results; raise at the first loss or gradient norm that is not finite."""
@@ -498,33 +604,32 @@ class MetricsBuffer:
             [torch.stack([r.loss, r.grad_norm, r.samples]) for _, _, r in self._pending]
         ).tolist()
         seconds = (time.monotonic() - self._started_at) / len(self._pending)
+        done = []
         for (step, epoch, result), (loss, norm, samples) in zip(
             self._pending, numbers, strict=True
         ):
-            self._emit(
-                StepDone(
-                    step=step,
-                    loss=loss,
-                    lr=float(result.lr),
-                    grad_norm=norm,
-                    samples=int(samples),
-                    accumulation=result.micro_batches,
-                    epoch=epoch,
-                    seconds=seconds,
-                    expert=result.expert or "",
-                )
+            event = StepDone(
+                step=step,
+                loss=loss,
+                lr=float(result.lr),
+                grad_norm=norm,
+                samples=int(samples),
+                accumulation=result.micro_batches,
+                epoch=epoch,
+                seconds=seconds,
+                expert=result.expert or "",
             )
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise RunFailedError(
-                    f"training diverged at step {step}: the loss is {loss} and the gradient norm "
-                    f"is {norm}. Lower optimizer.lr or train.max_grad_norm and start over in "
-                    "another output_dir. Checkpoints saved before are kept."
-                )
+            self._emit(event)
+            done.append(event)
+            if not (math.isfinite(loss) and math.isfinite(norm)) and not result.is_skipped:
+                raise self._diverged(step, loss, norm)
         last_step = self._pending[-1][0]
-        self._emit(self._batch_transfer.memory_used(last_step))
+        memory = self._batch_transfer.memory_used(last_step)
+        self._emit(memory)
         for histogram in learning_rate_histograms(self._optimizer, last_step):
             self._emit(histogram)
         self._pending.clear()
+        self.telemetry.collect(done, memory)
         self._started_at = time.monotonic()
 
     def restart_clock(self) -> None:

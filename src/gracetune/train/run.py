@@ -15,7 +15,8 @@ import time
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
 
 from gracetune.atomic_files import full_disk_named, write_text
 from gracetune.config.load import resolved_json
@@ -26,7 +27,9 @@ from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, 
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
+from gracetune.events.trackers.prometheus import PrometheusSink
 from gracetune.events.trackers.tensorboard import TensorBoardSink
+from gracetune.events.trackers.webhooks import WebhookSink
 from gracetune.events.types import (
     FINISHED,
     CheckpointSaved,
@@ -36,18 +39,21 @@ from gracetune.events.types import (
     StepDone,
     Validated,
 )
+from gracetune.memory.sensors import MachineSensors
 from gracetune.optim.registry import SCHEDULE_DEPENDS_ON_LENGTH
 from gracetune.train import checkpoint
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.checkpoint import ADAPTERS_FOLDER, CHECKPOINT_FOLDER
 from gracetune.train.export import find_result, result_folder
+from gracetune.train.last_seen import LastSeen, explain_previous_end, recording_crashes
 from gracetune.train.loop import train_loop
 from gracetune.train.preflight import RESUME_WORDS, check_before_torch, effective_run
 from gracetune.train.run_identity import check_same_run, identity_settings, removed_settings
+from gracetune.train.telemetry import Telemetry
 from gracetune.train.validate import VALIDATION_FOLDER, grid_path, validation_enabled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import FrameType, TracebackType
     from typing import Literal
 
@@ -69,14 +75,19 @@ PRECISION_NAMES = {"no": "fp32", "bf16": "bf16"}
 
 
 def run_training(
-    run: RunFile, resume_from: str = "auto", sinks: Iterable[Sink] = (), notices: Iterable[str] = ()
+    run: RunFile,
+    resume_from: str = "auto",
+    sinks: Iterable[Sink] = (),
+    notices: Iterable[str] = (),
+    telemetry: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunEnded:
     """Train as the run file says, export the result and return the `RunEnded` event.
 
     `resume_from` is `auto` or `latest` (the newest checkpoint, if any), `none`, or the path of a
     checkpoint. Events go to `sinks`, to the log in the output folder and to the configured
-    trackers. `notices` are remarks from reading the run file; they are written to the log. The
-    returned event lists the output files.
+    trackers. `notices` are remarks from reading the run file; they are written to the log.
+    `telemetry` has arguments for `Telemetry`, such as other `sensors`. The returned event lists the
+    output files.
     """
     started_at = time.monotonic()
     check_before_torch(run, resume_from)
@@ -95,6 +106,7 @@ def run_training(
         warnings: list[str] = []
         if is_main:  # for all ranks of the run
             stack.enter_context(reserve_folder(folder, warnings.append))
+            stack.enter_context(recording_crashes(folder))
         snapshot = find_resume_point(folder, resume_from, warnings.append)
         check_ranks_agree(ranks, 0 if snapshot is None else snapshot.progress.step)
         if snapshot is None:
@@ -119,6 +131,7 @@ def run_training(
             ) as events,
             EndReporter(events, latest, started_at) as end,
             monitor.reporting_to(end.report_failure),
+            observing(run, folder, latest.step, events, is_main) as last_seen,
         ):
             for text in notices:
                 events.emit(Notice(f"config: {text}"))
@@ -138,7 +151,10 @@ def run_training(
                         _claim_folder(run, folder, progress, events)
                     events.emit(_run_started(session, progress))
                     with signals.deferred():
-                        train_loop(session, progress)
+                        observer = Telemetry(
+                            session, progress.step, last_seen=last_seen, **telemetry
+                        )
+                        train_loop(session, progress, observer)
                         if is_main:
                             latest.set_result(session.export())
             else:
@@ -299,7 +315,38 @@ def _open_sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sin
     opened: list[Sink] = [*sinks, JsonlLog(folder / LOG_FILE)]
     if run.logging.tensorboard:
         opened.append(TensorBoardSink(folder / "tensorboard", first_step + 1))
+    if run.logging.prometheus_port is not None:
+        logging = run.logging
+        assert logging.prometheus_port is not None
+        opened.append(PrometheusSink(logging.prometheus_port, logging.prometheus_host, folder.name))
+    if run.logging.webhooks:
+        opened.append(WebhookSink(run.logging.webhooks, folder.name))
     return opened
+
+
+@contextmanager
+def observing(
+    run: RunFile, folder: Path, step: int, events: EventDispatcher, is_main: bool
+) -> Iterator[LastSeen | None]:
+    """Explain how the previous process in the folder ended, and keep a record of this one.
+
+    Only the main rank does; others get None.
+    """
+    if not is_main:
+        yield None
+        return
+    sensors = MachineSensors("not read here", {"output": folder})
+    if run.health.enabled and "previous_run" not in run.health.ignore:
+        kills = sensors.read().host.get("oom_kills")
+        found = explain_previous_end(folder, step, kills, _resume_action(step))
+        if found is not None:
+            events.emit(found)
+    with LastSeen(folder, sensors) as last_seen:
+        yield last_seen
+
+
+def _resume_action(step: int) -> str:
+    return f"resumes from the checkpoint of step {step}" if step else "starts from the beginning"
 
 
 def _supported_requests(run: RunFile) -> list[str]:

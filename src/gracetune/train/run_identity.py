@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.sample import Sample
 
-IDENTITY_VERSION = 4
+IDENTITY_VERSION = 5
 """Version of the identity in a checkpoint. Raise it when a setting is added to `IDENTITY_SETTINGS`,
 so that an earlier gracetune, which does not know the setting, refuses the checkpoint. Version 1
 stored no version."""
@@ -59,7 +59,8 @@ IDENTITY_SETTINGS = _names(
         "target_effective_batch_size batch_rampup_steps rampup_shape",
         "train": "batch_size gradient_accumulation_steps effective_batch_size similar_batches "
         "mixed_precision max_grad_norm timestep_sampling timestep_mean timestep_std timestep_shift "
-        "timestep_window min_snr_gamma min_snr_in_flow experts expert_turns switch_every ema_decay",
+        "timestep_window min_snr_gamma min_snr_in_flow experts expert_turns switch_every ema_decay "
+        "skip_bad_batches",
         "optimizer": "name lr betas eps weight_decay schedule warmup_steps final_lr_share lr_bump "
         "min_lr max_lr high_noise_lr_bump high_noise_min_lr high_noise_max_lr low_noise_lr_bump "
         "low_noise_min_lr low_noise_max_lr",
@@ -101,7 +102,8 @@ CHANGEABLE_SETTINGS = _names(
         "height frames seconds images holdout enable_manual_validation",
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",
-        "logging": "every tensorboard",
+        "logging": "every tensorboard prometheus_port prometheus_host webhooks",
+        "health": "enabled ignore degrade stop wait_share slow_down stall_s disk_min_gb",
         # Layouts compute the same steps with other rounding; the checkpoint records the layout.
         "distributed": "backend timeout_s heartbeat_s stall_timeout_s strategy shard_size "
         "context_parallel context_parallel_kind reshard_after_forward prefetch_blocks cpu_offload "

@@ -27,6 +27,7 @@ from gracetune.optim.schedule import (
 )
 from gracetune.train import objective
 from gracetune.train.experts import SINGLE_TRANSFORMER
+from gracetune.train.step_recorder import NoRecorder
 from gracetune.train.timesteps import sample_timesteps, scheduled_timesteps
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
     from gracetune.models.family import Expert, Family
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.train.experts import ExpertSchedule, ExpertTurn
+    from gracetune.train.skipped_steps import StepSkips
+    from gracetune.train.step_recorder import StepRecorder
 
 
+NO_RECORDER = NoRecorder()
 SEED_RANK = 0
 """Part of the seeds of noise and dropout. Seeds used to depend on the rank; this keeps those of a
 single rank as they were."""
@@ -77,6 +81,10 @@ class TrainState:
     dropout: DropoutSeeds | None = None
     """Seeds of the dropout layers. None: they draw from torch's global generator, as in a run that
     an earlier version started."""
+    recorder: StepRecorder | NoRecorder = NO_RECORDER
+    """Records times and losses for the telemetry of the run."""
+    skips: StepSkips | None = None
+    """Decides which steps are skipped (`train.skip_bad_batches`). None: none."""
 
     @property
     def has_averages(self) -> bool:
@@ -137,6 +145,8 @@ class StepResult:
     """Number of micro-batches in the step, over all ranks."""
     expert: Expert | None = None
     """The trained transformer of Wan 2.2, `high` or `low` noise; None for other models."""
+    is_skipped: bool = False
+    """True if the weights were not updated, because the loss or the gradient was not finite."""
 
 
 def turn_at(state: TrainState, progress: TrainProgress) -> ExpertTurn:
@@ -175,16 +185,18 @@ def train_step(
     have more micro-batches than others.
     """
     ranks, train, parameters = state.ranks, state.run.train, state.parameters
-    turn = turn_at(state, progress)
+    turn, recorder = turn_at(state, progress), state.recorder
+    recorder.mark("begin")
     state.reducer.begin(trained_parameters(state, turn.expert))
     failure = ""
     totals = torch.zeros(2, device=state.accelerator.device)  # sum of losses, number of samples
     try:
-        _accumulate_gradients(state, batches, turn, totals)
+        _accumulate_gradients(state, recorder.timed(batches), turn, totals)
     except torch.OutOfMemoryError as error:
         if ranks.world_size == 1:
             raise
         failure = str(error).splitlines()[0]
+    recorder.mark("gradients")
     if failure:  # out of the `except` clause, so that the tensors of the failed step are freed
         state.optimizer.zero_grad()
         state.reducer.abandon()
@@ -195,16 +207,22 @@ def train_step(
     if check_gradients is not None:
         check_gradients(turn.expert, micro_batches == ranks.world_size)
 
+    recorder.mark("reduced")
+    recorder.add_gradients(1 / samples)
     grad_norm = scale_and_clip_gradients(
         list(parameters.values()), 1 / samples, train.max_grad_norm
     )
     set_lr(state.optimizer, lr_scale(state.run.optimizer, progress.step, train.max_train_steps))
-    _update_weights(state)
+    loss = loss_sum / samples
+    is_skipped = state.skips is not None and state.skips.decide(progress.step, loss, grad_norm)
+    if not is_skipped:
+        _update_weights(state)
+        if state.ema is not None:
+            state.ema.update(progress.steps_of(turn.expert), turn.expert)
     lr = effective_lr(state.optimizer)
     state.optimizer.zero_grad()
-    if state.ema is not None:
-        state.ema.update(progress.steps_of(turn.expert), turn.expert)
-    return StepResult(loss_sum / samples, grad_norm, lr, samples, micro_batches, turn.expert)
+    recorder.mark("updated")
+    return StepResult(loss, grad_norm, lr, samples, micro_batches, turn.expert, is_skipped)
 
 
 def _accumulate_gradients(
@@ -277,7 +295,9 @@ def batch_losses(state: TrainState, batch: Batch, turn: ExpertTurn = SINGLE_TRAN
     noise = torch.randn(x0.shape, generator=generator, device=generator.device)
     losses = losses_given_noise(state, batch, timesteps, noise, turn.expert)
     weights = objective.loss_weights(timesteps, train, family.prediction)
-    return losses if weights is None else losses * weights
+    losses = losses if weights is None else losses * weights
+    state.recorder.add_losses(batch, timesteps, losses, turn.expert)
+    return losses
 
 
 def losses_given_noise(
@@ -300,6 +320,7 @@ def losses_given_noise(
             bind_expert(state.transformer, expert), noisy, timesteps, {**batch.text, **conditioning}
         )
     target = objective.target(x0, noise, timesteps, prediction)
+    state.recorder.add_parts(predicted, target)
     return objective.sample_losses(predicted, target, batch.weights)
 
 

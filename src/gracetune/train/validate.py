@@ -26,6 +26,7 @@ from gracetune.data.pyav import load_av
 from gracetune.errors import CheckpointError
 from gracetune.events.types import Notice, Validated
 from gracetune.train.experts import SINGLE_TRANSFORMER, ExpertTurn
+from gracetune.train.health_checks import SampleProblem, SamplesSeen
 from gracetune.train.prompts import (
     build_requests,
     dataset_defaults,
@@ -34,6 +35,7 @@ from gracetune.train.prompts import (
     plan_prompts,
 )
 from gracetune.train.step import derive_seed, losses_given_noise
+from gracetune.train.step_recorder import LossTable, timestep_range
 from gracetune.train.timesteps import scheduled_timesteps
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from gracetune.cache.encode import Tiling
     from gracetune.config.schema import PromptSection, RunFile
     from gracetune.data.pipeline import DataPipeline
     from gracetune.data.sample import Batch
@@ -57,6 +60,10 @@ if TYPE_CHECKING:
 
 
 VALIDATION_FOLDER = "validation"
+REQUESTED_FOLDER = "requested"
+"""Folder, in that of validations, of samples whose prompts came with a request."""
+SAMPLES_FILE = "samples.json"
+"""File with the settings of each sample of a validation, next to the samples."""
 
 
 class ValidationWriteError(CheckpointError):
@@ -72,10 +79,26 @@ class ValidationSetup:
     requests: Sequence[SampleRequest]
     """Requests for the samples of all prompts, in order; successive prompts may share one."""
     held_out: Sequence[Batch]
+    planned: Sequence[PlannedPrompt] = ()
+    """The settings of each prompt."""
+    request_id: str = ""
+    """The id of the request that the prompts came with; empty for those of the run file."""
 
     def grid_path(self, step: int) -> Path:
         """Return the path of the image grid of a step."""
+        if self.request_id:
+            return self.folder / REQUESTED_FOLDER / f"step-{step:06d}-{self.request_id}.png"
         return grid_path(self.folder, step)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """The event of a validation, with what telemetry and health checks need besides."""
+
+    event: Validated
+    held_out: Mapping[str, Mapping[str, float]]
+    """Held-out loss by range of timesteps: `{"loss": mean, "samples": count}`."""
+    seen: SamplesSeen
 
 
 def grid_path(folder: Path, step: int) -> Path:
@@ -83,33 +106,42 @@ def grid_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.png"
 
 
-def validate(state: TrainState, validation: ValidationSetup, step: int) -> Validated:
+def validate(state: TrainState, validation: ValidationSetup, step: int) -> ValidationResult:
     """Generate samples and measure the held-out loss, with averaged weights if there are any."""
     started_at = time.monotonic()
     was_training = state.transformer.training
     state.transformer.eval()
     try:
         with torch.no_grad(), state.averaged_weights():
-            losses = held_out_loss(state, validation.held_out)
-            grid = _write_samples(state, validation, step)
+            losses, by_timestep = held_out_loss(state, validation.held_out)
+            records = _write_samples(state, validation, step)
     finally:
         state.transformer.train(was_training)
-    return Validated(
+    event = Validated(
         step=step,
-        grid=str(grid),
+        grid=str(validation.grid_path(step)),
         prompts=validation.prompts,
         losses=losses,
         seconds=time.monotonic() - started_at,
+        request=validation.request_id,
     )
+    problems = tuple(
+        SampleProblem(str(one["file"]), str(one["problem"])) for one in records if one["problem"]
+    )
+    return ValidationResult(event, by_timestep, SamplesSeen(step, len(records), problems))
 
 
-def _write_samples(state: TrainState, validation: ValidationSetup, step: int) -> Path:
+def _write_samples(
+    state: TrainState, validation: ValidationSetup, step: int
+) -> list[dict[str, object]]:
     """Generate one sample for each prompt, and write all of them and an image grid.
 
     Each rank writes its part of the samples into one folder, from whose images the main rank makes
-    the grid. If one rank fails, all raise. Returns the path of the grid.
+    the grid. If one rank fails, all raise. Returns the records of all samples, as in
+    `samples.json`.
     """
     ranks, path = state.ranks, validation.grid_path(step)
+    records: dict[int, dict[str, object]] = {}
     with _naming_write_errors(path), ExitStack() as stack:
         folder, write_error, out_of_memory = None, "", ""
         try:
@@ -123,15 +155,19 @@ def _write_samples(state: TrainState, validation: ValidationSetup, step: int) ->
             if folder is not None:
                 for number, sample in generate_samples(state, validation).items():
                     write_sample(sample, folder, f"{number:03d}")
+                    records[number] = _sample_record(number, sample, validation)
         except OSError as error:
             write_error = str(error)
         except torch.OutOfMemoryError as error:
             if ranks.world_size == 1:
                 raise
             out_of_memory = str(error).splitlines()[0]
-        for problem in filter(None, ranks.gather(write_error)):
-            raise OSError(problem)
+        _raise_write_error(ranks, write_error)
         _raise_out_of_memory(ranks, out_of_memory)
+        ordered = _merge_records(ranks, records)
+        if ranks.is_main and folder is not None:
+            text = json.dumps({"step": step, "samples": ordered}, indent=2, ensure_ascii=False)
+            (folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
     if ranks.is_main:
         with _naming_write_errors(path), atomic_file(path) as staging:
             images = [
@@ -139,7 +175,62 @@ def _write_samples(state: TrainState, validation: ValidationSetup, step: int) ->
                 for number in range(len(validation.prompts))
             ]
             image_grid(images, validation.prompts, f"step {step}").save(staging, format="PNG")
-    return path
+    return ordered
+
+
+def _merge_records(
+    ranks: RankGroup, records: Mapping[int, dict[str, object]]
+) -> list[dict[str, object]]:
+    """Return the records of the samples of all ranks, in the order of the prompts."""
+    merged = {n: one for found in ranks.gather(records) for n, one in found.items()}
+    return [merged[number] for number in sorted(merged)]
+
+
+MEDIA_SUFFIXES = {"image": "png", "video": "mp4", "audio": "wav"}
+FLAT_STD, DARK, BRIGHT, SILENT = 0.01, -0.95, 0.95, 1e-3
+"""A sample is flat if its values vary by less than this; then it is black or white if its mean is
+beyond these, in [-1, 1]. Audio below the last number is silent."""
+
+
+def _sample_record(
+    number: int, sample: GeneratedSample, validation: ValidationSetup
+) -> dict[str, object]:
+    """Return the settings of a sample and what it is, for `samples.json`."""
+    record: dict[str, object] = {
+        "number": number,
+        "file": f"{number:03d}.{MEDIA_SUFFIXES[sample.kind]}",
+        "image": f"{number:03d}.png",
+        "kind": sample.kind,
+        "prompt": validation.prompts[number],
+    }
+    if number < len(validation.planned):
+        one = validation.planned[number]
+        record |= {
+            "negative_prompt": one.negative_prompt,
+            "seed": one.seed,
+            "steps": one.steps,
+            "guidance": one.guidance,
+        }
+    if sample.kind == "audio":
+        record |= {"channels": sample.data.shape[0], "seconds": sample.data.shape[1] / sample.rate}
+    else:
+        record |= {"width": sample.data.shape[-1], "height": sample.data.shape[-2]}
+    if sample.kind == "video":
+        record |= {"frames": sample.data.shape[1], "fps": sample.rate}
+    return record | {"problem": sample_problem(sample)}
+
+
+def sample_problem(sample: GeneratedSample) -> str:
+    """Return why a sample shows nothing (`black`, `flat`, `silent`, ...); empty if it does."""
+    data = sample.data.float()
+    if not bool(torch.isfinite(data).all()):
+        return "black, because values are not finite"
+    if sample.kind == "audio":
+        return "silent" if float(data.abs().max()) < SILENT else ""
+    if float(data.clamp(-1, 1).flatten(1).std(1).max()) >= FLAT_STD:
+        return ""
+    mean = float(data.mean())
+    return "black" if mean < DARK else "white" if mean > BRIGHT else "flat"
 
 
 def _read_image(path: Path) -> Image.Image:
@@ -205,54 +296,80 @@ def sampling_autocast(
     return found
 
 
-def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
-    """Return the mean loss on held-out samples by name: one for each trained transformer.
+MIN_HELD_OUT_TIMESTEPS = 8
+"""Held-out samples are measured at no fewer timesteps than this, together."""
 
-    Wan 2.2 has two transformers, other models one. Timesteps are spread evenly over the samples and
-    the noise has a fixed seed, so that the values of different steps can be compared. Each rank
-    computes the losses of some batches.
+
+def held_out_loss(
+    state: TrainState, batches: Sequence[Batch]
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return the mean loss on held-out samples by name, and by range of timesteps.
+
+    There is one name for each trained transformer: Wan 2.2 has two, other models one. Timesteps are
+    spread evenly over the samples and the noise has a fixed seed, so that the values of different
+    steps can be compared. A few samples are measured several times. Each rank computes the losses
+    of some batches.
     """
     if not batches:
-        return {}
+        return {}, {}
     ranks, total = state.ranks, sum(len(batch) for batch in batches)
+    rounds = -(-MIN_HELD_OUT_TIMESTEPS // total)
     turns = [SINGLE_TRANSFORMER]
     if state.expert_schedule is not None:
         turns = [ExpertTurn(*item) for item in state.expert_schedule.windows.items()]
     means: dict[str, float] = {}
+    by_timestep = LossTable()
     for turn in turns:
-        sums: dict[int, Tensor] = {}
+        own: dict[int, tuple[list[float], list[float]]] = {}
         out_of_memory = ""
         try:
-            sums = _own_held_out_losses(state, batches, turn, total)
+            own = _own_held_out_losses(state, batches, turn, total, rounds)
         except torch.OutOfMemoryError as error:
             if ranks.world_size == 1:
                 raise
             out_of_memory = str(error).splitlines()[0]
         _raise_out_of_memory(ranks, out_of_memory)
         name = "held_out" if turn.expert is None else f"held_out_{turn.expert}"
-        means[name] = _sum_in_order(ranks, sums) / total
-    return means
+        merged = {index: one for of_rank in ranks.gather(own) for index, one in of_rank.items()}
+        # In the order of their numbers, so that the result does not depend on the ranks.
+        losses = torch.tensor([loss for index in sorted(merged) for loss in merged[index][0]])
+        means[name] = float(losses.mean())
+        for values, timesteps in merged.values():
+            for loss, timestep in zip(values, timesteps, strict=True):
+                by_timestep.add(timestep_range(timestep), loss)
+    return means, dict(sorted(by_timestep.means().items()))
 
 
 def _own_held_out_losses(
-    state: TrainState, batches: Sequence[Batch], turn: ExpertTurn, total: int
-) -> dict[int, Tensor]:
-    """Return the sums of the losses of this rank's batches, by the number of the batch."""
-    sums, seen = {}, 0
-    for index, batch in enumerate(batches):
-        shares = (torch.arange(seen, seen + len(batch)) + 0.5) / total
-        seen += len(batch)
-        if index % state.ranks.world_size != state.ranks.rank:
-            continue
-        x0, _ = state.family.split_encoded(batch.latents)
-        generator = torch.Generator().manual_seed(derive_seed("held out", index))
-        # In fp32, as in training; latents imported from another tool's cache may be in bf16.
-        noise = torch.randn(x0.shape, generator=generator).to(x0.device)
-        positions = turn.window.low + (turn.window.high - turn.window.low) * shares
-        timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
-        losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
-        sums[index] = losses.sum()
-    return sums
+    state: TrainState, batches: Sequence[Batch], turn: ExpertTurn, total: int, rounds: int
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Return losses and timesteps of this rank's batches, by the number of the batch."""
+    found: dict[int, tuple[list[float], list[float]]] = {}
+    low, high = turn.window
+    for number in range(rounds):
+        seen = 0
+        for batch_number, batch in enumerate(batches):
+            index = number * len(batches) + batch_number
+            # Each round moves the samples on, so that every sample is measured all over the range.
+            places = (torch.arange(seen, seen + len(batch)) + number * -(-total // rounds)) % total
+            seen += len(batch)
+            if index % state.ranks.world_size != state.ranks.rank:
+                continue
+            x0, _ = state.family.split_encoded(batch.latents)
+            generator = torch.Generator().manual_seed(derive_seed("held out", index))
+            # In fp32, as in training; latents imported from another tool may be in bf16.
+            noise = torch.randn(x0.shape, generator=generator).to(x0.device)
+            positions = low + (high - low) * (places + (number + 0.5) / rounds) / total
+            timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
+            losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
+            found[index] = losses.tolist(), timesteps.tolist()
+    return found
+
+
+def _raise_write_error(ranks: RankGroup, reason: str) -> None:
+    """Raise on all ranks if one of them could not write its samples."""
+    for problem in filter(None, ranks.gather(reason)):
+        raise OSError(problem)
 
 
 def _raise_out_of_memory(ranks: RankGroup, reason: str) -> None:
@@ -260,19 +377,6 @@ def _raise_out_of_memory(ranks: RankGroup, reason: str) -> None:
     for rank, text in enumerate(ranks.gather(reason)):
         if text:
             raise torch.OutOfMemoryError(f"{ranks.name(rank)}: {text}")
-
-
-def _sum_in_order(ranks: RankGroup, sums: Mapping[int, Tensor]) -> float:
-    """Add up the losses of batches of all ranks in the order of their numbers, in fp32.
-
-    The order makes the result independent of the number of ranks.
-    """
-    own = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
-    merged = {index: loss for of_rank in ranks.gather(own) for index, loss in of_rank.items()}
-    total = torch.zeros(())
-    for index in sorted(merged):
-        total += merged[index]
-    return float(total)
 
 
 # Setting up
@@ -313,6 +417,28 @@ def build_validation(
         prompts=tuple(one.prompt for one in planned),
         requests=build_requests(planned, family, pipeline.tiling),
         held_out=[pipeline.load(draws) for draws in pipeline.held_out_draws],
+        planned=planned,
+    )
+
+
+def requested_validation(
+    state: TrainState,
+    validation: ValidationSetup,
+    prompts: Sequence[str | PromptSection],
+    tiling: Tiling,
+    request_id: str,
+) -> ValidationSetup:
+    """Return the set-up of a validation with other prompts, which are encoded now.
+
+    The family's text encoder must be loaded.
+    """
+    planned = _plan(state.run, state.family, prompts)
+    return replace(
+        validation,
+        prompts=tuple(one.prompt for one in planned),
+        requests=build_requests(planned, state.family, tiling),
+        planned=planned,
+        request_id=request_id,
     )
 
 

@@ -53,6 +53,7 @@ def test_a_line_has_the_kind_the_time_and_the_fields(tmp_path: Path) -> None:
         "prompts": ["a “star”", "b"],
         "losses": {"holdout": 0.25},
         "seconds": 1.5,
+        "request": "",
     }
 
 

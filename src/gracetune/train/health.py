@@ -1,0 +1,403 @@
+"""Watch the health of a run: grade what the checks find, act on it, and explain it.
+
+    measurements -> checks (health_checks.py, health_machine.py) -> HealthMonitor -> HealthChanged
+
+A problem is graded: `notice` (training goes on as before), `degraded` (the run frees memory to go
+on), `stopping` (the run saves a checkpoint and ends, before it would be killed). A check that finds
+nothing in `RECOVERY_LOOKS` looks in a row is `ok` again. The main rank decides, and all ranks act
+together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gracetune.config.presets import FAMILY_PRESETS
+from gracetune.errors import ConfigError
+from gracetune.events.types import HealthChanged
+from gracetune.train.health_checks import (
+    DatasetDead,
+    Finding,
+    GradientSpikes,
+    LearningRateHigh,
+    NoFinding,
+    Overfitting,
+    PartUntrained,
+    RunFacts,
+    SamplesEmpty,
+    TimestepShift,
+    WeightsStill,
+)
+from gracetune.train.health_machine import (
+    DataWaits,
+    DeviceMemory,
+    DiskSpace,
+    HostMemory,
+    PageCache,
+    SlowDown,
+    Throttling,
+    WeightWaits,
+)
+from gracetune.train.step_recorder import NUM_TIMESTEP_RANGES, timestep_range
+from gracetune.train.timesteps import TimestepWindow, cdf_at_edges, intersect, shift_for
+from gracetune.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from gracetune.cache.batch_transfer import PrefetchDepth
+    from gracetune.config.schema import HealthSection, RunFile, TrainSection
+    from gracetune.data.pipeline import DataPipeline
+    from gracetune.events.dispatcher import Emit
+    from gracetune.events.types import HealthLevel
+    from gracetune.memory.oversubscription import GcFreeze
+    from gracetune.models.family import Family
+    from gracetune.plan.controller import PlanController
+    from gracetune.train.build import Session
+    from gracetune.train.health_checks import Check, Measurements
+    from gracetune.train.step_recorder import StepRecorder
+
+LEVELS: tuple[HealthLevel, ...] = ("ok", "notice", "degraded", "stopping")
+"""Levels of a check, in rising order."""
+RECOVERY_LOOKS = 3
+"""Looks in a row without a problem after which a check is `ok` again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of a check's level that the main rank has decided, before the ranks act on it."""
+
+    check: str
+    level: HealthLevel
+    finding: Finding | None
+    """None if the problem is over."""
+    before: HealthLevel = "ok"
+    """The level until now."""
+
+
+class HealthMonitor:
+    """Grades the findings of all checks; keeps the level of each."""
+
+    def __init__(self, checks: Iterable[Check], settings: HealthSection) -> None:
+        self._checks = list(checks)
+        self._settings = settings
+        self._levels: dict[str, HealthLevel] = {}
+        self._fine: dict[str, int] = {}
+        self._last: dict[str, Finding] = {}
+
+    @property
+    def levels(self) -> Mapping[str, HealthLevel]:
+        """The checks that are not `ok`, with their levels."""
+        return {name: level for name, level in self._levels.items() if level != "ok"}
+
+    def look(self, measured: Measurements) -> list[Decision]:
+        """Show new measurements to all checks; return the changes of their levels."""
+        decisions = []
+        for check in self._checks:
+            found = check.look(measured)
+            if found is NoFinding.UNKNOWN:
+                continue
+            decision = (
+                self._problem(check.name, found)
+                if isinstance(found, Finding)
+                else self._no_problem(check.name)
+            )
+            if decision is not None:
+                decisions.append(decision)
+        return decisions
+
+    def _problem(self, name: str, found: Finding) -> Decision | None:
+        level = self._allowed(found.level)
+        self._fine[name] = 0
+        before = self._levels.get(name, "ok")
+        if LEVELS.index(level) <= LEVELS.index(before):
+            # A problem that eases is not over. Degrading again may help if it stays as bad.
+            return None
+        self._levels[name], self._last[name] = level, found
+        return Decision(name, level, replace(found, level=level), before)
+
+    def _no_problem(self, name: str) -> Decision | None:
+        if self._levels.get(name, "ok") == "ok":
+            return None
+        self._fine[name] = self._fine.get(name, 0) + 1
+        if self._fine[name] < RECOVERY_LOOKS:
+            return None
+        before, self._levels[name] = self._levels[name], "ok"
+        return Decision(name, "ok", None, before)
+
+    def _allowed(self, level: HealthLevel) -> HealthLevel:
+        if level == "stopping" and not self._settings.stop:
+            level = "degraded"
+        return "notice" if level == "degraded" and not self._settings.degrade else level
+
+
+def health_event(step: int, decision: Decision, action: str = "") -> HealthChanged:
+    """Return the event of a change of level."""
+    found = decision.finding
+    if found is None:
+        return HealthChanged(step, decision.check, "ok", "the measurements are normal again")
+    return HealthChanged(
+        step, decision.check, decision.level, found.cause, action, found.advice, found.values
+    )
+
+
+def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
+    """Return the checks of a run, without those that `health.ignore` names."""
+    checks: list[Check] = [
+        GradientSpikes(),
+        LearningRateHigh(facts),
+        WeightsStill(facts),
+        DatasetDead(facts),
+        PartUntrained(),
+        Overfitting(),
+        TimestepShift(facts),
+        SamplesEmpty(),
+        DataWaits(facts, settings.wait_share),
+        WeightWaits(settings.wait_share),
+        SlowDown(settings.slow_down),
+        Throttling(),
+        DiskSpace(facts, settings.disk_min_gb),
+        PageCache(facts),
+        HostMemory(facts),
+        DeviceMemory(),
+    ]
+    return [check for check in checks if check.name not in settings.ignore]
+
+
+# Acting
+
+
+class Remedies:
+    """What a run can do to go on with less memory. All ranks act together."""
+
+    def __init__(
+        self,
+        controller: PlanController | None,
+        prefetch: Callable[[], PrefetchDepth],
+        pipeline: DataPipeline,
+        gc_freeze: GcFreeze,
+    ) -> None:
+        """`prefetch` returns the current depth, which belongs to the iterator over batches."""
+        self._controller = controller
+        self._prefetch = prefetch
+        self._pipeline = pipeline
+        self._gc_freeze = gc_freeze
+        self._former_depth: tuple[int, int | None] | None = None
+
+    def apply(self, check: str, reason: str) -> str:
+        """Free memory because of a problem; return what was done, empty if nothing can be."""
+        done = [self._shorten_prefetch()]
+        if check == "device_memory":
+            done.append(self._reduce_plan(reason))
+        elif check == "host_memory":
+            done.append(self._trim_host_memory())
+        return "; ".join(filter(None, done))
+
+    def undo(self, check: str) -> str:
+        """Use memory as before, because a problem is over; return what was done.
+
+        A smaller plan stays: a larger one would fill the device again.
+        """
+        if check == "host_memory":
+            self._pipeline.restore()
+        if self._former_depth is None:
+            return ""
+        depth = self._prefetch()
+        depth.batches, depth.max_nbytes = self._former_depth
+        self._former_depth = None
+        return f"prefetches {depth.batches} batches again"
+
+    def _shorten_prefetch(self) -> str:
+        depth = self._prefetch()
+        if depth.batches <= 1:
+            return ""
+        before = depth.batches
+        self._former_depth = before, depth.max_nbytes
+        depth.batches, depth.max_nbytes = 1, None
+        return f"prefetches 1 batch instead of {before}"
+
+    def _reduce_plan(self, reason: str) -> str:
+        if self._controller is None:
+            return ""
+        if self._controller.shrink_ring(f"{reason}."):
+            return "freed the slots that were added to the weight ring"
+        if self._controller.reduce_memory(f"{reason}."):
+            return "changed to a plan that needs less memory"
+        return ""
+
+    def _trim_host_memory(self) -> str:
+        self._gc_freeze.collect()
+        freed = self._pipeline.trim()
+        _return_freed_memory()
+        text = "returned unused memory to the system"
+        return f"{text} and dropped {format_bytes(freed)} of cached samples" if freed else text
+
+
+def _return_freed_memory() -> None:
+    """Let the C library return freed memory to the kernel; a library without it keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# Stalls
+
+
+class StallWatch:
+    """A thread that reports when no step ends for a long time, and what the run waits for.
+
+    The main thread cannot do this: it hangs, for example in a read from a dead network disk.
+    """
+
+    INTERVAL_S = 1.0
+
+    def __init__(
+        self,
+        emit: Emit,
+        limit_s: float,
+        recorder: StepRecorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limit_s` is the time without the end of a step after which a stall is reported."""
+        self._emit = emit
+        self._limit_s = limit_s
+        self._recorder = recorder
+        self._clock = clock
+        self._step = 0
+        self._since: float | None = None
+        self._is_stalled = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gracetune-stalls", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def step_done(self, step: int) -> None:
+        """Note that a step is done, or that work between steps is."""
+        self._step, self._since = step, self._clock()
+        if self._is_stalled:
+            self._is_stalled = False
+            text = "steps are done again"
+            self._emit(HealthChanged(step, "loader_stalled", "ok", text))
+
+    def pause(self) -> None:
+        """Stop the clock until the next step: validations and checkpoints take their time."""
+        self._since = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def look(self) -> None:
+        """Report a stall, if there is a new one."""
+        since, waiting = self._since, self._recorder.waiting_since
+        if self._is_stalled or since is None:
+            return
+        stalled = self._clock() - since
+        if stalled < self._limit_s:
+            return
+        self._is_stalled = True
+        step = self._step + 1
+        if waiting is not None:
+            cause = (
+                f"the data loader has stalled: step {step} has waited for a batch for "
+                f"{format_seconds(self._clock() - waiting)}"
+            )
+            advice = (
+                "Check the disk or network that the data and the cache are on. After "
+                "datasets[].timeout_s the run ends with the name of the file."
+            )
+        else:
+            cause = f"step {step} has not ended for {format_seconds(stalled)}"
+            advice = "Check the GPU (nvidia-smi) and, with several ranks, the other ranks."
+        self._emit(HealthChanged(self._step, "loader_stalled", "notice", cause, "", advice))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.INTERVAL_S):
+            self.look()
+
+
+# Facts
+
+
+def run_facts(session: Session, start_step: int) -> RunFacts:
+    """Collect what the checks need to know about a run."""
+    state, run = session.state, session.state.run
+    expected = expected_train_section(run, state.family)
+    tokens = _tokens(session)
+    trained = sum(p.nbytes for p in state.parameters.values())
+    cached = run.cache_config.vae_cache_type != "disk"
+    return RunFacts(
+        total_steps=run.train.max_train_steps,
+        start_step=start_step,
+        warmup_steps=run.optimizer.warmup_steps,
+        lr=run.optimizer.lr,
+        is_adapter=run.adapter is not None,
+        dataset_shares=dataset_shares(session),
+        expected_timesteps={} if expected is None else timestep_shares(expected, tokens),
+        expected_shift="" if expected is None else str(expected.timestep_shift),
+        timestep_shift=str(run.train.timestep_shift),
+        caches_in_memory=cached,
+        is_planned=session.plan_controller is not None,
+        # Weights, two moments of the optimizer, an average, and the exported adapter.
+        checkpoint_nbytes=trained * (3 + (run.train.ema_decay > 0) + (run.adapter is not None)),
+        page_bytes=os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def dataset_shares(session: Session) -> dict[str, float]:
+    """Return the share of each dataset in the samples of an epoch."""
+    run, draws = session.state.run, {}
+    for section in run.datasets:
+        count = sum(sample.dataset == section.id for sample in session.pipeline.train_samples)
+        draws[section.id] = count * section.repeats * section.weight
+    total = sum(draws.values()) or 1.0
+    return {name: count / total for name, count in draws.items()}
+
+
+def expected_train_section(run: RunFile, family: Family) -> TrainSection | None:
+    """Return the run's section `train` with the timesteps of the model's own training.
+
+    None if they are not known: for another package's family, for a model with a discrete noise
+    schedule, and for one whose shift depends on the size of images in a way of its own.
+    """
+    preset = FAMILY_PRESETS.get(family.name)
+    if preset is None or family.prediction != "flow" or preset.unshifted_edge is not None:
+        return None
+    shift = 1.0 if preset.timestep_shift is None else preset.timestep_shift[0]
+    changes: dict[str, object] = {"timestep_shift": shift, "timestep_mean": 0.0}
+    if preset.timestep_std is None:
+        changes["timestep_std"] = 1.0
+    # A distribution of another shape is a choice; the shift is compared for the chosen one.
+    return run.train.model_copy(update=changes)
+
+
+def timestep_shares(section: TrainSection, tokens: int) -> dict[str, float]:
+    """Return the probability of each range of timesteps, within `train.timestep_window`."""
+    allowed, shift = TimestepWindow(*section.timestep_window), shift_for(section, tokens)
+    low, high = cdf_at_edges(section, allowed, shift)
+    shares = {}
+    for number in range(NUM_TIMESTEP_RANGES):
+        span = TimestepWindow(number / NUM_TIMESTEP_RANGES, (number + 1) / NUM_TIMESTEP_RANGES)
+        try:
+            first, last = cdf_at_edges(section, intersect(span, allowed), shift)
+        except ConfigError:  # nothing, or next to nothing, is drawn from this range
+            first = last = 0.0
+        shares[timestep_range(span.low)] = (last - first) / (high - low)
+    return shares
+
+
+def _tokens(session: Session) -> int:
+    """Return the number of tokens of the most frequent sample size."""
+    draws = session.pipeline.order.draws_by_size()
+    family = session.state.family
+    shape = max(draws, key=lambda size: draws[size])
+    return family.num_tokens(family.latent_shape(*shape))
