@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import stat
 import time
 from dataclasses import asdict, dataclass
@@ -16,24 +17,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.errors import REDACTED, SECRET_NAME, ConfigError, redact_urls
-from gracetune.events.run_control import LOCK_FILE, read_listener
+from gracetune.events.run_control import LOCK_FILE, process_start_time, read_listener
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gracetune.dashboard.run_state import RunState
     from gracetune.events.run_control import Listener
 
 LOG_NAME = "events.jsonl"
 VALIDATION_FOLDER = "validation"
+REQUESTED_FOLDER = "requested"
+"""Folder in `validation/` with the samples of prompts that came with a request."""
+LAST_SEEN_FILE = "last_seen.json"
+CRASH_FILE = "crash.txt"
 SAMPLE_NAME = re.compile(r"\d{3,6}\.(png|mp4|wav)")
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 MAX_JSON_NBYTES = 4 * 1024 * 1024
 MAX_FILES_PER_SET = 4096
 QUIET_S = 120.0
 """A run on another machine that has written nothing for this long may be dead."""
-NEARLY_FULL = 0.95
+NEARLY_FULL = 0.92
 """Share of a memory limit above which a run was probably killed for it."""
 
 
@@ -134,7 +139,7 @@ class SampleSet:
     """The samples of one validation."""
 
     name: str
-    """The name of the folder in `validation/`."""
+    """The name of the folder in `validation/` or `validation/requested/`."""
     step: int
     time: float
     requested: bool
@@ -152,7 +157,7 @@ class SampleIndex:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sets: dict[str, SampleSet] = {}
-        self._files: set[tuple[str, str]] = set()
+        self._files: dict[tuple[str, str], tuple[str, ...]] = {}
 
     def clear(self) -> None:
         """Forget all samples, because the log was replaced."""
@@ -167,7 +172,10 @@ class SampleIndex:
         name = Path(grid).stem
         if not SET_NAME.fullmatch(name):
             return None
-        files = self._list_files(name)
+        parts = (VALIDATION_FOLDER, name)
+        if Path(grid).parent.name == REQUESTED_FOLDER:
+            parts = (VALIDATION_FOLDER, REQUESTED_FOLDER, name)
+        files = self._list_files(parts)
         numbers = sorted({int(file.partition(".")[0]) for file in files})
         prompts = record.get("prompts")
         texts = [str(text) for text in prompts] if isinstance(prompts, list) else []
@@ -178,7 +186,7 @@ class SampleIndex:
                 image=by_number.get((number, "png")),
                 video=by_number.get((number, "mp4")),
                 audio=by_number.get((number, "wav")),
-                settings=self._settings(name, number),
+                settings=self._settings(parts, number),
             )
             for number in numbers
         )
@@ -188,11 +196,11 @@ class SampleIndex:
         is_requested = bool(record.get("request"))
         found = SampleSet(name, step, seconds, is_requested, items)
         self._sets[name] = found
-        self._files |= {(name, file) for file in files}
+        self._files |= {(name, file): (*parts, file) for file in files}
         return found
 
-    def _list_files(self, name: str) -> list[str]:
-        folder = self._folder / VALIDATION_FOLDER / name
+    def _list_files(self, parts: Sequence[str]) -> list[str]:
+        folder = self._folder.joinpath(*parts)
         try:
             if not folder.resolve(strict=True).is_relative_to(self._folder.resolve(strict=True)):
                 return []
@@ -205,8 +213,8 @@ class SampleIndex:
         except (OSError, RuntimeError):
             return []
 
-    def _settings(self, name: str, number: int) -> Mapping[str, object]:
-        found = read_json(self._folder, VALIDATION_FOLDER, name, f"{number:03d}.json")
+    def _settings(self, parts: Sequence[str], number: int) -> Mapping[str, object]:
+        found = read_json(self._folder, *parts, f"{number:03d}.json")
         return found if isinstance(found, dict) else {}
 
     @property
@@ -221,9 +229,8 @@ class SampleIndex:
 
     def open(self, name: str, file: str) -> int | None:
         """Return a descriptor of a sample file; None if it is not in the index, or gone."""
-        if (name, file) not in self._files:
-            return None
-        return open_inside(self._folder, VALIDATION_FOLDER, name, file)
+        parts = self._files.get((name, file))
+        return None if parts is None else open_inside(self._folder, *parts)
 
 
 # Alive or dead
@@ -250,22 +257,36 @@ def run_status(folder: Path, state: RunState, now: float | None = None) -> RunSt
     the lock on the folder in any case.
     """
     now = time.time() if now is None else now
-    step = int(state.tables["step_done"].steps[-1]) if "step_done" in state.tables else 0
-    started = state.records["run_started"]
-    total = _integer(started[-1].get("total_steps")) if started else 0
+    step, total = _progress(state)
     listener, problem = _listener(folder)
     ended = state.records["run_ended"][-1] if state.records["run_ended"] else None
     if listener is not None:
-        return _with_listener(listener, state, step, total, now)
+        return _with_listener(listener, folder, state, now)
     if problem:
         return RunStatus("quiet", problem, step, total)
     if not state.num_events:
         return RunStatus("waiting", f"{folder} has no log yet.", 0, 0)
     if ended is not None and _seconds(ended.get("time")) >= state.last_time:
         return _ended(ended, total)
-    if is_locked(folder):
+    if _is_recorded_alive(folder) or is_locked(folder):
         return RunStatus("starting", "The run prepares its data and its model.", step, total)
-    return RunStatus("killed", _last_seen(state, step, total, "The run"), step, total)
+    return RunStatus("killed", _last_seen(folder, state, "The run"), step, total)
+
+
+def _progress(state: RunState) -> tuple[int, int]:
+    """Return the number of steps done, and of all steps; 0 if it is not known yet."""
+    step = int(state.tables["step_done"].steps[-1]) if "step_done" in state.tables else 0
+    started = state.records["run_started"]
+    return step, _integer(started[-1].get("total_steps")) if started else 0
+
+
+def _is_recorded_alive(folder: Path) -> bool:
+    """Return True if the process in the run's own record is on this machine and alive."""
+    record = read_json(folder, LAST_SEEN_FILE)
+    if not isinstance(record, dict) or record.get("host") != socket.gethostname():
+        return False
+    pid, birth = record.get("pid"), record.get("birth")
+    return isinstance(pid, int) and birth is not None and process_start_time(pid) == birth
 
 
 def _listener(folder: Path) -> tuple[Listener | None, str]:
@@ -279,13 +300,12 @@ def _listener(folder: Path) -> tuple[Listener | None, str]:
         return None, ""
 
 
-def _with_listener(
-    listener: Listener, state: RunState, step: int, total: int, now: float
-) -> RunStatus:
+def _with_listener(listener: Listener, folder: Path, state: RunState, now: float) -> RunStatus:
+    step, total = _progress(state)
     silent_s = now - state.last_time
     if not listener.is_alive():
-        who = f"Process {listener.pid}"
-        return RunStatus("killed", _last_seen(state, step, total, who), step, total, listener.pid)
+        text = _last_seen(folder, state, f"Process {listener.pid}")
+        return RunStatus("killed", text, step, total, listener.pid)
     if not listener.is_local() and silent_s > QUIET_S:
         text = (
             f"Process {listener.pid} on {listener.host} cannot be checked from here. Its last "
@@ -308,41 +328,56 @@ def _ended(ended: Mapping[str, object], total: int) -> RunStatus:
     return RunStatus("failed", f"Failed after step {step}: {message}", step, total)
 
 
-def _last_seen(state: RunState, step: int, total: int, who: str) -> str:
-    """Describe the last events of a run that ended without a word."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.last_time))
+def _last_seen(folder: Path, state: RunState, who: str) -> str:
+    """Describe what was last known of a run that ended without a word.
+
+    The run's own record is newer than its log, if there is one.
+    """
+    record = read_json(folder, LAST_SEEN_FILE)
+    seen = record if isinstance(record, dict) else {}
+    step, total = _progress(state)
+    step = max(step, _integer(seen.get("step")))
+    at = max(state.last_time, _seconds(seen.get("time")))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     facts = [f"step {step} of {total}" if total else f"step {step}"]
-    host = state.last_value("memory_used", "host")
+    phase = seen.get("phase")
+    if isinstance(phase, str) and phase:
+        facts.append(phase)
+    host = _integer(seen.get("rss")) or _integer(state.last_value("memory_used", "host"))
     if host:
-        facts.append(f"{format_bytes(int(host))} of host memory in use")
-    device = state.last_value("memory_used", "device")
+        facts.append(f"{format_bytes(host)} of host memory in use")
+    device = _integer(state.last_value("memory_used", "device"))
     if device:
-        facts.append(f"{format_bytes(int(device))} of device memory in use")
+        facts.append(f"{format_bytes(device)} of device memory in use")
     text = (
         f"{who} ended without a last message: it was killed, or the machine went down. "
         f"Last seen at {when}: {', '.join(facts)}."
     )
-    return f"{text} {_memory_advice(state)}Run the same command again to resume."
+    text = f"{text} {_memory_advice(state, seen)}"
+    if (folder / CRASH_FILE).is_file() and (folder / CRASH_FILE).stat().st_size:
+        text += f"{CRASH_FILE} has the Python stack of a crash. "
+    return f"{text}Run the same command again to resume."
 
 
-def _memory_advice(state: RunState) -> str:
-    used, limit = (state.last_value("device_sensors", f"host/cgroup_{name}") for name in _CGROUP)
-    if used and limit and used / limit > NEARLY_FULL:
-        return (
-            f"Its container had used {format_bytes(int(used))} of {format_bytes(int(limit))}: it "
-            "was probably killed for lack of memory. "
+def _memory_advice(state: RunState, seen: Mapping[str, object]) -> str:
+    def sensor(name: str) -> int:
+        return _integer(seen.get(name)) or _integer(
+            state.last_value("device_sensors", f"host/{name}")
         )
-    names = ("memory_available", "memory_total")
-    free, total = (state.last_value("device_sensors", f"host/{name}") for name in names)
-    if free is not None and total and free / total < 1 - NEARLY_FULL:
+
+    used, limit = sensor("cgroup_used"), sensor("cgroup_limit")
+    if limit and used / limit > NEARLY_FULL:
         return (
-            f"The machine had only {format_bytes(int(free))} of {format_bytes(int(total))} of "
-            "memory left: the run was probably killed for lack of memory. "
+            f"Its container had used {format_bytes(used)} of {format_bytes(limit)}: it was "
+            "probably killed for lack of memory. "
+        )
+    free, total = sensor("memory_available"), sensor("memory_total")
+    if free and total and free / total < 1 - NEARLY_FULL:
+        return (
+            f"The machine had only {format_bytes(free)} of {format_bytes(total)} of memory left: "
+            "the run was probably killed for lack of memory. "
         )
     return ""
-
-
-_CGROUP = ("used", "limit")
 
 
 def is_locked(folder: Path) -> bool:

@@ -32,7 +32,7 @@ from gracetune.dashboard.series import dump_json
 from gracetune.dashboard.static_files import TYPES, read_static
 from gracetune.dashboard.thumbnails import ThumbnailCache
 from gracetune.errors import GracetuneError
-from gracetune.events.run_control import send_request
+from gracetune.events.run_control import new_request_id, send_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -49,7 +49,8 @@ QUEUE_LENGTH = 500
 HEARTBEAT_S = 15.0
 READ_NBYTES = 256 * 1024
 DEFAULT_POINTS, MAX_POINTS = 1800, 6000
-MAX_PROMPTS, MAX_PROMPT_LENGTH = 32, 4000
+MAX_PROMPTS, MAX_PROMPT_LENGTH, MAX_EVERY = 32, 4000, 1_000_000
+REQUEST_ARGUMENTS = {"validate": ("prompts",), "log": ("every",)}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 NO_STORE = {"cache-control": "no-store"}
 
@@ -298,17 +299,22 @@ async def _read(descriptor: int, start: int, stop: int) -> AsyncIterator[bytes]:
 def _send(folder: Path, body: Any) -> dict[str, object]:
     if not (folder / "now").resolve().is_relative_to(folder.resolve()):
         raise GracetuneError(f"{folder / 'now'} leads out of the run's folder.")
-    listener = send_request(folder, str(body["request"]))
-    return {"pid": listener.pid, "host": listener.host}
+    number = new_request_id()
+    arguments = {name: value for name, value in body.items() if name != "request"}
+    listener = send_request(folder, str(body["request"]), arguments, "dashboard", number)
+    return {"pid": listener.pid, "host": listener.host, "id": number}
 
 
 def _check_request(body: object) -> str:
     """Return what is wrong with a request to a run; empty if nothing is."""
     if not isinstance(body, dict) or not isinstance(body.get("request"), str):
         return "request is missing."
-    unknown = body.keys() - {"request", "prompts", "every"}
+    unknown = body.keys() - {"request", *REQUEST_ARGUMENTS.get(body["request"], ())}
     if unknown:
-        return f"{sorted(unknown)[0]!r} is not an argument of a request."
+        return f"{sorted(unknown)[0]!r} is not an argument of {body['request']!r}."
+    every = body.get("every", 1)
+    if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_EVERY:
+        return f"every must be a number from 1 to {MAX_EVERY}."
     prompts = body.get("prompts", [])
     if not isinstance(prompts, list) or len(prompts) > MAX_PROMPTS:
         return f"prompts must be a list of at most {MAX_PROMPTS} texts."

@@ -73,6 +73,25 @@ def test_a_kill_for_lack_of_memory_is_named(tmp_path, host, words):
     assert "killed for lack of memory" in text
 
 
+def test_the_record_of_a_run_is_newer_than_its_log(tmp_path):
+    listen(tmp_path, 2**22 + 1, birth=1)
+    record = {"step": 9, "phase": "validating", "rss": 5 * GIB, "time": 5.0}
+    record |= {"cgroup_used": 63 * GIB, "cgroup_limit": 64 * GIB}
+    (tmp_path / "last_seen.json").write_text(json.dumps(record))
+    text = run_status(tmp_path, state_of()).text
+    assert "step 9 of 50, validating, 5.0 GiB of host memory" in text.replace("5.00", "5.0")
+    assert "killed for lack of memory" in text
+
+
+def test_a_process_in_the_record_may_still_prepare(tmp_path):
+    birth = process_start_time(os.getpid())
+    record = {"pid": os.getpid(), "birth": birth, "host": socket.gethostname()}
+    (tmp_path / "last_seen.json").write_text(json.dumps(record))
+    assert run_status(tmp_path, state_of()).state == "starting"
+    (tmp_path / "last_seen.json").write_text(json.dumps(record | {"birth": birth + 1}))
+    assert run_status(tmp_path, state_of()).state == "killed"
+
+
 def test_a_run_on_another_machine_is_judged_by_its_log(tmp_path):
     listen(tmp_path, 1, birth=1, host="elsewhere")
     assert run_status(tmp_path, state_of(), now=3.0).state == "running"
@@ -158,6 +177,20 @@ def test_samples_of_a_validation_are_indexed(run):
     ]
     assert found.items[0].settings == {"seed": 3}
     assert read_all(index.open("step-000010", "000.png")) == b"image"
+
+
+def test_samples_of_a_request_have_a_folder_of_their_own(run):
+    samples = run / "validation" / "requested" / "step-000010-00017-ab"
+    samples.mkdir(parents=True)
+    (samples / "000.png").write_bytes(b"asked")
+    index = SampleIndex(run)
+    index.add(validated(10))
+    grid = "/x/validation/requested/step-000010-00017-ab.png"
+    found = index.add(validated(10, ["mine"], grid) | {"request": "00017-ab"})
+    assert found.requested
+    assert read_all(index.open(found.name, "000.png")) == b"asked"
+    assert read_all(index.open("step-000010", "000.png")) == b"image"
+    assert len(index.sets) == 2
 
 
 @pytest.mark.parametrize(

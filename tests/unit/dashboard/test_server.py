@@ -92,7 +92,13 @@ def test_requests_reach_the_run(tmp_path):
     client = client_of(folder)
     answer = client.post("/api/runs/r0/requests", json={"request": "save"})
     assert answer.json()["pid"] == os.getpid()
-    assert set(control.take_requests()) == {"save"}
+    [request] = control.take_requests()
+    assert (request.verb, request.id) == ("save", answer.json()["id"])
+    assert request.source == "dashboard"
+    client.post("/api/runs/r0/requests", json={"request": "validate", "prompts": ["a fox"]})
+    client.post("/api/runs/r0/requests", json={"request": "log", "every": 5})
+    found = [(one.verb, one.arguments) for one in control.take_requests()]
+    assert found == [("validate", {"prompts": ["a fox"]}), ("log", {"every": 5})]
     wrong = client.post("/api/runs/r0/requests", json={"request": "explode"})
     assert (wrong.status_code, "not a request" in wrong.json()["error"]) == (409, True)
     control.close()
@@ -109,6 +115,10 @@ def test_requests_reach_the_run(tmp_path):
         {"request": "validate", "prompts": ["x"] * 33},
         {"request": "validate", "prompts": [7]},
         {"request": "save", "path": "/etc"},
+        {"request": "save", "every": 5},
+        {"request": "log", "every": 0},
+        {"request": "log", "every": "5"},
+        {"request": "log", "every": True},
     ],
 )
 def test_arguments_of_requests_are_checked(synthetic_run, body):
@@ -122,7 +132,7 @@ def test_a_folder_of_requests_outside_the_run_is_not_written_to(tmp_path):
     (folder / "now").symlink_to(tmp_path / "other" / "now")
     answer = client_of(folder).post("/api/runs/r0/requests", json={"request": "stop"})
     assert answer.status_code == 409
-    assert not (tmp_path / "other" / "now" / "stop").exists()
+    assert not list((tmp_path / "other" / "now" / "requests").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,8 @@ class Page {
     this.drawPlans();
     for (const panel of this.panels) {
       panel.stale = true;
-      if (panel.isVisible || panel.isVisible === undefined || panel.element.hidden || this.source.isReport) this.drawPanel(panel);
+      // Panels out of sight wait, unless they are empty: filling them changes the layout.
+      if (panel.isVisible !== false || panel.element.classList.contains("empty") || this.source.isReport) this.drawPanel(panel);
     }
     this.drawSections();
     document.title = titleOf(store);
