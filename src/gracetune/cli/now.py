@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.errors import ConfigError
-from gracetune.events.run_control import VERBS, send_request
+from gracetune.events.run_control import VERBS, new_request_id, send_request
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the request to the output folder of a run; print which process will carry it out."""
-    listener, number = send_request(args.run_folder, args.request, _arguments(args))
+    number = new_request_id()
+    listener = send_request(args.run_folder, args.request, _arguments(args), request_id=number)
     where = "" if listener.is_local() else f" on {listener.host} (not checked from here)"
     print(f"asked process {listener.pid}{where} to {args.request}, after its current step.")
     print(f"The answer is the event request_taken with the id {number} in events.jsonl.")

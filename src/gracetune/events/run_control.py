@@ -24,7 +24,7 @@ import signal
 import socket
 import stat
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -244,6 +244,8 @@ class RunControl:
         self._open = False
         (self._folder / "listening.json").unlink(missing_ok=True)
         self.take_requests()
+        with suppress(OSError):  # something that is not a request is in it
+            (self._folder / REQUESTS_FOLDER).rmdir()
 
 
 def parse_request(text: bytes, number: str) -> Request:
@@ -265,8 +267,12 @@ def send_request(
     verb: str,
     arguments: Mapping[str, object] | None = None,
     source: str = "gracetune now",
-) -> tuple[Listener, str]:
-    """Write a request for the run in `folder`; return who carries it out, and its id."""
+    request_id: str | None = None,
+) -> Listener:
+    """Write a request for the run in `folder`; return who carries it out: PID and host name.
+
+    `request_id` is the id by which the answer can be found, from `new_request_id`.
+    """
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
@@ -288,11 +294,15 @@ def send_request(
             f"the run in {folder} does not accept {verb!r}, only "
             f"{', '.join(listener.verbs)}. {fix}".rstrip()
         )
-    # Names sort by time, so that requests are taken in the order in which they were sent.
-    number = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+    number = request_id or new_request_id()
     request = {"request": verb, "arguments": dict(arguments or {}), "source": source}
     write_text(folder / "now" / REQUESTS_FOLDER / f"{number}.json", json.dumps(request))
-    return listener, number
+    return listener
+
+
+def new_request_id() -> str:
+    """Return an id for a request; ids sort by time, so that requests are taken in their order."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def process_start_time(pid: int) -> int | None:

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import ConfigError, RunFailedError
-from gracetune.events.run_control import RunControl, reserve_folder, send_request
+from gracetune.events.run_control import (
+    MAX_REQUEST_NBYTES,
+    Request,
+    RunControl,
+    reserve_folder,
+    send_request,
+)
 
 
 def dead_listener(folder: Path) -> int:
@@ -29,21 +35,79 @@ def rewrite(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def verbs(control: RunControl) -> list[str]:
+    return [request.verb for request in control.take_requests()]
+
+
 def test_a_request_is_taken_once(tmp_path: Path) -> None:
     control = RunControl(tmp_path)
     control.open(os.getpid())
-    assert control.take_requests() == set()
+    assert control.take_requests() == []
     assert send_request(tmp_path, "validate").pid == os.getpid()
     send_request(tmp_path, "save")
-    send_request(tmp_path, "save")
-    assert control.take_requests() == {"validate", "save"}
-    assert control.take_requests() == set()
+    (tmp_path / "now" / "stop").touch()
+    assert verbs(control) == ["stop", "validate", "save"]
+    assert control.take_requests() == []
+
+
+def test_a_request_has_arguments_an_id_and_a_source(tmp_path: Path) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    prompts = ["a “star”", {"prompt": "b", "seed": 3}]
+    send_request(tmp_path, "validate", {"prompts": prompts}, "page", request_id="0-abc")
+    send_request(tmp_path, "log", {"every": 5})
+    first, second = control.take_requests()
+    assert first == Request("validate", "0-abc", {"prompts": prompts}, "page")
+    assert (second.verb, second.arguments, second.source) == ("log", {"every": 5}, "gracetune now")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("a.json", "{", "not JSON"),
+        ("a.json", "[" * 100_000, "not JSON"),
+        ("a.json", "[1]", 'the entry "request"'),
+        ("a.json", '{"request": 3}', 'the entry "request"'),
+        ("a.json", '{"request": "save", "arguments": 3}', "must be an object"),
+        ("a.json", '{"request": "dance"}', "does not accept 'dance'"),
+        ("a b.json", '{"request": "save"}', "only letters"),
+        ("a.json", '{"request": "save"}' + " " * MAX_REQUEST_NBYTES, "larger than"),
+    ],
+)
+def test_a_file_that_is_no_request_is_refused_once(tmp_path: Path, name, text, problem) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    (tmp_path / "now/requests" / name).write_text(text)
+    (refused,) = control.take_requests()
+    assert problem in refused.problem
+    assert control.take_requests() == []
+
+
+def test_links_pipes_and_files_being_written_are_not_requests(tmp_path: Path) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    folder = tmp_path / "now/requests"
+    (folder / "a.json").symlink_to("/dev/zero")
+    os.mkfifo(folder / "b.json")
+    (folder / "c.json").mkdir()
+    (folder / ".d.json").write_text("{}")
+    assert control.take_requests() == []
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_run_that_cannot_validate_says_so(tmp_path: Path) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid(), ["save", "stop"])
+    (tmp_path / "now" / "validate").touch()
+    (refused,) = control.take_requests()
+    assert "enable_manual_validation" in refused.problem
 
 
 def test_no_temporary_files_are_left(tmp_path: Path) -> None:
     RunControl(tmp_path).open(os.getpid())
     send_request(tmp_path, "stop")
-    assert sorted(path.name for path in (tmp_path / "now").iterdir()) == ["listening.json", "stop"]
+    assert sorted(p.name for p in (tmp_path / "now").iterdir()) == ["listening.json", "requests"]
+    assert [path.suffix for path in (tmp_path / "now/requests").iterdir()] == [".json"]
 
 
 def test_requests_to_an_earlier_run_are_deleted(tmp_path: Path) -> None:
@@ -51,7 +115,7 @@ def test_requests_to_an_earlier_run_are_deleted(tmp_path: Path) -> None:
     (tmp_path / "now" / "stop").write_text("")
     control = RunControl(tmp_path)
     control.open(os.getpid())
-    assert control.take_requests() == set()
+    assert control.take_requests() == []
 
 
 def test_a_closed_run_accepts_no_requests(tmp_path: Path) -> None:
@@ -96,7 +160,7 @@ def test_a_run_on_another_machine_is_assumed_to_be_alive(tmp_path: Path) -> None
     control.open(os.getpid())
     rewrite(tmp_path, host="elsewhere", birth=1)
     assert not send_request(tmp_path, "save").is_local()
-    assert control.take_requests() == {"save"}
+    assert verbs(control) == ["save"]
     control.open(os.getpid())
     assert send_request(tmp_path, "save").is_local()
 

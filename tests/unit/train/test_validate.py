@@ -19,6 +19,7 @@ from gracetune.train.validate import (
     generate_samples,
     held_out_loss,
     image_grid,
+    sample_problem,
     spectrogram,
     validate,
     write_sample,
@@ -46,7 +47,7 @@ def test_samples_are_reproducible_and_leave_the_weights_alone(session):
     first = validate(s.state, s.validation, 0)
     again = validate(s.state, s.validation, 7)
     assert torch.equal(torch.get_rng_state(), state)
-    assert first.losses == again.losses
+    assert first.event.losses == again.event.losses
     files = [s.validation.folder / f"step-00000{n}" / "000.png" for n in (0, 7)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert s.state.transformer.training
@@ -89,7 +90,7 @@ def test_captions_are_the_default_prompts_and_are_reported(session, recorder):
 
 def test_file_names_contain_the_step(session):
     s = session(prompts=["one", "two"])
-    event = validate(s.state, s.validation, 12)
+    event = validate(s.state, s.validation, 12).event
     assert event.grid == str(s.validation.folder / "step-000012.png")
     folder = s.validation.folder / "step-000012"
     assert json.loads((folder / "prompts.json").read_text()) == ["one", "two"]
@@ -99,10 +100,10 @@ def test_file_names_contain_the_step(session):
 
 def test_validation_uses_the_ema(session):
     s = session(prompts=["one"])
-    before = validate(s.state, s.validation, 0).losses["held_out"]
+    before = validate(s.state, s.validation, 0).event.losses["held_out"]
     for parameter in s.state.parameters.values():
         parameter.data.mul_(1.5)
-    assert validate(s.state, s.validation, 1).losses["held_out"] == before
+    assert validate(s.state, s.validation, 1).event.losses["held_out"] == before
 
 
 def test_the_held_out_loss_is_a_mean_over_samples_with_fixed_noise(session):
@@ -111,8 +112,61 @@ def test_the_held_out_loss_is_a_mean_over_samples_with_fixed_noise(session):
         first = held_out_loss(s.state, s.validation.held_out)
         second = held_out_loss(s.state, s.validation.held_out)
     assert first == second
-    assert 0.5 < first["held_out"] < 3.0
-    assert held_out_loss(s.state, []) == {}
+    losses, by_timestep = first
+    assert 0.5 < losses["held_out"] < 3.0
+    ranges = ["t0.00-0.25", "t0.25-0.50", "t0.50-0.75", "t0.75-1.00"]
+    assert list(by_timestep) == ranges
+    total = sum(part["samples"] for part in by_timestep.values())
+    assert total == sum(map(len, s.validation.held_out))
+    mean = sum(part["samples"] * part["loss"] for part in by_timestep.values()) / total
+    assert mean == pytest.approx(losses["held_out"])
+    assert held_out_loss(s.state, []) == ({}, {})
+
+
+def test_a_few_held_out_samples_are_measured_all_over_the_timesteps(session):
+    s = session(prompts=["one"], holdout=0.03)
+    assert sum(map(len, s.validation.held_out)) == 2
+    with torch.no_grad():
+        _, by_timestep = held_out_loss(s.state, s.validation.held_out)
+    assert {name: part["samples"] for name, part in by_timestep.items()} == {
+        "t0.00-0.25": 2,
+        "t0.25-0.50": 2,
+        "t0.50-0.75": 2,
+        "t0.75-1.00": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "problem"),
+    [
+        ("image", torch.full((3, 8, 8), -1.0), "black"),
+        ("image", torch.full((3, 8, 8), 1.0), "white"),
+        ("image", torch.full((3, 8, 8), 0.2), "flat"),
+        ("image", torch.full((3, 8, 8), torch.nan), "not finite"),
+        ("video", torch.full((3, 5, 8, 8), -1.2), "black"),
+        ("audio", torch.zeros(2, 100), "silent"),
+        ("audio", torch.linspace(-1, 1, 100).expand(2, -1), ""),
+        ("image", torch.linspace(-1, 1, 192).view(3, 8, 8), ""),
+    ],
+)
+def test_samples_that_show_nothing_are_recognised(kind, data, problem):
+    found = sample_problem(GeneratedSample(kind, data, 100.0))
+    assert bool(found) == bool(problem)
+    assert problem in found
+
+
+def test_the_settings_of_each_sample_are_next_to_it(session):
+    prompts = ["one", {"prompt": "two", "seed": 7, "width": 32, "steps": 3}]
+    s = session(prompts=prompts)
+    validate(s.state, s.validation, 4)
+    record = json.loads((s.validation.folder / "step-000004/samples.json").read_text())
+    assert record["step"] == 4
+    assert [(one["prompt"], one["seed"], one["width"]) for one in record["samples"]] == [
+        ("one", 0, 24),
+        ("two", 7, 32),
+    ]
+    files = [s.validation.folder / "step-000004" / one["file"] for one in record["samples"]]
+    assert all(file.is_file() for file in files)
 
 
 @pytest.mark.parametrize(("width", "height"), [(26, 24), (24, 200)])

@@ -1,0 +1,170 @@
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from gracetune.cache.batch_transfer import PrefetchDepth
+from gracetune.config.schema import HEALTH_CHECKS, HealthSection, RunFile
+from gracetune.events.types import HealthChanged
+from gracetune.memory.oversubscription import GcFreeze
+from gracetune.train.health import (
+    RECOVERY_LOOKS,
+    HealthMonitor,
+    Remedies,
+    StallWatch,
+    build_checks,
+    expected_train_section,
+    timestep_shares,
+)
+from gracetune.train.health_checks import FINE, UNKNOWN, Finding, Measurements, RunFacts
+
+NOW = Measurements(7)
+
+
+class Scripted:
+    """A check that returns given results, one at each look."""
+
+    name = "host_memory"
+
+    def __init__(self, *results):
+        self._results = list(results)
+
+    def look(self, measured):
+        return self._results.pop(0)
+
+
+def found(level):
+    return Finding("memory is low", "End other processes.", level)
+
+
+def levels(results, **settings):
+    monitor = HealthMonitor([Scripted(*results)], HealthSection(**settings))
+    return [[decision.level for decision in monitor.look(NOW)] for _ in results]
+
+
+def test_only_changes_of_level_are_reported_and_a_problem_that_eases_is_not_over():
+    results = [found("notice"), found("notice"), found("degraded"), found("notice"), UNKNOWN]
+    assert levels(results) == [["notice"], [], ["degraded"], [], []]
+
+
+def test_a_check_recovers_after_some_looks_without_a_problem():
+    results = [found("notice"), *[FINE] * (RECOVERY_LOOKS - 1), found("notice"), *[FINE] * 4]
+    expected = [["notice"], *[[]] * (RECOVERY_LOOKS - 1), [], [], [], ["ok"], []]
+    assert levels(results) == expected
+
+
+def test_degrading_and_stopping_can_be_turned_off():
+    assert levels([found("stopping")], stop=False) == [["degraded"]]
+    assert levels([found("stopping")], stop=False, degrade=False) == [["notice"]]
+
+
+def test_checks_can_be_left_out_and_have_the_names_of_the_schema():
+    names = [check.name for check in build_checks(RunFacts(10), HealthSection())]
+    assert set(names) | {"loader_stalled", "previous_run"} == set(HEALTH_CHECKS)
+    ignored = HealthSection(ignore=("overfitting",))
+    assert [c.name for c in build_checks(RunFacts(10), ignored)] == [
+        name for name in names if name != "overfitting"
+    ]
+    with pytest.raises(ValueError, match="names of checks"):
+        HealthSection(ignore=("typo",))
+
+
+class Controller:
+    def __init__(self, shrinks, reduces):
+        self.calls, self._shrinks, self._reduces = [], shrinks, reduces
+
+    def shrink_ring(self, reason):
+        self.calls.append(reason)
+        return self._shrinks
+
+    def reduce_memory(self, reason):
+        self.calls.append(reason)
+        return self._reduces
+
+
+def remedies(controller=None, depth=None, freed=0):
+    pipeline = SimpleNamespace(trim=lambda: freed, restore=lambda: None)
+    return Remedies(controller, lambda: depth or PrefetchDepth(0, None), pipeline, GcFreeze())
+
+
+def test_a_full_device_prefetches_less_and_uses_a_smaller_plan():
+    depth, controller = PrefetchDepth(4, 1000), Controller(shrinks=False, reduces=True)
+    remedy = remedies(controller, depth)
+    action = remedy.apply("device_memory", "it is full")
+    assert action == "prefetches 1 batch instead of 4; changed to a plan that needs less memory"
+    assert (depth.batches, depth.max_nbytes) == (1, None)
+    assert remedy.undo("device_memory") == "prefetches 4 batches again"
+    assert (depth.batches, depth.max_nbytes) == (4, 1000)
+
+
+def test_a_ring_is_shrunk_before_the_plan_changes():
+    controller = Controller(shrinks=True, reduces=True)
+    assert "weight ring" in remedies(controller).apply("device_memory", "it is full")
+    assert len(controller.calls) == 1
+
+
+def test_full_host_memory_drops_cached_samples():
+    action = remedies(freed=3 * 2**20).apply("host_memory", "it is full")
+    assert "dropped 3.0 MiB of cached samples" in action
+
+
+def test_nothing_is_claimed_if_nothing_can_be_done():
+    assert remedies().apply("device_memory", "it is full") == ""
+
+
+def test_a_stall_is_reported_once_with_what_is_waited_for(recorder):
+    clock, waiting = [100.0], SimpleNamespace(waiting_since=None)
+    watch = StallWatch(recorder, 60.0, waiting, lambda: clock[0])
+    watch.look()  # nothing has begun
+    watch.step_done(3)
+    clock[0], waiting.waiting_since = 150.0, 110.0
+    watch.look()
+    assert recorder.events == []
+    clock[0] = 170.0
+    watch.look()
+    watch.look()
+    (event,) = recorder.of(HealthChanged)
+    assert (event.check, event.level, event.step) == ("loader_stalled", "notice", 3)
+    assert "step 4 has waited for a batch for 1m00s" in event.cause
+    watch.step_done(4)
+    assert [e.level for e in recorder.of(HealthChanged)] == ["notice", "ok"]
+
+
+def test_validations_and_checkpoints_are_not_stalls(recorder):
+    clock = [0.0]
+    watch = StallWatch(recorder, 60.0, SimpleNamespace(waiting_since=None), lambda: clock[0])
+    watch.step_done(1)
+    watch.pause()
+    clock[0] = 1000.0
+    watch.look()
+    assert recorder.events == []
+
+
+def test_the_thread_of_a_watch_ends():
+    before = threading.active_count()
+    watch = StallWatch(lambda event: None, 60.0, SimpleNamespace(waiting_since=None))
+    watch.start()
+    watch.close()
+    assert threading.active_count() == before
+
+
+def family(name, prediction="flow"):
+    return SimpleNamespace(name=name, prediction=prediction)
+
+
+def test_the_expected_timesteps_are_those_of_the_family():
+    run = RunFile.model_validate({"train": {"timestep_shift": 12.0}})
+    expected = expected_train_section(run, family("sd3"))
+    assert expected.timestep_shift == 3.0
+    shares = timestep_shares(expected, 4096)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["t0.75-1.00"] == pytest.approx(0.5)  # sigmoid(z) > 0.5, shifted by 3
+    assert expected_train_section(run, family("sdxl", "epsilon")) is None
+    assert expected_train_section(run, family("of another package")) is None
+
+
+def test_ranges_outside_of_the_timestep_window_are_not_expected():
+    run = RunFile.model_validate({"train": {"timestep_window": [0.5, 1.0]}})
+    shares = timestep_shares(expected_train_section(run, family("tiny")), 36)
+    assert shares["t0.00-0.25"] == shares["t0.25-0.50"] == 0
+    assert sum(shares.values()) == pytest.approx(1)

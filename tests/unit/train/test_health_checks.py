@@ -1,0 +1,359 @@
+"""Show made-up measurements to each health check: what it finds, and what it must not find."""
+
+import math
+
+import pytest
+
+from gracetune.events.types import (
+    DeviceSensors,
+    HeldOutLoss,
+    LossParts,
+    MemoryUsed,
+    StepDone,
+    StepTimes,
+    WeightsMoved,
+)
+from gracetune.train.health_checks import (
+    FINE,
+    UNKNOWN,
+    DatasetDead,
+    Finding,
+    GradientSpikes,
+    LearningRateHigh,
+    Measurements,
+    Overfitting,
+    PartUntrained,
+    RunFacts,
+    SampleProblem,
+    SamplesEmpty,
+    SamplesSeen,
+    TimestepShift,
+    WeightsStill,
+)
+from gracetune.train.health_machine import (
+    DataWaits,
+    DeviceMemory,
+    DiskSpace,
+    HostMemory,
+    PageCache,
+    SlowDown,
+    Throttling,
+    WeightWaits,
+)
+
+GIB = 2**30
+FACTS = RunFacts(total_steps=1000, lr=1e-4, dataset_shares={"a": 0.5, "b": 0.5})
+
+
+def done(step, loss=1.0, norm=0.1, seconds=0.5, samples=4):
+    return StepDone(step, loss, 1e-4, norm, samples, 1, 0, seconds)
+
+
+def steps(losses, first=1, **values):
+    return [done(first + index, loss, **values) for index, loss in enumerate(losses)]
+
+
+def times(step=50, total=1.0, **seconds):
+    phases = {"compute": total - sum(seconds.values()), **seconds}
+    return StepTimes(step, 10, phases, total)
+
+
+def parts(step=50, **by):
+    return LossParts(
+        step, by.get("by_dataset", {}), by.get("by_timestep", {}), by.get("by_part", {})
+    )
+
+
+def mean(loss, samples=8):
+    return {"loss": loss, "samples": samples}
+
+
+def sensors(gpus=(), **host):
+    return DeviceSensors(50, tuple(gpus), host)
+
+
+def problem(check, *measured):
+    """Return the finding of the last of several looks, which must be one."""
+    for one in measured:
+        found = check.look(one)
+    assert isinstance(found, Finding), found
+    assert found.cause
+    assert found.advice
+    return found
+
+
+def last(check, *measured):
+    for one in measured:
+        found = check.look(one)
+    return found
+
+
+def test_every_check_says_that_nothing_is_known_without_measurements():
+    empty = Measurements(1)
+    checks = [
+        *(GradientSpikes(), LearningRateHigh(FACTS), WeightsStill(FACTS), DatasetDead(FACTS)),
+        *(PartUntrained(), Overfitting(), TimestepShift(FACTS), SamplesEmpty(), SlowDown(1.5)),
+        *(DataWaits(FACTS, 0.2), WeightWaits(0.2), Throttling(), DiskSpace(FACTS, 1)),
+        *(PageCache(FACTS), HostMemory(FACTS), DeviceMemory()),
+    ]
+    assert [check.look(empty) for check in checks] == [UNKNOWN] * len(checks)
+
+
+def test_repeated_gradient_spikes_are_found_and_a_single_one_is_not():
+    calm = Measurements(30, [done(step, norm=0.1) for step in range(1, 31)])
+    check = GradientSpikes()
+    assert check.look(calm) is FINE
+    assert check.look(Measurements(31, [done(31, norm=5.0)])) is FINE
+    found = problem(check, Measurements(34, [done(s, norm=5.0) for s in (32, 33, 34)]))
+    assert "up to 50 times its median of 0.1" in found.cause
+    assert check.look(Measurements(100, [done(s) for s in range(35, 101)])) is FINE
+
+
+def test_a_growing_loss_is_a_high_learning_rate():
+    noisy = [1.0 + 0.3 * math.sin(step) for step in range(40)]
+    check = LearningRateHigh(FACTS)
+    assert check.look(Measurements(40, steps(noisy))) is FINE
+    found = problem(check, Measurements(80, steps([2.5] * 40, 41)))
+    assert "learning rate is too high" in found.cause
+    assert "optimizer.lr is 0.0001" in found.advice
+
+
+def test_an_adapter_that_moves_far_without_a_lower_loss_is_a_high_learning_rate():
+    moved = WeightsMoved(40, "adapter", {"blocks.0": 2.0, "blocks.1": 3.0})
+    flat = Measurements(40, steps([1.0] * 40), moved=moved)
+    assert "by 250% (median)" in problem(LearningRateHigh(FACTS), flat).cause
+    falling = [1.0 - 0.01 * step for step in range(40)]
+    assert LearningRateHigh(FACTS).look(Measurements(40, steps(falling), moved=moved)) is FINE
+
+
+@pytest.mark.parametrize(("measure", "distance"), [("adapter", 1e-9), ("full", 1e-10)])
+def test_weights_that_do_not_move_are_found(measure, distance):
+    moved = WeightsMoved(60, measure, {"blocks.0": distance, "blocks.1": 0.0})
+    found = problem(WeightsStill(FACTS), Measurements(60, moved=moved))
+    assert "does not move" in found.cause
+    assert "optimizer.lr (it is 0.0001)" in found.advice
+
+
+def test_single_blocks_that_do_not_move_are_named():
+    blocks = {f"blocks.{number}": 0.0 if number < 6 else 0.01 for number in range(10)}
+    found = problem(
+        WeightsStill(FACTS), Measurements(60, moved=WeightsMoved(60, "adapter", blocks))
+    )
+    assert "6 of 10 trained blocks" in found.cause
+    assert "blocks.0, blocks.1, blocks.2, blocks.3 and 2 more" in found.cause
+
+
+def test_weights_may_rest_in_the_first_steps_and_in_the_warm_up():
+    still = {"blocks.0": 0.0}
+    assert (
+        WeightsStill(FACTS).look(Measurements(5, moved=WeightsMoved(5, "adapter", still)))
+        is UNKNOWN
+    )
+    slow = RunFacts(total_steps=1000, warmup_steps=100)
+    assert (
+        WeightsStill(slow).look(Measurements(90, moved=WeightsMoved(90, "adapter", still)))
+        is UNKNOWN
+    )
+
+
+def test_a_dataset_that_is_never_drawn_is_found_once_it_should_have_been():
+    def look(count):
+        drawn = {"a": mean(1.0, count), "b": {"samples": 0}}
+        return DatasetDead(FACTS).look(Measurements(50, losses=parts(by_dataset=drawn)))
+
+    assert look(30) is FINE
+    assert "none of 50 samples came from it" in look(50).cause
+
+
+def test_a_dataset_without_a_loss_is_found():
+    drawn = {"a": mean(1.0, 20), "b": mean(0.0, 20)}
+    found = problem(DatasetDead(FACTS), Measurements(50, losses=parts(by_dataset=drawn)))
+    assert "dataset 'b' is dead: its loss is 0, against 1 of the others" in found.cause
+    assert "mask_invert" in found.advice
+
+
+def test_a_dataset_with_flat_latents_is_found():
+    drawn = {"a": mean(1.0), "b": mean(0.9)}
+    measured = Measurements(50, losses=parts(by_dataset=drawn), latent_spread={"a": 0.8, "b": 0.01})
+    assert "black, blank or silent" in problem(DatasetDead(FACTS), measured).cause
+
+
+def test_datasets_with_different_losses_are_fine():
+    drawn = {"a": mean(1.0, 50), "b": mean(0.2, 50)}
+    measured = Measurements(50, losses=parts(by_dataset=drawn), latent_spread={"a": 0.8, "b": 0.4})
+    assert DatasetDead(FACTS).look(measured) is FINE
+
+
+def test_a_part_of_the_output_whose_loss_stays_is_found():
+    def look(audio):
+        return [
+            Measurements(
+                n, losses=parts(by_part={"video": mean(1 / (1 + n)), "audio": mean(audio(n))})
+            )
+            for n in range(8)
+        ]
+
+    found = problem(PartUntrained(), *look(lambda n: 1.0 + 0.01 * (-1) ** n))
+    assert "the audio part of the model is not trained" in found.cause
+    assert "adapter.targets" in found.advice
+    assert last(PartUntrained(), *look(lambda n: 1 / (1 + n))) is FINE
+
+
+def test_a_part_whose_blocks_have_no_gradient_is_found_at_once():
+    norms = {"audio_blocks.0": 0.0, "video_blocks.0": 0.1}
+    moved = WeightsMoved(10, "adapter", {"video_blocks.0": 0.1}, norms)
+    losses = parts(by_part={"video": mean(1.0), "audio": mean(1.0)})
+    found = problem(PartUntrained(), Measurements(10, losses=losses, moved=moved))
+    assert "all 1 of its blocks have a zero gradient" in found.cause
+
+
+def validation(step, held_out):
+    return Measurements(step, held_out=HeldOutLoss(step, {"held_out": held_out}, {}, 8, 0, 0.0))
+
+
+def test_a_held_out_loss_that_rises_while_training_falls_is_overfitting():
+    check = Overfitting()
+    for number, held_out in enumerate((1.0, 0.8, 0.85, 0.9)):
+        first = 1 + 20 * number
+        check.look(Measurements(first + 19, steps([1 - 0.2 * number] * 20, first)))
+        found = check.look(validation(first + 19, held_out))
+    assert isinstance(found, Finding)
+    assert "overfits since step 40" in found.cause
+    assert "from 0.8 to 0.9" in found.cause
+    assert "adapter of step 40" in found.advice
+
+
+def test_a_held_out_loss_that_falls_or_a_diverging_run_is_not_overfitting():
+    falling, diverging = Overfitting(), Overfitting()
+    for number in range(5):
+        first = 1 + 20 * number
+        falling.look(Measurements(first + 19, steps([1 - 0.1 * number] * 20, first)))
+        assert falling.look(validation(first + 19, 1 - 0.1 * number)) in (FINE, UNKNOWN)
+        diverging.look(Measurements(first + 19, steps([1.0 + number] * 20, first)))
+        assert diverging.look(validation(first + 19, 1 + 0.1 * number)) in (FINE, UNKNOWN)
+
+
+EXPECTED = {"t0.00-0.25": 0.14, "t0.25-0.50": 0.36, "t0.50-0.75": 0.36, "t0.75-1.00": 0.14}
+
+
+def test_timesteps_from_other_ranges_are_a_wrong_shift():
+    facts = RunFacts(1000, expected_timesteps=EXPECTED, expected_shift="1.0", timestep_shift="12.0")
+    counts = {"t0.00-0.25": 0, "t0.25-0.50": 5, "t0.50-0.75": 35, "t0.75-1.00": 160}
+    drawn = {name: mean(1.0, count) if count else {"samples": 0} for name, count in counts.items()}
+    found = problem(TimestepShift(facts), Measurements(50, losses=parts(by_timestep=drawn)))
+    assert "only 2.5% of the drawn timesteps are in 0.25-0.50" in found.cause
+    assert "Set train.timestep_shift: 1.0 (it is 12.0)" in found.advice
+
+
+def test_expected_timesteps_are_fine_and_few_draws_tell_nothing():
+    facts = RunFacts(1000, expected_timesteps=EXPECTED)
+    drawn = {name: mean(1.0, round(200 * share)) for name, share in EXPECTED.items()}
+    assert TimestepShift(facts).look(Measurements(50, losses=parts(by_timestep=drawn))) is FINE
+    few = {"t0.75-1.00": mean(1.0, 20)}
+    assert TimestepShift(facts).look(Measurements(50, losses=parts(by_timestep=few))) is UNKNOWN
+
+
+def test_samples_that_show_nothing_are_found():
+    problems = tuple(SampleProblem(f"{number:03d}.png", "black") for number in range(3))
+    found = problem(SamplesEmpty(), Measurements(40, samples=SamplesSeen(40, 4, problems)))
+    assert "3 of 4 samples of step 40 are black" in found.cause
+    found = problem(SamplesEmpty(), Measurements(0, samples=SamplesSeen(0, 4, problems)))
+    assert "the VAE's output is broken" in found.cause
+    assert SamplesEmpty().look(Measurements(1, samples=SamplesSeen(1, 8, problems))) is FINE
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_slow_loader_is_found_at_the_second_look(in_memory):
+    facts = RunFacts(1000, caches_in_memory=in_memory)
+    check, slow = DataWaits(facts, 0.2), Measurements(50, times=times(data=0.5))
+    assert check.look(slow) is FINE
+    found = problem(check, slow)
+    assert "the data loader is slow: steps wait 50% of their time" in found.cause
+    assert ("num_workers" if in_memory else "vae_cache_type: memory") in found.advice
+    assert check.look(Measurements(60, times=times(data=0.1))) is FINE
+
+
+def test_waits_for_weights_are_found():
+    slow = Measurements(50, times=times(weights=0.4))
+    assert "plan.device_memory" in problem(WeightWaits(0.2), slow, slow).advice
+
+
+def test_slower_steps_than_at_the_start_are_found_with_their_phase():
+    early = Measurements(30, steps([1.0] * 30, seconds=0.5), times(30, 0.5, data=0.05))
+    late = Measurements(60, steps([1.0] * 30, 31, seconds=1.5), times(60, 1.5, data=1.0))
+    check = SlowDown(1.5)
+    assert check.look(early) is FINE
+    found = problem(check, late)
+    assert "3.0 times as long" in found.cause
+    assert "mostly in data" in found.cause
+    again = Measurements(90, steps([1.0] * 30, 61, seconds=0.5), times(90, 0.5))
+    assert check.look(again) is FINE
+
+
+GPU = {"index": 1, "name": "H200", "sm_clock_mhz": 900, "max_sm_clock_mhz": 1980}
+
+
+def test_heat_that_lowers_clocks_is_throttling():
+    hot = sensors([GPU | {"temperature_c": 91, "throttle": ["hardware thermal slowdown"]}])
+    measured = Measurements(50, sensors=hot)
+    check = Throttling()
+    assert check.look(measured) is FINE  # one reading may be a moment
+    found = problem(check, measured)
+    assert "GPU 1 (H200) is throttling" in found.cause
+    assert "900 of 1980 MHz because of hardware thermal slowdown at 91 °C" in found.cause
+
+
+@pytest.mark.parametrize("reasons", [[], ["software power cap"]])
+def test_a_gpu_at_its_power_limit_is_fine(reasons):
+    gpu = GPU | {"sm_clock_mhz": 1700, "throttle": reasons}
+    measured = Measurements(50, sensors=sensors([gpu]))
+    assert last(Throttling(), measured, measured, measured) is FINE
+
+
+@pytest.mark.parametrize(
+    ("free", "level"), [(100 * GIB, None), (3 * GIB, "notice"), (1.2 * GIB, "stopping")]
+)
+def test_disk_space_is_compared_with_the_size_of_a_checkpoint(free, level):
+    facts = RunFacts(1000, checkpoint_nbytes=GIB)
+    measured = Measurements(50, sensors=sensors(output_free=free, cache_free=100 * GIB))
+    found = DiskSpace(facts, 1).look(measured)
+    assert (found.level if isinstance(found, Finding) else None) == level
+
+
+def test_files_that_are_read_again_and_waits_for_the_disk_are_thrashing():
+    thrash = Measurements(50, sensors=sensors(refaults_per_s=20_000.0, pressure_io=40.0))
+    assert "82 MB/s of files are read again" in problem(PageCache(FACTS), thrash, thrash).cause
+    harmless = Measurements(50, sensors=sensors(refaults_per_s=20_000.0, pressure_io=0.0))
+    assert last(PageCache(FACTS), harmless, harmless) is FINE
+
+
+def memory_left(share, **host):
+    values = {"memory_available": share * 100 * GIB, "memory_total": 100.0 * GIB} | host
+    return Measurements(50, sensors=sensors(**values))
+
+
+def test_host_memory_is_graded():
+    check = HostMemory(FACTS)
+    assert check.look(memory_left(0.5)) is FINE
+    levels = [check.look(memory_left(share)).level for share in (0.08, 0.04, 0.03, 0.01)]
+    assert levels == ["notice", "degraded", "degraded", "stopping"]
+    assert check.look(memory_left(0.5)) is FINE
+    assert check.look(memory_left(0.01)).level == "notice"  # one reading does not stop a run
+
+
+def test_the_limit_of_a_cgroup_counts_like_host_memory():
+    group = {"cgroup_used": 9.5 * GIB, "cgroup_limit": 10.0 * GIB}
+    found = problem(HostMemory(FACTS), memory_left(0.9, **group))
+    assert found.cause.startswith("the memory of the cgroup is almost full: 512.0 MiB of 10.0 GiB")
+    assert "host_budget_gb" in found.advice
+
+
+def test_retries_of_the_allocator_mean_that_the_device_is_full():
+    def look(retries):
+        return Measurements(50, memory=MemoryUsed(50, 1, 2, 20 * GIB), alloc_retries=retries)
+
+    check = DeviceMemory()
+    assert check.look(look(0)) is FINE
+    assert check.look(look(2)).level == "notice"
+    assert check.look(look(3)).level == "degraded"
+    assert check.look(look(3)) is FINE
