@@ -64,7 +64,9 @@ def black_image(_number, size):
 
 
 def learning_rate_high(folder):
-    return settings(folder, optimizer={"lr": 0.03}, train={"max_train_steps": 60, "batch_size": 8})
+    """Start gently, so that the loss falls at first."""
+    optimizer = {"lr": 0.1, "warmup_steps": 40}
+    return settings(folder, optimizer=optimizer, train={"max_train_steps": 120, "batch_size": 8})
 
 
 def dataset_dead(folder):
@@ -116,9 +118,7 @@ while True:
             os.getppid() == {os.getpid()} or os._exit(0)
 """
     subprocess.Popen([sys.executable, "-c", reader])
-    return settings(
-        folder, train={"max_train_steps": 4000, "batch_size": 8}, logging={"every": 20}
-    )
+    return settings(folder, train={"max_train_steps": 4000, "batch_size": 8}, logging={"every": 20})
 
 
 def throttling(folder):
@@ -200,7 +200,7 @@ def data_waits(folder):
 def miniature(folder):
     from fakes.miniatures import write_miniature
 
-    return write_miniature("sd3", folder / "model")
+    return write_miniature("sd35-medium", folder / "model")
 
 
 def miniature_data(folder):

@@ -188,6 +188,7 @@ def test_a_killed_run_is_shown_as_killed(tmp_path, open_page):
         assert "ended without a last message" in text
         assert "Last seen at" in text
         assert "step" in text
+        page.close()
 
 
 def test_the_plan_of_a_run_file_is_shown(open_page, tmp_path):
@@ -204,6 +205,7 @@ def test_the_plan_of_a_run_file_is_shown(open_page, tmp_path):
         assert "57 blocks" in text
         assert "samples/s" in text
         assert "max_train_steps" in page.locator("#panel-settings").inner_text()
+        page.close()
 
 
 HOSTILE = (

@@ -399,6 +399,16 @@ def _health(step):
     }
     yield {
         "event": "health",
+        "time": START + 850,
+        "step": 650,
+        "check": "throttling",
+        "level": "notice",
+        "cause": "GPU 0 lowers its clock to 1740 of 1980 MHz because of heat.",
+        "advice": "Improve its cooling.",
+        "values": {},
+    }
+    yield {
+        "event": "health",
         "time": START + 900,
         "step": 690,
         "check": "throttling",

@@ -76,7 +76,12 @@ const LEVEL_WORDS = { stopping: "stops", degraded: "degraded", notice: "notice",
 
 export function findings(run) {
   const latest = new Map();
-  for (const event of run.records.health ?? []) latest.set(event.check, event);
+  for (const event of run.records.health ?? []) {
+    const before = latest.get(event.check);
+    // A problem that is over keeps its cause.
+    if (event.level === "ok" && before) latest.set(event.check, { ...before, level: "ok", over: event });
+    else latest.set(event.check, event);
+  }
   const found = [...latest.values()];
   const { state, text } = run.status;
   if (state === "killed") found.push({ check: "killed", level: "stopping", word: "ended", cause: text, step: run.status.step });
@@ -117,6 +122,7 @@ function finding(one, several) {
     h("p", { class: "cause", text: one.cause }),
     one.action ? h("p", {}, h("b", {}, "Done: "), one.action) : null,
     one.advice ? h("p", {}, h("b", {}, "Change: "), one.advice) : null,
+    one.over ? h("p", {}, h("b", {}, `Over since step ${formatNumber(one.over.step)}: `), one.over.cause) : null,
   );
 }
 
