@@ -295,7 +295,11 @@ export class HeatMap {
   }
 
   // rows: [[name, values], ...], one value per step.
-  update(steps, rows) {
+  update(allSteps, allRows) {
+    // Some rows of a table have no values for this map.
+    const isKept = allSteps.map((_, column) => allRows.some(([, values]) => values[column] !== null && values[column] !== undefined));
+    const steps = allSteps.filter((_, column) => isKept[column]);
+    const rows = allRows.map(([name, values]) => [name, values.filter((_, column) => isKept[column])]);
     this.steps = steps;
     this.rows = rows;
     const rowHeight = Math.min(16, Math.max(3, Math.floor(300 / rows.length)));

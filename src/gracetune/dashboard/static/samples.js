@@ -131,13 +131,15 @@ export class SamplesPanel {
       cell.removeAttribute("aria-current");
       cell.tabIndex = -1;
     }
+    let isRevealed = false;
     for (const run of this.runs) {
       const cell = this.cells.get(`${run.id} ${this.step} ${this.prompt}`);
       if (!cell) continue;
       cell.classList.add("chosen");
       cell.setAttribute("aria-current", "true");
       cell.tabIndex = 0;
-      this.reveal(cell);
+      if (!isRevealed) this.reveal(cell);
+      isRevealed = true;
     }
     const shown = this.pinned === null || this.pinned === this.step ? [this.step] : [this.pinned, this.step];
     const wanted = this.runs.flatMap((run) => shown.map((step) => [run, this.setAt(run, step, prompts[this.prompt])])).filter(([, set]) => set);
