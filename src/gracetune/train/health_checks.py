@@ -191,7 +191,7 @@ class LearningRateHigh:
     """A loss that grows, or weights that move far without a lower loss."""
 
     name = "learning_rate_high"
-    GROWTH, FAR = 1.5, 0.5
+    GROWTH, FAR, TOO_FAR = 1.5, 0.5, 2.0
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
@@ -218,10 +218,13 @@ class LearningRateHigh:
                 advice,
                 values=values,
             )
-        if self._facts.is_adapter and self._moved > self.FAR and loss.value > 0.98 * loss.first:
+        has_not_fallen = loss.value > 0.98 * loss.first
+        limit = self.FAR if has_not_fallen else self.TOO_FAR
+        if self._facts.is_adapter and self._moved > limit:
+            and_loss = ", and the loss has not fallen" if has_not_fallen else ""
             return Finding(
-                f"the adapter has changed the weights of its blocks by {self._moved:.0%} (median), "
-                "and the loss has not fallen: the learning rate is too high",
+                f"the adapter has changed the weights of its blocks by {self._moved:.0%} (median)"
+                f"{and_loss}: the learning rate is too high",
                 advice,
                 values=values,
             )

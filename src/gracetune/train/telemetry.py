@@ -7,9 +7,11 @@ losses of steps is collected at most once per `INTERVAL_S`, so that short steps 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import socket
+import statistics
 import sys
 import time
 from collections import Counter
@@ -66,6 +68,8 @@ INTERVAL_S = 1.0
 """Seconds between two collections; only the losses of steps are logged more often."""
 MOVEMENT_EVERY = 10
 """Collections between two measurements of how far weights have moved."""
+FAR = 0.5
+"""Relative distance of weights from the start that only a high learning rate causes."""
 NOTE_S = 0.25
 """Seconds between two notes of the step in the record for the next start."""
 PACKAGES = ("gracetune", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
@@ -188,10 +192,23 @@ class Telemetry:
 
     def diverged(self, step: int, loss: float, grad_norm: float, advice: str) -> None:
         """Log that the loss or the gradient is not finite, which ends the run."""
-        cause = f"the loss is {loss} and the gradient norm {grad_norm} at step {step}"
+        cause = (
+            f"training diverged: the loss is {loss} and the gradient norm {grad_norm} at step "
+            f"{step}; {self._why_diverged()}"
+        )
         action = "the run ends; checkpoints saved before are kept"
         values = {"loss": loss, "grad_norm": grad_norm}
         self._emit(HealthChanged(step, "not_finite", "stopping", cause, action, advice, values))
+
+    def _why_diverged(self) -> str:
+        """Say what is known about the cause of a loss that is not finite."""
+        movement = self._recorder.movement
+        distances = [d for d in movement.distances().values() if not math.isnan(d)]
+        far = statistics.median(distances) if distances else math.inf
+        if far > FAR:
+            moved = "without bound" if math.isinf(far) else f"by {far:.0%} (median)"
+            return f"the weights of its blocks have moved {moved}: the learning rate is too high"
+        return "the learning rate is too high, or a sample of this step is bad"
 
     def _measure(self, step: int, memory: MemoryUsed) -> Measurements:
         session = self._session

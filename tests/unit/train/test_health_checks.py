@@ -122,6 +122,7 @@ def test_an_adapter_that_moves_far_without_a_lower_loss_is_a_high_learning_rate(
     moved = WeightsMoved(40, "adapter", {"blocks.0": 2.0, "blocks.1": 3.0})
     flat = Measurements(40, steps([1.0] * 40), moved=moved)
     assert "by 250% (median)" in problem(LearningRateHigh(FACTS), flat).cause
+    moved = WeightsMoved(40, "adapter", {"blocks.0": 1.0, "blocks.1": 1.2})
     falling = [1.0 - 0.01 * step for step in range(40)]
     assert LearningRateHigh(FACTS).look(Measurements(40, steps(falling), moved=moved)) is FINE
 

@@ -373,7 +373,7 @@ def test_a_rejected_resume_does_not_change_the_output_folder(tiny_run, tmp_path,
 
 
 def test_an_internal_error_is_logged(tiny_run, recorder, tmp_path, monkeypatch):
-    monkeypatch.setattr("gracetune.train.run.train_loop", lambda session, progress: 1 / 0)
+    monkeypatch.setattr("gracetune.train.run.train_loop", lambda session, progress, observer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run_training(tiny_run(), sinks=[recorder])
     assert (recorder.of(RunEnded)[0].status, recorder.of(RunEnded)[0].message) == (

@@ -1,0 +1,273 @@
+"""Plant a fault in a real run: a health event must name its cause in words.
+
+Throttling is planted at the sensors; all other faults are real. Those that take long are `slow`.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fork_process import run_python
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from gracetune.errors import RunFailedError
+from gracetune.events.types import HealthChanged, HeldOutLoss, StepDone, StepTimes
+from gracetune.memory.sensors import SensorReading
+from gracetune.models import tiny
+from gracetune.train import build
+from gracetune.train.run import run_training
+
+EVERY_STEP = {"interval_s": 0.0}
+"""Telemetry that looks at every step, instead of once a second."""
+LORA = {"rank": 4}
+
+
+@pytest.fixture
+def train(tiny_run, recorder):
+    """Return a function that trains and returns the health events, by check."""
+
+    def call(telemetry=EVERY_STEP, **sections):
+        run_training(tiny_run(**sections), sinks=[recorder], telemetry=telemetry)
+        found = {}
+        for event in recorder.of(HealthChanged):
+            found.setdefault(event.check, []).append(event)
+        return found
+
+    return call
+
+
+def images(folder, count, make, size=24):
+    """Write images with captions, and return the settings of their dataset."""
+    folder.mkdir()
+    for number in range(count):
+        pixels = np.asarray(make(number), np.uint8)
+        Image.fromarray(pixels).resize((size, size), Image.Resampling.NEAREST).save(
+            folder / f"{number:03d}.png", compress_level=1
+        )
+        (folder / f"{number:03d}.txt").write_text(f"picture number {number}")
+    return {"id": folder.name, "type": "local", "instance_data_dir": str(folder), "resolution": 24}
+
+
+def noise(seed, size=24):
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3))
+
+
+def test_a_healthy_run_has_no_findings(train):
+    section = {"every": 15, "holdout": 0.2, "sample_steps": 2, "prompts": ["a red circle"]}
+    found = train(adapter=LORA, train={"max_train_steps": 30}, validation=section)
+    # Another process of the machine may use the CPU or the disk; that is not the run's fault.
+    assert not found.keys() - {"slow_down", "data_waits", "page_cache", "host_memory", "disk_space"}
+
+
+def test_a_wrong_timestep_shift(train):
+    steps = {"max_train_steps": 30, "timestep_shift": 12.0}
+    (event,) = train(adapter=LORA, train=steps)["timestep_shift"]
+    assert "the timestep shift is wrong for this model" in event.cause
+    assert "train.timestep_shift: 1.0 (it is 12.0)" in event.advice
+
+
+def test_an_adapter_that_does_not_move(train):
+    found = train(adapter=LORA, train={"max_train_steps": 30}, optimizer={"lr": 1e-12})
+    (event,) = found["weights_still"]
+    assert "the adapter does not move" in event.cause
+    assert "optimizer.lr (it is 1e-12)" in event.advice
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_is_too_high(train):
+    found = train(adapter=LORA, train={"max_train_steps": 60}, optimizer={"lr": 0.3})
+    event = found["learning_rate_high"][0]
+    assert "the learning rate is too high" in event.cause
+    assert "optimizer.lr is 0.3" in event.advice
+
+
+def test_a_learning_rate_that_makes_training_diverge(train, recorder):
+    with pytest.raises(RunFailedError, match="diverged"):
+        train(adapter=LORA, train={"max_train_steps": 60}, optimizer={"lr": 30.0})
+    (event,) = [one for one in recorder.of(HealthChanged) if one.check == "not_finite"]
+    assert "the learning rate is too high" in event.cause
+    assert "Lower optimizer.lr" in event.advice
+
+
+@pytest.mark.slow
+def test_a_dead_dataset(train, tmp_path, tiny_run):
+    shapes = tiny_run().datasets[0].model_dump(mode="json", exclude_unset=True)
+    black = images(tmp_path / "black", 16, lambda _: np.zeros((24, 24, 3)))
+    found = train(adapter=LORA, datasets=[shapes, black], train={"max_train_steps": 20})
+    event = found["dataset_dead"][0]
+    assert "dataset 'black' is dead" in event.cause
+    assert "black, blank or silent" in event.cause
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStreams(tiny.Tiny):
+    """A model with a video and an audio stream, whose sound gets no gradient."""
+
+    def part_losses(self, predicted, target):
+        squared = (predicted.float() - target.float()).square()
+        return {"video": squared[:, :32].mean((1, 2, 3)), "audio": squared[:, 32:].mean((1, 2, 3))}
+
+    def predict(self, transformer, noisy, sigmas, conditions):
+        velocity = super().predict(transformer, noisy, sigmas, conditions)
+        sound = self._silent(velocity[:, 32:])
+        return torch.cat([velocity[:, :32], sound], 1)
+
+    @staticmethod
+    def _silent(sound):
+        return 0 * sound.detach()
+
+
+@pytest.mark.slow
+def test_an_untrained_audio_stream(train, monkeypatch):
+    def load(section, *_, **__):
+        return TwoStreams(tiny.load(section).transformer)
+
+    monkeypatch.setattr(build, "load_family", load)
+    steps = {"max_train_steps": 120, "batch_size": 8}
+    found = train(train=steps, optimizer={"lr": 3e-3}, logging={"every": 10})
+    event = found["part_untrained"][0]
+    assert "the audio part of the model is not trained" in event.cause
+    assert "adapter.targets include the audio blocks" in event.advice
+
+
+class HotGpu:
+    """Sensors of a GPU that is too hot."""
+
+    def read(self):
+        gpu = {"index": 0, "name": "H200", "sm_clock_mhz": 795, "max_sm_clock_mhz": 1980}
+        heat = {"temperature_c": 93, "throttle": ["hardware thermal slowdown"]}
+        return SensorReading((gpu | heat,), {})
+
+
+def test_throttling(train):
+    found = train(EVERY_STEP | {"sensors": HotGpu()}, adapter=LORA)
+    (event,) = found["throttling"]
+    assert "GPU 0 (H200) is throttling" in event.cause
+    assert "795 of 1980 MHz because of hardware thermal slowdown at 93 °C" in event.cause
+
+
+@pytest.mark.slow
+def test_overfitting(train, tmp_path, recorder):
+    few = images(tmp_path / "few", 12, noise)
+    section = {"every": 40, "holdout": 0.34, "sample_steps": 1, "prompts": ["picture"]}
+    steps = {"max_train_steps": 400, "batch_size": 8}
+    found = train(datasets=[few], train=steps, optimizer={"lr": 3e-3}, validation=section)
+    event = found["overfitting"][0]
+    best = recorder.of(HeldOutLoss)[-1].best_step
+    assert f"the model overfits since step {best}" in event.cause
+    assert f"Use the adapter of step {best}" in event.advice
+
+
+@pytest.mark.slow
+def test_a_black_vae(train, miniature, tmp_path):
+    model = shutil.copytree(miniature("sd35-medium"), tmp_path / "model")
+    file = next((model / "vae").glob("*.safetensors"))
+    weights = load_file(file)
+    weights["decoder.conv_out.weight"].zero_()
+    weights["decoder.conv_out.bias"].fill_(-1)
+    save_file(weights, file, {"format": "pt"})
+    data = images(tmp_path / "data", 4, noise, size=64) | {"resolution": 64}
+    section = {"every": 2, "sample_steps": 1, "prompts": ["one", "two"]}
+    found = train(
+        model={"family": "sd3", "path": str(model)},
+        datasets=[data],
+        adapter=LORA,
+        train={"max_train_steps": 2, "batch_size": 1, "ema_decay": 0},
+        validation=section,
+    )
+    event = found["samples_empty"][0]
+    assert "2 of 2 samples of step 0 are black" in event.cause
+    assert "VAE" in event.cause
+    record = json.loads((tmp_path / "run/validation/step-000000/samples.json").read_text())
+    assert [one["problem"] for one in record["samples"]] == ["black", "black"]
+
+
+@pytest.mark.slow
+def test_a_slow_loader(train, tmp_path, recorder):
+    large = images(tmp_path / "large", 8, lambda seed: noise(seed, 1500), size=1500)
+    large |= {"augmentations": [{"name": "flip"}], "augmentations_cache_mode": "disable_cache"}
+    found = train(datasets=[large], adapter=LORA, train={"max_train_steps": 10})
+    event = found["data_waits"][0]
+    assert "the data loader is slow" in event.cause
+    times = recorder.of(StepTimes)[-1]
+    assert times.seconds["data"] > 0.2 * times.total
+
+
+CGROUP = Path("/sys/fs/cgroup/memory/gracetune-test")
+
+
+@pytest.fixture
+def small_cgroup():
+    """Return a function that limits the memory of a process, as a batch system does."""
+    try:
+        CGROUP.mkdir()
+    except OSError:
+        pytest.skip("memory cgroups cannot be created here")
+    yield CGROUP
+    CGROUP.rmdir()
+
+
+THRASH = """
+import os, sys, threading
+from pathlib import Path
+from gracetune.config.schema import RunFile
+from gracetune.train.run import run_training
+
+group, big, file = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+run = RunFile.model_validate_json(file.read_text())
+(group / "cgroup.procs").write_text(str(os.getpid()))
+
+def read():  # as a loader does that reads files again in every epoch
+    while True:
+        with open(big, "rb") as file:
+            while file.read(1 << 20):
+                pass
+
+class Start:
+    def handle(self, event):
+        if type(event).__name__ == "RunStarted":
+            used = int((group / "memory.usage_in_bytes").read_text())
+            (group / "memory.limit_in_bytes").write_text(str(used + (120 << 20)))
+            for _ in range(2):
+                threading.Thread(target=read, daemon=True).start()
+    def close(self):
+        pass
+
+run_training(run, sinks=[Start()], telemetry={"interval_s": 1.0})
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_thrashing_page_cache(small_cgroup, tiny_run, tmp_path):
+    big = tmp_path / "big"
+    big.write_bytes(os.urandom(400 << 20))
+    descriptor = os.open(big, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    run = tiny_run(adapter=LORA, train={"max_train_steps": 100})
+    (tmp_path / "run.json").write_text(run.model_dump_json())
+    (tmp_path / "thrash.py").write_text(THRASH)
+    done = run_python(tmp_path / "thrash.py", small_cgroup, big, tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    log = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in log]
+    rates = [e["host"]["refaults_per_s"] for e in events if e["event"] == "device_sensors"]
+    found = [e for e in events if e["event"] == "health" and e["check"] == "page_cache"]
+    assert found, rates
+    assert "the page cache is thrashing" in found[0]["cause"]
+
+
+def test_step_times_add_up_to_the_time_of_a_step(train, recorder):
+    train(adapter=LORA, train={"max_train_steps": 4})
+    for times in recorder.of(StepTimes):
+        done = next(e for e in recorder.of(StepDone) if e.step == times.step)
+        assert sum(times.seconds.values()) == pytest.approx(times.total)
+        assert times.total == pytest.approx(done.seconds, rel=0.2)
