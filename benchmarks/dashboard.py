@@ -3,8 +3,9 @@
     python benchmarks/dashboard.py [--events 100000] [--clients 50] [--rehearse]
 
 Opening is measured in Debian's Chromium, which `make test-browser` also uses, from the start of the
-navigation until the first charts are drawn: once right after the server has started, so that it
-includes reading the log, and then again. Without Chromium, or in a rehearsal, it is left out.
+navigation until the first charts are drawn (`drawn`) and until they show the last step (`open`):
+once right after the server has started, so that it includes reading the log, and then again.
+Without Chromium, or in a rehearsal, it is left out.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def open_in_browser(folder: Path, log: Path, next_step: int) -> dict[str, float]
                 started = time.perf_counter()
                 page.goto(address)
                 page.locator("#panel-loss canvas").wait_for()
+                figures[f"drawn_{name}_s"] = time.perf_counter() - started
                 page.locator(".steps", has_text=f"{next_step - 1:,} /").wait_for()
                 figures[f"open_{name}_s"] = time.perf_counter() - started
             delays = []

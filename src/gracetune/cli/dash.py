@@ -6,6 +6,7 @@ import argparse
 import json
 import socket
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ HELP = (
 DEFAULT_FOLDER = Path("runs")
 DEFAULT_PORT = 8420
 PORTS_TO_TRY = 20
+BACKLOG = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +74,17 @@ def run(args: argparse.Namespace) -> int:
     from gracetune.dashboard.server import make_server
 
     paths = args.paths or [DEFAULT_FOLDER]
-    folders = [path for path in paths if path.is_dir()]
-    files = [path for path in paths if not path.is_dir()]
+    # A path that does not exist yet is the output_dir of a run to come.
+    files = [path for path in paths if path.is_file() or (path.suffix and not path.exists())]
+    folders = [path for path in paths if path not in files]
     plans = [_plan(path, number, args) for number, path in enumerate(files)]
     hosts = [*LOOPBACK_NAMES, *args.allow_host, *_own_name(args.host, args.allow_host)]
     with _bind(args.host, args.port) as listener:
         credentials = Credentials(listener.getsockname()[1])
         server = make_server(LiveRuns(folders, plans), credentials, hosts)
         print(_greeting(args.host, credentials.port, credentials.token, paths), flush=True)
-        server.run(sockets=[listener])
+        with suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
+            server.run(sockets=[listener])
     return 0
 
 
@@ -117,6 +121,7 @@ def _bind(host: str, port: int | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, candidate))
+            listener.listen(BACKLOG)  # now: the address is printed before the server runs
         except (OSError, OverflowError) as problem:
             listener.close()
             error = problem if isinstance(problem, OSError) else OSError(str(problem))

@@ -144,10 +144,13 @@ class LiveRuns:
         self._publish: Callable[[str], None] = _discard
         self._add_new_folders()
 
-    def start(self, publish: Callable[[str], None]) -> None:
-        """Follow the logs; `publish` receives JSON texts, in the thread that follows."""
-        self._publish = publish
+    def start(self) -> None:
+        """Start to follow the logs; nobody needs to be told of changes yet."""
         self._thread.start()
+
+    def publish_to(self, publish: Callable[[str], None]) -> None:
+        """Pass changes as JSON texts to a function, in the thread that follows the logs."""
+        self._publish = publish
 
     def stop(self) -> None:
         """End the thread."""

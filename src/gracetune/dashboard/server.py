@@ -82,7 +82,7 @@ class DashboardServer:
             with suppress(RuntimeError):  # the loop is closed while the server stops
                 loop.call_soon_threadsafe(self._fan_out, text)
 
-        self._runs.start(publish)
+        self._runs.publish_to(publish)
         try:
             yield
         finally:
@@ -359,7 +359,11 @@ class _Server(uvicorn.Server):
 def make_server(
     runs: LiveRuns, credentials: Credentials, hosts: Sequence[str] = LOOPBACK_NAMES
 ) -> uvicorn.Server:
-    """Return a server that is not bound yet: call `run(sockets=[...])`."""
+    """Return a server that is not bound yet: call `run(sockets=[...])`.
+
+    Reading the runs starts here, before the server does.
+    """
+    runs.start()
     dashboard = DashboardServer(runs, credentials)
     config = uvicorn.Config(
         dashboard.build_app(hosts),
