@@ -118,7 +118,7 @@ def train_and_evaluate(session: Session, steps: int) -> dict[int, float]:
 
     @torch.no_grad()
     def evaluate() -> float:
-        return held_out_loss(session.state, [held])["held_out"]
+        return held_out_loss(session.state, [held])[0]["held_out"]
 
     curve = {0: evaluate()}
     for step in range(steps):

@@ -18,7 +18,7 @@ import torch
 from gracetune.data.batch_order import LoaderState, RankShare, describe_imbalance
 from gracetune.distributed.gradients import check_same_weights
 from gracetune.distributed.heartbeat import StragglerWatch
-from gracetune.errors import DataError, InterruptedRunError, RunFailedError
+from gracetune.errors import GracetuneError, InterruptedRunError, RunFailedError
 from gracetune.events.types import (
     CheckpointSaved,
     HealthChanged,
@@ -311,8 +311,9 @@ def _saving_if_data_fail(
     """
     try:
         yield
-    except DataError as error:
-        if saved_step < progress.step and session.state.ranks.world_size == 1:
+    except GracetuneError as error:
+        is_alone, failed = session.state.ranks.world_size == 1, session.state.recorder.data_failed
+        if failed and is_alone and saved_step < progress.step:
             session.state.optimizer.zero_grad()
             cause = f"a batch cannot be loaded: {error}"
             action = f"the run saves a checkpoint of step {progress.step} and ends"

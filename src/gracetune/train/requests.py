@@ -165,7 +165,7 @@ class RequestInbox:
     def _encoder_device(self, family: ReloadableText) -> torch.device:
         """Return the GPU if the text encoders fit there, else the CPU; raise if they do not."""
         nbytes = family.text_encoder_nbytes()
-        device = self._session.state.accelerator.device
+        device: torch.device = self._session.state.accelerator.device
         available = read_this_host().usable_bytes()
         if nbytes + HOST_RESERVE > available > 0 and nbytes:
             raise GracetuneError(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from gracetune.errors import GracetuneError
 from gracetune.train.weight_movement import WeightMovement, sampled_norms
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class _Losses:
 class NoRecorder:
     """Records nothing, for code that runs steps outside of a run."""
 
+    data_failed = False
+
     def mark(self, name: str) -> None:
         """Do nothing."""
 
@@ -140,6 +143,8 @@ class StepRecorder:
         """True if the next step should record the gradient norm of each block."""
         self.waiting_since: float | None = None
         """Time of the clock at which the step began to wait for a batch; None while it does not."""
+        self.data_failed = False
+        """True if a batch could not be loaded, which ends the run."""
         self._is_cuda = device.type == "cuda"
         self._parted = family if isinstance(family, PartedFamily) else None
         self._split = family.split_encoded
@@ -170,6 +175,9 @@ class StepRecorder:
                 following = next(iterator)
             except StopIteration:
                 return
+            except GracetuneError:
+                self.data_failed = True
+                raise
             finally:
                 self._data_s += time.perf_counter() - began
                 self.waiting_since = None
@@ -286,7 +294,8 @@ def merge_records(records: Sequence[StepRecords]) -> StepRecords:
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, float):
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
         assert isinstance(end, float)
         return end - start
     return float(start.elapsed_time(end)) / 1e3

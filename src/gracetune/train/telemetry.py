@@ -7,7 +7,6 @@ losses of steps is collected at most once per `INTERVAL_S`, so that short steps 
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import socket
@@ -70,7 +69,7 @@ MOVEMENT_EVERY = 10
 """Collections between two measurements of how far weights have moved."""
 FAR = 0.5
 """Relative distance of weights from the start that only a high learning rate causes."""
-NOTE_S = 0.25
+NOTE_S = 1.0
 """Seconds between two notes of the step in the record for the next start."""
 PACKAGES = ("gracetune", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
 
@@ -112,7 +111,7 @@ class Telemetry:
         self._collected_at = -float("inf")
         self._collections = 0
         self._pending: list[StepDone] = []
-        self._stalled_s = 0.0
+        self._stalled_s = self._moved = 0.0
         self._held_out: HeldOutLoss | None = None
         self._samples: SamplesSeen | None = None
         self._best = _best_held_out(session, start_step)
@@ -202,11 +201,8 @@ class Telemetry:
 
     def _why_diverged(self) -> str:
         """Say what is known about the cause of a loss that is not finite."""
-        movement = self._recorder.movement
-        distances = [d for d in movement.distances().values() if not math.isnan(d)]
-        far = statistics.median(distances) if distances else math.inf
-        if far > FAR:
-            moved = "without bound" if math.isinf(far) else f"by {far:.0%} (median)"
+        if self._moved > FAR:  # as last measured: by now, the weights may not be finite either
+            moved = f"by {self._moved:.0%} (median)"
             return f"the weights of its blocks have moved {moved}: the learning rate is too high"
         return "the learning rate is too high, or a sample of this step is bad"
 
@@ -225,6 +221,7 @@ class Telemetry:
             movement = self._recorder.movement
             distances = movement.distances()
             moved = WeightsMoved(step, movement.measure, distances, records.grad_norms)
+            self._moved = statistics.median(distances.values()) if distances else 0.0
             self._emit(moved)
         self._collections += 1
         self._recorder.wants_gradients = self._collections % MOVEMENT_EVERY == 0

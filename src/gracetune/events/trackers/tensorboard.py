@@ -25,10 +25,18 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from gracetune.errors import RunFailedError
 from gracetune.events.types import (
     BatchesFed,
+    DeviceSensors,
+    HealthChanged,
+    HeldOutLoss,
+    LossParts,
+    MemoryRoles,
     MemoryUsed,
     RatesSpread,
     StepDone,
+    StepTimes,
+    UnifiedMemory,
     Validated,
+    WeightsMoved,
     WeightsStreamed,
 )
 from gracetune.units import GIB
@@ -37,6 +45,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gracetune.events.types import Event
+
+
+DETAILS = (
+    StepTimes,
+    LossParts,
+    HeldOutLoss,
+    WeightsMoved,
+    DeviceSensors,
+    MemoryRoles,
+    UnifiedMemory,
+    HealthChanged,
+)
+"""Events of the telemetry whose numbers are drawn over steps."""
+HEALTH_LEVELS = {"ok": 0, "notice": 1, "degraded": 2, "stopping": 3}
 
 
 class TensorBoardSink:
@@ -77,6 +99,8 @@ class TensorBoardSink:
             self._scalars(event.step, _batch_scalars(event))
         elif isinstance(event, WeightsStreamed):
             self._scalars(event.step, _streaming_scalars(event))
+        elif isinstance(event, DETAILS):
+            self._scalars(event.step, _detail_scalars(event))
         elif isinstance(event, RatesSpread):
             self._histogram(event)
         elif isinstance(event, Validated):
@@ -179,3 +203,66 @@ def _streaming_scalars(event: WeightsStreamed) -> dict[str, float]:
         "stream/waited_s": event.waited_s,
         "stream/hidden_s": event.hidden_s,
     }
+
+
+def _detail_scalars(event: Event) -> dict[str, float]:
+    """Return the numbers of an event of the telemetry, by their names in TensorBoard."""
+    match event:
+        case StepTimes():
+            return {f"time/{phase}_s": value for phase, value in event.seconds.items()}
+        case LossParts():
+            parts = {
+                "dataset": event.by_dataset,
+                "timestep": event.by_timestep,
+                "part": event.by_part,
+                "expert": event.by_expert,
+            }
+            return {
+                f"loss_by_{kind}/{name}": part["loss"]
+                for kind, found in parts.items()
+                for name, part in found.items()
+                if "loss" in part
+            }
+        case HeldOutLoss():
+            return {f"held_out/{name}": p["loss"] for name, p in event.by_timestep.items()}
+        case WeightsMoved():
+            moved = {f"moved/{name}": value for name, value in event.blocks.items()}
+            return moved | {f"grad_norm/{name}": v for name, v in event.grad_norms.items()}
+        case MemoryRoles():
+            return {
+                f"memory_{tier}/{role}_gib": nbytes / GIB
+                for tier, roles in event.roles.items()
+                for role, nbytes in roles.items()
+            }
+        case UnifiedMemory():
+            return _unified_scalars(event)
+        case DeviceSensors():
+            return _sensor_scalars(event)
+        case HealthChanged():
+            return {f"health/{event.check}": HEALTH_LEVELS[event.level]}
+    return {}
+
+
+def _unified_scalars(event: UnifiedMemory) -> dict[str, float]:
+    values = {
+        "uvm/stage": event.stage,
+        "uvm/headroom_gib": event.headroom / GIB,
+        "uvm/managed_current_gib": event.current / GIB,
+        "uvm/managed_peak_gib": event.peak / GIB,
+        "uvm/managed_denied": event.denied,
+        "uvm/light_reclamations": event.light_reclamations,
+        "uvm/full_reclamations": event.full_reclamations,
+    }
+    values |= {f"uvm/hints_{name}": count for name, count in event.hints.items()}
+    return values | {f"uvm/{name}": count for name, count in event.faults.items()}
+
+
+def _sensor_scalars(event: DeviceSensors) -> dict[str, float]:
+    names = ("temperature_c", "sm_clock_mhz", "power_w", "utilization")
+    values = {
+        f"gpu/{name}_{gpu.get('rank', 0)}": float(value)
+        for gpu in event.gpus
+        for name in names
+        if isinstance(value := gpu.get(name), int | float)
+    }
+    return values | {f"host/{name}": value for name, value in event.host.items()}

@@ -1,0 +1,112 @@
+"""Requests to a running run: taken once, between steps, with their arguments and an answer."""
+
+import json
+
+import pytest
+
+from gracetune.errors import InterruptedRunError
+from gracetune.events.run_control import send_request
+from gracetune.events.types import CheckpointSaved, RequestTaken, StepDone, Validated
+from gracetune.train.run import run_training
+
+
+class Recorder:
+    """A sink that keeps every event."""
+
+    def __init__(self):
+        self._events = []
+
+    def handle(self, event):
+        self._events.append(event)
+
+    def close(self):
+        pass
+
+    def of(self, kind):
+        return [event for event in self._events if isinstance(event, kind)]
+
+
+class Sender:
+    """A sink that sends requests when a step is done."""
+
+    def __init__(self, folder, requests):
+        self._folder, self._requests = folder, requests
+
+    def handle(self, event):
+        if isinstance(event, StepDone):
+            for number, (verb, arguments) in enumerate(self._requests.pop(event.step, ())):
+                name = f"{event.step}-{number}"
+                send_request(self._folder, verb, arguments, "test", request_id=name)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def requested(tmp_path_factory, tiny_run_in):
+    """Return the events of one run that gets requests of every kind, and its folder."""
+    folder = tmp_path_factory.mktemp("requested")
+    section = {"enable_manual_validation": True, "prompts": ["own"], "sample_steps": 1}
+    steps = {"max_train_steps": 100}
+    run = tiny_run_in(folder, adapter={"rank": 2}, train=steps, validation=section)
+    prompts = ["a red circle", {"prompt": "a blue box", "seed": 9}]
+    requests = {
+        2: [("validate", {"prompts": prompts}), ("save", {}), ("validate", {"prompts": "one"})],
+        3: [
+            ("validate", {"prompts": [{"prompt": "x", "width": 7}]}),
+            ("validate", {"prompts": [3]}),
+        ],
+        4: [("log", {"every": 2}), ("log", {"every": 0}), ("validate", {})],
+        8: [("stop", {})],
+    }
+    recorder = Recorder()
+    with pytest.raises(InterruptedRunError, match="stopped after step"):
+        run_training(run, sinks=[recorder, Sender(folder / "run", requests)])
+    return recorder, folder / "run"
+
+
+def answers(requested):
+    return {event.id: event for event in requested[0].of(RequestTaken)}
+
+
+def test_every_request_has_one_answer(requested):
+    ids = [event.id for event in requested[0].of(RequestTaken)]
+    assert sorted(ids) == sorted(["2-0", "2-1", "2-2", "3-0", "3-1", "4-0", "4-1", "4-2", "8-0"])
+    assert {event.source for event in requested[0].of(RequestTaken)} == {"test"}
+    assert not (requested[1] / "now" / "listening.json").exists()
+
+
+def test_prompts_of_a_request_are_validated_in_a_folder_of_their_own(requested):
+    recorder, folder = requested
+    answer = answers(requested)["2-0"]
+    assert answer.accepted
+    assert "2 prompts encoded" in answer.reason
+    events = {event.request: event for event in recorder.of(Validated) if event.request}
+    assert events["2-0"].prompts == ("a red circle", "a blue box")
+    assert events["2-2"].prompts == ("one",)
+    path = folder / "validation/requested" / f"step-{answer.step:06d}-2-0"
+    assert events["2-0"].grid == f"{path}.png"
+    record = json.loads((path / "samples.json").read_text())
+    assert [one["seed"] for one in record["samples"]] == [0, 9]
+    assert [event.prompts for event in recorder.of(Validated) if not event.request][-1] == ("own",)
+
+
+def test_prompts_that_cannot_be_used_are_refused_with_the_reason(requested):
+    wrong_size, wrong_type = answers(requested)["3-0"], answers(requested)["3-1"]
+    assert not wrong_size.accepted
+    assert "multiples of 4" in wrong_size.reason
+    assert not wrong_type.accepted
+
+
+def test_logging_changes(requested):
+    assert answers(requested)["4-0"].reason == "logs every 2 steps instead of every 1"
+    refused = answers(requested)["4-1"]
+    assert not refused.accepted
+    assert "`every` is 0" in refused.reason
+
+
+def test_save_and_stop_save_checkpoints(requested):
+    recorder, _ = requested
+    reasons = {event.reason: event.step for event in recorder.of(CheckpointSaved)}
+    assert reasons["asked for"] == answers(requested)["2-1"].step
+    assert reasons["stopping"] == answers(requested)["8-0"].step
