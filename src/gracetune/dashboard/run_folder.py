@@ -172,7 +172,7 @@ class SampleIndex:
         name = Path(grid).stem
         if not SET_NAME.fullmatch(name):
             return None
-        parts = (VALIDATION_FOLDER, name)
+        parts: tuple[str, ...] = (VALIDATION_FOLDER, name)
         if Path(grid).parent.name == REQUESTED_FOLDER:
             parts = (VALIDATION_FOLDER, REQUESTED_FOLDER, name)
         files = self._list_files(parts)
