@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gracetune.cli.main import main
 
 GIB = 1024**3
+GROUP = Path("/sys/fs/cgroup/memory/gracetune-planted")
 PROMPTS = ["a red circle", "a green cross"]
 SHAPES = {"id": "shapes", "type": "shapes", "resolution": 24, "shapes": {"copies": 1}}
 
@@ -102,8 +103,8 @@ PARTS = ("video", "audio")
 
 def page_cache(folder):
     """Read a file again and again that is larger than the memory of the run's control group."""
-    group = Path("/sys/fs/cgroup/memory") / f"gracetune-{os.getpid()}"
-    group.mkdir()
+    GROUP.mkdir(exist_ok=True)
+    group = GROUP
     (group / "memory.limit_in_bytes").write_text(str(1300 << 20))
     (group / "cgroup.procs").write_text(str(os.getpid()))
     large = folder / "large"

@@ -225,7 +225,8 @@ def hostile_run(folder):
     samples.mkdir(parents=True)
     for number in range(len(HOSTILE)):
         (samples / f"{number:03d}.png").write_bytes(b"not an image")
-        (samples / f"{number:03d}.json").write_text(json.dumps({text: text}))
+    settings = [{"number": number, "seed": text, "problem": text} for number in range(3)]
+    (samples / "samples.json").write_text(json.dumps({"samples": settings}))
     step = {"event": "step_done", "time": 2.0, "step": 1, "loss": 1.0, "lr": 1.0, "expert": text}
     named = {text: {"loss": 1.0, "samples": 1}}
     records = [

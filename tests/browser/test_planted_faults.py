@@ -2,11 +2,12 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from browser.conftest import dashboard
-from browser.planted_run import FAULTS
+from browser.planted_run import FAULTS, GROUP
 from fork_process import PythonProcess
 
 from gracetune.cli.main import main
@@ -30,6 +31,17 @@ def can_limit_memory():
     return os.geteuid() == 0 and os.access("/sys/fs/cgroup/memory", os.W_OK)
 
 
+def remove_group():
+    """Remove the control group when the processes in it have ended."""
+    for _ in range(200):
+        try:
+            GROUP.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
 def test_every_fault_has_its_words():
     assert WORDS.keys() == FAULTS.keys()
 
@@ -51,6 +63,7 @@ def test_page_and_report_name_the_cause(fault, tmp_path, open_page):
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
+        remove_group()
     report = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "-o", str(report)]) == 0
     copy = open_page(report.as_uri())

@@ -424,6 +424,7 @@ def _write_samples(folder, step, steps, size):
     target.mkdir(parents=True, exist_ok=True)
     rng = random.Random(7)
     share = step / max(steps, 1)
+    settings = []
     for number in range(len(PROMPTS)):
         hue = (number * 47) % 360
         sky = Image.new("HSV", (size, size), (hue * 255 // 360, 90, 220)).convert("RGB")
@@ -441,7 +442,8 @@ def _write_samples(folder, step, steps, size):
         noise = Image.effect_noise((size, size), 120).convert("RGB")
         image = Image.blend(sky, noise, max(0.0, 0.85 * (1 - share) ** 2))
         image.save(target / f"{number:03d}.png")
-        settings = {"seed": rng.randrange(10**6), "steps": 28, "guidance": 3.5}
-        (target / f"{number:03d}.json").write_text(json.dumps(settings))
+        seed = rng.randrange(10**6)
+        settings.append({"number": number, "seed": seed, "steps": 28, "guidance": 3.5})
     (target / "prompts.json").write_text(json.dumps(PROMPTS))
+    (target / "samples.json").write_text(json.dumps({"step": step, "samples": settings}))
     sky.save(folder / "validation" / f"step-{step:06d}.png")

@@ -30,6 +30,12 @@ LOG_NAME = "events.jsonl"
 VALIDATION_FOLDER = "validation"
 REQUESTED_FOLDER = "requested"
 """Folder in `validation/` with the samples of prompts that came with a request."""
+SAMPLES_FILE = "samples.json"
+SAMPLE_SETTINGS = (
+    *("negative_prompt", "seed", "steps", "guidance", "width", "height", "frames", "seconds"),
+    "problem",
+)
+"""Keys of a sample in that file that the page shows."""
 LAST_SEEN_FILE = "last_seen.json"
 CRASH_FILE = "crash.txt"
 SAMPLE_NAME = re.compile(r"\d{3,6}\.(png|mp4|wav)")
@@ -175,7 +181,7 @@ class SampleIndex:
         parts: tuple[str, ...] = (VALIDATION_FOLDER, name)
         if Path(grid).parent.name == REQUESTED_FOLDER:
             parts = (VALIDATION_FOLDER, REQUESTED_FOLDER, name)
-        files = self._list_files(parts)
+        files, settings = self._list_files(parts), self._read_settings(parts)
         numbers = sorted({int(file.partition(".")[0]) for file in files})
         prompts = record.get("prompts")
         texts = [str(text) for text in prompts] if isinstance(prompts, list) else []
@@ -186,7 +192,7 @@ class SampleIndex:
                 image=by_number.get((number, "png")),
                 video=by_number.get((number, "mp4")),
                 audio=by_number.get((number, "wav")),
-                settings=self._settings(parts, number),
+                settings=settings.get(number, {}),
             )
             for number in numbers
         )
@@ -213,9 +219,17 @@ class SampleIndex:
         except (OSError, RuntimeError):
             return []
 
-    def _settings(self, parts: Sequence[str], number: int) -> Mapping[str, object]:
-        found = read_json(self._folder, *parts, f"{number:03d}.json")
-        return found if isinstance(found, dict) else {}
+    def _read_settings(self, parts: Sequence[str]) -> dict[int, Mapping[str, object]]:
+        """Return seed, steps, size and so on of each sample, by its number."""
+        found = read_json(self._folder, *parts, SAMPLES_FILE)
+        samples = found.get("samples") if isinstance(found, dict) else None
+        return {
+            _integer(one.get("number")): {
+                key: value for key, value in one.items() if key in SAMPLE_SETTINGS and value != ""
+            }
+            for one in (samples if isinstance(samples, list) else [])
+            if isinstance(one, dict)
+        }
 
     @property
     def sets(self) -> list[SampleSet]:

@@ -148,7 +148,8 @@ def run(tmp_path):
     samples.mkdir(parents=True)
     for number in range(2):
         (samples / f"{number:03d}.png").write_bytes(b"image")
-    (samples / "000.json").write_text('{"seed": 3}')
+    settings = {"number": 0, "file": "000.png", "seed": 3, "negative_prompt": ""}
+    (samples / "samples.json").write_text(json.dumps({"step": 10, "samples": [settings, 7]}))
     (samples / "notes.txt").write_text("not a sample")
     return folder
 

@@ -66,6 +66,26 @@ def test_samples_and_thumbnails_are_served(synthetic_run):
     assert client.get("/thumbnails/r0/step-000120/099.png").status_code == 404
 
 
+def test_clips_and_sounds_are_served_with_their_types(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1, total_steps=1, samples_every=1, picture_size=8)
+    samples = folder / "validation" / "step-000001"
+    (samples / "000.mp4").write_bytes(b"clip" * 100)
+    (samples / "001.wav").write_bytes(b"sound")
+    client = client_of(folder)
+    first, second, *_ = client.get("/api/runs/r0").json()["samples"][-1]["items"]
+    assert (first["image"], first["video"], first["audio"]) == ("000.png", "000.mp4", None)
+    assert (second["video"], second["audio"]) == (None, "001.wav")
+    assert first["settings"]["steps"] == 28
+    clip = client.get("/samples/r0/step-000001/000.mp4", headers={"range": "bytes=0-3"})
+    assert (clip.status_code, clip.headers["content-type"], clip.content) == (
+        206,
+        "video/mp4",
+        b"clip",
+    )
+    sound = client.get("/samples/r0/step-000001/001.wav")
+    assert (sound.headers["content-type"], sound.content) == ("audio/wav", b"sound")
+
+
 def test_a_broken_or_huge_image_has_no_thumbnail(tmp_path):
     folder = write_run(tmp_path / "run", steps=1, total_steps=1, samples_every=1)
     (folder / "validation" / "step-000001" / "000.png").write_bytes(b"not an image")
