@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-distributed test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench wheels test-install clean
+.PHONY: help venv demo test coverage test-slow test-distributed test-browser test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench wheels test-install clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,12 @@ test-slow: venv  ## the tests that take minutes
 # Half an hour. The test with two network namespaces needs root.
 test-distributed: venv  ## kill ranks at random moments, and separate machines
 	$(BIN)/python -m pytest -m distributed
+
+# Debian's Chromium, not one that playwright downloads: apt-get install chromium
+test-browser: venv  ## the dashboard and reports in a real browser, with planted faults
+	@command -v chromium >/dev/null || { echo 'test-browser needs Chromium: apt-get install chromium' >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt playwright
+	$(BIN)/python -m pytest -m browser tests/browser
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -61,10 +61,12 @@ WITHOUT_TORCH = GROUND | {"entry_points", "config", "events", "dashboard", "__in
 """Packages that never import torch, not even inside functions."""
 LOADED_WITHOUT_TORCH = {
     "gracetune.cli",
+    "gracetune.cli.dash",
     "gracetune.cli.data",
     "gracetune.cli.init",
     "gracetune.cli.main",
     "gracetune.cli.now",
+    "gracetune.cli.report",
 }
 """Modules that must not load torch when they are imported, although their functions may."""
 

@@ -36,6 +36,8 @@ VERBS = {
     "plan": ("gracetune.cli.plan", "predict the memory and speed of a run before it starts"),
     "check": ("gracetune.cli.check", "compare a run's gradients with those of plain blocks"),
     "now": ("gracetune.cli.now", "ask a running training run to validate, save or stop"),
+    "dash": ("gracetune.cli.dash", "show runs in a browser, while they train or later"),
+    "report": ("gracetune.cli.report", "write runs into one HTML file, to keep or to send"),
     "import": ("gracetune.cli.import_config", "turn another trainer's config into a run file"),
     "cache": ("gracetune.cli.cache", "build, verify, clean up, explain and import caches"),
     "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the memory plan of a run, for this machine or the one that --machine names."""
     from gracetune.memory.platform import open_machine
 
-    return plan(args, open_machine, _measured)
+    return plan(args, open_machine, measured_rates)
 
 
 def plan(
@@ -425,7 +425,8 @@ def _check_gpus(gpus: int, link: Link) -> None:
         )
 
 
-def _measured(device: int, family: str) -> MachineRates:
+def measured_rates(device: int, family: str) -> MachineRates:
+    """Measure the compute and copy speeds of a GPU of this machine."""
     import torch
 
     from gracetune.plan.device_benchmark import measure_gpu

@@ -164,7 +164,7 @@ class RunControl:
         self._verbs = tuple(verbs)
         listener = Listener(pid, socket.gethostname(), birth, self._verbs)
         (self._folder / REQUESTS_FOLDER).mkdir(parents=True, exist_ok=True)
-        other = _read_listener(self._folder)
+        other = read_listener(self._folder)
         if other is not None and other.pid != pid and other.is_local() and other.is_alive():
             raise ConfigError(
                 f"output_dir is {self._folder.parent}, which is in use by process {other.pid}, and "
@@ -277,7 +277,7 @@ def send_request(
         raise ConfigError(f"{verb!r} is not a request. Use one of: {', '.join(VERBS)}.")
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder. Name the output_dir of a run.")
-    listener = _read_listener(folder / "now")
+    listener = read_listener(folder / "now")
     if listener is None:
         raise RunFailedError(
             f"no run accepts requests in {folder}: it has not started to train yet, or it has "
@@ -319,7 +319,8 @@ def process_start_time(pid: int) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-def _read_listener(folder: Path) -> Listener | None:
+def read_listener(folder: Path) -> Listener | None:
+    """Return the process that accepts requests in the folder `now` of a run, or None."""
     path = folder / "listening.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,232 @@
+"""Train a small run with one planted fault: `python planted_run.py FAULT FOLDER`.
+
+All faults are real, in the settings, the data, the model or the machine, except for throttling,
+which is injected at the sensors: no GPU is needed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gracetune.cli.main import main
+
+GIB = 1024**3
+GROUP = Path("/sys/fs/cgroup/memory/gracetune-planted")
+PROMPTS = ["a red circle", "a green cross"]
+SHAPES = {"id": "shapes", "type": "shapes", "resolution": 24, "shapes": {"copies": 1}}
+
+
+def settings(folder, **sections):
+    """Return a run file of the demo's model; sections are merged into it."""
+    run = {
+        "output_dir": str(folder / "run"),
+        "model": {"family": "tiny"},
+        "datasets": [SHAPES | {"instance_data_dir": str(folder / "data")}],
+        "train": {"max_train_steps": 80, "batch_size": 8},
+        "optimizer": {"lr": 1e-3},
+        "logging": {"every": 5},
+        "validation": {"every": 0},
+    }
+    for name, section in sections.items():
+        run[name] = run[name] | section if isinstance(run.get(name), dict) else section
+    return run
+
+
+def write_images(folder, count, size, make):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        make(number, size).save(folder / f"{number:03d}.png")
+        (folder / f"{number:03d}.txt").write_text(PROMPTS[number % 2])
+    return folder
+
+
+def noise_image(_number, size):
+    return Image.frombytes("RGB", (size, size), os.urandom(3 * size * size))
+
+
+def striped_image(number, size):
+    image = Image.new("RGB", (size, size), (20 * number, 40, 200))
+    image.paste((250, 200, 30), (0, 0, size // 2, size))
+    image.paste(noise_image(number, size // 2), (0, 0))
+    return image
+
+
+def black_image(_number, size):
+    return Image.new("RGB", (size, size))
+
+
+def learning_rate_high(folder):
+    """Start gently, so that the loss falls at first."""
+    optimizer = {"lr": 0.1, "warmup_steps": 40}
+    return settings(folder, optimizer=optimizer, train={"max_train_steps": 120, "batch_size": 8})
+
+
+def dataset_dead(folder):
+    black = write_images(folder / "black", 40, 24, black_image)
+    run = settings(folder)
+    second = {"id": "night", "type": "local", "resolution": 24, "instance_data_dir": str(black)}
+    run["datasets"].append(second)
+    return run
+
+
+def part_untrained(folder):
+    """Let the gradient of one half of the output, called audio, get lost."""
+    from gracetune.models import tiny
+
+    family = tiny.Tiny
+    predict = family.predict
+
+    def without_audio(self, *args, **kwargs):
+        video, audio = predict(self, *args, **kwargs).chunk(2, dim=1)
+        return torch.cat([video, audio.detach()], 1)
+
+    def part_losses(self, predicted, target):
+        errors = (predicted - target).square().chunk(2, dim=1)
+        return {name: part.flatten(1).mean(1) for name, part in zip(PARTS, errors, strict=True)}
+
+    mock.patch.object(family, "predict", without_audio).start()
+    mock.patch.object(family, "part_losses", part_losses, create=True).start()
+    return settings(folder, train={"max_train_steps": 150, "batch_size": 8})
+
+
+PARTS = ("video", "audio")
+
+
+def page_cache(folder):
+    """Read a file again and again that is larger than the memory of the run's control group."""
+    GROUP.mkdir(exist_ok=True)
+    group = GROUP
+    (group / "memory.limit_in_bytes").write_text(str(1300 << 20))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    large = folder / "large"
+    with large.open("wb") as file:
+        for _ in range(110):
+            file.write(os.urandom(10 << 20))
+    reader = f"""
+import os
+while True:
+    with open({str(large)!r}, "rb", buffering=0) as file:
+        while file.read(1 << 20):
+            os.getppid() == {os.getpid()} or os._exit(0)
+"""
+    subprocess.Popen([sys.executable, "-c", reader])
+    return settings(folder, train={"max_train_steps": 4000, "batch_size": 8}, logging={"every": 20})
+
+
+def throttling(folder):
+    """Report a GPU that is too hot."""
+    from gracetune.memory import sensors
+
+    read = sensors.MachineSensors.read
+    gpu = {"index": 0, "name": "H200", "temperature_c": 91.0, "sm_clock_mhz": 900.0}
+    gpu |= {"max_sm_clock_mhz": 1980.0, "throttle": ["hardware thermal slowdown"]}
+
+    def hot(self):
+        return replace(read(self), gpus=(gpu,))
+
+    mock.patch.object(sensors.MachineSensors, "read", hot).start()
+    return settings(folder, train={"max_train_steps": 60, "batch_size": 8})
+
+
+def weights_still(folder):
+    return settings(folder, adapter={"rank": 2}, optimizer={"lr": 1e-12})
+
+
+def overfitting(folder):
+    noise = write_images(folder / "noise", 16, 24, noise_image)
+    data = {"id": "few", "type": "local", "resolution": 24, "instance_data_dir": str(noise)}
+    return settings(
+        folder,
+        datasets=[data],
+        train={"max_train_steps": 400, "batch_size": 8},
+        optimizer={"lr": 3e-3},
+        validation={"every": 40, "holdout": 0.25, "prompts": PROMPTS, "sample_steps": 1},
+    )
+
+
+def timestep_shift(folder):
+    return settings(
+        folder,
+        model={"family": "sd3", "path": str(miniature(folder))},
+        adapter={"rank": 2},
+        datasets=[miniature_data(folder)],
+        train={"max_train_steps": 40, "batch_size": 4, "timestep_shift": 60.0},
+    )
+
+
+def samples_empty(folder):
+    """Break the VAE's last layer, so that it puts out black."""
+    model = miniature(folder)
+    from safetensors.torch import load_file, save_file
+
+    path = model / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["decoder.conv_out.weight"].zero_()
+    weights["decoder.conv_out.bias"].fill_(-1.0)
+    save_file(weights, path)
+    return settings(
+        folder,
+        model={"family": "sd3", "path": str(model)},
+        adapter={"rank": 2},
+        datasets=[miniature_data(folder)],
+        train={"max_train_steps": 6, "batch_size": 2},
+        logging={"every": 1},
+        validation={"every": 3, "prompts": PROMPTS, "sample_steps": 2},
+    )
+
+
+def data_waits(folder):
+    """Decode large images in every step, because nothing is cached."""
+    large = write_images(folder / "large", 12, 1600, striped_image)
+    data = {
+        "id": "large",
+        "type": "local",
+        "resolution": 24,
+        "crop": "random",
+        "instance_data_dir": str(large),
+        "augmentations_cache_mode": "disable_cache",
+    }
+    return settings(folder, datasets=[data], train={"max_train_steps": 40, "batch_size": 4})
+
+
+def miniature(folder):
+    from fakes.miniatures import write_miniature
+
+    return write_miniature("sd35-medium", folder / "model")
+
+
+def miniature_data(folder):
+    data = SHAPES | {"instance_data_dir": str(folder / "data"), "resolution": 64}
+    return data | {"shapes": {"copies": 1, "size": 64}}
+
+
+FAULTS = {
+    "learning_rate_high": learning_rate_high,
+    "dataset_dead": dataset_dead,
+    "part_untrained": part_untrained,
+    "page_cache": page_cache,
+    "throttling": throttling,
+    "weights_still": weights_still,
+    "overfitting": overfitting,
+    "timestep_shift": timestep_shift,
+    "samples_empty": samples_empty,
+    "data_waits": data_waits,
+}
+"""Name of the health check that must find it -> function that plants a fault."""
+
+
+if __name__ == "__main__":
+    fault, target = sys.argv[1], Path(sys.argv[2])
+    target.mkdir(parents=True, exist_ok=True)
+    file = target / "run-file.json"
+    file.write_text(json.dumps(FAULTS[fault](target)))
+    sys.exit(main(["train", str(file)]))
