@@ -332,8 +332,9 @@ def held_out_loss(
 
     There is one name for each trained transformer: Wan 2.2 has two, other models one. Timesteps are
     spread evenly over the samples and the noise has a fixed seed, so that the values of different
-    steps can be compared. A few samples are measured several times. Each rank computes the losses
-    of some batches.
+    steps can be compared. The ranges of timesteps need more values than a few samples give, so that
+    these are measured several times; the first time alone counts for the mean. Each rank computes
+    the losses of some batches.
     """
     if not batches:
         return {}, {}
@@ -356,8 +357,8 @@ def held_out_loss(
         name = "held_out" if turn.expert is None else f"held_out_{turn.expert}"
         merged = {index: one for of_rank in ranks.gather(own) for index, one in of_rank.items()}
         # In the order of their numbers, so that the result does not depend on the ranks.
-        losses = torch.tensor([loss for index in sorted(merged) for loss in merged[index][0]])
-        means[name] = float(losses.mean())
+        first = [loss for index in range(len(batches)) for loss in merged[index][0]]
+        means[name] = float(torch.tensor(first).mean())
         for values, timesteps in merged.values():
             for loss, timestep in zip(values, timesteps, strict=True):
                 by_timestep.add(timestep_range(timestep), loss)
@@ -392,7 +393,7 @@ def _own_held_out_losses(
         generator = torch.Generator().manual_seed(derive_seed("held out", index))
         # In fp32, as in training; latents imported from another tool's cache may be in bf16.
         noise = torch.randn(x0.shape, generator=generator).to(x0.device)
-        positions = low + (high - low) * (places + (number + 0.5) / rounds) / total
+        positions = low + (high - low) * (places + (0.5 + number / rounds) % 1) / total
         timesteps = scheduled_timesteps(positions, state.family.noise_schedule)
         losses = losses_given_noise(state, batch, timesteps.to(noise), noise, turn.expert)
         if is_own:

@@ -235,3 +235,21 @@ def test_pages_are_private_to_the_process():
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert memory.eq(1).all()
+
+
+def test_trimming_gives_half_of_the_memory_back_until_it_is_restored(recorder):
+    entries = {f"k{n}": {"x": torch.full((64 * 1024,), float(n))} for n in range(8)}
+    files = DictStore()
+    for key, entry in entries.items():
+        files.put(key, entry)
+    tier = MemoryTier(
+        "latents", HostMemoryBudget(1 << 26), files, recorder, allocate_page_aligned, HitCounts()
+    )
+    tier.warm(list(entries))
+    assert tier.trim() >= 4 * 256 * 1024
+    for key, entry in entries.items():  # what was dropped is read from the files
+        assert torch.equal(tier.get(key)["x"], entry["x"])
+    tier.restore()
+    for key, entry in entries.items():
+        assert torch.equal(tier.get(key)["x"], entry["x"])
+    tier.close()
