@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gracetune.cli.plan import add_arguments, strategy_inputs
 from gracetune.config.schema import RunFile
@@ -27,11 +27,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 START, END = "<!-- tables: scripts/scaling_tables.py -->", "<!-- end of tables -->"
 GPUS = (1, 8, 64, 512)
 MACHINES = {"gh200-96": "GH200 96 GB", "h200-pcie": "H200 (HGX)"}
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "full training": {"model": {"family": "wan22", "dtype": "bfloat16"}},
     "LoRA of rank 32": {"model": {"family": "wan22"}, "adapter": {"rank": 32}},
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "datasets": [{"type": "folder", "instance_data_dir": "/data", "resolution": 1024}],
     "train": {"max_train_steps": 1000},
     "output_dir": "runs/scaling",
@@ -109,7 +109,7 @@ def _cell(strategy: Strategy | None) -> str:
     return f"{text}; {limit}network {wait:.0%}"
 
 
-def _never(*_: object) -> object:
+def _never(*_: object) -> NoReturn:
     raise AssertionError("the machine is known by name")
 
 
