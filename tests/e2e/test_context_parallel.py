@@ -107,12 +107,15 @@ def cases_of(*groups):
     ]
 
 
-def tolerance_of(group, case):
+def tolerance_of(group, case, step):
     """Return the largest difference of a gradient, relative to the norm of the step's gradient.
 
     Wan computes its norms in fp32, whatever the dtype of its weights. Two groups of ranks differ
-    from one process by 2e-8, exactly as two ranks without context parallel do.
+    from one process by 2e-8, exactly as two ranks without context parallel do. After the first step
+    in fp32, weights differ: AdamW turns rounding errors of small gradients into whole updates.
     """
+    if case == "eager-validated" and step > 0:
+        return 1e-5
     return 1e-12 if group == "2 ranks" and "wan" not in case else 1e-6
 
 
@@ -183,7 +186,7 @@ def test_ranks_have_the_gradients_of_one_process(results, group, case):
         norm = math.sqrt(sum(float(expected[name].square().sum()) for name in names))
         for name in names:
             difference = float((tensors[name] - expected[name]).norm())
-            assert difference <= tolerance_of(group, case) * norm, (name, difference / norm)
+            assert difference <= tolerance_of(group, case, step) * norm, (name, difference / norm)
 
 
 @pytest.mark.parametrize(("group", "case"), cases_of("2 ranks", "flux2", "qwen", "wan"))
