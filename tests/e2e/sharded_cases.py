@@ -2,23 +2,29 @@
 
 Called as `sharded_cases.py FOLDER NAME`: every CASE.json in FOLDER is trained, and rank 0 writes
 CASE-NAME.safetensors with the whole gradients, weights and averages, and CASE-NAME.json with the
-losses. With the name `alone`, the settings of the section `distributed` are ignored.
+losses. With the name `alone`, the settings of the section `distributed` are ignored. With the name
+`failing`, the runs are whole runs, in which rank 1 runs out of memory in its second pass.
 """
 
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from fakes.family_sessions import family_session
 from safetensors.torch import save_file
 
 from gracetune.config.load import load_run_file
 from gracetune.config.schema import DistributedSection
 from gracetune.events.types import StepDone, Validated
+from gracetune.train import step as step_module
 from gracetune.train.loop import train_loop
+from gracetune.train.run import run_training
 from gracetune.train.step import TrainProgress
 
 
@@ -74,11 +80,27 @@ def train(path, name):
                 "rates": [event.lr for event in steps],
                 "held_out": [event.losses for event in validated],
                 "texts": [str(getattr(event, "text", "")) for event in events],
-                "part": min(p.numel() for p in state.parameters.values()),
+                "part": sum(p.numel() for p in state.parameters.values()),
+                "output_dir": run.output_dir,
             }
             path.with_name(f"{path.stem}-{name}.result").write_text(json.dumps(found))
 
 
+def fail(path):
+    """Train a whole run; on rank 1, the second pass runs out of memory."""
+    real, calls = step_module.batch_losses, []
+
+    def batch_losses(state, *given):
+        calls.append(given)
+        if state.ranks.rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return real(state, *given)
+
+    with patch.object(step_module, "batch_losses", batch_losses):
+        run_training(load_run_file(path).run)
+
+
 if __name__ == "__main__":
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")
     for file in sorted(Path(sys.argv[1]).glob("*.json")):
-        train(file, sys.argv[2])
+        fail(file) if sys.argv[2] == "failing" else train(file, sys.argv[2])

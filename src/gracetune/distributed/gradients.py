@@ -244,8 +244,9 @@ def check_same_weights(layout: Layout, parameters: Mapping[str, Parameter]) -> s
     sums = torch.stack([_bit_sum(p.detach()) for p in parameters.values()]).tolist()
     found = layout.ranks.gather(sums)
     for shard in range(layout.shard_size):
-        for name, *same in zip(parameters, *found[shard :: layout.shard_size], strict=True):
-            if len(set(same)) > 1:
+        copies = found[shard :: layout.shard_size]
+        for index, name in enumerate(parameters):
+            if len({sums[index] for sums in copies}) > 1:
                 return name
     return ""
 

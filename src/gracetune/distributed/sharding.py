@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map
 
 from gracetune.distributed.gradients import ComputeTimer
 from gracetune.errors import ModelError, RunFailedError
@@ -94,6 +95,7 @@ class ShardedParameters:
         with torch.no_grad():
             self.local = {name: Parameter(_local(p).detach()) for name, p in trained.items()}
         """This rank's part of each trained tensor, in the memory of the model's own."""
+        self._is_checked = False
         self._numels = {self.local[name]: p.numel() for name, p in trained.items()}
 
     def shard_of(self, name: str) -> TensorShard:
@@ -114,11 +116,20 @@ class ShardedParameters:
 
     def collect_gradients(self) -> None:
         """Move the gradients of the model's tensors to the parts in `local`."""
+        if not self._is_checked:  # once: `fully_shard` completes its set-up in the first pass
+            self._check_memory_is_shared()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                gradient, local = parameter.grad, self.local[name]
+                local.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+                parameter.grad = None
+
+    def _check_memory_is_shared(self) -> None:
+        """Raise if the optimizer would update other memory than the model gathers from."""
         for name, parameter in self._trained.items():
-            gradient, local = parameter.grad, self.local[name]
-            assert local.data_ptr() == _local(parameter).data_ptr(), f"{name} has moved"
-            local.grad = None if gradient is None else _local(gradient)
-            parameter.grad = None
+            pointers = self.local[name].data_ptr(), _local(parameter).data_ptr()
+            assert pointers[0] == pointers[1], f"{name} has moved from {pointers}"
+        self._is_checked = True
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks that store one copy of the model."""
@@ -137,7 +148,8 @@ class ShardedParameters:
         padded = torch.zeros(num_rows, *shard.shape[1:], dtype=part.dtype, device=self._device)
         padded[: shard.length] = part
         whole = padded.new_empty(num_rows * self.layout.shard_size, *shard.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        parts = list(whole.chunk(self.layout.shard_size))
+        dist.all_gather(parts, padded, group=self._group)
         return whole[: shard.shape[0]]
 
     def free_gathered(self) -> None:
@@ -191,6 +203,8 @@ def shard_model(
         _check_no_scalars(transformer)
         inside = set(transformer.modules())
         own = [block for block in blocks if block in inside]
+        for unit in (*own, transformer):
+            unit.register_forward_hook(_clone_views)
         for block in own:
             num_converted += _store_in_one_dtype(block.parameters(), trained_dtype)
             policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
@@ -210,10 +224,10 @@ def shard_model(
     if num_converted and trained_dtype is None:
         text = f"{num_converted} trained tensors are converted to the dtype of their block's other "
         emit(Notice(f"{text}tensors, because FSDP2 needs one dtype per block"))
-    for unit in units:
+    for module in units:
         # Sums: the step divides by the number of samples. Plain ones, because gloo has no others.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     trained = {
         f"{expert}.{name}" if expert else name: parameter
         for expert, transformer in transformers.items()
@@ -230,8 +244,11 @@ def local_nbytes(parameters: Iterable[Tensor]) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor without a copy; a plain tensor is returned itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local: Tensor = tensor.to_local()
+        return local
 
 
 def _store_in_one_dtype(parameters: Iterable[Parameter], dtype: torch.dtype | None) -> int:
@@ -251,9 +268,23 @@ def _store_in_one_dtype(parameters: Iterable[Parameter], dtype: torch.dtype | No
     return len(others)
 
 
+def _clone_views(_: nn.Module, _args: object, output: Any) -> Any:
+    """Forward hook that copies outputs which are views of other tensors.
+
+    `fully_shard` gathers weights for backward by a hook on the outputs. A later in-place operation
+    on a view would remove the hook.
+    """
+
+    def clone(value: Any) -> Any:
+        is_view = isinstance(value, torch.Tensor) and value._base is not None
+        return value.clone() if is_view and value.requires_grad else value
+
+    return tree_map(clone, output)
+
+
 def _set_prefetch(transformer: nn.Module, blocks: Sequence[nn.Module], count: int) -> None:
     """Let each block gather the weights of the next `count` blocks while it computes."""
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     assert isinstance(transformer, FSDPModule)
     transformer.set_modules_to_forward_prefetch(units[:count])
     for index, unit in enumerate(units):

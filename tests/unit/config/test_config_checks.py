@@ -95,6 +95,41 @@ def test_the_default_run_breaks_no_rule():
         ),
         ({"validation": {"prompts": ()}}, "validation.prompts", "empty list"),
         ({"validation": {"holdout": 1}}, "validation.holdout", "no sample to train on"),
+        (
+            {"distributed": {"strategy": "fsdp2"}, "adapter": {"rank": 4}},
+            "distributed.strategy",
+            "the run trains an adapter. Gathering the frozen weights",
+        ),
+        (
+            {"distributed": {"strategy": "fsdp2"}, "model": {"quantize": "int8"}},
+            "model.quantize",
+            "is int8, but distributed.strategy fsdp2 cannot divide",
+        ),
+        (
+            {"distributed": {"strategy": "hsdp"}, "optimizer": {"name": "muon"}},
+            "optimizer.name",
+            "is muon, which orthogonalizes whole matrices, but with distributed.strategy hsdp each "
+            "rank has only some rows of a tensor. Use one of adamw, adamw_8bit, automagic, lion, "
+            "schedule_free",
+        ),
+        (
+            {"distributed": {"strategy": "fsdp2"}, "optimizer": {"name": "prodigy"}},
+            "optimizer.name",
+            "estimates one step size",
+        ),
+        (
+            {"distributed": {"strategy": "fsdp2"}, "optimizer": {"name": "of_another_package"}},
+            "optimizer.name",
+            "may need whole tensors",
+        ),
+        (
+            {
+                "distributed": {"strategy": "fsdp2", "cpu_offload": True},
+                "optimizer": {"name": "adamw_8bit"},
+            },
+            "distributed.cpu_offload",
+            "adamw_8bit runs on GPUs only",
+        ),
     ],
 )
 def test_a_violation_names_the_key_the_value_and_the_rule(sections, key, words):
@@ -124,6 +159,16 @@ def test_duplicate_ids_are_all_reported():
 )
 def test_compatible_settings_are_accepted(sections):
     assert find_violations(run(**sections)) == []
+
+
+def test_settings_that_the_strategy_does_not_use_are_reported():
+    (text,) = find_remarks(run(distributed={"cpu_offload": True}))
+    assert text.startswith("distributed.cpu_offload has no effect: distributed.strategy is auto")
+    (text,) = find_remarks(run(distributed={"strategy": "fsdp2", "shard_size": 2}))
+    assert text.startswith("distributed.shard_size has no effect")
+    offload = {"strategy": "fsdp2", "cpu_offload": True}
+    (text,) = find_remarks(run(distributed=offload, optimizer={"state": "host"}))
+    assert text.startswith("optimizer.state has no effect")
 
 
 def test_unused_ramp_settings_are_reported():
