@@ -3,7 +3,8 @@
 Called as `rank_cases.py FOLDER NAME`: every CASE.json in FOLDER is trained, and rank 0 writes
 CASE-NAME.safetensors. The name before the first dash of CASE is the plan for the blocks. A run with
 `-fp64` in its name computes in fp64, except where a model itself casts to fp32. On rank 1, a run
-whose name ends in `-full` runs out of memory once.
+with `-full` in its name runs out of memory once: in its second step, or in its first one if its
+name ends in `-first`.
 """
 
 import json
@@ -57,9 +58,10 @@ def train(path, mode, name):
         recorder = Recorder(session.state)
         session = replace(session, state=replace(session.state, stepper=recorder))
         ranks = session.state.ranks
-        # The last micro-batch of the second step.
-        failing = 2 * (session.micro_batches(0) // session.state.layout.data_size)
-        if not path.stem.endswith("-full") or ranks.rank != 1:
+        # The last micro-batch of the first or second step.
+        steps = 1 if path.stem.endswith("-first") else 2
+        failing = steps * (session.micro_batches(0) // session.state.layout.data_size)
+        if "-full" not in path.stem or ranks.rank != 1:
             failing = 0
         with patch.object(step_module, "batch_losses", failing_once(step_module, failing)):
             train_loop(session, TrainProgress())

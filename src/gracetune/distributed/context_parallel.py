@@ -326,9 +326,8 @@ def all_gather(x: Tensor, sizes: list[int], rank: int, group: str, control: str)
     longest = max(sizes)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: len(x)] = x
-    received = x.new_empty(longest * len(sizes), *x.shape[1:])
-    dist.all_gather_into_tensor(received, padded, group=_resolve_process_group(group))  # type: ignore[arg-type]
-    parts = received.view(len(sizes), longest, *x.shape[1:])
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=_resolve_process_group(group))  # type: ignore[arg-type]
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
