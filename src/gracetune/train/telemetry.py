@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -51,7 +52,6 @@ from gracetune.train.step_recorder import TIMESTEP_RANGES, StepRecorder, merge_r
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from gracetune.cache.batch_transfer import PrefetchDepth
     from gracetune.data.pipeline import DataPipeline
@@ -318,7 +318,7 @@ def _is_on(check: str, session: Session) -> bool:
 
 
 def _folder(session: Session) -> Path:
-    return session.checkpoints.parent
+    return Path(session.state.run.output_dir)
 
 
 def _open_sensors(session: Session) -> Sensors:
