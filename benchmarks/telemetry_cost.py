@@ -14,7 +14,8 @@ import argparse
 import functools
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,10 @@ MAX_SHARE = 0.005
 class CpuTimes:
     """CPU seconds by name; a call inside a timed call counts only once."""
 
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+    def __init__(self, undo: ExitStack) -> None:
+        """`undo` removes the timers again."""
+        self._undo = undo
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self._depth = 0
 
@@ -83,26 +86,27 @@ class CpuTimes:
                 self.calls[label] += 1
 
         setattr(cls, name, timed)
+        self._undo.callback(setattr, cls, name, method)
 
 
 def main() -> None:
     """Train once with the timers in place, and write the figures."""
     arguments = results.parse_arguments(argparse.ArgumentParser(description=__doc__))
     steps = 12 if arguments.rehearse else 200
-    times = CpuTimes()
-    for name in ("collect", "note", "add_held_out", "after_validation", "start"):
-        times.wrap(Telemetry, name)
-    for name in ("mark", "add_losses", "add_parts", "add_gradients"):
-        times.wrap(StepRecorder, name)
-    threads = CpuTimes()
-    threads.wrap(StallWatch, "look")
-    threads.wrap(LastSeen, "read_memory")
-    times.wrap(EventDispatcher, "emit", NEW_EVENTS)
-    with tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
+        times, threads = CpuTimes(stack), CpuTimes(stack)
+        for name in ("collect", "note", "add_held_out", "after_validation", "start"):
+            times.wrap(Telemetry, name)
+        for name in ("mark", "add_losses", "add_parts", "add_gradients"):
+            times.wrap(StepRecorder, name)
+        threads.wrap(StallWatch, "look")
+        threads.wrap(LastSeen, "read_memory")
+        times.wrap(EventDispatcher, "emit", NEW_EVENTS)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         began = time.process_time(), time.monotonic()
         run_training(run_file(Path(folder), steps, arguments.rehearse))
         cpu, wall = time.process_time() - began[0], time.monotonic() - began[1]
-    seconds = times.seconds + threads.seconds
+    seconds = {**times.seconds, **threads.seconds}
     total = sum(seconds.values())
     figures = {
         "steps": steps,
@@ -112,7 +116,7 @@ def main() -> None:
         "telemetry_cpu_s": total,
         "telemetry_share": total / cpu,
         "telemetry_us_per_step": 1e6 * total / steps,
-        "cpu_s": dict(seconds.most_common()),
+        "cpu_s": dict(sorted(seconds.items(), key=lambda item: -item[1])),
         "calls": dict(times.calls + threads.calls),
     }
     print(f"telemetry: {total:.3f} s of {cpu:.1f} s CPU time, {total / cpu:.3%} of the process")

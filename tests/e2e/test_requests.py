@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from fork_process import run_ranks
 
 from gracetune.errors import InterruptedRunError
 from gracetune.events.run_control import send_request
@@ -110,3 +111,64 @@ def test_save_and_stop_save_checkpoints(requested):
     reasons = {event.reason: event.step for event in recorder.of(CheckpointSaved)}
     assert reasons["asked for"] == answers(requested)["2-1"].step
     assert reasons["stopping"] == answers(requested)["8-0"].step
+
+
+TWO_RANKS = """
+import os, sys
+from pathlib import Path
+from gracetune.config.schema import RunFile
+from gracetune.errors import InterruptedRunError
+from gracetune.events.run_control import send_request
+from gracetune.train.run import run_training
+
+run = RunFile.model_validate_json(Path(sys.argv[1]).read_text())
+
+class Sender:
+    def handle(self, event):
+        if type(event).__name__ != "StepDone" or os.environ["RANK"] != "0":
+            return
+        for step, verb, arguments in (
+            (2, "validate", {"prompts": ["one", "two", "three"]}),
+            (2, "log", {"every": 2}),
+            (8, "stop", {}),
+        ):
+            if event.step == step:
+                send_request(Path(run.output_dir), verb, arguments)
+    def close(self):
+        pass
+
+try:
+    run_training(run, sinks=[Sender()], telemetry={"interval_s": 0.0})
+except InterruptedRunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.distributed
+def test_all_ranks_carry_out_a_request_together(tiny_run, tmp_path):
+    section = {"enable_manual_validation": True, "prompts": ["own"], "sample_steps": 1}
+    steps = {"max_train_steps": 100, "batch_size": 2}
+    run = tiny_run(adapter={"rank": 2}, train=steps, validation=section | {"holdout": 0.1})
+    (tmp_path / "run.json").write_text(run.model_dump_json())
+    (tmp_path / "ranks.py").write_text(TWO_RANKS)
+    for done in run_ranks(tmp_path / "ranks.py", tmp_path / "run.json"):
+        assert done.returncode == 0, done.stderr
+        assert "stopped after step" in done.stdout
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    taken = [event for event in events if event["event"] == "request_taken"]
+    assert [(one["request"], one["accepted"]) for one in taken] == [
+        ("log", True),
+        ("validate", True),
+        ("stop", True),
+    ]
+    (validated,) = [event for event in events if event["event"] == "validated" and event["request"]]
+    assert validated["prompts"] == ["one", "two", "three"]
+    assert validated["losses"]["held_out"] > 0
+    assert [event["reason"] for event in events if event["event"] == "checkpoint_saved"] == [
+        "stopping"
+    ]
+    parts = [event["by_dataset"]["shapes"] for event in events if event["event"] == "loss_parts"]
+    assert parts[0]["samples"] == 4  # of both ranks
+    steps = [event["step"] for event in events if event["event"] == "loss_parts"]
+    assert all(step % 2 == 0 for step in steps[3:])

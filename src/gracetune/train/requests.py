@@ -11,6 +11,7 @@ the prompts, frees the text encoders, and sends the result to the other ranks.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,8 +133,7 @@ class RequestInbox:
                 outcome = self._encode_here(request)
             except (GracetuneError, ValidationError, torch.OutOfMemoryError, OSError) as error:
                 outcome = None, f"{str(error).splitlines()[0]}"
-        # Held-out batches are on the device of each rank, and are not sent.
-        setup, text = ranks.broadcast((None, outcome[1]) if outcome[0] is None else outcome)
+        setup, text = ranks.broadcast(outcome)
         self._answer(request, step, text, accepted=setup is not None)
         return setup
 
@@ -160,7 +160,8 @@ class RequestInbox:
             session.clear_device_memory()
         seconds = format_seconds(time.monotonic() - started_at)
         where = "" if not family.text_encoder_nbytes() else f" on {device.type}"
-        return setup, f"{len(prompts)} prompts encoded{where} in {seconds}"
+        text = f"{len(prompts)} prompts encoded{where} in {seconds}"
+        return replace(setup, held_out=()), text  # each rank has these batches on its device
 
     def _encoder_device(self, family: ReloadableText) -> torch.device:
         """Return the GPU if the text encoders fit there, else the CPU; raise if they do not."""
