@@ -405,14 +405,7 @@ def build_session(
         context=context,
         sharded=sharded,
         dropout=dropout,
-        recorder=build_recorder(
-            device,
-            family,
-            # A rank that has only some rows of each weight cannot tell how far a block has moved.
-            parameters if sharded is None else {},
-            adapted_modules,
-            norms,
-        ),
+        recorder=build_recorder(device, family, parameters, adapted_modules, norms),
         skips=build_skips(run, ranks, resumed),
     )
     state.transformer.train()

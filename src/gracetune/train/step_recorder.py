@@ -9,6 +9,7 @@ On CUDA a mark is an event in the compute stream, on a CPU a time of the clock.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -284,9 +285,16 @@ def frozen_norms(family: Family) -> dict[str, float]:
     return sampled_norms(family.transformer)
 
 
-def merge_records(records: Sequence[StepRecords]) -> StepRecords:
-    """Add up the losses of all ranks; times and gradient norms are those of the first."""
+def merge_records(records: Sequence[StepRecords], shard_size: int = 1) -> StepRecords:
+    """Add up the losses of all ranks; times are those of the first.
+
+    So are gradient norms, unless the first `shard_size` ranks have different rows of each weight.
+    """
     first = records[0]
+    parts = [record.grad_norms for record in records[:shard_size]]
+    first.grad_norms = {
+        block: math.sqrt(sum(norms.get(block, 0.0) ** 2 for norms in parts)) for block in parts[0]
+    }
     for other in records[1:]:
         for name in ("by_dataset", "by_timestep", "by_part", "by_expert", "latent_spread"):
             getattr(first, name).merge(getattr(other, name))

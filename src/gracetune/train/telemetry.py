@@ -208,7 +208,8 @@ class Telemetry:
 
     def _measure(self, step: int, memory: MemoryUsed) -> Measurements:
         session = self._session
-        records = merge_records(self._ranks.gather(self._recorder.take()))
+        shard_size = session.state.layout.shard_size
+        records = merge_records(self._ranks.gather(self._recorder.take()), shard_size)
         times = self._step_times(step, records)
         losses = self._loss_parts(step, records)
         sensors = self._read_sensors(step)
