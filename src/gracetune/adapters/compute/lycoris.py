@@ -317,7 +317,7 @@ def kron_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def _rows_to_matrices(x: Tensor, height: int) -> Tensor:
     """Reshape each row of `x` to a matrix with `height` rows."""
-    return x.unflatten(-1, (height, -1))
+    return torch.unflatten(x, -1, (height, -1))
 
 
 def _left_matmul(groups: Tensor, w1: Tensor) -> Tensor:
