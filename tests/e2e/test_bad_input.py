@@ -139,6 +139,7 @@ def test_a_full_disk_while_saving_keeps_the_checkpoint_before(run_file, tmp_path
         output_dir=str(mount / "run"),
         adapter={"rank": 64},
         train={"max_train_steps": 4, "checkpoint_every": 1, "keep_checkpoints": 9},
+        health={"stop": False},  # otherwise the run stops before the disk is full
     )
     script = (
         f"mount -t tmpfs -o size=24m none {mount} && {sys.executable} -m gracetune train {file}"

@@ -119,7 +119,7 @@ def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path
     model, kind, _ = CASES[case]
     folder = tmp_path / "run" / "validation" / "step-000002"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted([*OUTPUT_FILES[media_of(kind)], "prompts.json"])
+    assert names == sorted([*OUTPUT_FILES[media_of(kind)], "prompts.json", "samples.json"])
     files = sorted((tmp_path / "run" / "adapter").glob("*.safetensors"))
     assert len(files) == (2 if model in ("wan22-t2v", "wan22-i2v") else 1)
     for file in files:
