@@ -164,7 +164,7 @@ def plan_epoch(order: BatchOrder, share: RankShare, seconds: BucketSeconds) -> E
     ratios, least, epoch_s, consumed = [], [], 0.0, 0
     while consumed < order.epoch_length:
         ranks = [
-            [seconds(*order.size_at(index)) for index in own]
+            [seconds(*order.size_at(part.index)) for part in own]
             for own in share.assign(order, consumed)
         ]
         mean = sum(map(sum, ranks)) / len(ranks)

@@ -297,15 +297,15 @@ def train_until_interrupted(run):
         def close(self):
             pass
 
-    export = Session.export_adapter
+    collect = Session.collect_adapter
 
-    def copying(session, folder):
+    def copying(session):
         with session.state.averaged_weights():
             models.append(copy.deepcopy(session.state.family.transformer).eval())
-        export(session, folder)
+        return collect(session)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "export_adapter", copying)
+        patch.setattr(Session, "collect_adapter", copying)
         with pytest.raises(InterruptedRunError):
             run_training(run, sinks=[Interrupter()])
     assert steps == list(range(1, last + 1)), (steps, last)

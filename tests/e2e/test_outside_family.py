@@ -79,7 +79,7 @@ def test_the_example_family_passes_the_contract_tests(installed, monkeypatch, re
 
 def _called(check, given):
     names = check.__code__.co_varnames[: check.__code__.co_argcount]
-    if "family" not in names:
+    if "family" not in names or "request" in names:  # `request` names a miniature
         return False
     check(**{name: given[name] for name in names})
     return True

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-# Not `simpletuner` alone: the folder of that name would be imported.
-pytest.importorskip("simpletuner.helpers", reason="make test-hosts runs it in that environment")
+# Not `simpletuner.helpers`: the folder `simpletuner` of the repository has that, too.
+pytest.importorskip(
+    "simpletuner.helpers.data_backend", reason="make test-hosts runs it in that environment"
+)
 
 import torch
 from PIL import Image
