@@ -15,6 +15,7 @@ from fork_process import run_python
 
 from gracetune.cli import plan
 from gracetune.cli.main import read_run
+from gracetune.distributed import shard_files
 from gracetune.distributed.sharding import TensorShard, shard_rows
 
 SCRIPT = Path(__file__).with_name("world_of_512.py")
@@ -66,7 +67,6 @@ def test_every_weight_is_in_one_shard_of_a_copy(divided):
 
 @pytest.mark.parametrize("count", [8, pytest.param(512, marks=pytest.mark.slow)])
 def test_checkpoint_files_of_all_ranks_have_each_row_once(divided, count, tmp_path):
-    shard_files = pytest.importorskip("gracetune.distributed.shard_files")
     found = next((one for one in divided.values() if one["num_shards"] == count), None)
     if found is None:
         pytest.skip("these ranks have another number of shards")
