@@ -398,18 +398,30 @@ def is_locked(folder: Path) -> bool:
     """Return True if a process on this machine holds the lock of a run folder.
 
     Reads `/proc/locks`: taking the lock, even for a moment, could stop a run that starts. The file
-    systems of containers have other device numbers there, so that inode or owner must match.
+    systems of containers may have other numbers there, so a lock also counts if its process is the
+    one that the file names, and has the file open.
     """
+    path = folder / LOCK_FILE
     owner = read_json(folder, LOCK_FILE)
     pid = str(owner[0]) if isinstance(owner, list) and owner else ""
     try:
-        inode = str((folder / LOCK_FILE).stat().st_ino)
+        inode = str(path.stat().st_ino)
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return False
     # As in `1: FLOCK  ADVISORY  WRITE 4711 fe:01:1234 0 EOF`.
     locks = [line.split() for line in lines if " FLOCK " in line]
-    return any(lock[-3].rpartition(":")[2] == inode or pid == lock[-4] for lock in locks)
+    if any(lock[-3].rpartition(":")[2] == inode for lock in locks):
+        return True
+    return any(pid == lock[-4] for lock in locks) and _has_open(pid, path)
+
+
+def _has_open(pid: str, path: Path) -> bool:
+    """Return True if a process has this file open; False if that cannot be read."""
+    try:
+        return any(path.samefile(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
 
 
 def _integer(value: object) -> int:

@@ -114,7 +114,9 @@ def test_a_run_that_prepares_its_data_holds_the_lock(tmp_path):
     state.apply({"event": "notice", "time": 1.0, "text": "plan: none"})
     lock = tmp_path / ".lock"
     lock.write_text(json.dumps([os.getpid(), socket.gethostname()]))
-    assert not is_locked(tmp_path)
+    with (tmp_path / "other").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not is_locked(tmp_path), "the process holds a lock of another file"
     assert run_status(tmp_path, state).state == "killed"
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
