@@ -169,12 +169,12 @@ class BlockCompiler:
         )
         known = functorch.get_config_copy().keys() & COMPILER_SETTINGS  # differs by torch version
         self._settings.enter_context(
-            functorch.patch(  # type: ignore[attr-defined]  # a config module gets it at run time
-                {name: COMPILER_SETTINGS[name] for name in known}
-            )
+            functorch.patch({name: COMPILER_SETTINGS[name] for name in known})
         )
         # Two lengths that are equal in the first batch may differ in the next one.
-        self._settings.enter_context(symbolic_shapes_config.patch(use_duck_shape=False))
+        self._settings.enter_context(
+            symbolic_shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        )
         callback_handler.register_start_callback(self._compilation_starts)
         callback_handler.register_end_callback(self._compilation_ends)
 

@@ -4,11 +4,13 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from fork_process import run_python
 
 SCRIPT = Path(__file__).with_name("sharded_peak.py")
 
 
+@pytest.mark.slow
 def test_the_planned_peak_of_a_divided_step_is_that_on_the_cpu(tmp_path):
     file = tmp_path / "peaks.json"
     done = run_python(SCRIPT, file, env=os.environ)
