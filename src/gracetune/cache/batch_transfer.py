@@ -170,7 +170,7 @@ class BatchTransfer:
 
     @property
     def alloc_retries(self) -> int:
-        """How often torch's allocator freed its cache and tried again, by the last reading."""
+        """Number of times that torch's allocator freed its cache and retried, when last read."""
         return int(self._stats.get("num_alloc_retries", 0))
 
     def memory_details(

@@ -109,7 +109,7 @@ class FsdpEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TranslatedKey:
-    """What becomes of one FSDP setting."""
+    """The translation of one FSDP setting."""
 
     entry: FsdpEntry
     settings: Mapping[str, object] = field(default_factory=dict)

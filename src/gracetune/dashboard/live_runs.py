@@ -145,7 +145,7 @@ class LiveRuns:
         self._add_new_folders()
 
     def start(self) -> None:
-        """Start to follow the logs; nobody needs to be told of changes yet."""
+        """Start to follow the logs, without sending changes to clients yet."""
         self._thread.start()
 
     def publish_to(self, publish: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Make small pictures of sample images, for the grid of the page and for reports."""
+"""Make thumbnails of sample images, for the page's grid and for reports."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class RunDescribed:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of steps went, as the mean of the steps since the last event of this kind."""
+    """Seconds per step by phase: the mean of the steps since the last event of this kind."""
 
     step: int
     steps: int
@@ -254,7 +254,7 @@ class LossParts:
 
 @dataclass(frozen=True, slots=True)
 class WeightsMoved:
-    """How far the trained weights of each block have moved since the run started."""
+    """Distance of each block's trained weights from the start of the run."""
 
     step: int
     measure: Literal["adapter", "full"]
@@ -289,7 +289,7 @@ class DeviceSensors:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRoles:
-    """What memory is used for, by kind of memory and role, next to the plan."""
+    """Memory in use by role and tier (device or host), with the planned bytes."""
 
     step: int
     roles: Mapping[str, Mapping[str, int]]

@@ -303,7 +303,7 @@ MACHINES: Mapping[str, MachineSpec] = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """How the GPUs of several machines of one kind are connected."""
+    """The connections between the GPUs of several machines of one kind."""
 
     gpus_per_machine: SourcedFigure
     """Number of GPUs that share a host."""

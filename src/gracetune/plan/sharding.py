@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShardingChoice:
-    """How ranks divide the model and the samples: the settings of a strategy."""
+    """Settings of a strategy: the division of the model and the samples among ranks."""
 
     num_shards: int = 1
     """Number of ranks that together store one copy of the model."""

@@ -173,7 +173,7 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
 
 
 class Remedies:
-    """What a run can do to go on with less memory. All ranks act together."""
+    """Actions with which a run continues with less memory. All ranks act together."""
 
     def __init__(
         self,

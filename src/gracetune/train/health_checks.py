@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the checks need to know about a run; it does not change."""
+    """Facts about a run that the checks need; they do not change."""
 
     total_steps: int
     start_step: int = 0
@@ -75,7 +75,7 @@ class SamplesSeen:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What was measured since the last look; None or empty: it was not measured."""
+    """Measurements since the last check; None or empty if a value was not measured."""
 
     step: int
     steps: Sequence[StepDone] = ()

@@ -87,7 +87,7 @@ class LossTable:
 
 @dataclass(slots=True)
 class StepRecords:
-    """What a recorder has collected since the last call of `take`."""
+    """Records of the steps since the last call of `take`."""
 
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
