@@ -141,8 +141,8 @@ def open_bench() -> Bench | None:
 
 def open_rehearsal() -> Bench:
     """Open a simulated device, with the simulated driver of the tests."""
-    sys.path += [str(TESTS), str(TESTS / "unit" / "memory")]
-    from platforms import simulated_machine
+    sys.path += [str(TESTS)]
+    from fakes.platforms import simulated_machine
 
     machine = simulated_machine(Link.MANAGED)
     return RehearsedBench(REHEARSAL, machine.driver, machine.platform, None, 0)
@@ -330,7 +330,7 @@ class RehearsedBench(Bench):
 
     def allocate(self, pool: ManagedPool, nbytes: int) -> torch.Tensor:  # noqa: ARG002
         """Return a tensor at simulated addresses."""
-        from platforms import tensor_at
+        from fakes.platforms import tensor_at
 
         code, pointer = self.driver.allocate_managed(nbytes)
         assert code == 0, code

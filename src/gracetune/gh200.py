@@ -18,16 +18,22 @@ from gracetune.config.environment import (
     environment_settings,
     process_environment,
 )
+from gracetune.events.types import Notice
 from gracetune.memory.placement import DEFAULT_TABLE, BatchReport, PlacementTable, place_batch
 from gracetune.memory.platform import open_machine
 from gracetune.memory.session import MemorySession
+from gracetune.memory.stats import (
+    attached_source,
+    extend_torch_memory_stats,
+    restore_torch_memory_stats,
+)
 from gracetune.train.batch_size_ramp import AccumulationRamp
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gracetune.events.types import Notice
+    from gracetune.events.types import Event
     from gracetune.memory.hints import Hint, Location, Residency
     from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
     from gracetune.memory.oversubscription import Stage
@@ -45,25 +51,32 @@ __all__ = [
     "prefer_gpu_residency",
     "prefetch_to_device",
     "residency",
+    "restore_torch_memory_stats",
     "set_uvm_hint_override",
     "unified_pool",
 ]
 
 log = logging.getLogger("gracetune.memory")
 
-# The only work at import: a script written for the forks imports this module and then uses torch,
-# which refuses to start CUDA while PYTORCH_CUDA_ALLOC_CONF contains the forks' keys.
+# Work at import, for scripts that were written for the forks. They import this module and then use
+# torch, which refuses to start CUDA while PYTORCH_CUDA_ALLOC_CONF contains the forks' keys.
 claim_process_alloc_conf()
 
 
-def log_notice(notice: Notice) -> None:
-    """Write a notice to Python's logging, because these functions belong to no run."""
-    log.log(logging.WARNING if notice.level == "warning" else logging.INFO, "%s", notice.text)
+def log_event(event: Event) -> None:
+    """Write an event to Python's logging, because these functions belong to no run."""
+    if isinstance(event, Notice):
+        log.log(logging.WARNING if event.level == "warning" else logging.INFO, "%s", event.text)
+    else:
+        log.info("%s", event)
 
 
 _process = MemorySession(
-    open_machine, lambda: environment_settings(process_environment()), log_notice
+    open_machine, lambda: environment_settings(process_environment()), log_event
 )
+# Such scripts also read `torch.cuda.memory_stats()["uvm.stage"]`, as in the forks' patched torch.
+# This is the only part of torch that gracetune changes; `restore_torch_memory_stats` undoes it.
+extend_torch_memory_stats(_process)
 
 
 def gh200_uvm_enabled() -> bool:
@@ -132,8 +145,12 @@ def manage_memory() -> Stage:
 
 
 def memory_stats() -> Stats:
-    """Return `torch.cuda.memory_stats()` with additional `uvm.*` keys. Works without a GPU."""
-    return _process.stats()
+    """Return `torch.cuda.memory_stats()` with additional `uvm.*` keys. Works without a GPU.
+
+    During a training run in this process, the numbers are those of the run.
+    """
+    source = attached_source()
+    return (source if isinstance(source, MemorySession) else _process).stats()
 
 
 class GH200GradientRamp:

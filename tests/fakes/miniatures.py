@@ -777,3 +777,31 @@ MINIATURES = {
 }
 """Every model of the tests. The contract of families runs on all that a family reads. Tests
 that need one model of a family use the first."""
+
+
+SMALLER = 8
+"""How much smaller the edges of references are than those of published models."""
+
+
+def shrink_references(patch):
+    """Let models that edit images read references of 128 instead of 1024 pixels.
+
+    Both the families and the pipelines of diffusers read their sizes from their modules.
+    """
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    from gracetune.models import qwen_image
+
+    for name in ("REFERENCE_AREA", "TEXT_REFERENCE_AREA"):
+        patch.setattr(qwen_image, name, getattr(qwen_image, name) // SMALLER**2)
+    for module in (edit, plus):
+        patch.setattr(module, "calculate_dimensions", _smaller(module.calculate_dimensions))
+    sizes = kontext.PREFERRED_KONTEXT_RESOLUTIONS
+    small = [tuple(edge // SMALLER // 16 * 16 for edge in size) for size in sizes]
+    patch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
+
+
+def _smaller(dimensions):
+    return lambda area, ratio: dimensions(area // SMALLER**2, ratio)

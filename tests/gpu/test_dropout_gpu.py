@@ -46,5 +46,5 @@ def test_masks_are_the_same_however_blocks_run(mode, compiled, recorder):
     wrapped.close()
     if compiler is not None:
         compiler.close()
-    assert recorder.texts() == []
+    assert not [event for event in recorder.events if event.fallback]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -156,10 +156,10 @@ def test_a_hint_is_cheap(hints: Hints, managed: torch.Tensor) -> None:
 def test_hard_reclamation_returns_cached_memory(machine: Machine) -> None:
     block = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda:0")
     del block
-    before = read_memory(0, machine.platform.host_bytes)
+    before = read_memory(machine.driver, 0, machine.platform.host_bytes)
     assert before.reserved - before.allocated >= 256 * MIB
     assert hard_reclamation(0, GcFreeze())() >= 256 * MIB
-    after = read_memory(0, machine.platform.host_bytes)
+    after = read_memory(machine.driver, 0, machine.platform.host_bytes)
     assert after.device_free >= before.device_free + 200 * MIB
     assert after.allocated <= after.reserved <= before.reserved
 

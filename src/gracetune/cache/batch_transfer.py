@@ -35,8 +35,15 @@ from gracetune.events.types import Notice
 from gracetune.memory.managed_pool import ManagedPool
 from gracetune.memory.placement import place_batch, placement_table
 from gracetune.memory.platform import open_machine
-from gracetune.memory.session import MemorySession
-from gracetune.memory.stats import Tier, memory_event, memory_roles_event, unified_memory_event
+from gracetune.memory.session import MemorySession, managed_memory_notice
+from gracetune.memory.stats import (
+    Tier,
+    attach_to_torch_memory_stats,
+    detach_from_torch_memory_stats,
+    memory_event,
+    memory_roles_event,
+    unified_memory_event,
+)
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +57,8 @@ if TYPE_CHECKING:
     from gracetune.data.batch_order import LoaderState
     from gracetune.data.sample import Batch
     from gracetune.events.types import Event, MemoryRoles, MemoryUsed, UnifiedMemory
-    from gracetune.memory.oversubscription import GcFreeze
+    from gracetune.memory.managed_roles import ManagedMemory, ManagedPlacement
+    from gracetune.memory.oversubscription import GcFreeze, Trimmable
     from gracetune.memory.placement import PlacementTable
     from gracetune.memory.platform import Link
     from gracetune.memory.stats import Stats
@@ -68,6 +76,8 @@ DEVICE_ALIGNMENT = 512
 """Granularity of device allocations, in bytes."""
 BATCH_PLACEMENT = {"latents": "staged", "audio": "staged"}
 """Default placement of latents and audio: copied to the device before use (`staged`)."""
+ROLE_SETTINGS = ("managed", "managed_access", "managed_memory")
+"""Settings of `gh200_optimizations` for roles in managed memory."""
 LATENTS = "latents of the batch"
 """Name of the latents among the tensors of a batch that are copied; no text tensor has it."""
 
@@ -83,14 +93,24 @@ class BatchTransfer:
         self.device = device
         self._session = session
         self._table = table
-        self._hints = session.hints if session.hints_enabled else None
         pool = session.pool() if session.wants_pool else None
         self._pool = pool if isinstance(pool, ManagedPool) else None
+        # Hints about memory that is not managed have no effect; `managed_memory_notice` says so.
+        is_hinted = session.hints_enabled and self._pool is not None
+        self._hints = session.hints if is_hinted else None
         self._tier = Tier.DEVICE if self.needs_copy else Tier.HOST
         self._tracked: dict[str, tuple[Tier, Callable[[], int]]] = {}
         self._reserved: dict[str, int] = {}
         self._stats: Stats = {}
+        self._reported_full = False
+        if self._pool is not None:
+            self.track_memory("batches", self._batches_nbytes, Tier.MANAGED)
         self._staging = PinnedStaging(self.allocate_host, _record_event)
+
+    @property
+    def session(self) -> MemorySession:
+        """The memory objects of the run: managed memory, accounting and statistics."""
+        return self._session
 
     @property
     def needs_copy(self) -> bool:
@@ -156,10 +176,8 @@ class BatchTransfer:
     def memory_used(self, step: int) -> MemoryUsed:
         """Return the event that reports the memory of this process, on the device and the host.
 
-        Call it between steps, with the number of the last one: if managed
-        memory is oversubscribed, it also frees some.
+        Call it between steps, with the number of the last one.
         """
-        self._session.observe(reclaim=True)
         for role, (tier, nbytes) in self._tracked.items():
             self._session.accounting.release(tier, role, self._reserved.get(role, 0))
             now = nbytes()
@@ -167,6 +185,22 @@ class BatchTransfer:
             self._reserved[role] = now if self._session.accounting.reserve(tier, role, now) else 0
         self._stats = self._session.stats()
         return memory_event(step, self._stats, psutil.Process().memory_info().rss)
+
+    def observe(self, step: int) -> None:
+        """Look at the memory in use after a step; reclaim some if managed memory is oversubscribed.
+
+        Does nothing in a run without managed memory.
+        """
+        attach_to_torch_memory_stats(self._session)
+        self._session.observe(reclaim=True, step=step)
+
+    def end_observation(self) -> None:
+        """Let `torch.cuda.memory_stats()` no longer report this run, because it is over."""
+        detach_from_torch_memory_stats(self._session)
+
+    def register_trimmer(self, name: str, component: Trimmable, *, on_host: bool = False) -> None:
+        """Let a reclamation trim this component; see `Trimmers.register`."""
+        self._session.trimmers.register(name, component, on_host=on_host)
 
     @property
     def alloc_retries(self) -> int:
@@ -191,11 +225,26 @@ class BatchTransfer:
         if self._hints is not None:
             place_batch({"latents": latents, "text": text}, self._hints, self._table)
 
+    def _batches_nbytes(self) -> int:
+        """Return the bytes of managed memory that torch holds for batches."""
+        return 0 if self._pool is None else self._pool.counters().live_bytes
+
     def _empty_on_device(self, like: Tensor) -> Tensor:
         if self._pool is None:
             return torch.empty_like(like, device=self.device)
-        with self._pool.allocating():
+        try:
+            with self._pool.allocating():
+                return torch.empty_like(like, device=self.device)
+        except torch.OutOfMemoryError:
+            self._report_full_pool()
             return torch.empty_like(like, device=self.device)
+
+    def _report_full_pool(self) -> None:
+        if not self._reported_full:
+            self._reported_full = True
+            limit = format_bytes(self._session.managed_cap)
+            text = f"managed memory is full (at most {limit}): some batches are in device memory"
+            self._session.emit(Notice(text, level="warning", fallback=True))
 
 
 def build_batch_transfer(
@@ -203,10 +252,11 @@ def build_batch_transfer(
     device: torch.device,
     emit: Callable[[Event], None],
     gc_freeze: GcFreeze | None = None,
+    managed_cap: int | None = None,
 ) -> BatchTransfer:
-    """Build the `BatchTransfer` of a run.
+    """Build the `BatchTransfer` of a run, with at most `managed_cap` bytes of managed memory.
 
-    Also reports how host memory and device are connected, and whether memory hints are on.
+    Also reports how host memory and device are connected, and what managed memory is used for.
     """
     session = MemorySession(
         lambda: open_machine(device.index or 0),
@@ -215,40 +265,16 @@ def build_batch_transfer(
         gc_freeze,
     )
     session.hints_override = section.enable_uvm_hints
+    session.use_uvm_override = section.use_uvm
+    session.managed_cap_override = managed_cap
     platform = session.machine.platform
     hints = "on" if session.hints_enabled else "off"
     emit(Notice(f"memory link: {platform.link.value} ({platform.reasons['link']}); hints {hints}"))
-    managed = managed_memory_notice(session)
+    roles = [name for name in ROLE_SETTINGS if name in section.model_fields_set]
+    managed = managed_memory_notice(session, roles)
     if managed is not None:
         emit(managed)
     return BatchTransfer(session, device, placement_table({**BATCH_PLACEMENT, **section.placement}))
-
-
-def managed_memory_notice(session: MemorySession) -> Notice | None:
-    """Return the notice about what is in managed memory, and what the `uvm_*` settings govern.
-
-    None if neither managed memory nor such a setting is in use.
-    """
-    settings = session.settings
-    given = {
-        "uvm_oversubscription_ratio": settings.oversubscription_ratio,
-        "uvm_access_pattern": settings.access_pattern,
-        "uvm_stage1_threshold": settings.stage1_threshold,
-        "uvm_stage1_min_bytes": settings.stage1_min_bytes,
-    }
-    names = ", ".join(name for name, value in given.items() if value is not None)
-    idle = f"; no effect: {names}" if names else ""
-    if not session.wants_pool:
-        text = "nothing is in managed memory, because use_uvm is off" if names else ""
-        return Notice(f"{text}{idle}") if text else None
-    pool = session.pool()
-    if not isinstance(pool, ManagedPool):
-        text = f"batches are not in managed memory, although it is enabled: {pool.reason}"
-        return Notice(f"{text}{idle}", level="warning", fallback=True)
-    return Notice(
-        f"managed memory: the batches of the run, at most {format_bytes(session.managed_cap)}; "
-        "weights, gradients, optimizer state and activations are not in it"
-    )
 
 
 # Pinned staging memory
@@ -365,21 +391,52 @@ class BatchIterator(Protocol):
 
     def __next__(self) -> tuple[Batch, LoaderState]: ...
 
+    def surplus_nbytes(self) -> int:
+        """Return the bytes of the batches that are on the device, except the next one."""
+        ...
+
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
 class PrefetchDepth:
-    """Number of batches to prefetch: fixed, or raised whenever a step had to wait."""
+    """Number of batches to prefetch: fixed, or raised whenever a step had to wait.
 
-    batches: int
-    max_nbytes: int | None
-    """Maximum device memory for prefetched batches, in bytes; None: their number is fixed."""
+    While memory is short, it is 1.
+    """
+
+    def __init__(self, batches: int, max_nbytes: int | None) -> None:
+        """Start with `batches`.
+
+        `max_nbytes` is the maximum device memory for prefetched batches; None: their number is
+        fixed.
+        """
+        self.max_nbytes = max_nbytes
+        self._batches = batches
+        self._shortened_by: set[str] = set()
+
+    @property
+    def batches(self) -> int:
+        """Number of batches to prefetch now."""
+        return min(1, self._batches) if self._shortened_by else self._batches
 
     def grow(self, batch_nbytes: int) -> None:
         """Prefetch one batch more from now on, if all prefetched batches fit into `max_nbytes`."""
-        if self.max_nbytes is not None and (self.batches + 1) * batch_nbytes <= self.max_nbytes:
-            self.batches += 1
+        if self.max_nbytes is None or self._shortened_by:
+            return
+        if (self._batches + 1) * batch_nbytes <= self.max_nbytes:
+            self._batches += 1
+
+    def shorten(self, reason: str) -> int:
+        """Prefetch one batch until `lengthen` is called for this reason; return how many fewer."""
+        before = self.batches
+        self._shortened_by.add(reason)
+        return before - self.batches
+
+    def lengthen(self, reason: str) -> int:
+        """Prefetch as before `shorten`, unless there is another reason; return how many more."""
+        before = self.batches
+        self._shortened_by.discard(reason)
+        return self.batches - before
 
 
 @dataclass(slots=True)
@@ -412,6 +469,10 @@ class InlineBatches:
     def __next__(self) -> tuple[Batch, LoaderState]:
         self.counts.batches += 1
         return next(self._batches)
+
+    def surplus_nbytes(self) -> int:
+        """Return 0: no batch is loaded in advance."""
+        return 0
 
     def close(self) -> None:
         """Do nothing: there is no background thread."""
@@ -511,6 +572,11 @@ class PrefetchedBatches(Generic[Arrival]):
         self._stream.wait_for(ready.batch, ready.arrival)
         return ready.batch, ready.state
 
+    def surplus_nbytes(self) -> int:
+        """Return the bytes of prefetched batches, except the next one."""
+        with self._changed:
+            return sum(batch_nbytes(ready.batch) for ready in list(self._ready)[1:])
+
     def close(self) -> None:
         """Stop the background thread and drop the prefetched batches that were not used."""
         with self._changed:
@@ -578,22 +644,86 @@ def batch_nbytes(batch: Batch) -> int:
 
 
 class DeviceTextCache:
-    """Text embeddings that stay on the device for the whole run.
+    """Text embeddings that stay on the device, unless its memory is short.
 
     The prompts are chosen at the start and never replaced, so a resumed run keeps the same ones on
-    the device.
+    the device. After `trim` and `restore`, each returns when it is read next.
     """
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
+    def __init__(self, entries: Mapping[str, Entry], device: torch.device | None = None) -> None:
+        self._entries: dict[str, Entry] = dict(entries)
+        self._chosen = frozenset(entries)
+        self._device = device
+        self._is_trimmed = self._is_managed = False
+        self._lock = threading.Lock()  # a thread loads batches while another one trims
         self.hits = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the embeddings that are on the device now."""
+        with self._lock:
+            return sum(t.nbytes for entry in self._entries.values() for t in entry.values())
 
     def get_all(self, names: Sequence[str]) -> list[Entry] | None:
         """Return the embeddings of these prompts; None if any of them is not on the device."""
-        if not self._entries or any(name not in self._entries for name in names):
+        with self._lock:
+            found = [self._entries.get(name) for name in names]
+        entries = [entry for entry in found if entry is not None]
+        if not self._chosen or len(entries) < len(names):
             return None
+        for tensor in (tensor for entry in entries for tensor in entry.values()):
+            if tensor.is_cuda:  # `trim` must not free it while this stream uses it
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.hits += len(names)
-        return [self._entries[name] for name in names]
+        return entries
+
+    def keep(self, names: Sequence[str], entries: Sequence[Entry]) -> list[Entry]:
+        """Put embeddings that were read from the host back on the device, if they belong there.
+
+        Returns them, on the device as far as they are kept.
+        """
+        if self._device is None or self._is_trimmed or not self._chosen:
+            return list(entries)
+        kept = []
+        for name, entry in zip(names, entries, strict=True):
+            if name in self._chosen:
+                moved = {part: tensor.to(self._device) for part, tensor in entry.items()}
+                with self._lock:
+                    kept.append(self._entries.setdefault(name, moved))
+            else:
+                kept.append(entry)
+        return kept
+
+    def trim(self) -> int:
+        """Drop all embeddings from the device, which are then read from host memory.
+
+        Returns their bytes.
+        """
+        if self._is_managed:  # their pages move to the host instead
+            return 0
+        nbytes = self.nbytes
+        with self._lock:
+            self._is_trimmed = True
+            self._entries.clear()
+        return nbytes
+
+    def restore(self) -> None:
+        """Keep each chosen prompt on the device again once it is read."""
+        self._is_trimmed = False
+
+    def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement) -> None:
+        """Move the embeddings to managed memory; raise OutOfMemoryError if the cap is too low."""
+        named = [(name, part) for name, entry in self._entries.items() for part in entry]
+        tensors = [self._entries[name][part] for name, part in named]
+        if not tensors:
+            return
+        made = memory.allocate_groups("caches", tensors, placement)
+        copies = [copy for _, group in made for copy in group]
+        moved: dict[str, dict[str, Tensor]] = {name: {} for name in self._entries}
+        for (name, part), tensor, copy in zip(named, tensors, copies, strict=True):
+            moved[name][part] = copy.copy_(tensor)
+        with self._lock:
+            self._entries, self._is_managed = {**moved}, True
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -614,4 +744,4 @@ def cache_texts_on_device(
         if left < 0:
             break
         chosen[name] = {part: tensor.to(device) for part, tensor in entry.items()}
-    return DeviceTextCache(chosen)
+    return DeviceTextCache(chosen, device)

@@ -19,6 +19,7 @@ from gracetune.cache.memory_tier import (
     MemoryTier,
     allocate_page_aligned,
 )
+from gracetune.cache.shard_format import PAGE
 from gracetune.cache.shard_store import ShardStore
 from gracetune.cache.shared_tier import SharedTier
 from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
@@ -107,15 +108,21 @@ class CacheStores:
 
     def trim(self) -> int:
         """Drop entries in memory that files have too; return the bytes given back to the kernel."""
-        return sum(tier.trim() for tier in self._memory_tiers())
+        return sum(store.trim() for store in self.trimmable().values())
 
     def restore(self) -> None:
         """Use the memory again that `trim` has given back."""
-        for tier in self._memory_tiers():
-            tier.restore()
+        for store in self.trimmable().values():
+            store.restore()
 
-    def _memory_tiers(self) -> list[MemoryTier]:
-        return [store for store in (self.latents, self.text) if isinstance(store, MemoryTier)]
+    def trimmable(self) -> dict[str, MemoryTier | SharedTier]:
+        """Return the stores that keep entries in host memory, by name."""
+        stores = {"latents": self.latents, "texts": self.text}
+        return {
+            name: store
+            for name, store in stores.items()
+            if isinstance(store, MemoryTier | SharedTier)
+        }
 
     def _open(self, kind: str, name: str, folder: Path) -> Store:
         on_disk = self._types[kind] == "disk"
@@ -150,11 +157,16 @@ class CacheStores:
             text = f"cache: cache_config.cache_dir {cache_dir} is not used: the cache is in memory"
             hint = "Set cache_config.persistent_cache: true to keep it."
             self._emit(Notice(f"{text} and ends with the run. {hint}"))
-        for kind, cache_type in self._types.items():
-            if cache_type == "unified_memory":
-                limit = format_bytes(self._budgets[kind].nbytes)
-                text = f"cache type unified_memory: {kind} live in host memory, up to {limit}"
-                self._emit(Notice(f"{text}, and are copied to the device before use"))
+        unified = [kind for kind, type_ in self._types.items() if type_ == "unified_memory"]
+        if unified:
+            limits = (
+                f"{kind} up to {format_bytes(self._budgets[kind].nbytes)}" for kind in unified
+            )
+            text = f"cache type unified_memory: {' and '.join(limits)} are in host memory"
+            if self._allocate_host(PAGE).is_pinned() and not self._ranks.shares_cache:
+                text = text.replace("host memory", "pinned host memory")
+            why = "copies ahead of each step are faster than page faults of managed memory"
+            self._emit(Notice(f"{text}, not in managed memory: {why}"))
         if isinstance(self._gather, MissingBulkCopier) and self._types["latents"] != "disk":
             text = "batches of latents are gathered by torch, which is slower: "
             self._emit(Notice(text + self._gather.reason, fallback=True))

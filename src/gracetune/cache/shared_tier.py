@@ -91,7 +91,9 @@ class SharedTier:
         self._table = GatherTable(find())
         self._lock = threading.Lock()
         self._arenas: list[Arena] = []
-        """Kept as long as this store: other ranks may still want to map an arena of this one."""
+        """Kept while this rank starts: other ranks may still want to map an arena of this one."""
+        self._filled: list[Arena] = []
+        """Those of the arenas that this rank has filled."""
 
     def get(self, key: str) -> Entry | None:
         """Return an entry from shared memory, or from the backing store."""
@@ -175,6 +177,23 @@ class SharedTier:
             self._emit(Notice(text + shared.attach_error, level="warning", fallback=True))
         return self._add_arena(shared)
 
+    def trim(self) -> int:
+        """Drop all entries of this rank, which then reads the backing store's files.
+
+        The kernel frees the memory when the last rank of the machine has dropped it. Returns its
+        bytes on the rank that has filled it, and 0 on others.
+        """
+        with self._lock:
+            owned = sum(arena.resident_nbytes for arena in self._arenas if arena in self._filled)
+            self._entries.clear()
+            self._table.clear()
+            self._arenas.clear()
+            self._filled.clear()
+        return owned
+
+    def restore(self) -> None:
+        """Do nothing: files are read through the page cache, which keeps what is used."""
+
     def close(self) -> None:
         """Close the backing store; entries stay in memory."""
         self._backing.close()
@@ -195,6 +214,8 @@ class SharedTier:
             self._budget.take(nbytes)
         with self._lock:
             self._arenas.append(arena)
+            if is_owner:
+                self._filled.append(arena)
             for key, kind, address in index["entries"]:
                 data = segments[address >> OFFSET_BITS]
                 entry = unpack(data, address & OFFSET_MASK, kinds[kind])

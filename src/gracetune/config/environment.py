@@ -14,6 +14,7 @@ import difflib
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracetune.config.fsdp import (
@@ -310,6 +311,12 @@ def keep_compiled_graphs() -> None:
     """
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ.setdefault(COMPILE_CACHE_VARIABLE, os.path.join(cache_home, "gracetune", "compiled"))
+
+
+def compiled_graphs_folder() -> Path | None:
+    """Return the folder in which compiled graphs are kept; None if it has not been set."""
+    folder = os.environ.get(COMPILE_CACHE_VARIABLE)
+    return Path(folder) if folder else None
 
 
 def split_alloc_conf(text: str, variable: str = ALLOC_CONF_VARIABLES[1]) -> AllocConf:

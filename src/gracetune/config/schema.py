@@ -39,6 +39,15 @@ HEALTH_CHECKS = (
     "overfitting",
     "timestep_shift",
     "samples_empty",
+    "samples_same",
+    "captions",
+    "few_samples",
+    "duplicates",
+    "unreadable_files",
+    "small_batches",
+    "latents_scale",
+    "warmup",
+    "clipping",
     "data_waits",
     "weight_waits",
     "slow_down",
@@ -47,6 +56,7 @@ HEALTH_CHECKS = (
     "page_cache",
     "host_memory",
     "device_memory",
+    "device_shared",
     "loader_stalled",
     "previous_run",
 )
@@ -178,6 +188,11 @@ class CacheSection(Section):
     if steps wait for data."""
 
 
+ManagedRoleName = Literal[
+    "weights", "trained", "gradients", "optimizer", "ema", "caches", "activations"
+]
+
+
 class Gh200Section(Section):
     """Memory placement for GH200 and other GPUs with unified memory, and the batch-size ramp.
 
@@ -190,6 +205,24 @@ class Gh200Section(Section):
     """Give the CUDA driver hints about where the tensors of a batch should live in unified memory.
     Default: the variable SIMPLETUNER_GH200_ENABLE_UVM_HINTS or AITK_GH200_ENABLE_UVM_HINTS if it is
     set, otherwise true on a GPU that is cache-coherent with the CPU."""
+    use_uvm: bool | None = None
+    """Let a run use CUDA managed memory: batches, and what the device has no space for (see
+    `managed`). A run that would be out of memory then continues, but slower. Default:
+    `use_uvm` in the variable PYTORCH_CUDA_ALLOC_CONF; otherwise, only batches use it, on a GPU that
+    is cache-coherent with the CPU."""
+    managed: Literal["auto", "off"] | tuple[ManagedRoleName, ...] = "auto"
+    """Use of managed memory, if `use_uvm` is true. `auto`: the planner uses it
+    if that is faster or nothing else fits, and a step that runs out of memory moves more there.
+    `off`: never. A list of roles is always in managed memory: `weights` (frozen), `trained`,
+    `gradients`, `optimizer`, `ema`, `caches`, `activations` (offloaded ones)."""
+    managed_access: Literal["auto", "in_place", "prefetch", "device"] = "auto"
+    """Access to managed memory. `in_place`: kernels use it in host memory; `prefetch`: it moves to
+    the GPU before use and back afterwards; `device`: it stays on the GPU while there is space.
+    `auto`: `in_place`."""
+    managed_memory: str | None = None
+    """Limit of managed memory, such as `16GB`. Default: a quarter of the free GPU memory; on a GPU
+    that is cache-coherent with the CPU, `uvm_oversubscription_ratio` times the GPU memory, limited
+    by host memory."""
     placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
     """Placement hints of a batch's tensors, as {role or tensor name: placement}. Roles are
     `latents`, `audio`, `text` and others. `host`: read in place from host memory; `staged`: kept in
@@ -210,6 +243,11 @@ class Gh200Section(Section):
     rampup_shape: Literal["quadratic", "linear"] = "quadratic"
     """Growth of the effective batch size in the batch-size ramp: `linear` grows evenly, `quadratic`
     slowly at first."""
+
+    @field_validator("managed_memory")
+    @classmethod
+    def _check_size(cls, value: str | None) -> str | None:
+        return _checked_size(value)
 
 
 class TrainSection(Section):
@@ -436,6 +474,19 @@ class LoggingSection(Section):
     so a small number slows short steps down."""
     tensorboard: bool = True
     """Write TensorBoard files into the output folder."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Trackers that get losses, samples, settings, the plan, memory and health: `wandb` (Weights &
+    Biases), `trackio`, `mlflow`. Each needs its extra, as in `pip install 'gracetune[wandb]'`.
+    `tensorboard` is on by default. A tracker that fails never ends the run."""
+    tracker_project: Annotated[str, Field(min_length=1)] = "gracetune"
+    """Name of the project in `wandb` and `trackio`, and of the experiment in `mlflow`."""
+    tracker_run_name: str | None = None
+    """Name of the run in trackers. Default: the name of the output folder."""
+    tracker_offline: bool = False
+    """Let trackers write to this machine only. `wandb` then writes files to the output folder,
+    which `wandb sync` uploads later."""
+    tracker_samples: bool = True
+    """Send validation samples to trackers. `false`: only numbers and text."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on which the run serves its metrics to Prometheus, at `/metrics`. 0: any free port,
     which the log names. Default: none."""
@@ -561,12 +612,16 @@ class PlanSection(Section):
     @field_validator("device_memory", "host_memory")
     @classmethod
     def _check_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                parse_bytes(value)
-            except ConfigError:
-                raise ValueError("a number and a unit, such as 96GB") from None
-        return value
+        return _checked_size(value)
+
+
+def _checked_size(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_bytes(value)
+        except ConfigError:
+            raise ValueError("a number and a unit, such as 96GB") from None
+    return value
 
 
 class RunFile(Section):

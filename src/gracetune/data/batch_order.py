@@ -229,6 +229,12 @@ class BatchOrder:
         draws = [replace(self._draw(start, epoch), epoch=NO_EPOCH) for start, _ in self._spans]
         return sorted(draws, key=lambda draw: prod(draw.size), reverse=True)
 
+    def batch_sizes(self) -> frozenset[int]:
+        """Return the numbers of samples in batches; the last batch of a bucket may be smaller."""
+        starts, stops = self._bounds.T
+        cut = {last - first for _, first, last in self._pieces}
+        return frozenset(map(int, stops - starts)) | cut
+
     def draws_by_size(self) -> dict[Shape, int]:
         """Return the number of samples of each size in an epoch, counting repeats."""
         counts: Counter[Shape] = Counter()

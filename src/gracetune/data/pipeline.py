@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from gracetune.data.sample import Sample, Shape
     from gracetune.data.source import Source
     from gracetune.events.types import Event
+    from gracetune.memory.oversubscription import Trimmable
     from gracetune.models.family import Family
 
     Unreadable = list[tuple[Sample, str]]
@@ -113,6 +114,20 @@ MAX_LISTED_BUCKETS = 4
 DEVICE_TEXT_SHARE = 64
 """Text embeddings that stay on the device may use 1/64 of its memory, unless
 `cache_config.device_budget_gb` is set."""
+
+
+EXTREME_TEXTS = 64
+"""Number of captions with most characters, of which the one with most tokens is planned for."""
+
+
+TOKEN_DIMS = 3
+"""Dimensions of a batch of embedded tokens: samples, tokens, features."""
+
+
+def text_length(text: Mapping[str, Tensor]) -> int:
+    """Return the number of tokens of a batch of texts; 0 if it has no tensor with tokens."""
+    lengths = (tensor.shape[1] for tensor in text.values() if tensor.dim() >= TOKEN_DIMS)
+    return max(lengths, default=0)
 
 
 class DataPipeline:
@@ -184,6 +199,7 @@ class DataPipeline:
         prompts = PromptEncoder(family, groups, sources, self._prompt_names)
         self._encode_texts(prompts, preparer.ranks)
         self._device_texts = self._cache_device_texts(train_groups, prompts)
+        self._extreme_texts = self._find_extreme_texts(train_groups)
         self.order = BatchOrder(
             train_groups,
             run.train.batch_size,
@@ -205,7 +221,9 @@ class DataPipeline:
         The copy to the device may still be in progress when this returns.
         """
         names = [self._prompt_names(d.caption, d.sample, d.size, d.epoch) for d in draws]
-        texts = self._device_texts.get_all(names) or self._reader.read_texts(names)
+        texts = self._device_texts.get_all(names)
+        if texts is None:
+            texts = self._device_texts.keep(names, self._reader.read_texts(names))
         tensors = self._family.stack_text(texts)
         weights = self._reader.read_loss_weights(draws)
         if weights is not None:
@@ -214,6 +232,19 @@ class DataPipeline:
         latents, tensors = self._transfer.to_device(read_latents, tensors)
         weights = tensors.pop(LOSS_WEIGHTS, None)
         return Batch(latents, tensors, tuple(draw.sample for draw in draws), weights)
+
+    def load_largest(self) -> Batch:
+        """Read one sample of the largest size with the longest text, to find the peak of memory."""
+        batch = self.load(self.order.largest_draw())
+        return replace(batch, text=max(self._read_extreme_texts(), key=text_length))
+
+    def text_lengths(self) -> frozenset[int]:
+        """Return lengths of texts in tokens, of at least the longest and the shortest ones."""
+        return frozenset(map(text_length, self._read_extreme_texts()))
+
+    def _read_extreme_texts(self) -> list[dict[str, Tensor]]:
+        entries = self._reader.read_texts(self._extreme_texts)
+        return [self._family.stack_text([entry]) for entry in entries]
 
     def load_sizes(self, sizes: Collection[Shape]) -> dict[Shape, Batch]:
         """Read a batch of one sample of each of these sizes; see `load`."""
@@ -224,19 +255,26 @@ class DataPipeline:
         """Tell the caches which samples will be loaded soon, so that they can read ahead."""
         self._reader.will_need(draws)
 
-    def batches(self, share: RankShare = SINGLE_SHARE, consumed: int = 0) -> BatchIterator:
+    def batches(
+        self,
+        share: RankShare = SINGLE_SHARE,
+        consumed: int = 0,
+        depth: PrefetchDepth | None = None,
+    ) -> BatchIterator:
         """Return an endless iterator over the batches of one rank, as pairs `(batch, state)`.
 
         It starts at the optimizer step after the first `consumed` batches, counted over all ranks.
         `share` decides which batches of a step this rank gets. If the device has memory of its own,
         a thread copies batches there in advance, also those of the next steps; closing the iterator
-        ends the thread.
+        ends the thread. `depth` is that of an earlier iterator, to continue with it.
         """
         loader = Loader(self.order, self.load, share, consumed, will_need=self.will_need)
         if not self._transfer.needs_copy:
             return InlineBatches(loader)
         section = self._run.cache_config
-        if section.prefetch_depth == "auto":
+        if depth is not None:
+            pass
+        elif section.prefetch_depth == "auto":
             depth = PrefetchDepth(INITIAL_DEPTH, int(section.prefetch_budget_gb * GIB))
         else:
             depth = PrefetchDepth(section.prefetch_depth, None)
@@ -260,6 +298,13 @@ class DataPipeline:
             hidden_s=counts.hidden_s,
             depth=batches.depth.batches,
         )
+
+    def trimmers(self) -> dict[str, tuple[Trimmable, bool]]:
+        """Return what a reclamation of memory can trim, by name; with True if in host memory."""
+        on_host = self._stores.trimmable()
+        return {"texts on the device": (self._device_texts, False)} | {
+            f"{name} in host memory": (store, True) for name, store in on_host.items()
+        }
 
     def trim(self) -> int:
         """Free host memory of cached samples that are also in files; return the bytes."""
@@ -326,6 +371,26 @@ class DataPipeline:
         text = f"{len(cached)} of {len(names)} texts stay on the device"
         self._emit(Notice(f"{text}, within {format_bytes(budget)}"))
         return cached
+
+    @property
+    def device_texts(self) -> DeviceTextCache:
+        """Text embeddings that stay on the device for the whole run."""
+        return self._device_texts
+
+    def _find_extreme_texts(self, groups: Sequence[BucketGroup]) -> list[str]:
+        """Return the names of the texts with most and with fewest characters.
+
+        The number of tokens is not known without reading an entry, and there may be millions.
+        """
+        lengths: dict[str, int] = {}
+        for group in groups:
+            for sample in group.samples:
+                captions = {*sample.captions, *([EMPTY_PROMPT] if group.caption_dropout else [])}
+                for caption in captions:
+                    name = self._prompt_names(caption, sample, group.size)
+                    lengths[name] = len(caption)
+        names = sorted(lengths, key=lambda name: (lengths[name], name))
+        return list(dict.fromkeys([*names[:EXTREME_TEXTS], *names[-EXTREME_TEXTS:]]))
 
     def _check_batch_size(self) -> None:
         batch_size = self._run.train.batch_size

@@ -35,6 +35,7 @@ from gracetune.events.types import (
     BatchSkipped,
     CheckpointSaved,
     HealthChanged,
+    MemoryReclaimed,
     MemoryUsed,
     Notice,
     RampChanged,
@@ -42,6 +43,7 @@ from gracetune.events.types import (
     RequestTaken,
     RunEnded,
     RunStarted,
+    StageChanged,
     StageProgress,
     StepDone,
     Validated,
@@ -60,6 +62,7 @@ LABELS = frozenset(
         "adapter",
         "attention",
         "cache",
+        "compile",
         "config",
         "data",
         "experts",
@@ -68,6 +71,7 @@ LABELS = frozenset(
         "model",
         "plan",
         "ramp",
+        "tracker",
     }
 )
 """An info notice `label: text` with one of these labels is shown; others are only logged."""
@@ -296,8 +300,8 @@ class ConsoleState:
                 return health_lines(event)
             case RequestTaken():
                 return [request_line(event)]
-            case BatchSkipped():
-                return [batch_skipped_line(event)]
+            case BatchSkipped() | StageChanged() | MemoryReclaimed():
+                return [memory_or_skip_line(event)]
             case _:  # numbers for the log, the trackers and the page
                 return []
 
@@ -468,6 +472,41 @@ def batch_skipped_line(event: BatchSkipped) -> str:
         f"{event.grad_norm:g} ({files}); {event.skipped} skipped so far"
     )
     return labelled("warning", text)
+
+
+def memory_or_skip_line(event: BatchSkipped | StageChanged | MemoryReclaimed) -> str:
+    """Return the line of a skipped step, or of a decision about memory."""
+    if isinstance(event, BatchSkipped):
+        return batch_skipped_line(event)
+    if isinstance(event, StageChanged):
+        return stage_changed_line(event)
+    return memory_reclaimed_line(event)
+
+
+def stage_changed_line(event: StageChanged) -> str:
+    """Return the line of a change of the memory stage."""
+    state = "the device is short of memory" if event.stage > 1 else "the device has space again"
+    free = f"{format_bytes(event.device_free)} of {format_bytes(event.device_total)} free"
+    return labelled("memory", f"stage {event.stage} after step {event.step}: {state} ({free})")
+
+
+RECLAIMED = {
+    "light": "trimmed",
+    "full": "freed",
+    "restored": "may be used again:",
+    "cap": "managed memory is limited to",
+}
+"""Kind of `MemoryReclaimed` -> the words before its bytes."""
+
+
+def memory_reclaimed_line(event: MemoryReclaimed) -> str:
+    """Return the line of a reclamation, with the bytes of each part that had any."""
+    parts = {name: nbytes for name, nbytes in event.freed.items() if nbytes}
+    details = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
+    text = f"{RECLAIMED[event.kind]} {format_bytes(event.nbytes)}"
+    if event.kind != "cap" and details:
+        text += f" ({details})"
+    return labelled("memory", f"{text}: {event.reason}")
 
 
 def checkpoint_line(event: CheckpointSaved) -> str:

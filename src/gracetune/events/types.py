@@ -331,6 +331,65 @@ class UnifiedMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class StageChanged:
+    """Device memory became short (stage 2), or has space again (stage 1)."""
+
+    step: int
+    stage: int
+    """1: the device has space; 2: it is oversubscribed, and memory is reclaimed."""
+    device_free: int
+    device_total: int
+    threshold: int
+    """Free bytes that were crossed: below the first threshold is stage 2, above the second (with
+    the hysteresis) stage 1."""
+    managed: int = 0
+    """Bytes of CUDA managed memory at this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReclaimed:
+    """Memory was reclaimed because the device is short of it, or may be used again."""
+
+    step: int
+    kind: Literal["light", "full", "restored", "cap"]
+    """`light`: caches, prefetching and managed pages were trimmed; `full`: torch's allocator cache
+    was emptied as well; `restored`: what was trimmed may be used again; `cap`: the limit of managed
+    memory was changed, because the host has less memory or has it again."""
+    freed: Mapping[str, int]
+    """What was trimmed -> bytes. For `restored`, the bytes that were trimmed before and may be used
+    again; for `cap`, the new limit."""
+    nbytes: int
+    """The sum of `freed`."""
+    device_free: int
+    """Free device memory in bytes before."""
+    host_available: int
+    """Host memory in bytes that was available before."""
+    reason: str
+    """Why this was decided, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedOverflow:
+    """A role of the run was moved to CUDA managed memory, by the plan or because memory ran out."""
+
+    step: int
+    """Steps done before."""
+    role: str
+    """`optimizer`, `ema`, `gradients`, `trained`, `weights`, `caches` or `activations`."""
+    nbytes: int
+    """Bytes that were moved; 0 if they are allocated later, such as the state of an optimizer
+    before its first step."""
+    placement: str
+    """`in_place`: kernels use it in host memory; `prefetch`: it moves to the device before use;
+    `device`: it stays on the device while there is space."""
+    reason: str
+    total: int
+    """Managed bytes of all roles afterwards."""
+    cap: int
+    """Largest number of managed bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class HeldOutLoss:
     """The loss on held-out samples, always with the same noise: comparable between steps and runs.
 
@@ -453,6 +512,9 @@ Event = (
     | DeviceSensors
     | MemoryRoles
     | UnifiedMemory
+    | StageChanged
+    | MemoryReclaimed
+    | ManagedOverflow
     | HeldOutLoss
     | HealthChanged
     | RequestTaken
@@ -479,6 +541,9 @@ KINDS: dict[type[Event], str] = {
     DeviceSensors: "device_sensors",
     MemoryRoles: "memory_roles",
     UnifiedMemory: "unified_memory",
+    StageChanged: "stage_changed",
+    MemoryReclaimed: "memory_reclaimed",
+    ManagedOverflow: "managed_overflow",
     HeldOutLoss: "held_out_loss",
     HealthChanged: "health",
     RequestTaken: "request_taken",

@@ -24,6 +24,7 @@ from gracetune.config.dataset_schema import InMemorySection
 from gracetune.events.types import Notice
 from gracetune.hosts.in_memory_files import BackendFiles, StagedDatasetConfig, stage_dataset
 from gracetune.memory.placement import DEFAULT_TABLE, place_batch
+from gracetune.memory.stats import attach_to_torch_memory_stats, extend_torch_memory_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +47,7 @@ def add_fork_module(name: str, session: MemorySession) -> ModuleType:
     """Add the forks' module to the imported modules, under this name; `session` serves it.
 
     The package that contains it must be importable. A module of this name that exists is kept: the
-    host is a fork itself.
+    host is a fork itself. As in the forks, `torch.cuda.memory_stats()` then has `uvm.*` keys.
     """
     package, _, own = name.rpartition(".")
     if name not in sys.modules:
@@ -54,6 +55,8 @@ def add_fork_module(name: str, session: MemorySession) -> ModuleType:
         names = fork_functions(session)
         vars(module).update(names, __all__=sorted(names))
         sys.modules[name] = module
+        extend_torch_memory_stats(session)
+        attach_to_torch_memory_stats(session)
         if package in sys.modules:
             setattr(sys.modules[package], own, module)
     return sys.modules[name]

@@ -1,4 +1,4 @@
-"""The checks of `gracetune diagnose`; each returns a `Finding` with a status and advice.
+"""The checks of `gracetune diagnose`; each returns a `MachineFinding` with a status and advice.
 
 Host checks read versions, environment variables, memory sizes, page settings and NUMA nodes. They
 do not import torch, so they also work where importing it fails. Device checks use and time device
@@ -50,7 +50,7 @@ STATUS_MARKS = MappingProxyType({"OK": "✅", "WARN": "⚠️", "FAIL": "❌", "
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """Result of one check of `gracetune diagnose`."""
 
     name: str
@@ -63,24 +63,24 @@ class Finding:
     """Measured values by name, for the JSON report."""
 
 
-def ok(name: str, text: str, **figures: Figure) -> Finding:
+def ok(name: str, text: str, **figures: Figure) -> MachineFinding:
     """Return a finding with status OK, which needs no action."""
-    return Finding(name, Status.OK, text, "", figures)
+    return MachineFinding(name, Status.OK, text, "", figures)
 
 
-def warn(name: str, text: str, advice: str, **figures: Figure) -> Finding:
+def warn(name: str, text: str, advice: str, **figures: Figure) -> MachineFinding:
     """Return a finding with status WARN: something works, but not as well as it could."""
-    return Finding(name, Status.WARN, text, advice, figures)
+    return MachineFinding(name, Status.WARN, text, advice, figures)
 
 
-def fail(name: str, text: str, advice: str, **figures: Figure) -> Finding:
+def fail(name: str, text: str, advice: str, **figures: Figure) -> MachineFinding:
     """Return a finding with status FAIL: something does not work."""
-    return Finding(name, Status.FAIL, text, advice, figures)
+    return MachineFinding(name, Status.FAIL, text, advice, figures)
 
 
-def skip(name: str, text: str, advice: str = "", **figures: Figure) -> Finding:
+def skip(name: str, text: str, advice: str = "", **figures: Figure) -> MachineFinding:
     """Return a finding with status SKIP, for a check that was not made."""
-    return Finding(name, Status.SKIP, text, advice, figures)
+    return MachineFinding(name, Status.SKIP, text, advice, figures)
 
 
 def gb_per_s(rate: float) -> float:
@@ -88,14 +88,14 @@ def gb_per_s(rate: float) -> float:
     return round(rate / 1e9, 1)
 
 
-def exit_code(findings: Sequence[Finding], *, has_gpu: bool, allow_cpu: bool) -> int:
+def exit_code(findings: Sequence[MachineFinding], *, has_gpu: bool, allow_cpu: bool) -> int:
     """Return exit code 1 if a check failed, or if there is no GPU and `allow_cpu` is False."""
     failed = any(finding.status is Status.FAIL for finding in findings)
     return int(failed or not (has_gpu or allow_cpu))
 
 
 def build_report(
-    findings: Sequence[Finding], code: int, date: str, version: str
+    findings: Sequence[MachineFinding], code: int, date: str, version: str
 ) -> dict[str, object]:
     """Return the JSON report of `gracetune diagnose`, without host name, user name or paths."""
     counts = Counter(finding.status for finding in findings)
@@ -120,7 +120,7 @@ def build_report(
     }
 
 
-def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
+def format_findings(findings: Sequence[MachineFinding]) -> Iterator[str]:
     """Yield the lines of text that `gracetune diagnose` prints."""
     width = max((len(finding.name) for finding in findings), default=0)
     for number, finding in enumerate(findings, start=1):
@@ -185,7 +185,7 @@ def _cpus(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> Finding:
+def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> MachineFinding:
     """Check the versions of Python, torch and other packages; None means not installed."""
     figures = {name: version or "absent" for name, version in versions.items()}
     figures |= {"kernel": kernel.release, "machine": kernel.machine}
@@ -209,7 +209,7 @@ def check_versions(versions: Mapping[str, str | None], kernel: KernelInfo) -> Fi
 
 def check_environment(
     variables: Mapping[str, str], effects: Sequence[str], problem: str
-) -> Finding:
+) -> MachineFinding:
     """Check gracetune's environment variables.
 
     `variables` are those that are set, `effects` says what they do, and `problem` is the error
@@ -232,7 +232,7 @@ def check_environment(
 
 def check_torch_build(
     version: str | None, cuda: str | None, problem: str, device: str = ""
-) -> Finding:
+) -> MachineFinding:
     """Check that torch sees a GPU; `problem` is the error message if it does not."""
     name = "torch and CUDA"
     if version is None:
@@ -256,7 +256,7 @@ def check_torch_build(
     return ok(name, text, cuda=cuda, device=device)
 
 
-def check_platform(platform: Platform) -> Finding:
+def check_platform(platform: Platform) -> MachineFinding:
     """Report how host memory and device are connected, and how that was detected."""
     why = platform.reasons["link"]
     figures: dict[str, Figure] = {
@@ -281,7 +281,7 @@ def check_platform(platform: Platform) -> Finding:
     return ok("platform", text, **figures)
 
 
-def check_memory(platform: Platform, device_free: int) -> Finding:
+def check_memory(platform: Platform, device_free: int) -> MachineFinding:
     """Check the free memory of device and host."""
     figures = {
         "device_bytes": platform.device_bytes,
@@ -310,7 +310,7 @@ def check_memory(platform: Platform, device_free: int) -> Finding:
     return ok("memory", text, **figures)
 
 
-def check_pages(platform: Platform, kernel: KernelInfo) -> Finding:
+def check_pages(platform: Platform, kernel: KernelInfo) -> MachineFinding:
     """Check the kernel's page size and transparent huge pages."""
     huge_pages = kernel.huge_pages or "unknown"
     figures: dict[str, Figure] = {"page_bytes": platform.page_bytes, "huge_pages": huge_pages}
@@ -327,7 +327,7 @@ def check_pages(platform: Platform, kernel: KernelInfo) -> Finding:
     return ok("pages", text, **figures)
 
 
-def check_numa(platform: Platform, kernel: KernelInfo, affinity: frozenset[int]) -> Finding:
+def check_numa(platform: Platform, kernel: KernelInfo, affinity: frozenset[int]) -> MachineFinding:
     """Check that this process runs on the CPUs nearest to the device."""
     node = platform.host_node
     figures: dict[str, Figure] = {
@@ -492,7 +492,7 @@ def _require_success(code: int, call: str) -> None:
         raise DriverCallError(f"{call} failed with code {code}")
 
 
-def check_copies(bench: DeviceBench, nbytes: int) -> Finding:
+def check_copies(bench: DeviceBench, nbytes: int) -> MachineFinding:
     """Time copies between pinned host memory and the device, in both directions."""
     name, device = "pinned copies", bench.platform.device
     bench.copy(nbytes, HOST, device)
@@ -511,7 +511,7 @@ def check_copies(bench: DeviceBench, nbytes: int) -> Finding:
     return ok(name, text, **figures)
 
 
-def check_faults(bench: DeviceBench, nbytes: int) -> Finding:
+def check_faults(bench: DeviceBench, nbytes: int) -> MachineFinding:
     """Time how fast the device first touches managed memory, with page faults and prefetched."""
     name = "faults against prefetch"
     refusal = _managed_memory_refusal(bench)
@@ -560,7 +560,7 @@ def check_faults(bench: DeviceBench, nbytes: int) -> Finding:
     return ok(name, text, **figures)
 
 
-def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
+def check_hints(bench: DeviceBench, nbytes: int) -> MachineFinding:
     """Give the driver memory hints, and check that it reports them back."""
     name = "hint round trip"
     refusal = _managed_memory_refusal(bench)
@@ -593,7 +593,7 @@ def check_hints(bench: DeviceBench, nbytes: int) -> Finding:
     return ok(name, "preferred location, accessed-by and prefetch were read back as set")
 
 
-def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
+def check_pool(trial: PoolTrial | PoolUnavailable) -> MachineFinding:
     """Return the finding for the test of a pool of CUDA managed memory (see `try_pool`)."""
     name = "pool round trip"
     if isinstance(trial, PoolUnavailable):
@@ -619,7 +619,7 @@ def check_pool(trial: PoolTrial | PoolUnavailable) -> Finding:
     return ok(name, text, **figures)
 
 
-def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> Finding:
+def check_oversubscription(bench: DeviceBench, scale: float, *, force: bool) -> MachineFinding:
     """Allocate `scale` times the device's memory as managed memory and touch all of it.
 
     Unless `force` is set, this is skipped on devices without NVLink-C2C, where it can hang the GPU.

@@ -10,6 +10,11 @@ action. It keeps no running count of memory, so an `empty_cache()` elsewhere can
     free memory        > threshold + hysteresis  -> stage 1
     in between                                   -> the stage stays as it is
 
+In stage 2, a light reclamation trims what components have registered as `Trimmable`: caches, the
+prefetcher, the weight ring and managed pages. If that did not help, a full reclamation empties
+torch's allocator cache. What was trimmed comes back when there is space for it. Nothing of this
+changes the results of training. Each decision is an event with its effect in bytes.
+
 `GcFreeze` is here because a reclamation has to collect Python garbage as well.
 """
 
@@ -18,16 +23,19 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from gracetune.errors import ConfigError
-from gracetune.events.types import Notice
+from gracetune.events.types import MemoryReclaimed, StageChanged
 from gracetune.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
+
+    from gracetune.events.types import Event
+    from gracetune.memory.driver import Driver
 
 
 class Stage(IntEnum):
@@ -45,7 +53,7 @@ class Action(StrEnum):
 
     NONE = "none"
     LIGHT = "light"
-    """Collect Python garbage and call other registered functions that free memory."""
+    """Collect Python garbage, and trim caches, prefetched data and managed pages."""
     HARD = "hard"
     """Synchronize the device, then free the cached segments of torch's allocator."""
 
@@ -61,6 +69,8 @@ class Reading:
     device_free: int
     device_total: int
     host_available: int
+    managed: int = 0
+    """CUDA managed memory that is allocated, on the device or on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,23 +214,98 @@ def _is_due(readings_since: int | None, interval: int) -> bool:
     return readings_since is None or readings_since >= interval
 
 
+def is_host_short(policy: StagePolicy, reading: Reading) -> bool:
+    """Return True if host memory could not take all managed pages, which may be evicted to it."""
+    return reading.host_available - policy.host_reserve_bytes < reading.managed
+
+
+def may_restore(policy: StagePolicy, reading: Reading, trimmed: int) -> bool:
+    """Return True if using `trimmed` bytes of device memory again would keep it in stage 1."""
+    return reading.device_free - trimmed > policy.stage1_above(reading.device_total)
+
+
+def bounded_cap(policy: StagePolicy, cap: int, reading: Reading) -> int:
+    """Return the maximum of managed memory now: at most `cap`, and what the host can still take."""
+    room = max(0, reading.host_available - policy.host_reserve_bytes)
+    return min(cap, reading.managed + room)
+
+
+class Trimmable(Protocol):
+    """A component that can do without some of its memory. Results do not depend on it."""
+
+    def trim(self) -> int:
+        """Free memory, or let the next steps free it; return the bytes."""
+        ...
+
+    def restore(self) -> None:
+        """Use as much memory again as before `trim`, as far as it is needed."""
+        ...
+
+
+class Trimmers:
+    """The components that a light reclamation trims, by name, in the order of registration."""
+
+    def __init__(self) -> None:
+        self._on_device: dict[str, Trimmable] = {}
+        self._on_host: dict[str, Trimmable] = {}
+        self._trimmed: dict[str, int] = {}
+
+    def register(self, name: str, component: Trimmable, *, on_host: bool = False) -> None:
+        """Add a component, or replace the one with this name.
+
+        With `on_host`, it frees host memory, and is trimmed only if managed pages need that.
+        """
+        (self._on_host if on_host else self._on_device)[name] = component
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that were trimmed and not yet restored."""
+        return sum(self._trimmed.get(name, 0) for name in self._on_device)
+
+    @property
+    def has_trimmed(self) -> bool:
+        """True if components were trimmed and not yet restored."""
+        return bool(self._trimmed)
+
+    def trim(self, *, with_host: bool) -> dict[str, int]:
+        """Trim all components, and with `with_host` those in host memory; return bytes by name."""
+        chosen = self._on_device | (self._on_host if with_host else {})
+        freed = {name: component.trim() for name, component in chosen.items()}
+        for name, nbytes in freed.items():
+            self._trimmed[name] = self._trimmed.get(name, 0) + max(0, nbytes)
+        return freed
+
+    def restore(self) -> dict[str, int]:
+        """Restore all components that were trimmed; return the bytes they had given back."""
+        restored, self._trimmed = self._trimmed, {}
+        components = self._on_device | self._on_host
+        for name in restored:
+            if name in components:
+                components[name].restore()
+        return restored
+
+
+ALLOCATOR_CACHE = "allocator cache"
+"""Name of the memory that a full reclamation frees, in its event."""
+
+
 class Stages:
-    """Tracks whether device memory is full, frees memory if so, and counts the bytes freed."""
+    """Tracks whether device memory is full, frees memory if so, and reports each decision."""
 
     def __init__(
         self,
         policy: StagePolicy,
-        light: Callable[[], int],
-        hard: Callable[[], int],
-        emit: Callable[[Notice], None],
+        trimmers: Trimmers,
+        empty_cache: Callable[[], int],
+        emit: Callable[[Event], None],
     ) -> None:
-        """`light` collects garbage, `hard` empties torch's cache; both return the bytes freed."""
+        """`empty_cache` empties torch's allocator cache and returns the bytes freed."""
         self.policy = policy
         self.state = StageState()
         self.reclaimed: dict[Action, int] = {Action.LIGHT: 0, Action.HARD: 0}
         """Bytes freed so far, by kind of reclamation."""
-        self._light = light
-        self._hard = hard
+        self._trimmers = trimmers
+        self._empty_cache = empty_cache
         self._emit = emit
 
     @property
@@ -228,44 +313,85 @@ class Stages:
         """Bytes freed so far by reclamations of both kinds."""
         return sum(self.reclaimed.values())
 
-    def update(self, reading: Reading) -> Stage:
+    def update(self, reading: Reading, step: int = 0) -> Stage:
         """Return whether device memory is full (the stage) by a memory reading; free nothing."""
         seen, _ = advance(self.policy, self.state, reading)
         return self._enter(
-            replace(self.state, stage=seen.stage, transitions=seen.transitions), reading
+            replace(self.state, stage=seen.stage, transitions=seen.transitions), reading, step
         )
 
-    def update_and_reclaim(self, reading: Reading) -> Stage:
+    def update_and_reclaim(self, reading: Reading, step: int = 0) -> Stage:
         """Return whether device memory is full (the stage), and free memory if it is.
 
-        Called between steps.
+        Called between steps; `step` is the number of the last one, for events.
         """
         state, action = advance(self.policy, self.state, reading)
-        self._enter(state, reading)
+        self._enter(state, reading, step)
+        limit = format_bytes(self.policy.stage2_below(reading.device_total))
+        short = f"{format_bytes(reading.device_free)} of device memory are free, below {limit}"
         if action is Action.LIGHT:
-            self.reclaimed[action] += self._light()
+            with_host = is_host_short(self.policy, reading)
+            freed = self._trimmers.trim(with_host=with_host)
+            if with_host:
+                short += "; host memory could not take all managed pages"
+            self._report(action, "light", freed, reading, short, step)
         elif action is Action.HARD:
-            self.reclaimed[action] += self._hard()
+            freed = {ALLOCATOR_CACHE: self._empty_cache()}
+            short += "; the light reclamation was not enough"
+            self._report(action, "full", freed, reading, short, step)
+        elif self._may_restore(reading):
+            freed = self._trimmers.restore()
+            reason = f"{format_bytes(reading.device_free)} of device memory are free again"
+            self._report(action, "restored", freed, reading, reason, step)
         return self.state.stage
 
-    def _enter(self, state: StageState, reading: Reading) -> Stage:
+    def _may_restore(self, reading: Reading) -> bool:
+        return (
+            self._trimmers.has_trimmed
+            and self.state.stage is Stage.RESIDENT
+            and may_restore(self.policy, reading, self._trimmers.device_bytes)
+        )
+
+    def _report(
+        self,
+        action: Action,
+        kind: Literal["light", "full", "restored"],
+        freed: Mapping[str, int],
+        reading: Reading,
+        reason: str,
+        step: int,
+    ) -> None:
+        nbytes = sum(freed.values())
+        if action is not Action.NONE:
+            self.reclaimed[action] += nbytes
+        self._emit(
+            MemoryReclaimed(
+                *(step, kind, freed, nbytes, reading.device_free, reading.host_available, reason)
+            )
+        )
+
+    def _enter(self, state: StageState, reading: Reading, step: int) -> Stage:
         if state.stage is not self.state.stage:
-            self._emit(Notice(_describe(state.stage, reading)))
+            total = reading.device_total
+            is_full = state.stage is Stage.OVERSUBSCRIBED
+            limit = self.policy.stage2_below(total) if is_full else self.policy.stage1_above(total)
+            self._emit(
+                StageChanged(
+                    *(step, int(state.stage), reading.device_free, total, limit, reading.managed)
+                )
+            )
         self.state = state
         return state.stage
 
 
-def _describe(stage: Stage, reading: Reading) -> str:
-    return (
-        f"memory stage {int(stage)} ({stage.name.lower()}): "
-        f"{format_bytes(reading.device_free)} of {format_bytes(reading.device_total)} "
-        "device memory free"
-    )
+def cuda_is_in_use() -> bool:
+    """Return True if torch has started CUDA in this process."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def read_memory(device: int, host_available: int) -> Reading:
-    """Read the memory in use on a CUDA device; the caller passes the available host memory."""
-    free, total = torch.cuda.mem_get_info(device)
+def read_memory(driver: Driver, device: int, host_available: int) -> Reading:
+    """Read the memory in use on a device; the caller passes the available host memory."""
+    free, total = driver.memory_info(device)
     return Reading(
         reserved=torch.cuda.memory_reserved(device),
         allocated=torch.cuda.memory_allocated(device),
@@ -275,13 +401,21 @@ def read_memory(device: int, host_available: int) -> Reading:
     )
 
 
-def light_reclamation(trimmers: Sequence[Callable[[], int]]) -> Callable[[], int]:
-    """Return a function that calls the `trimmers`, which free memory, and sums the bytes freed."""
+class Garbage:
+    """Python objects in reference cycles, which may hold tensors, as a `Trimmable`."""
 
-    def reclaim() -> int:
-        return sum(trim() for trim in trimmers)
+    def __init__(self, gc_freeze: GcFreeze, device: int) -> None:
+        self._gc_freeze = gc_freeze
+        self._device = device
 
-    return reclaim
+    def trim(self) -> int:
+        """Collect reference cycles and return the device bytes freed."""
+        before = torch.cuda.memory_allocated(self._device)
+        self._gc_freeze.collect()
+        return before - torch.cuda.memory_allocated(self._device)
+
+    def restore(self) -> None:
+        """Do nothing: garbage is not needed again."""
 
 
 def hard_reclamation(device: int, gc_freeze: GcFreeze) -> Callable[[], int]:
@@ -292,6 +426,8 @@ def hard_reclamation(device: int, gc_freeze: GcFreeze) -> Callable[[], int]:
 
     def reclaim() -> int:
         gc_freeze.collect()
+        if not cuda_is_in_use():
+            return 0
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         torch.cuda.empty_cache()

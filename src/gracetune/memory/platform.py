@@ -572,7 +572,8 @@ def _includes_gpu_memory(proc: Path) -> bool:
 def _cgroup_free_bytes(proc: Path, mount: Path) -> int | None:
     """Return the bytes that this process's cgroup (v2) and its parents leave; None without a limit.
 
-    Inactive page cache counts as free, because the kernel can drop it.
+    The page cache counts as free, as in MemAvailable: the kernel drops it before it kills a
+    process.
     """
     match = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
     if match is None:
@@ -585,8 +586,10 @@ def _cgroup_free_bytes(proc: Path, mount: Path) -> int | None:
         if not limit.isdecimal():
             continue
         used = int(_text(folder / "memory.current").strip() or 0)
-        cache = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
-        free.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
+        sizes = re.findall(
+            r"^(?:in)?active_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE
+        )
+        free.append(max(0, int(limit) - used + sum(map(int, sizes))))
     return min(free, default=None)
 
 

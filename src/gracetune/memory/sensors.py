@@ -71,7 +71,7 @@ class MachineSensors:
         self._sys = sys
         self._clock = clock
         self._cgroup = find_memory_cgroup(proc, sys / "fs/cgroup")
-        self._last_refaults: tuple[float, int] | None = None
+        self._counters: dict[str, tuple[float, int]] = {}
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def read(self) -> SensorReading:
@@ -83,11 +83,14 @@ class MachineSensors:
         else:
             gpus = (self._gpu.read(),)
         host = {**self._memory(), **self._pressure(), **self._disk_space()}
-        refaults = self._refaults_per_s()
+        refaults = self._per_s("refaults", self._refaults())
         if refaults is None:
             unavailable["refaults"] = "the kernel does not count page-cache refaults"
         else:
             host["refaults_per_s"] = refaults
+        swapped = self._per_s("swap", _counter(self._proc / "vmstat", ("pswpin",)))
+        if swapped is not None:
+            host["swapped_in_per_s"] = swapped * self._page_bytes
         if not any(name.startswith("pressure_") for name in host):
             unavailable["pressure"] = f"{self._proc / 'pressure'} does not exist"
         times = os.times()
@@ -125,15 +128,20 @@ class MachineSensors:
                 continue
         return found
 
-    def _refaults_per_s(self) -> float | None:
-        """Return pages per second that were read again because the page cache had dropped them."""
+    def _refaults(self) -> int | None:
+        """Return how many pages were read again because the page cache had dropped them."""
         total = None if self._cgroup is None else self._cgroup.refaults()
         if total is None:
             total = _counter(self._proc / "vmstat", ("workingset_refault_file",))
+        return total
+
+    def _per_s(self, name: str, total: int | None) -> float | None:
+        """Return by how much a counter has grown per second since the last call."""
         if total is None:
             return None
         now = self._clock()
-        last, self._last_refaults = self._last_refaults, (now, total)
+        last = self._counters.get(name)
+        self._counters[name] = now, total
         if last is None or now <= last[0]:
             return 0.0
         return max(0, total - last[1]) / (now - last[0])
@@ -163,8 +171,12 @@ class MemoryCgroup:
         found: dict[str, float] = {}
         used, limit = _number(self.folder / self.used), _number(self.folder / self.limit)
         if used is not None:
-            cache = _counter(self.folder / "memory.stat", ("inactive_file", "total_inactive_file"))
-            found["cgroup_used"] = max(0, used - (cache or 0))
+            # The kernel drops pages of files, active ones too, before it kills a process.
+            cached = [
+                _counter(self.folder / "memory.stat", (f"total_{kind}", kind)) or 0
+                for kind in ("inactive_file", "active_file")
+            ]
+            found["cgroup_used"] = max(0, used - sum(cached))
         if limit is not None and limit < 1 << 60:  # version 1 has a huge number for "no limit"
             found["cgroup_limit"] = limit
         kills = self.oom_kills()
@@ -234,6 +246,9 @@ class GpuSensors:
         memory = self._ask("nvmlDeviceGetMemoryInfo")
         if memory is not None:
             values["memory_used"], values["memory_total"] = int(memory.used), int(memory.total)
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        if processes is not None:
+            values |= _other_processes(processes)
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # the name of this function in drivers before 535
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -277,6 +292,19 @@ def open_gpu_sensors(nvml: Any, device: int) -> GpuSensors | str:
     except (nvml.NVMLError, AttributeError) as error:
         return f"NVML did not start: {error}"
     return reason
+
+
+def _other_processes(processes: Sequence[Any]) -> dict[str, object]:
+    """Return the number of other processes on a GPU, and the memory of those that NVML knows.
+
+    A container may have other process numbers than the driver. Then this process cannot be told
+    from others, so one of them is counted as this one and their memory is left out.
+    """
+    others = [one for one in processes if one.pid != os.getpid()]
+    if len(others) == len(processes):
+        return {"other_processes": max(0, len(processes) - 1)}
+    known = [one.usedGpuMemory for one in others if one.usedGpuMemory]
+    return {"other_processes": len(others), "other_memory": sum(known)}
 
 
 def _decode(name: str | bytes | None) -> str:

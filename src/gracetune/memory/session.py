@@ -7,11 +7,15 @@ connects them and creates each on first use. A training run has one session, and
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gracetune.events.types import MemoryReclaimed, Notice
+from gracetune.memory.driver import CudaCode
 from gracetune.memory.hints import Hints, legacy_stream, torch_stream
 from gracetune.memory.managed_pool import (
     ManagedPool,
@@ -21,13 +25,18 @@ from gracetune.memory.managed_pool import (
     TorchMemPools,
     open_pool,
 )
+from gracetune.memory.managed_roles import ManagedMemory, ManagedPages, PrefetchThread
 from gracetune.memory.oversubscription import (
+    Garbage,
     GcFreeze,
+    Reading,
     Stage,
     StagePolicy,
     Stages,
+    Trimmers,
+    bounded_cap,
+    cuda_is_in_use,
     hard_reclamation,
-    light_reclamation,
     managed_cap,
     read_memory,
 )
@@ -37,17 +46,29 @@ from gracetune.memory.stats import (
     MemoryAccounting,
     Tier,
     import_cupti,
-    memory_stats,
     start_fault_counter,
+    torch_memory_stats,
+    uvm_stats,
 )
+from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from gracetune.events.types import Notice
-    from gracetune.memory.platform import Machine
+    from gracetune.events.types import Event
+    from gracetune.memory.driver import Driver
+    from gracetune.memory.platform import HostFacts, Machine
     from gracetune.memory.shim import ShimCounters
     from gracetune.memory.stats import FaultCounter, Stats
+
+
+PCIE_CAP_PART = 4
+"""Over PCIe, managed memory may be at most 1/PCIE_CAP_PART of the free device memory."""
+OVERFLOW_OFF = (
+    "managed overflow is off; gh200_optimizations.use_uvm: true in the run file, or use_uvm:True "
+    "in PYTORCH_CUDA_ALLOC_CONF, turns it on"
+)
+"""Why a run has no managed memory for its roles if `use_uvm` is not set."""
 
 
 class MemorySettings(Protocol):
@@ -67,6 +88,24 @@ class MemorySettings(Protocol):
     def stage1_min_bytes(self) -> int | None: ...
 
 
+class HostReader:
+    """Reads the memory sizes of this machine, which takes a millisecond, at most once a second."""
+
+    INTERVAL_S = 1.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._read_at = -self.INTERVAL_S
+        self._facts: HostFacts | None = None
+
+    def __call__(self) -> HostFacts:
+        """Return the sizes, as they were at most a second ago."""
+        now = self._clock()
+        if self._facts is None or now - self._read_at >= self.INTERVAL_S:
+            self._facts, self._read_at = read_this_host(), now
+        return self._facts
+
+
 class MemorySession:
     """The objects that manage CUDA memory for one process or run, created on first use.
 
@@ -77,22 +116,33 @@ class MemorySession:
         self,
         open_machine: Callable[[], Machine],
         read_settings: Callable[[], MemorySettings],
-        emit: Callable[[Notice], None],
+        emit: Callable[[Event], None],
         gc_freeze: GcFreeze | None = None,
+        read_host: Callable[[], HostFacts] | None = None,
     ) -> None:
         """Create a session; nothing is opened or detected yet.
 
         With the run's `gc_freeze`, reclaiming memory also collects objects that it has frozen.
+        `read_host` reads the memory sizes of the host; by default at most once a second.
         """
         self.hints_override: bool | None = None
         """Turns memory hints on or off; None leaves that to environment variables and platform."""
+        self.use_uvm_override: bool | None = None
+        """Turns managed memory on or off; None leaves that to environment variables."""
+        self.managed_cap_override: int | None = None
+        """Maximum managed memory in bytes; None: the default of `managed_cap`."""
         self._open_machine = open_machine
         self._read_settings = read_settings
-        self._emit = emit
+        self.emit = emit
+        """Receives the events of the session."""
         self._gc_freeze = gc_freeze or GcFreeze()
+        self._read_host = read_host or HostReader()
         self._pool: ManagedPool | PoolUnavailable | None = None
-        self.trimmers: list[Callable[[], int]] = [self._collect_garbage]
-        """Functions that free memory and return the bytes freed; called if the device is full."""
+        self._cap_is_lowered = False
+        self._is_governed = False
+        """True once memory was reclaimed as needed between steps; then only that changes stages."""
+        self.trimmers = Trimmers()
+        """Components that give memory back if the device is full."""
 
     @property
     def settings(self) -> MemorySettings:
@@ -120,10 +170,20 @@ class MemorySession:
     def wants_pool(self) -> bool:
         """True if a pool of CUDA managed memory should be used.
 
-        The environment setting `use_uvm` decides; if it is not set, `hints_enabled`.
+        The setting `use_uvm` decides; if it is not set, `hints_enabled`.
         """
-        setting = self.settings.use_uvm
+        setting = self.use_uvm
         return self.hints_enabled if setting is None else setting
+
+    @property
+    def use_uvm(self) -> bool | None:
+        """The setting `use_uvm` of the run file, or else of the environment; None: not set.
+
+        True lets what a run keeps (optimizer state, gradients, ...) overflow to managed memory.
+        """
+        if self.use_uvm_override is not None:
+            return self.use_uvm_override
+        return self.settings.use_uvm
 
     @property
     def hints(self) -> Hints:
@@ -137,7 +197,7 @@ class MemorySession:
             self.machine.driver,
             self.machine.platform,
             current_stream=torch_stream if torch.cuda.is_available() else legacy_stream,
-            emit=self._emit,
+            emit=self.emit,
         )
 
     @cached_property
@@ -153,10 +213,38 @@ class MemorySession:
         )
 
     @property
+    def pattern(self) -> AccessPattern | None:
+        """The setting `uvm_access_pattern`: where managed memory should be; None: not set."""
+        name = self.settings.access_pattern
+        return None if name is None else AccessPattern(name)
+
+    @cached_property
     def managed_cap(self) -> int:
-        """Maximum managed memory in bytes: a multiple of device memory, limited by host memory."""
-        platform = self.machine.platform
-        return managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
+        """Maximum managed memory of the process in bytes; `managed_cap_override` sets it.
+
+        By default, on a coherent machine, a multiple of device memory, limited by host memory. Over
+        PCIe, a quarter of the device memory that is free at the first use: managed memory is slow
+        there, and must not crowd out the memory that torch allocates.
+        """
+        if self.managed_cap_override is not None:
+            return self.managed_cap_override
+        platform, driver = self.machine.platform, self.machine.driver
+        by_ratio = managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
+        if platform.link is not Link.MANAGED or driver is None:
+            return by_ratio
+        return min(by_ratio, driver.memory_info(platform.device)[0] // PCIE_CAP_PART)
+
+    @property
+    def cap_reason(self) -> str:
+        """What limits `managed_cap`, in words."""
+        if self.managed_cap_override is not None:
+            return "gh200_optimizations.managed_memory"
+        policy, platform, cap = self.policy, self.machine.platform, self.managed_cap
+        if cap < managed_cap(policy, platform.device_bytes, platform.host_bytes):
+            return f"1/{PCIE_CAP_PART} of the free device memory"
+        if cap < int(policy.oversubscription_ratio * platform.device_bytes):
+            return "host memory"
+        return f"uvm_oversubscription_ratio {policy.oversubscription_ratio:g}"
 
     @cached_property
     def accounting(self) -> MemoryAccounting:
@@ -167,9 +255,11 @@ class MemorySession:
     def stages(self) -> Stages:
         """Tracks whether device memory is almost full, and frees memory if so."""
         device = self.machine.platform.device
-        light = light_reclamation(self.trimmers)
-        hard = hard_reclamation(device, self._gc_freeze)
-        return Stages(self.policy, light, hard, self._emit)
+        self.trimmers.register("garbage", Garbage(self._gc_freeze, device))
+        pages = ManagedPages(lambda: self._opened_roles, self.policy.stage1_above)
+        self.trimmers.register("managed pages", pages)
+        empty_cache = hard_reclamation(device, self._gc_freeze)
+        return Stages(self.policy, self.trimmers, empty_cache, self.emit)
 
     @cached_property
     def faults(self) -> FaultCounter | str:
@@ -188,52 +278,151 @@ class MemorySession:
             if self.machine.driver is None:
                 self._pool = PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
                 return self._pool
-            pattern = AccessPattern(self.settings.access_pattern or AccessPattern.GPU_FIRST.value)
-            settings = PoolSettings(self.managed_cap, pattern)
-            self._pool = open_pool(platform, find_shim(), settings, TorchMemPools(), self._emit)
+            settings = PoolSettings(self.managed_cap, self.pattern or AccessPattern.GPU_FIRST)
+            refused = self._refused_by_driver(self.machine.driver)
+            if refused is not None:
+                self._pool = refused
+                return self._pool
+            self._pool = open_pool(platform, find_shim(), settings, TorchMemPools(), self.emit)
         return self._pool
 
-    def observe(self, *, reclaim: bool) -> Stage:
+    def _refused_by_driver(self, driver: Driver) -> PoolUnavailable | None:
+        """Return why the driver allocates no managed memory, by a trial; None if it does."""
+        platform = self.machine.platform
+        if not platform.has_managed:
+            return None
+        code, pointer = driver.allocate_managed(platform.page_bytes)
+        if code != CudaCode.SUCCESS:
+            return PoolUnavailable(f"the driver refuses managed memory (code {code})")
+        driver.free(pointer)
+        return None
+
+    @cached_property
+    def managed(self) -> ManagedMemory | PoolUnavailable:
+        """Managed memory for the roles of a run (optimizer state, EMA, ...), or why there is none.
+
+        It is there if `use_uvm` is set and the machine has managed memory to move.
+        """
+        platform, driver = self.machine.platform, self.machine.driver
+        if not self.use_uvm:
+            return PoolUnavailable(OVERFLOW_OFF)
+        if driver is None or not platform.has_managed:
+            return PoolUnavailable(f"no managed memory: {platform.reasons['link']}")
+        if platform.link is Link.INTEGRATED:
+            return PoolUnavailable(f"nothing to oversubscribe: {platform.reasons['link']}")
+        refused = self._refused_by_driver(driver)
+        if refused is not None:
+            return refused
+        prefetcher = PrefetchThread(driver, platform.device, self.emit)
+        return ManagedMemory(
+            *(driver, platform.device, self.accounting, prefetcher, self.emit),
+            pattern=self.pattern,
+        )
+
+    def observe(self, *, reclaim: bool, step: int = 0) -> Stage:
         """Read the memory in use and return whether device memory is oversubscribed (the stage).
 
-        With `reclaim`, memory is freed if needed. Without a managed pool, memory is not read, since
-        nothing can be oversubscribed.
+        With `reclaim`, memory is freed if needed; `step` is the last training step, for events.
+        Without managed memory in use, nothing is read, since nothing can be oversubscribed.
         """
-        if not isinstance(self._pool, ManagedPool):
+        roles, pool = self._opened_roles, self._opened_pool
+        if pool is None and (roles is None or not roles.slabs):
             return self.stages.state.stage
-        device = self.machine.platform.device
-        reading = read_memory(device, read_this_host().usable_bytes())
-        return self.stages.update_and_reclaim(reading) if reclaim else self.stages.update(reading)
+        reading = self._reading()
+        if reading is None:
+            return self.stages.state.stage
+        if not reclaim:
+            return self.stages.update(reading, step)
+        self._is_governed = True
+        self._bound_cap(reading, step)
+        return self.stages.update_and_reclaim(reading, step)
+
+    @property
+    def _opened_roles(self) -> ManagedMemory | None:
+        """Managed memory for roles, if it was used; unlike `managed`, this does not open it."""
+        roles = self.__dict__.get("managed")
+        return roles if isinstance(roles, ManagedMemory) else None
+
+    @property
+    def _opened_pool(self) -> ManagedPool | None:
+        return self._pool if isinstance(self._pool, ManagedPool) else None
 
     def stats(self) -> Stats:
         """Return torch's memory statistics, extended by gracetune's (`uvm.*`)."""
-        self.observe(reclaim=False)
-        stats = memory_stats(
-            torch.cuda.memory_stats(),
+        return {**torch_memory_stats(), **self._uvm_stats(self.faults)}
+
+    def uvm_stats(self) -> Stats:
+        """Return gracetune's memory statistics (`uvm.*`).
+
+        Unlike `stats`, this does not start to count page faults, which takes CUPTI from a profiler.
+        """
+        return self._uvm_stats(self.__dict__.get("faults", "nothing counts page faults yet"))
+
+    def _uvm_stats(self, faults: FaultCounter | str) -> Stats:
+        if not self._is_governed:
+            self.observe(reclaim=False)
+        stats = uvm_stats(
             self.machine.platform,
             self._hints.counts(),
             self.stages.state,
             self.accounting,
-            self.faults,
+            faults,
             self._pool_counters(),
         )
+        stats["uvm.headroom"] = self.headroom()
         for action, nbytes in self.stages.reclaimed.items():
             stats[f"uvm.{action}_bytes"] = nbytes
         return stats
 
     def headroom(self) -> int:
-        """Return the free device memory above the threshold of stage 2, in bytes; 0 on a CPU."""
-        if not torch.cuda.is_available():
-            return 0
-        free, total = torch.cuda.mem_get_info(self.machine.platform.device)
-        return int(free - self.policy.stage2_below(total))
+        """Return the free device memory above the threshold of stage 2, in bytes.
 
-    def _collect_garbage(self) -> int:
-        """Collect reference cycles, which may hold tensors, and return the device bytes freed."""
-        device = self.machine.platform.device
-        before = torch.cuda.memory_allocated(device)
-        self._gc_freeze.collect()
-        return before - torch.cuda.memory_allocated(device)
+        It is 0 on a CPU, and before CUDA is used.
+        """
+        reading = self._reading()
+        if reading is None:
+            return 0
+        return reading.device_free - self.policy.stage2_below(reading.device_total)
+
+    def _reading(self) -> Reading | None:
+        """Read the memory in use; None without a GPU, and before CUDA is used."""
+        platform, driver = self.machine.platform, self.machine.driver
+        if driver is None or (torch.cuda.is_available() and not cuda_is_in_use()):
+            return None
+        host = self._read_host().usable_bytes(platform.device_node)
+        reading = read_memory(driver, platform.device, host)
+        return replace(reading, managed=self._role_bytes + self._pool_bytes)
+
+    @property
+    def _role_bytes(self) -> int:
+        roles = self._opened_roles
+        return 0 if roles is None else sum(slab.nbytes for slab in roles.slabs)
+
+    @property
+    def _pool_bytes(self) -> int:
+        pool = self._opened_pool
+        return 0 if pool is None else pool.counters().live_bytes
+
+    def _bound_cap(self, reading: Reading, step: int) -> None:
+        """Lower the cap of managed memory while the host has less memory than it assumes.
+
+        The roles of the run and the pool share one cap.
+        """
+        cap = bounded_cap(self.policy, self.managed_cap, reading)
+        self.accounting.set_cap(Tier.MANAGED, cap)
+        pool = self._opened_pool
+        if pool is not None:
+            pool.set_cap(max(0, cap - self._role_bytes))
+        is_lowered = cap < self.managed_cap
+        if is_lowered is not self._cap_is_lowered:
+            self._cap_is_lowered = is_lowered
+            reason = (
+                "the host has too little memory to take more managed pages"
+                if is_lowered
+                else "the host can take managed pages again"
+            )
+            memory = reading.device_free, reading.host_available
+            self.emit(MemoryReclaimed(step, "cap", {"cap": cap}, cap, *memory, reason))
 
     def _pool_counters(self) -> ShimCounters | str:
         if isinstance(self._pool, ManagedPool):
@@ -242,3 +431,73 @@ class MemorySession:
             except PoolError as error:
                 return str(error)
         return "no pool was opened" if self._pool is None else self._pool.reason
+
+
+# What a run says about managed memory
+
+PATTERN_EFFECTS = {
+    AccessPattern.GPU_FIRST: "pages prefer the device and return to it after a reclamation",
+    AccessPattern.BALANCED: "pages stay where they were used last",
+    AccessPattern.CPU_FIRST: "pages prefer the host, where kernels read them",
+}
+"""Effect of each access pattern on managed memory."""
+
+
+def managed_memory_notice(
+    session: MemorySession, role_settings: Sequence[str] = ()
+) -> Notice | None:
+    """Return the one line about managed memory: what is in it and why, or what is not in use.
+
+    It names the effect of each `uvm_*` setting, and which of the given `role_settings` have none.
+    None if neither managed memory nor such a setting was asked for.
+    """
+    roles_given = [f"gh200_optimizations.{name}" for name in role_settings]
+    given = [*_given_settings(session.settings), *roles_given]
+    idle = f"; no effect: {', '.join(given)}" if given else ""
+    if not session.wants_pool:
+        if session.hints_enabled:
+            return Notice(f"managed memory is off (use_uvm), so hints have no effect{idle}")
+        return Notice(f"managed memory is off (use_uvm){idle}") if idle else None
+    pool = session.pool()
+    roles = session.managed if session.use_uvm else None
+    has_pool, has_roles = isinstance(pool, ManagedPool), isinstance(roles, ManagedMemory)
+    if not has_pool and not has_roles:
+        reason = pool.reason if isinstance(pool, PoolUnavailable) else ""
+        reason = reason.removeprefix("no managed memory: ").rstrip(".")
+        text = f"managed memory is not in use, although it is asked for: {reason}"
+        return Notice(f"{text}. Ordinary memory is used{idle}", level="warning", fallback=True)
+    overflow = "what the device has no space for"
+    if isinstance(pool, PoolUnavailable):
+        text = f"batches are not in managed memory: {pool.reason}; in it is only {overflow}"
+    else:
+        text = (
+            f"managed memory: batches, and {overflow}" if has_roles else "managed memory: batches"
+        )
+    limit = f"at most {format_bytes(session.managed_cap)} ({session.cap_reason})"
+    effects = "; ".join([text + f", {limit}", *_setting_effects(session, given)])
+    if roles_given and not has_roles:
+        effects += f"; no effect: {', '.join(roles_given)}, because use_uvm is not set"
+    return Notice(effects, level="info" if has_pool else "warning", fallback=not has_pool)
+
+
+def _given_settings(settings: MemorySettings) -> list[str]:
+    values = {
+        "uvm_oversubscription_ratio": settings.oversubscription_ratio,
+        "uvm_access_pattern": settings.access_pattern,
+        "uvm_stage1_threshold": settings.stage1_threshold,
+        "uvm_stage1_min_bytes": settings.stage1_min_bytes,
+    }
+    return [name for name, value in values.items() if value is not None]
+
+
+def _setting_effects(session: MemorySession, given: Sequence[str]) -> list[str]:
+    """Return what each `uvm_*` setting that was given governs, in words."""
+    effects = []
+    if session.pattern is not None:
+        effects.append(f"uvm_access_pattern: {PATTERN_EFFECTS[session.pattern]}")
+    if {"uvm_stage1_threshold", "uvm_stage1_min_bytes"} & {*given}:
+        below = session.policy.stage2_below(session.machine.platform.device_bytes)
+        effects.append(f"memory is reclaimed if less than {format_bytes(below)} are free")
+    if "uvm_oversubscription_ratio" in given and "ratio" not in session.cap_reason:
+        effects.append("no effect: uvm_oversubscription_ratio, because it allows more")
+    return effects

@@ -6,12 +6,16 @@ If page fault or pool counters are unavailable, their keys are absent, and
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import Counter
+import weakref
+from collections import Counter, OrderedDict
 from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from gracetune.events.types import MemoryRoles, MemoryUsed, UnifiedMemory
 from gracetune.memory.hints import HintOutcome
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
     from gracetune.memory.platform import Platform
     from gracetune.memory.shim import ShimCounters
 
+    TorchMemoryStats = Callable[..., Mapping[str, Any]]
+    """The signature of `torch.cuda.memory_stats`."""
 
 Stats = dict[str, int | str]
 
 
-def memory_stats(
-    torch_stats: Mapping[str, int],
+def uvm_stats(
     platform: Platform,
     hints: HintCounts,
     stages: StageState,
@@ -37,12 +42,11 @@ def memory_stats(
     faults: FaultCounter | str,
     pool: ShimCounters | str,
 ) -> Stats:
-    """Return torch's memory statistics (empty without CUDA), extended by `uvm.*` keys.
+    """Return the statistics of CUDA managed memory, whose keys start with `uvm.`.
 
     `faults` and `pool` are the reason as text if those counters are unavailable.
     """
     return {
-        **torch_stats,
         "uvm.platform": platform.link.value,
         **_stage_stats(stages),
         **_accounting_stats(accounting),
@@ -94,6 +98,107 @@ def _pool_stats(pool: ShimCounters | str) -> Stats:
     if isinstance(pool, str):
         return {"uvm.pool_unavailable": pool}
     return {f"uvm.pool.{each.name}": getattr(pool, each.name) for each in fields(pool)}
+
+
+# torch.cuda.memory_stats() with gracetune's keys. The patched torch of the forks had them there.
+
+
+class UvmSource(Protocol):
+    """A source of `uvm.*` statistics, such as a `MemorySession`."""
+
+    def uvm_stats(self) -> Stats: ...
+
+
+class _Extension:
+    """The sources of the keys that are added to `torch.cuda.memory_stats()`."""
+
+    def __init__(self, default: UvmSource, torch_function: TorchMemoryStats) -> None:
+        self.torch_function = torch_function
+        self.is_active = True
+        self._default = default
+        self._newest: weakref.ref[UvmSource] | None = None
+
+    def attach(self, source: UvmSource) -> None:
+        """Use this source as long as it exists."""
+        self._newest = weakref.ref(source)
+
+    def detach(self) -> None:
+        """Use the default source again."""
+        self._newest = None
+
+    @property
+    def source(self) -> UvmSource:
+        """The source that was attached last, or the default."""
+        return (None if self._newest is None else self._newest()) or self._default
+
+    def uvm_numbers(self) -> dict[str, int]:
+        """Return the source's numbers; torch's dictionary has no texts."""
+        stats = self.source.uvm_stats()
+        return {key: value for key, value in stats.items() if isinstance(value, int)}
+
+
+def extend_torch_memory_stats(source: UvmSource) -> None:
+    """Add the numbers of `source` to the dictionaries that `torch.cuda.memory_stats()` returns.
+
+    Only this function changes: torch's others, such as `memory_summary`, do not call it by this
+    name. A second call does nothing. `restore_torch_memory_stats` restores torch's own.
+    """
+    if _extension() is not None:
+        return
+    torch_function: TorchMemoryStats = torch.cuda.memory_stats
+    extension = _Extension(source, torch_function)
+
+    @functools.wraps(torch_function)
+    def memory_stats(device: object = None) -> OrderedDict[str, Any]:
+        stats = torch_function(device)
+        numbers = extension.uvm_numbers() if extension.is_active else {}
+        return OrderedDict(sorted({**stats, **numbers}.items()))
+
+    memory_stats.gracetune_extension = extension  # type: ignore[attr-defined]
+    torch.cuda.memory_stats = memory_stats
+
+
+def attach_to_torch_memory_stats(source: UvmSource) -> None:
+    """Let `torch.cuda.memory_stats()` report this source, if it was extended, as long as it exists.
+
+    A training run calls this, so that the numbers are those of the run.
+    """
+    extension = _extension()
+    if extension is not None:
+        extension.attach(source)
+
+
+def detach_from_torch_memory_stats(source: UvmSource) -> None:
+    """Let `torch.cuda.memory_stats()` report the default source again, if it reports this one."""
+    extension = _extension()
+    if extension is not None and extension.source is source:
+        extension.detach()
+
+
+def restore_torch_memory_stats() -> None:
+    """Undo `extend_torch_memory_stats`."""
+    extension = _extension()
+    if extension is not None:
+        extension.is_active = False  # another package may have wrapped the extended function
+        torch.cuda.memory_stats = extension.torch_function  # type: ignore[assignment]
+
+
+def torch_memory_stats() -> dict[str, Any]:
+    """Return torch's own memory statistics, without gracetune's keys; empty without CUDA."""
+    extension = _extension()
+    function = torch.cuda.memory_stats if extension is None else extension.torch_function
+    return dict(function())
+
+
+def attached_source() -> UvmSource | None:
+    """Return the source whose numbers `torch.cuda.memory_stats()` reports; None if none does."""
+    extension = _extension()
+    return None if extension is None else extension.source
+
+
+def _extension() -> _Extension | None:
+    found: _Extension | None = getattr(torch.cuda.memory_stats, "gracetune_extension", None)
+    return found
 
 
 def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> MemoryUsed:
@@ -173,12 +278,18 @@ class MemoryAccounting:
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
         """`caps` limits the bytes of a kind of memory; kinds without a cap are unlimited."""
-        self.caps = MappingProxyType(dict(caps))
+        self._caps = dict(caps)
+        self.caps = MappingProxyType(self._caps)
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
         self._total: Counter[Tier] = Counter()
         self._peak: Counter[Tier] = Counter()
         self._denied: Counter[Tier] = Counter()
+
+    def set_cap(self, tier: Tier, nbytes: int) -> None:
+        """Change the limit of a kind of memory; reservations that exceed it remain."""
+        with self._lock:
+            self._caps[tier] = nbytes
 
     def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
         """Count bytes that will be allocated; if they exceed the cap, return False instead."""

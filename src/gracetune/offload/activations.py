@@ -200,6 +200,9 @@ class ActivationOffload:
         self._backward_at: BlockCall | None = None
         """The block call that backward has reached; None: backward has not started."""
         self._shared_inputs = SharedInputs()
+        self._weights: dict[nn.Module, frozenset[int]] = {}
+        """Block -> numbers (`cdata`) of the storages of its weights. Finding them takes as long as
+        launching ten kernels, so it is done once."""
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         for block in (*blocks, *checkpointed_blocks, *other_blocks):
@@ -234,6 +237,14 @@ class ActivationOffload:
             prefetch_blocks=self._distance.blocks,
             host_nbytes=self._pool.nbytes,
         )
+
+    def trim(self) -> int:
+        """Prefetch fewer blocks in advance, until `restore`; return the bytes of their tensors."""
+        return self._distance.trim(self._policy.block_nbytes)
+
+    def restore(self) -> None:
+        """Let the prefetch distance grow again."""
+        self._distance.restore()
 
     def checkpoint(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a block with activation checkpointing, and keep its inputs in host memory."""
@@ -291,7 +302,7 @@ class ActivationOffload:
         self._seen.add(block)
         inputs = storages_in((args, kwargs))
         shared = self._shared_inputs.find(block, inputs)
-        weights = large_weight_storages(block, self._min_nbytes) if offloads else frozenset()
+        weights = self._weights_of(block) if offloads else frozenset()
         self._last_call = BlockCall(
             previous=self._last_call,
             kept_storages=weights | shared,
@@ -300,6 +311,11 @@ class ActivationOffload:
         self._policy.begin_call(self._last_call)
         if offloads:
             saving.enter_context(saved_tensors_hooks(self._policy.pack, self._unpack))
+
+    def _weights_of(self, block: nn.Module) -> frozenset[int]:
+        if block not in self._weights:
+            self._weights[block] = large_weight_storages(block, self._min_nbytes)
+        return self._weights[block]
 
     def _end_block(self, block: nn.Module, _: Any, result: Any) -> None:
         """Handle the end of a block's forward: register a gradient hook on the block's output.

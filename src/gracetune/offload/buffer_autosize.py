@@ -62,6 +62,8 @@ class GrowthController:
         self.size = size
         self.settled = False
         """True once the size is final and no longer tuned."""
+        self.paused = False
+        """True while memory is short: the size does not grow."""
         self._windows = windows
         self._required_ratio = required_ratio
         self._last_increase: _Increase | None = None
@@ -69,6 +71,12 @@ class GrowthController:
     def settle(self, size: int) -> None:
         """Set the size for good; it is not tuned any more."""
         self.size, self.settled = size, True
+
+    def pause(self, size: int) -> None:
+        """Set the size, and keep it until `paused` is reset."""
+        self.size, self.paused = min(size, self.size), True
+        self._last_increase = None
+        self._windows.discard()
 
     def discard_window(self) -> None:
         """Drop the stall window, the passes whose waits are measured: sampling ran between them."""
@@ -83,7 +91,7 @@ class GrowthController:
         With `extrapolate`, a later increase is as large as is needed to end the stalls, assuming
         that each added unit of size saves as much time as in the last increase.
         """
-        window = None if self.settled else self._windows.start_pass()
+        window = None if self.settled or self.paused else self._windows.start_pass()
         if window is None:
             return None
         last, self._last_increase = self._last_increase, None
@@ -173,6 +181,17 @@ class RingAutosizer:
         self._settle(self._min_slots, "device memory is short, so the added slots were removed")
         return True
 
+    def trim(self) -> int:
+        """Free the added slots, and add none until `restore`; return their bytes."""
+        added = self._slots.count - self._min_slots
+        self._controller.pause(self._min_slots)
+        self._slots.resize(self._min_slots)
+        return added * self._slots.nbytes
+
+    def restore(self) -> None:
+        """Let the ring grow again while steps stall."""
+        self._controller.paused = False
+
     def _settle(self, count: int, reason: str) -> None:
         self._controller.settle(count)
         self._slots.resize(count)
@@ -195,6 +214,7 @@ class PrefetchDistance:
         `begin` ends the running measurement of stall time, if any, and starts a new one.
         """
         self._limit_nbytes = limit_nbytes
+        self._min_blocks = blocks
         windows = StallWindows(begin, DISTANCE_WINDOW_PASSES)
         self._controller = GrowthController(blocks, windows, DISTANCE_REQUIRED_RATIO)
         self._controller.settled = limit_nbytes is None
@@ -203,6 +223,19 @@ class PrefetchDistance:
     def blocks(self) -> int:
         """Current prefetch distance, in blocks."""
         return self._controller.size
+
+    def trim(self, block_nbytes: int) -> int:
+        """Return to the distance of the start until `restore`; return the bytes of the difference.
+
+        `block_nbytes` is the size of the largest block's activations.
+        """
+        raised = self.blocks - self._min_blocks
+        self._controller.pause(self._min_blocks)
+        return raised * block_nbytes
+
+    def restore(self) -> None:
+        """Let the distance grow again while backward waits."""
+        self._controller.paused = False
 
     def training_pass(self, block_nbytes: int) -> str:
         """Handle the start of a training pass: raise the distance by one if a prefetch was late.

@@ -7,14 +7,15 @@ A block's `forward` is replaced on the instance; model code does not change. The
 `recompute`  save the block's inputs and the output of attention; recompute everything else.
 
 In a compiled block the recomputation is part of the backward graph, where the compiler removes what
-backward does not read. Equal blocks share one compilation, for images of all sizes and captions of
-all lengths (`_mark_dynamic`). Without gradients a block runs eagerly, because sampling is not worth
-a compilation of its own.
+backward does not read. Equal blocks share one compilation (`_UniformInputs`), for images of all
+sizes and captions of all lengths (`_mark_dynamic`). Without gradients a block runs eagerly, because
+sampling is not worth a compilation of its own.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import (
 
 from gracetune.errors import GracetuneError
 from gracetune.events.types import Notice
+from gracetune.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,12 +61,15 @@ MATMUL_OPS = {
     "gracetune::quantized_lora_linear",
 }
 """Operators, besides attention, whose outputs the `lean` mode saves."""
+POLICY_VERSION = 1
+"""Version of `_op_policy`, which decides what each mode saves. Graphs of another one are not
+used."""
 REASON_LINES = 2
 """Number of lines of a compiler error to show. The first alone may only say that an exception was
 raised."""
 DEFAULT_MAX_GRAPHS = 64
-"""Maximum number of compilations per kind of block. Each checkpoint mode, weight placement
-(resident or streamed) and number of samples (one, or more) needs its own."""
+"""Maximum number of compilations. Each kind of block, checkpoint mode, weight placement (resident
+or streamed) and number of samples (one, or more) needs its own."""
 COMPILER_SETTINGS = {
     # The backward graph is compiled with the forward graph, where a failure can be handled: the
     # block then runs eagerly. In backward it would be too late.
@@ -141,20 +146,33 @@ class BlockCompiler:
         max_graphs: int = DEFAULT_MAX_GRAPHS,
         *,
         dynamic: bool = True,
+        dynamic_batch: bool = False,
+        expected: int = 0,
     ) -> None:
         """Prepare torch's compiler; with `dynamic`, one graph serves sequences of all lengths.
 
-        A graph for one length is slightly faster, but each length needs its own.
+        A graph for one length is slightly faster, but each length needs its own. With
+        `dynamic_batch`, one graph serves all batches of two or more samples. `expected` is the
+        number of compilations that progress is reported for; 0: unknown.
         """
         self.graphs = 0
-        """Number of compilations so far."""
+        """Number of compilations so far, including those found in the cache on disk."""
+        self.cached = 0
+        """Number of compilations that were found in the cache on disk."""
         self.seconds = 0.0
         """Seconds spent compiling so far."""
         self._emit = emit
         self._backend = backend
         self._dynamic = dynamic
+        self._min_samples = MIN_DYNAMIC_BATCH if dynamic_batch else MIN_DYNAMIC_SIZE
+        self._expected = expected
+        self._block = ""
+        """Description of the block that is called."""
+        self._cache_counts = (0, 0)
+        self._collects_garbage = gc.isenabled()
         self.gave_up = False
         """True if a compilation failed, so that blocks run eagerly."""
+        self.uniform_inputs = _UniformInputs()
         self._began = 0.0
         self._known_graph_breaks: set[str] = set(counters["graph_break"])
         """Reasons for graph breaks that predate this compiler or were already reported."""
@@ -186,23 +204,31 @@ class BlockCompiler:
         self._settings.close()
 
     def compile(
-        self, function: Callable[..., Any], eager: Callable[..., Any], fullgraph: bool
+        self,
+        function: Callable[..., Any],
+        block: nn.Module,
+        eager: Callable[..., Any],
+        mode: CheckpointMode,
     ) -> Callable[..., Any]:
-        """Return a function that is compiled at its first call.
+        """Return a function that is compiled at its first call: a block's forward in this mode.
 
         If compilation fails, all functions of this compiler run as their `eager` version from then
-        on, with one warning. With `fullgraph`, a graph break is a failure too.
+        on, with one warning. In a mode that recomputes, a graph break is a failure too: the
+        recomputation would run without the streamed weights.
         """
-        compiled = torch.compile(function, fullgraph=fullgraph, backend=self._backend)
+        compiled = torch.compile(function, fullgraph=mode != "keep", backend=self._backend)
+        forward = block.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.gave_up:
                 return eager(*args, **kwargs)
+            inputs, named = self.uniform_inputs(block, forward, args, kwargs)
             if self._dynamic:
-                _mark_dynamic(args)
-                _mark_dynamic(kwargs.values())
+                _mark_dynamic(inputs, self._min_samples)
+                _mark_dynamic(named.values(), self._min_samples)
+            self._block = f"{type(block).__name__} ({mode})"
             try:
-                return compiled(*args, **kwargs)
+                return compiled(*inputs, **named)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._give_up(error)
                 return eager(*args, **kwargs)
@@ -219,11 +245,28 @@ class BlockCompiler:
         self._emit(Notice(text, level="warning", fallback=True))
 
     def _compilation_starts(self, *_: object) -> None:
-        self._began = time.perf_counter()
+        self._began, self._cache_counts = time.perf_counter(), _cache_counts()
+        number = f"graph {self.graphs + 1}"
+        if self.graphs < self._expected:
+            number += f" of {self._expected}"
+        so_far = f", {format_seconds(self.seconds)} so far" if self.graphs else ""
+        self._emit(Notice(f"compile: {number}, {self._block or 'a function'}{so_far}"))
+        # The compiler allocates millions of objects, and each full collection would visit all
+        # objects of the process.
+        self._collects_garbage = gc.isenabled()
+        gc.disable()
 
     def _compilation_ends(self, *_: object) -> None:
+        if self._collects_garbage:
+            gc.enable()
         self.graphs += 1
+        hits, misses = _cache_counts()
+        self.cached += hits > self._cache_counts[0] and misses == self._cache_counts[1]
         self.seconds += time.perf_counter() - self._began
+        if self.graphs >= self._expected:
+            cached = f", {self.cached} of them from the cache" if self.cached else ""
+            seconds = format_seconds(self.seconds)
+            self._emit(Notice(f"compile: {self.graphs} graphs in {seconds}{cached}"))
         for reason in set(counters["graph_break"]) - self._known_graph_breaks:
             self._known_graph_breaks.add(reason)
             text = (
@@ -233,29 +276,147 @@ class BlockCompiler:
             self._emit(Notice(text, level="warning", fallback=True))
 
 
+def start_compiler() -> None:
+    """Import torch's compiler and start its worker processes, without waiting for them.
+
+    It takes them seconds to start, in which the model can be loaded. Nothing is compiled in a
+    thread meanwhile: compilation saves and restores process-wide settings, such as the default
+    dtype, which loading a model changes.
+    """
+    from torch._inductor import compile_fx  # noqa: F401
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def _cache_counts() -> tuple[int, int]:
+    """Return how many graphs were found in the cache on disk, and how many were not."""
+    found = counters["inductor"]
+    missed = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+    return int(found["fxgraph_cache_hit"]), int(missed)
+
+
 IMAGE_DIMS = 4
 """Dimensions of a tensor whose last one is the width of an image, not its features."""
 MIN_DYNAMIC_SIZE = 8
 """Dimensions of at least this size are dynamic in a compiled graph. Smaller ones are batch sizes
 and the parameters of a modulation, which do not vary between samples."""
+MIN_DYNAMIC_BATCH = 2
+"""Smallest dynamic batch size: torch compiles a graph of its own for a batch of one."""
 
 
-def _mark_dynamic(values: Iterable[Any]) -> None:
+def _mark_dynamic(values: Iterable[Any], min_samples: int = MIN_DYNAMIC_SIZE) -> None:
     """Let one graph serve inputs of any length: images of any bucket, captions of any length.
 
     The last dimension of vectors per token, the features, is left out. torch still fixes a marked
-    dimension that the model's weights determine.
+    dimension that the model's weights determine. The first dimension is dynamic from `min_samples`
+    on.
     """
     for value in values:
         if isinstance(value, Tensor):
             num_dims = value.dim() - (value.is_floating_point() and value.dim() < IMAGE_DIMS)
             for dim in range(num_dims):
-                if value.shape[dim] >= MIN_DYNAMIC_SIZE:
+                if value.shape[dim] >= (MIN_DYNAMIC_SIZE if dim else min_samples):
                     torch._dynamo.maybe_mark_dynamic(value, dim)
         elif isinstance(value, (tuple, list)):
-            _mark_dynamic(value)
+            _mark_dynamic(value, min_samples)
         elif isinstance(value, dict):
-            _mark_dynamic(value.values())
+            _mark_dynamic(value.values(), min_samples)
+
+
+class _UniformInputs:
+    """Gives the inputs of equal blocks the same properties, so that they share one graph.
+
+    The hidden states that enter the first block need no gradient, those that enter the next block
+    do. In a block with trained weights, they always get one; computing it once more than needed
+    takes less than compiling a graph for one block. Of a batch of one, torch also compares the
+    stride of the first dimension, which has no meaning.
+    """
+
+    def __init__(self) -> None:
+        self._carried: dict[type[nn.Module], frozenset[int | str]] = {}
+        self._needs_gradient = torch.empty(0, requires_grad=True)
+
+    def __call__(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for a call of the block; `forward` is its own, eager one."""
+        args = tuple(map(_with_usual_stride, args))
+        kwargs = {name: _with_usual_stride(value) for name, value in kwargs.items()}
+        lacking = [*filter(_lacks_gradient, args), *filter(_lacks_gradient, kwargs.values())]
+        if not lacking or not any(p.requires_grad for p in block.parameters()):
+            return args, kwargs
+        if type(block) not in self._carried:
+            self._carried[type(block)] = _carried_inputs(forward, args, kwargs)
+        carried = self._carried[type(block)]
+
+        def with_gradient(place: int | str, value: Any) -> Any:
+            if place not in carried or not _lacks_gradient(value):
+                return value
+            return _RequireGradient.apply(value, self._needs_gradient)  # type: ignore[no-untyped-call]
+
+        return (
+            tuple(with_gradient(place, value) for place, value in enumerate(args)),
+            {name: with_gradient(name, value) for name, value in kwargs.items()},
+        )
+
+
+TOKEN_DIMS = 3
+"""Dimensions of hidden states: samples, tokens, features."""
+
+
+def _lacks_gradient(value: Any) -> bool:
+    """Return True for hidden states, or a tensor of the same kind, that need no gradient."""
+    is_hidden = isinstance(value, Tensor) and value.is_floating_point()
+    return is_hidden and value.dim() == TOKEN_DIMS and not value.requires_grad
+
+
+def _with_usual_stride(value: Any) -> Any:
+    """Return hidden states of one sample as a view whose first stride is the usual one."""
+    if not isinstance(value, Tensor) or value.dim() != TOKEN_DIMS or len(value) != 1:
+        return value
+    if value.stride(0) == value.shape[1] * value.stride(1):
+        return value
+    return value.squeeze(0).unsqueeze(0)
+
+
+def _carried_inputs(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> frozenset[int | str]:
+    """Return the inputs that a block passes on to the next one, by position or name.
+
+    They have the shapes of its outputs. Text that each block only reads is not among them.
+    """
+    devices = {value.device for value in args if isinstance(value, Tensor) and value.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        outputs = forward(*args, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    shapes = [output.shape for output in outputs if isinstance(output, Tensor)]
+    carried: set[int | str] = set()
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor) and value.shape in shapes:
+            shapes.remove(value.shape)
+            carried.add(place)
+    return frozenset(carried)
+
+
+class _RequireGradient(torch.autograd.Function):
+    """Passes on a tensor as one that requires a gradient; backward drops it."""
+
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor, _: Tensor) -> Tensor:
+        """Return a view of the tensor; the second argument requires a gradient."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> tuple[None, None]:
+        """Return no gradients."""
+        return None, None
 
 
 def _short_reason(reason: str) -> str:
@@ -293,11 +454,12 @@ def _compiled_forward(
     block: nn.Module, mode: CheckpointMode, compiler: BlockCompiler, eager: Callable[..., Any]
 ) -> Callable[..., Any]:
     forward = block.forward
-    if mode == "keep":
-        compiled = compiler.compile(forward, eager, fullgraph=False)
-    else:  # with a graph break, the recomputation would run without the streamed weights
-        checkpointed = _checkpointed(forward, _checkpoint_contexts(mode))
-        compiled = compiler.compile(checkpointed, eager, fullgraph=True)
+    function = (
+        _separated(forward)
+        if mode == "keep"
+        else _checkpointed(forward, _checkpoint_contexts(mode))
+    )
+    compiled = compiler.compile(function, block, eager, mode)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -307,11 +469,36 @@ def _compiled_forward(
     return run
 
 
-def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return _separate_outputs(forward(*args, **kwargs))
 
     return run
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _separate_outputs(
+            checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        )
+
+    return run
+
+
+def _separate_outputs(outputs: Any) -> Any:
+    """Give each of several outputs memory of its own, as part of the graph, where that is free.
+
+    A block may return slices of one tensor, text and image. They would have other strides and
+    offsets than the tensors that enter the first block, and need a graph of their own.
+    """
+    if not isinstance(outputs, tuple):
+        return outputs
+    return tuple(
+        output.clone(memory_format=torch.contiguous_format)
+        if isinstance(output, Tensor)
+        else output
+        for output in outputs
+    )
 
 
 @contextmanager
@@ -329,7 +516,13 @@ def _checkpoint_contexts(mode: CheckpointMode) -> Callable[[], Any]:
     It is one shared object per mode, so that equal blocks share one compilation.
     """
     policy = _save_matmuls if mode == "lean" else _save_attention
-    return functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    # Without a hash of the policy, torch does not keep the traced graphs on disk.
+    saved = sorted(MATMUL_OPS) if mode == "lean" else []
+    contexts.cache_hash = (  # type: ignore[attr-defined]
+        f"gracetune {POLICY_VERSION} {mode} {saved}"
+    )
+    return contexts
 
 
 def _save_matmuls(_: object, op: Any, *__: object, **___: object) -> CheckpointPolicy:

@@ -428,11 +428,21 @@ def is_sole_owner(tensor: Tensor) -> bool:
 
 
 def large_weight_storages(block: nn.Module, min_nbytes: int) -> frozenset[int]:
-    """Return the storage numbers (`cdata`) of a block's weights and buffers, without small ones."""
+    """Return the storage numbers (`cdata`) of a block's weights and buffers, without small ones.
+
+    Weights that a ring has bound to a slot are left out: the storage of such a view is short-lived.
+    """
+    tensors = (
+        tensor
+        for module in block.modules()
+        for tensor in (
+            *(one for one in module._parameters.values() if isinstance(one, nn.Parameter)),
+            *module._buffers.values(),
+        )
+    )
     return frozenset(
         tensor.untyped_storage()._cdata
-        for module in block.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
+        for tensor in tensors
         if tensor is not None and tensor.layout is torch.strided and tensor.nbytes >= min_nbytes
     )
 

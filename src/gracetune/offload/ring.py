@@ -248,6 +248,15 @@ class WeightRing:
         self._release_block()
         return self._autosizer is not None and self._autosizer.release_extra_slots()
 
+    def trim(self) -> int:
+        """Free the slots that were added for speed, until `restore`; return their bytes."""
+        return 0 if self._autosizer is None else self._autosizer.trim()
+
+    def restore(self) -> None:
+        """Let the ring add slots again."""
+        if self._autosizer is not None:
+            self._autosizer.restore()
+
     def pack(self, tensor: Tensor) -> Tensor | WeightReference:
         """Return a `WeightReference` for a streamed weight, and any other tensor unchanged.
 

@@ -1,4 +1,4 @@
-"""Step an optimizer whose state lives on the device, in host memory, or split between them.
+"""Step an optimizer whose state lives on the device, in host or managed memory, or is split.
 
 State in host memory is divided into buckets. In each step the buckets pass through a few slots on
 the device, and the optimizer's own kernels update them there, so the result is bit for bit that of
@@ -12,6 +12,9 @@ Copies in both directions overlap. Each step visits the buckets in the opposite 
 before, so that buckets that are still in the slots are updated first. The last copies out overlap
 the next forward pass. Updates cannot start before backward is over, because gradient clipping needs
 the norm of all gradients.
+
+State in managed memory (memory/managed_roles.py) needs no slots: the kernels use it over the link,
+or after its pages were prefetched to the device.
 
 The update does not run on the CPU, because that would be slower and round differently: AdamW's
 moments take 8 bytes per element and direction over the link, but an update on the CPU would read
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import RunFailedError
+from gracetune.memory.managed_roles import ManagedGroups
 from gracetune.offload.copy_engine import CopyStream, aligned
 from gracetune.optim.master_weights import MasterWeights
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
+    from gracetune.memory.managed_roles import ManagedMemory, ManagedPlacement, ManagedSlab
     from gracetune.offload.copy_engine import CopyEngine, PendingCopy
 
     State = MutableMapping[Tensor, Any]
@@ -46,6 +51,14 @@ if TYPE_CHECKING:
 DEFAULT_SLOTS = 3
 """Number of device buffers (slots) through which optimizer state in host memory is streamed: while
 one is filled, another is updated and a third is copied out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedState:
+    """Managed memory for optimizer state, in place of pinned host memory."""
+
+    memory: ManagedMemory
+    placement: ManagedPlacement = "in_place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,11 @@ class OptimizerStepper:
         self._num_in_host = 0
         """Number of buckets of parameters whose optimizer state is in host memory; they are the
         first in the list."""
+        self._managed: ManagedState | None = None
+        """Managed memory that the state is in instead of host memory; None: pinned host memory."""
+        self._managed_groups: ManagedGroups | None = None
+        self._kept_managed: ManagedState | None = None
+        """Managed memory that all state stays in, whatever `set_host_share` is called with."""
         self._slots: list[_StateSlot] = []
         self._reverse = False
         self._reader: PendingCopy | None = None
@@ -117,6 +135,11 @@ class OptimizerStepper:
     def host_nbytes(self) -> int:
         """Bytes of optimizer state in host memory."""
         return sum(bucket.nbytes for bucket in self._buckets)
+
+    @property
+    def managed_nbytes(self) -> int:
+        """Bytes of optimizer state in managed memory."""
+        return sum(slab.nbytes for bucket in self._buckets for slab in bucket.slabs)
 
     @property
     def device_nbytes(self) -> int:
@@ -131,22 +154,38 @@ class OptimizerStepper:
         """Bytes of the device buffers (slots) through which state in host memory is streamed."""
         return len(self._slots) * self._slot_nbytes
 
-    def set_host_share(self, host_share: float) -> None:
-        """Move at least this share of the optimizer's state (0 to 1) to host memory.
+    def keep_managed(self, managed: ManagedState) -> None:
+        """Move all state to managed memory for the rest of the run.
 
-        The rest is moved to the device.
+        Raises:
+            torch.OutOfMemoryError: It exceeds the cap. All state still exists, in either place.
+        """
+        self.set_host_share(1.0, managed)
+        self._kept_managed = managed
+
+    def set_host_share(self, host_share: float, managed: ManagedState | None = None) -> None:
+        """Move at least this share of the optimizer's state (0 to 1) to host or managed memory.
+
+        The rest is moved to the device. State that exists already is copied.
+
+        Raises:
+            torch.OutOfMemoryError: Memory ran out. All state still exists, in either place.
         """
         assert 0 <= host_share <= 1, f"host_share is {host_share}"
+        if self._kept_managed is not None:
+            host_share, managed = 1.0, self._kept_managed
         self.wait_for_reader()
         self.synchronize()
         self._slots.clear()
+        if managed != self._managed:
+            self._change_memory(managed)
         target_numel = host_share * sum(bucket.numel for bucket in self._buckets)
         numel = self._num_in_host = 0
         for bucket in self._buckets:
             if numel < target_numel:
+                self._move_to_host(bucket)
                 self._num_in_host += 1
                 numel += bucket.numel
-                self._move_to_host(bucket)
             else:
                 self._move_to_device(bucket)
 
@@ -199,7 +238,7 @@ class OptimizerStepper:
         for slot in self._slots:
             slot.bucket = None
         for bucket in self._buckets:
-            bucket.free_host_memory(self._engine)
+            self._free(bucket)
         hosted = {p for bucket in self._buckets[: self._num_in_host] for p in bucket.parameters}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -254,6 +293,11 @@ class OptimizerStepper:
             for bucket in self._buckets
         ]
         # New state stays on the device, except that of host buckets, which is there one at a time.
+        if self._managed is not None:
+            new = [p for bucket in without_state[: self._num_in_host] for p in bucket]
+            self._managed.memory.check_room(
+                "optimizer", 4 * self._fp32_tensors_per_parameter * _numel(new)
+            )
         staying = [p for bucket in without_state[self._num_in_host :] for p in bucket]
         passing = max(without_state[: self._num_in_host], key=_numel, default=[])
         probed = [p for p in staying + passing for _ in range(self._fp32_tensors_per_parameter)]
@@ -264,8 +308,8 @@ class OptimizerStepper:
     def _step(self) -> None:
         hosted, resident = self._buckets[: self._num_in_host], self._buckets[self._num_in_host :]
         due = [bucket for bucket in hosted if bucket.has_gradients()]
-        new = [bucket for bucket in due if not bucket.host_pieces]
-        moving = [bucket for bucket in due if bucket.host_pieces]
+        new = [bucket for bucket in due if not bucket.tensors]
+        moving = [bucket for bucket in due if bucket.tensors]
         # Master weights need the gradients in fp32 as well: convert one bucket at a time.
         one_by_one = isinstance(self._optimizer, MasterWeights)
         for buckets in [[bucket] for bucket in resident] if one_by_one else [resident]:
@@ -274,7 +318,11 @@ class OptimizerStepper:
         for bucket in new:  # at their first gradient the optimizer creates state on the device
             self._step_buckets([bucket])
             self._move_to_host(bucket)
-        self._stream(moving)
+        if self._managed_groups is not None:
+            groups = [bucket.managed_parts() for bucket in moving]
+            self._managed_groups.for_each(groups, lambda n: self._step_in_managed(moving[n]))
+        else:
+            self._stream(moving)
 
     def _stream(self, buckets: Sequence[Bucket]) -> None:
         """Update buckets of parameters whose state is in host memory.
@@ -336,6 +384,17 @@ class OptimizerStepper:
         if self._move_to_host(bucket):  # a parameter had its first gradient
             slot.bucket = None
 
+    def _step_in_managed(self, bucket: Bucket) -> None:
+        """Update a bucket of parameters whose state is in managed memory, where it is."""
+        self._step_buckets([bucket])
+        state = self._optimizer.state
+        for tensor in bucket.tensors:
+            result = state[tensor.parameter][tensor.key]
+            if result is not tensor.host:  # the optimizer replaced the tensor
+                tensor.host.copy_(result)
+                state[tensor.parameter][tensor.key] = tensor.host
+        self._move_to_host(bucket)  # a parameter may have had its first gradient
+
     def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Call the optimizer's `step` for only the parameters in these buckets."""
         if len(buckets) == len(self._buckets):
@@ -344,7 +403,26 @@ class OptimizerStepper:
         with _restricted_to(self._optimizer, buckets):
             self._optimizer.step()
 
+    def _change_memory(self, managed: ManagedState | None) -> None:
+        """Change between pinned and managed memory for the state that is not on the device."""
+        hosted = self._buckets[: self._num_in_host]
+        if self._managed is not None:
+            for bucket in hosted:
+                self._move_to_device(bucket)
+        self._managed = managed
+        self._managed_groups = None if managed is None else ManagedGroups(managed.memory)
+        if managed is not None:
+            for bucket in hosted:  # not by way of the device, which may be full
+                pieces, bucket.host_pieces, bucket.tensors = bucket.host_pieces, [], []
+                self._move_to_host(bucket)
+                for piece in pieces:
+                    self._engine.free_host(piece)
+
     def _move_to_host(self, bucket: Bucket) -> bool:
+        if self._managed is not None:
+            return bucket.move_to_managed(
+                self._optimizer.state, self._managed, self._settings.min_nbytes
+            )
         return bucket.move_to_host(self._optimizer.state, self._engine, self._settings.min_nbytes)
 
     def _move_to_device(self, bucket: Bucket) -> None:
@@ -352,7 +430,13 @@ class OptimizerStepper:
         on_device = [tensor.host.to(self._engine.device, copy=True) for tensor in bucket.tensors]
         for tensor, value in zip(bucket.tensors, on_device, strict=True):
             self._optimizer.state[tensor.parameter][tensor.key] = value
+        self._free(bucket)
+
+    def _free(self, bucket: Bucket) -> None:
+        """Free the host or managed memory of a bucket's state, which is not used any more."""
         bucket.free_host_memory(self._engine)
+        if self._managed is not None:
+            bucket.free_managed_memory(self._managed.memory)
 
 
 @dataclass(slots=True, eq=False)
@@ -426,10 +510,13 @@ class Bucket:
     """Index of the optimizer's parameter group."""
     parameters: list[Parameter]
     tensors: list[StateTensor] = field(default_factory=list)
-    """Optimizer state in host memory; empty if the state is on the device or does not exist yet."""
+    """Optimizer state in host or managed memory; empty if the state is on the device or does not
+    exist yet."""
     host_pieces: list[Tensor] = field(default_factory=list)
     """Allocations of pinned host memory. One after the other, they are the bytes of the state of
     the bucket's parameters."""
+    slabs: list[ManagedSlab] = field(default_factory=list)
+    """Allocations of managed memory with the state of the bucket's parameters."""
 
     @property
     def nbytes(self) -> int:
@@ -483,6 +570,35 @@ class Bucket:
         if last_copy is not None:
             last_copy.wait(prefetched=False)  # the device memory is freed when this returns
         return True
+
+    def move_to_managed(self, state: State, managed: ManagedState, min_nbytes: int) -> bool:
+        """Move all state of the bucket's parameters to managed memory; return True if any moved.
+
+        Kernels use it there like state on the device.
+        """
+        new = list(self._state_outside_host(state, min_nbytes))
+        if not new:
+            return False
+        slab, copies = managed.memory.allocate_like(
+            "optimizer", [tensor for _, _, tensor in new], managed.placement
+        )
+        self.slabs.append(slab)
+        for (parameter, key, tensor), copy in zip(new, copies, strict=True):
+            copy.copy_(tensor)
+            self.tensors.append(StateTensor(parameter, key, copy, 0))
+            state[parameter][key] = copy
+        return True
+
+    def managed_parts(self) -> list[tuple[ManagedSlab, Tensor]]:
+        """Return the managed memory of the bucket's state, to prefetch it."""
+        return [(slab, slab.memory) for slab in self.slabs]
+
+    def free_managed_memory(self, memory: ManagedMemory) -> None:
+        """Free the managed memory of the bucket's state. Its tensors must not be in use."""
+        for slab in self.slabs:
+            memory.free(slab)
+        self.slabs.clear()
+        self.tensors.clear()
 
     def free_host_memory(self, engine: CopyEngine) -> None:
         """Free the host memory of the bucket's state. Its tensors must not be in use any more."""

@@ -60,6 +60,10 @@ class PlanLayout:
     """Bytes of device memory that the plan leaves free. Prefetched activations may use them."""
     dynamic: bool = True
     """True if compiled blocks must accept sequences of several lengths."""
+    dynamic_batch: bool = False
+    """True if compiled blocks must accept batches of several sizes."""
+    num_graphs: int = 0
+    """Number of graphs that will be compiled, to report the progress; 0: unknown."""
 
 
 class AppliedPlan:
@@ -91,6 +95,18 @@ class AppliedPlan:
     def shrink_ring(self) -> bool:
         """Free the slots that the weight ring has added; return False if there were none."""
         return self.ring is not None and self.ring.release_extra_slots()
+
+    def trim(self) -> int:
+        """Free device memory that only makes copies earlier; return the bytes."""
+        ring = 0 if self.ring is None else self.ring.trim()
+        return ring + (0 if self.offload is None else self.offload.trim())
+
+    def restore(self) -> None:
+        """Let the ring and the prefetched activations grow again."""
+        if self.ring is not None:
+            self.ring.restore()
+        if self.offload is not None:
+            self.offload.restore()
 
     def stall_seconds(self) -> float:
         """Return how many seconds compute has waited for copies of weights and activations.
@@ -144,7 +160,13 @@ def apply_plan(
             undo.callback(offload.close)
         compiler = None
         if layout.compiled:
-            compiler = BlockCompiler(emit, backend, dynamic=layout.dynamic)
+            compiler = BlockCompiler(
+                emit,
+                backend,
+                dynamic=layout.dynamic,
+                dynamic_batch=layout.dynamic_batch,
+                expected=layout.num_graphs,
+            )
         if compiler is not None:
             undo.callback(compiler.close)
         modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]

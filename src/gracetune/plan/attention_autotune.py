@@ -6,9 +6,11 @@
    and the next fastest is tried.
 
 The choice is written to every checkpoint, so that a resumed run computes the same numbers, and to
-`attention.json` in the run's folder, for a run that starts again before its first checkpoint. In
-the second case the backends are measured again on another device, with other buckets, or with
-another version of torch or diffusers.
+`attention.json` in the run's folder, for a run that starts again before its first checkpoint. It is
+also kept next to the compiled graphs of other runs, which contain calls of the backend: if two
+backends are equally fast, a second measurement may choose the other one, and everything would be
+compiled again. Without a checkpoint, the backends are measured again on another device, with other
+buckets, or with another version of torch or diffusers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 import diffusers
 import torch
 from accelerate.utils import broadcast_object_list
+from blake3 import blake3
 
 from gracetune.atomic_files import write_text
 from gracetune.events.types import Notice
@@ -75,13 +78,14 @@ def autotune_attention(
     folder: Path,
     emit: Emit,
     saved: str = "",
+    shared_folder: Path | None = None,
 ) -> None:
     """Time all attention backends on this GPU and switch the transformers to the fastest.
 
     `shapes` is a text that changes with the model, precision, batch size or buckets, and so with
-    the shapes of attention. If it changes, the choice recorded in `folder` is not used again.
-    `saved` is the backend in the checkpoint that the run resumes from, which is used if it is
-    installed.
+    the shapes of attention. If it changes, the choice recorded in `folder`, that of the run, or in
+    `shared_folder`, that of all runs, is not used again. `saved` is the backend in the checkpoint
+    that the run resumes from, which is used if it is installed.
     """
     device = accelerator.device
     environment = {
@@ -99,23 +103,26 @@ def autotune_attention(
         log.info("attention backends were timed on %s", measured)
         return choose_backend(timings), describe_choice(timings)
 
-    pick_attention(
-        family, accelerator, batches, folder / CHOICE_FILE, environment, choose, emit, saved
-    )
+    files = [folder / CHOICE_FILE]
+    if shared_folder is not None:
+        key = blake3(json.dumps(environment, sort_keys=True).encode()).hexdigest(16)
+        files.append(shared_folder / f"attention-{key}.json")
+    pick_attention(family, accelerator, batches, files, environment, choose, emit, saved)
 
 
 def pick_attention(
     family: Family,
     accelerator: Accelerator,
     batches: Batches,
-    file: Path,
+    files: Sequence[Path],
     environment: dict[str, str],
     choose: Choose,
     emit: Emit,
     saved: str = "",
 ) -> None:
-    """Switch to the attention backend recorded in `file`, or to the one that `choose` picks.
+    """Switch to the attention backend recorded in `files`, or to the one that `choose` picks.
 
+    The first file is that of the run, the others are those of all runs of this user.
     `saved` is the backend in the checkpoint that the run resumes from; it comes first. A recorded
     backend is used only if it was chosen in the same `environment`: device, versions and shapes.
     The main process decides, and the other processes use the same backend. Models whose attention
@@ -130,7 +137,7 @@ def pick_attention(
             name, notice = saved, Notice(f"attention: {saved} (as in the checkpoint)")
         else:
             name, notice = _recorded_or_chosen(
-                family, accelerator, batches, file, environment, choose
+                family, accelerator, batches, files, environment, choose
             )
         emit(notice)
     (name,) = broadcast_object_list([name])
@@ -142,19 +149,26 @@ def _recorded_or_chosen(
     family: Family,
     accelerator: Accelerator,
     batches: Batches,
-    file: Path,
+    files: Sequence[Path],
     environment: dict[str, str],
     choose: Choose,
 ) -> tuple[str, Notice]:
-    name = read_choice(file, environment)
-    if name:
-        return name, Notice(f"attention: {name} (chosen earlier in this run)")
+    for file in files:
+        name = read_choice(file, environment)
+        if name:
+            where = "in this run" if file == files[0] else "on this machine"
+            return name, Notice(f"attention: {name} (chosen earlier {where})")
     try:
         name, text = choose(*record_calls(family, accelerator, batches))
     except torch.OutOfMemoryError:  # a step that does not fit either falls back to a smaller plan
         text = "attention: sdpa; there is no free device memory to measure other backends"
         return "sdpa", Notice(text, level="warning", fallback=True)
-    write_text(file, json.dumps(environment | {"backend": name}))
+    record = json.dumps(environment | {"backend": name})
+    write_text(files[0], record)
+    for file in files[1:]:
+        with suppress(OSError):  # the folder may be read-only; then the next run measures again
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, record)
     return name, Notice(text)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -31,15 +31,18 @@ from gracetune.plan.kernel_recorder import (
     WeightStorages,
     attention_workspace,
     is_custom_op,
+    is_kept_when_lean,
     is_matmul_or_attention,
     matmul_ops,
     storage_id,
     tensors_of,
 )
-from gracetune.plan.trace_records import HostCalls, Op, Trace
+from gracetune.plan.trace_records import HostCalls, Op, Trace, transposed_nbytes
 
 COMPILED_ENTRY_COST = 20.0
 """CPU time to enter a compiled block (guards and wrappers), in units of one operator call."""
+RECOMPUTED_FP8_MATMULS = {torch.ops.gracetune.lora_linear_fp8.default}
+"""Operators of forward whose second argument is an input that was rounded to fp8."""
 Function = Callable[..., tuple[Tensor, ...]]
 SavedSet = Literal["all", "matmuls", "attention"]
 """Set of tensors that forward saves. `all`: those that torch's partitioner chooses; `matmuls`: the
@@ -81,12 +84,16 @@ def partition(
     """
     graph = _copy(joint)  # partitioning modifies the graph
     if saved_set == "matmuls":
-        _mark(graph.graph, is_matmul_or_attention)
+        _mark(graph.graph, is_kept_when_lean)
     elif saved_set == "attention":
         _mark(graph.graph, ATTENTION.__contains__)
     with functorch_config.patch(activation_memory_budget=1.0):
         forward, backward = min_cut_rematerialization_partition(
-            graph, None, num_fwd_outputs=num_outputs
+            graph,
+            None,
+            num_fwd_outputs=num_outputs,
+            # Weights exist anyway. Without this, a transposed one might be saved in their place.
+            static_lifetime_input_indices=list(range(len(trained))),
         )
     arguments = [node for node in forward.graph.nodes if node.op == "placeholder"]
     owned = {storage for node in arguments for storage in _storages(node)}
@@ -117,7 +124,8 @@ def partition(
         saved_nbytes=sum(n for storage, n in saved.items() if storage not in owned | results),
         saves_input=bool(inputs & saved.keys()),
         forward_peak_nbytes=fused_forward.peak_nbytes,
-        backward_peak_nbytes=fused_backward.peak_nbytes,
+        backward_peak_nbytes=fused_backward.peak_nbytes + _rounded_nbytes(backward.graph),
+        transposed_nbytes=transposed_nbytes(fused_backward.ops),
         forward_calls=fused_forward.calls(len(kept_nodes)),
         backward_calls=fused_backward.calls(len(kept_nodes)),
     )
@@ -139,6 +147,16 @@ def _mark(graph: fx.Graph, is_saved: Callable[[Any], bool]) -> None:
             if is_saved(source.target)
             else CheckpointPolicy.PREFER_RECOMPUTE
         )
+
+
+def _rounded_nbytes(backward: fx.Graph) -> int:
+    """Return the bytes of the inputs of fp8 matmuls that backward recomputes.
+
+    Inductor rounds all of them to fp8 first, and keeps them until their matmuls run.
+    """
+    rounded = [node.args[1] for node in backward.nodes if node.target in RECOMPUTED_FP8_MATMULS]
+    sizes = {s: n for node in rounded for s, n in _sizes(cast("fx.Node", node)).items()}
+    return sum(sizes.values())
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -218,7 +236,11 @@ class _FusedGraph:
         read = sum(self._sizes[storage] for storage in kernel.reads)
         nbytes = float(read + sum(kernel.writes.values()))
         if not kernel.is_matmul:
-            return [Op("elementwise", 0.0, nbytes)]
+            op = Op("elementwise", 0.0, nbytes)
+            if kernel.reads and kernel.reads <= self._weights.frozen:
+                written = float(sum(kernel.writes.values()))
+                op = replace(op, weights_nbytes=nbytes, out_nbytes=written)
+            return [op]
         func = cast("torch._ops.OpOverload", node.target)
         values = tree_map(_value, node.args)
         return matmul_ops(func, values, node.meta["val"], nbytes, self._weights, backward=False)

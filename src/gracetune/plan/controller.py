@@ -25,7 +25,6 @@ from gracetune.distributed.ranks import SINGLE
 from gracetune.events.types import Notice, WeightsStreamed
 from gracetune.memory.oversubscription import hard_reclamation
 from gracetune.offload.copy_engine import OffloadError
-from gracetune.plan.planner_input import COMPILE_SECONDS
 from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.search import PlanError, predict
 from gracetune.plan.simulate import candidate_of
@@ -240,6 +239,14 @@ class PlanController:
             self._emit(Notice(text, level="warning", fallback=True))
         return released
 
+    def trim(self) -> int:
+        """Free device memory that only makes copies earlier, on this rank; return the bytes."""
+        return self._applied.trim()
+
+    def restore(self) -> None:
+        """Let the weight ring and the prefetched activations grow again."""
+        self._applied.restore()
+
     def clear_cached_memory(self) -> None:
         """Free memory that torch's allocator caches after work outside the plan."""
         self._meter.clear()
@@ -362,7 +369,9 @@ class PlanController:
                 return other
             saved = current.seconds.step - other.seconds.step
             is_clear = saved > MIN_GAIN * current.seconds.step
-            if is_clear and remaining * saved > _change_seconds(current, other):
+            seconds = other.host.weights / PIN_NBYTES_PER_S
+            seconds += problem.compile_seconds(other, current)
+            if is_clear and remaining * saved > seconds:
                 return other
         return None
 
@@ -413,15 +422,6 @@ class PlanController:
     def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
         spare = self._problem.spare_nbytes(self.plan, peak_nbytes)
         self._applied.allow_ring_growth(max(0, spare))
-
-
-def _change_seconds(current: Plan, other: Plan) -> float:
-    """Return the seconds that a change of plan takes: pinning weights and compiling blocks."""
-    new_kinds, kinds = (
-        {(block.weights, block.activations) for block in plan.blocks} for plan in (other, current)
-    )
-    compiles = other.compiled and not (current.compiled and new_kinds <= kinds)
-    return other.host.weights / PIN_NBYTES_PER_S + (COMPILE_SECONDS if compiles else 0.0)
 
 
 # Calibration

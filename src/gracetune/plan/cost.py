@@ -12,8 +12,6 @@ times the traced ones; weights and their gradients do not depend on s.
 
 On the machine at hand, measured times of single kernels replace the formulas
 (`EffectiveRates.timer`). The rates are for machines that are only known by name.
-
-The second half of the file estimates the overhead of fp8.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.plan.trace_records import HostCalls, Op, TracesByMode, plain_checkpointing_trace
+from gracetune.plan.trace_records import plain_checkpointing_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import ActivationMode, BlockPlan, FrozenCompute
     from gracetune.plan.sharding import ModelDivision, StepDivision
-    from gracetune.plan.trace_records import BlockTraces, ModelTraces, Trace
+    from gracetune.plan.trace_records import BlockTraces, ModelTraces, Op, Trace, TracesByMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +199,13 @@ class CostModel:
     ) -> None:
         """Store the inputs of the prediction; method `at` computes it.
 
+        `frozen_compute` is the type of frozen matmuls; for fp8, the traced layers are in fp8.
         With `plain_checkpointing`, recomputed blocks recompute attention too, as torch's own
         checkpointing does.
         """
         self.name = shapes.name
         self.rates = rates
         self.frozen_compute = frozen_compute
-        # fp8 matmuls read weights that are stored, and streamed, in fp8.
-        self._stored_share = 0.5 if frozen_compute == "fp8" else 1.0
         self._plain_checkpointing = plain_checkpointing
         self._shapes = shapes
         self._compute_factor = 1.0
@@ -219,6 +216,11 @@ class CostModel:
     def num_blocks(self) -> int:
         """The number of blocks of the model."""
         return len(self._shapes.order)
+
+    @property
+    def block_kinds(self) -> tuple[int, ...]:
+        """The kind of each block, in forward order. Blocks of one kind are equal."""
+        return tuple(self._shapes.order)
 
     @property
     def trained_nbytes(self) -> int:
@@ -232,6 +234,7 @@ class CostModel:
             self.rates,
             link_in=self.rates.link_in * link_factor,
             link_out=self.rates.link_out * link_factor,
+            in_place=self.rates.in_place * link_factor,
         )
         other._compute_factor = self._compute_factor * compute_factor
         other._costs = {}
@@ -273,9 +276,8 @@ class CostModel:
         )
 
     def _block_costs(self, kind: BlockTraces, scale: float) -> BlockCosts:
-        extra = fp8_extra_nbytes(kind.eager.keep) if self.frozen_compute == "fp8" else 0
         return BlockCosts(
-            frozen_nbytes=int(kind.frozen_nbytes * self._stored_share) + extra,
+            frozen_nbytes=kind.frozen_nbytes,
             trained_nbytes=kind.trained_nbytes,
             input_nbytes=int(kind.input_nbytes * scale),
             eager=self._costs_by_mode(kind, kind.eager, scale, compiled=False),
@@ -288,8 +290,6 @@ class CostModel:
     def _costs_by_mode(
         self, kind: BlockTraces, traces: TracesByMode, scale: float, compiled: bool
     ) -> CostsByMode:
-        if self.frozen_compute == "fp8":
-            traces = with_fp8_overhead(traces, compiled)
         recompute = traces.recompute
         if self._plain_checkpointing:
             recompute = plain_checkpointing_trace(traces.keep, kind.input_nbytes)
@@ -304,7 +304,8 @@ class CostModel:
         self, trace: Trace, scale: float, compiled: bool, dequantized_nbytes: int = 0
     ) -> ModeCosts:
         host, factor = self.rates.host, self._compute_factor
-        backward_peak_nbytes = int(trace.backward_peak_nbytes * scale) + trace.transposed_nbytes
+        transposed = trace.transposed_nbytes  # a weight, whatever the batch
+        backward_peak_nbytes = int((trace.backward_peak_nbytes - transposed) * scale) + transposed
         return ModeCosts(
             forward=self._seconds(trace.forward, scale, compiled).scaled(factor),
             backward=self._seconds(trace.backward, scale, compiled).scaled(factor),
@@ -337,11 +338,9 @@ class CostModel:
 
     def _timed(self, op: Op, scale: float) -> float | None:
         """Return the kernel's measured time on this machine in seconds; None if there is none."""
-        is_fp8 = op.frozen and self.frozen_compute == "fp8"  # the timer runs bf16 kernels
-        if self.rates.timer is None or is_fp8:
+        if self.rates.timer is None:
             return None
-        dequantizes = op.kind == "elementwise" and op.weights_nbytes == op.nbytes
-        return self.rates.timer(op, 1.0 if dequantizes else scale)
+        return self.rates.timer(op, 1.0 if op.prepares_weight else scale)
 
     def _compute_seconds(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
         if timed is None:
@@ -352,207 +351,4 @@ class CostModel:
         rates = self.rates
         if op.kind == "attention":
             return rates.attention_backward if op.backward else rates.attention_forward
-        if op.frozen and self.frozen_compute == "fp8":
-            return rates.fp8
-        return rates.gemm
-
-
-# fp8 overhead
-#
-# A model is traced in bf16, before its weights are converted. Frozen layers in fp8 do more than the
-# traced matmul x W^T. With V the basis of the layer's outlier subspace (adapters/compute/
-# lora_matmul.py) and fp8() for scaling and rounding:
-#
-#     z = x V^T                               split the input: the part in the subspace, in bf16,
-#     r = x - z V                             and the rest, which is small
-#     y = fp8(r) fp8(W)^T + z (W V^T)^T       one fp8 and one bf16 matmul
-#
-# Backward also transposes the weight. The functions below add the time, memory and kernel launches
-# of these steps to the trace. The constants were checked against a block of Wan-14B that was
-# converted before tracing: compiled on a CPU, and eager on fake tensors.
-
-
-EAGER_FORWARD_NBYTES, EAGER_BACKWARD_NBYTES = 2.8, 7.0
-"""Extra peak memory of eager fp8 blocks in forward and in backward, in bytes per element of the
-largest matmul input. Rounding makes fp32 copies of the input, and in backward also of the
-gradient."""
-SUBSPACE_DIMENSIONS = 32
-"""Dimensions of an fp8 layer's outlier subspace, in most layers: the few input directions with
-large values, which are multiplied in bf16."""
-BF16_NBYTES, SCALE_NBYTES = 2, 4
-SPLIT_PASSES = 3
-"""Number of times that an fp8 layer reads or writes its input to split it: one read for the part
-with large values (outliers), one read and one write for the rest."""
-ROUNDING_KERNELS = {False: 9, True: 2}
-"""Number of kernels that scale and round a matrix to fp8; True: in a compiled block."""
-SPLIT_KERNELS, MATMUL_KERNELS = 2, 6
-"""Number of kernels per fp8 layer in forward: to split outliers from the input, and to multiply
-both parts."""
-LORA_GRADIENT_KERNELS, INPUT_GRADIENT_KERNELS, TRANSPOSE_KERNELS = 3, 3, 1
-"""Number of kernels per fp8 layer in backward: for the gradients of LoRA's two matrices, for the
-input's gradient (without rounding), and to transpose the weight."""
-SAVED_PER_LAYER, VIEWS_PER_LAYER = 1.5, 2
-"""Extra tensors that autograd saves per fp8 layer, and extra views per fp8 layer in an eager
-backward."""
-
-
-def fp8_extra_nbytes(keep: Trace) -> int:
-    """Return the bytes that one block's fp8 layers store beside their weights.
-
-    These are the basis of the outlier subspace (input directions with large values, multiplied in
-    bf16), the weight projected onto it, and the weight's scales.
-    """
-    return sum(
-        SUBSPACE_DIMENSIONS * BF16_NBYTES * (op.dims[1] + op.dims[2]) + SCALE_NBYTES * op.dims[2]
-        for op in keep.forward
-        if _is_frozen_matmul(op) and op.reads_frozen_weight
-    )
-
-
-def with_fp8_overhead(traces: TracesByMode, compiled: bool) -> TracesByMode:
-    """Return a block's kernels and memory (traces) as if its frozen matmuls ran in fp8."""
-    keep, lean, recompute = (
-        _with_splitting(_with_fp8_calls(trace, traces.keep, compiled), traces.keep)
-        for trace in (traces.keep, traces.lean, traces.recompute)
-    )
-    if compiled:
-        return TracesByMode(
-            keep, _with_rounded_inputs(lean, keep), _with_rounded_inputs(recompute, keep)
-        )
-    widest = max(_input_sizes((*keep.forward, *keep.backward)), default=0)
-    forward_nbytes = int(EAGER_FORWARD_NBYTES * widest)
-    backward_nbytes = int(EAGER_BACKWARD_NBYTES * widest)
-    # A recomputed block peaks in its recomputed forward or in the backward that follows.
-    keep_peak = keep.backward_peak_nbytes + backward_nbytes
-    return TracesByMode(
-        *(
-            replace(
-                trace,
-                forward_peak_nbytes=trace.forward_peak_nbytes + forward_nbytes,
-                backward_peak_nbytes=max(trace.backward_peak_nbytes + forward_nbytes, keep_peak),
-            )
-            for trace in (keep, lean, recompute)
-        )
-    )
-
-
-def _with_fp8_calls(trace: Trace, keep: Trace, compiled: bool) -> Trace:
-    """Replace the CPU's operator calls for bf16 layers by those for fp8 layers in a trace.
-
-    Each fp8 layer calls its own operators, while bf16 layers with the same input may share one.
-    """
-    rounding = ROUNDING_KERNELS[compiled]
-    num_layers, num_input_grads = _num_layers(keep.forward), _num_layers(keep.backward)
-    num_recomputed = _num_layers(trace.backward) - num_input_grads
-    per_layer = HostCalls(
-        dispatched=rounding + 2,
-        kernels=rounding + SPLIT_KERNELS + MATMUL_KERNELS,
-        custom_ops=2,
-        saved_tensors=SAVED_PER_LAYER,
-    )
-    forward = _exchange_calls(trace.forward_calls, trace.forward, per_layer.scaled(num_layers))
-    per_input_grad = rounding + TRANSPOSE_KERNELS
-    backward = HostCalls(
-        dispatched=2 * num_layers + per_input_grad * num_input_grads,
-        kernels=LORA_GRADIENT_KERNELS * num_layers
-        + (per_input_grad + INPUT_GRADIENT_KERNELS) * num_input_grads,
-        views=0 if compiled else VIEWS_PER_LAYER * num_layers,
-        custom_ops=num_layers + num_input_grads,
-        saved_tensors=SAVED_PER_LAYER * num_layers,
-    )
-    if compiled:  # recomputed work is part of the backward graph
-        backward = replace(
-            backward,
-            kernels=backward.kernels + per_layer.kernels * num_recomputed,
-            custom_ops=backward.custom_ops + 2 * num_recomputed,
-        )
-        backward = _exchange_calls(trace.backward_calls, trace.backward, backward)
-        return replace(trace, forward_calls=forward, backward_calls=backward)
-    recompute = trace.recompute_calls
-    if recompute.dispatched:
-        share = recompute.dispatched / trace.forward_calls.dispatched
-        repeated = trace.backward[: len(trace.backward) - len(keep.backward)]
-        # An input is rounded again even where the matmul's output was kept.
-        kernels = (rounding + SPLIT_KERNELS) * num_layers * share + MATMUL_KERNELS * num_recomputed
-        kernels += recompute.kernels - _num_frozen_kernels(repeated)
-        recompute = replace(forward.scaled(share), kernels=kernels)
-    backward = _exchange_calls(trace.backward_calls, keep.backward, backward)
-    return replace(trace, forward_calls=forward, recompute_calls=recompute, backward_calls=backward)
-
-
-def _exchange_calls(calls: HostCalls, ops: Sequence[Op], fp8_calls: HostCalls) -> HostCalls:
-    """Return `calls` with those of the bf16 operators in `ops` replaced by `fp8_calls`."""
-    dispatched = calls.dispatched and calls.dispatched - calls.custom_ops + fp8_calls.dispatched
-    return replace(
-        calls,
-        dispatched=dispatched,
-        kernels=calls.kernels - _num_frozen_kernels(ops) + fp8_calls.kernels,
-        views=calls.views + fp8_calls.views,
-        custom_ops=fp8_calls.custom_ops,
-        saved_tensors=calls.saved_tensors + fp8_calls.saved_tensors,
-        policy_calls=calls.policy_calls and dispatched,
-    )
-
-
-def _num_layers(ops: Sequence[Op]) -> int:
-    return sum(op.reads_frozen_weight for op in ops)
-
-
-def _num_frozen_kernels(ops: Sequence[Op]) -> int:
-    """Return the number of kernels in `ops` of frozen layers, including those of their LoRA."""
-    return sum(op.frozen for op in ops)
-
-
-def _with_splitting(trace: Trace, keep: Trace) -> Trace:
-    """Add the kernels that split outliers from the inputs of fp8 layers to a block's trace.
-
-    They run in forward and again in a recomputed forward.
-    """
-
-    def split(numel: int) -> Op:
-        return Op("elementwise", 0.0, float(SPLIT_PASSES * BF16_NBYTES * numel))
-
-    forward = [split(numel) for numel in _input_sizes(trace.forward)]
-    recomputed = _recomputed_numel(trace, keep)
-    backward = [split(recomputed)] if recomputed else []
-    return replace(trace, forward=(*trace.forward, *forward), backward=(*trace.backward, *backward))
-
-
-def _recomputed_numel(trace: Trace, keep: Trace) -> int:
-    """Return the total number of input elements of the frozen matmuls that backward recomputes."""
-    return max(0, sum(_input_sizes(trace.backward)) - sum(_input_sizes(keep.backward)))
-
-
-def _with_rounded_inputs(trace: Trace, keep: Trace) -> Trace:
-    """Add the extra memory of a compiled fp8 backward to a trace, if it recomputes matmuls.
-
-    Inductor first rounds the inputs of all recomputed matmuls to fp8 and keeps them, beside one
-    transposed weight.
-    """
-    recomputed = _recomputed_numel(trace, keep)
-    if not recomputed:
-        return trace
-    transposed = max(op.dims[1] * op.dims[2] for op in trace.backward if _is_frozen_matmul(op))
-    peak_nbytes = trace.backward_peak_nbytes + int(recomputed)
-    return replace(trace, backward_peak_nbytes=peak_nbytes, transposed_nbytes=transposed)
-
-
-def _input_sizes(ops: Sequence[Op]) -> list[int]:
-    """Return the number of elements of each input to the frozen matmuls in `ops`.
-
-    Matmuls inside one custom operator share an input; it is listed once.
-    """
-    found: list[int] = []
-    in_custom_op = is_shared = False
-    for op in ops:
-        if op.starts_custom_op or not op.frozen:
-            in_custom_op, is_shared = op.starts_custom_op, False
-        if _is_frozen_matmul(op):
-            numel = op.dims[0] * op.dims[1]
-            found.append(max(found.pop(), numel) if is_shared else numel)
-            is_shared = in_custom_op
-    return found
-
-
-def _is_frozen_matmul(op: Op) -> bool:
-    return op.frozen and op.kind == "gemm" and bool(op.dims)
+        return rates.fp8 if op.fp8 else rates.gemm

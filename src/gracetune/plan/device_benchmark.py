@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from gracetune.adapters.compute.lora_matmul import FP8, FP8_OUTPUT_DTYPE, scaled_matmul
 from gracetune.events.types import Notice
 from gracetune.models.family import PLANNABLE
 from gracetune.plan.launch_overhead import (
@@ -160,7 +161,7 @@ class KernelTimer:
         first, *others = max(1, round(op.dims[0] * scale)), *op.dims[1:]
         if op.kind == "gemm":
             rows = min(first, MAX_TIMED_ROWS)
-            once = self._matmul(rows, *others)
+            once = self._fp8_matmul(rows, *others) if op.fp8 else self._matmul(rows, *others)
             return None if once is None else once * first / rows
         assert op.kind == "attention", op.kind
         once = self._attention(op.backward, *others)
@@ -202,6 +203,19 @@ class KernelTimer:
             return self._time(lambda: left @ right.t())
 
         return self._once(("matmul", *dims), work)
+
+    def _fp8_matmul(self, *dims: int) -> float | None:
+        def work() -> float:
+            rows, inner, outer = dims
+            left, right = (self._numbers(n, inner).to(FP8) for n in (rows, outer))
+            scales = [torch.ones(n, 1, device=self._device) for n in (rows, outer)]
+            return self._time(
+                lambda: scaled_matmul(
+                    left, right.t(), scales[0], scales[1].t(), FP8_OUTPUT_DTYPE, None
+                )
+            )
+
+        return self._once(("fp8 matmul", *dims), work)
 
     def _attention(self, is_backward: bool, *dims: int) -> float | None:
         """Return the time of attention's forward or backward.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from gracetune.adapters.compute.lora_matmul import scaled_matmul, scaled_matmul_kernel
 from gracetune.plan.trace_records import HostCalls, Op, record_call
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ GEMMS = {
 }
 CUSTOM_OP_NAMESPACE = "gracetune"
 """Namespace under which our custom operators are registered in torch."""
+SPLIT_OUTLIERS = "gracetune::split_outliers"
+"""Custom operator whose matmuls prepare an input for fp8. Checkpointing does not keep them."""
 _ALLOCATES_ONLY = {aten.empty, aten.empty_like, aten.new_empty, aten.new_empty_strided}
 ATTENTION_BACKWARD_FACTOR = 2.5
 """Ratio of the flops of attention's backward to those of its forward: five matmuls to two."""
@@ -79,6 +82,15 @@ def is_matmul_or_attention(func: object) -> bool:
         return False
     is_attention = func in ATTENTION or func in ATTENTION_BACKWARD
     return is_attention or is_custom_op(func) or func.overloadpacket in GEMMS
+
+
+def is_kept_when_lean(func: object) -> bool:
+    """Return True for operators whose results mode `lean` keeps: matmuls and attention."""
+    return is_matmul_or_attention(func) and not _splits_outliers(func)
+
+
+def _splits_outliers(func: object) -> bool:
+    return is_custom_op(func) and cast("OpOverload", func)._schema.name == SPLIT_OUTLIERS
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -118,7 +130,10 @@ def ops_of(
     nbytes = written + float(sum(touched_nbytes(tensor) for tensor in inputs))
     if not is_matmul_or_attention(func):
         replay = record_call(func, args, kwargs)
-        return [Op("elementwise", 0.0, nbytes, backward=backward, replay=replay)]
+        op = Op("elementwise", 0.0, nbytes, backward=backward, replay=replay)
+        if inputs and all(storage_id(tensor) in weights.frozen for tensor in inputs):
+            return [replace(op, weights_nbytes=nbytes, out_nbytes=written)]
+        return [op]
     return matmul_ops(func, args, out, nbytes, weights, backward)
 
 
@@ -134,6 +149,8 @@ def matmul_ops(
     written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
     if func in ATTENTION or func in ATTENTION_BACKWARD:
         return [_attention_op(func, args, nbytes, written)]
+    if func.overloadpacket is aten._scaled_mm:
+        return [_fp8_op(func, args, out, nbytes, backward)]
     inputs = tensors_of(args)
     all_weights = weights.frozen | weights.trained
     weight_inputs = [tensor for tensor in inputs if storage_id(tensor) in all_weights]
@@ -149,6 +166,23 @@ def matmul_ops(
     return [replace(op, reads_frozen_weight=storage_id(inputs[-1]) in weights.frozen)]
 
 
+def _fp8_op(func: OpOverload, args: Any, out: Tensor, nbytes: float, backward: bool) -> Op:
+    """Return the kernel of an fp8 matmul, whose second matrix is a frozen weight."""
+    left, weight, *_ = args
+    return Op(
+        "gemm",
+        float(flop_registry[func.overloadpacket](*args, out_val=out)),
+        nbytes,
+        weights_nbytes=float(touched_nbytes(weight)),
+        out_nbytes=float(touched_nbytes(out)),
+        frozen=True,
+        backward=backward,
+        dims=(int(out.shape[0]), int(left.shape[1]), int(out.shape[1])),
+        reads_frozen_weight=True,
+        fp8=True,
+    )
+
+
 def _custom_op_kernels(
     func: OpOverload, args: Any, weights: WeightStorages, backward: bool
 ) -> list[Op]:
@@ -158,10 +192,11 @@ def _custom_op_kernels(
     recomputes the operator as a whole.
     """
     recorder = _CustomOpRecorder(weights, backward)
-    with recorder:
+    with recorder, Fp8Kernels():
         out = OPDEFS[func._schema.name]._init_fn(*args)
     written = float(sum(touched_nbytes(tensor) for tensor in tensors_of(out)))
-    ops = [replace(op, frozen=True, out_nbytes=0.0) for op in recorder.ops]
+    is_frozen = not _splits_outliers(func)
+    ops = [replace(op, frozen=is_frozen, out_nbytes=0.0) for op in recorder.ops]
     ops[0] = replace(ops[0], starts_custom_op=True)
     ops[-1] = replace(ops[-1], out_nbytes=written)
     return ops
@@ -190,20 +225,10 @@ class _CustomOpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         out = func(*args, **kwargs)
         ops = ops_of(func, args, kwargs, out, self._weights, self._backward)
-        if ops and self._prepares_weight(func, args):
-            self._weights = self._weights.with_frozen(tensors_of(out))
-            ops = [replace(op, weights_nbytes=op.nbytes) for op in ops]
+        if any(op.prepares_weight for op in ops):
+            self._weights = self._weights.with_frozen(tensors_of(out))  # its result is a weight too
         self.ops += ops
         return out
-
-    def _prepares_weight(self, func: Any, args: Any) -> bool:
-        """Return True for a kernel that reads frozen weights alone, as one that dequantizes them.
-
-        Its result counts as a weight too.
-        """
-        inputs = tensors_of(args)
-        is_frozen = all(storage_id(tensor) in self._weights.frozen for tensor in inputs)
-        return bool(inputs) and is_frozen and not is_matmul_or_attention(func)
 
 
 def _attention_op(func: OpOverload, args: Sequence[Any], nbytes: float, written: float) -> Op:
@@ -325,6 +350,17 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 # Operators that CUDA has as one kernel and the CPU decomposes
+
+
+class Fp8Kernels(TorchFunctionMode):
+    """While entered, fp8 matmuls are the GPU's kernel, although fake tensors are on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace fp8 matmuls; call everything else unchanged."""
+        chosen = scaled_matmul_kernel if func is scaled_matmul else func
+        return chosen(*args, **(kwargs or {}))
 
 
 class CudaKernels(TorchFunctionMode):

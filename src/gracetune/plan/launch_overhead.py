@@ -4,27 +4,31 @@ Kernels of a small batch are short. An eager step then takes as long as the CPU 
 operators, so the planner needs the cost of a call on the machine at hand. Timing one operator in a
 loop would be too optimistic: it runs from the CPU's caches, and models differ in how much Python
 surrounds an operator. Instead a tiny version of the planned model is run (`build_probe_model`):
-all its blocks and operators, hardly any numbers. Three variants are timed:
+all its blocks and operators, hardly any numbers. Five variants are timed:
 
     bare      the model as it is                                -> cost per operator
     fused     the model with a LoRA, fused as in a run          -> cost per custom operator, update
     policy    fused, under a selective-checkpoint policy        -> cost of the policy per operator
+    streamed  policy, with all weights in the weight ring       -> cost of the ring per block
+    sent      streamed, with inputs of blocks in host memory    -> cost of the offload per block
 
 The time of a variant, divided by the calls that the tracer counts in it, is the cost of one call:
 
     forward_s   = t(bare forward) / ops(bare forward)
     custom_op_s = (t(fused forward) - ops(fused forward) * forward_s) / custom ops
     policy_s    = (t(policy forward) - t(fused forward)) / policy calls
+    stream_s    = (t(streamed forward) - t(policy forward)) / blocks
+    send_s      = (t(sent forward) - t(streamed forward)) / blocks
 
-The hooks of the weight ring and of the activation offload are not timed. Their cost is estimated as
-a multiple of `policy_s`, because all of them are Python code.
+The hooks of the ring and the offload that run for each saved tensor are not timed. Their cost is
+estimated as a multiple of `policy_s`, because all of them are Python code.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,15 +44,21 @@ from torch.utils.checkpoint import (
 
 from gracetune.adapters.inject import add_adapter
 from gracetune.config.schema import AdapterSection, ModelSection
+from gracetune.memory.platform import Link
 from gracetune.models.family import PLANNABLE, SampleShape, planner_shapes
-from gracetune.plan.apply import fuse_operations
+from gracetune.offload.copy_engine import open_copy_engine
+from gracetune.plan.apply import PlanLayout, apply_plan, fuse_operations
 from gracetune.plan.kernel_recorder import CudaKernels, KernelRecorder
 from gracetune.plan.meta_models import MetaModel, build_meta_model
+from gracetune.plan.result import BlockPlan
+from gracetune.plan.trace import convert_for_tracing
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from gracetune.plan.apply import AppliedPlan
+    from gracetune.plan.result import FrozenCompute
     from gracetune.plan.trace_records import HostCalls, Trace
 
 
@@ -71,10 +81,6 @@ POLICY_SAVE_COST = 2.2
 PACK_COSTS = (0.1, 0.07)
 """CPU time of the weight ring's saved-tensor hooks per saved tensor, in forward and in backward, in
 units of `LaunchCosts.policy_s`. Measured on a CPU with three tiny models."""
-STREAM_COSTS = (11.0, 10.0)
-"""CPU time of the weight ring per streamed block, in forward and in backward, in units of
-`LaunchCosts.policy_s`. Timed on an H200 with half and with all of Flux's blocks streamed. On a CPU,
-which has no events and streams, it is (7, 5)."""
 OFFLOAD_COSTS = (1.2, 0.65)
 """CPU time of the activation offload per saved tensor, in forward and in backward, in units of
 `LaunchCosts.policy_s`. Measured on a CPU."""
@@ -111,6 +117,14 @@ class LaunchCosts:
     """CPU time that a selective-checkpoint policy adds to an operator that backward recomputes."""
     optimizer_s: float = 0.0
     """CPU time of an optimizer step, per trained tensor."""
+    stream_s: float = 0.0
+    """CPU time of the weight ring in forward, per streamed block."""
+    stream_backward_s: float = 0.0
+    """CPU time of the weight ring in backward, per streamed block."""
+    send_s: float = 0.0
+    """CPU time of the activation offload in forward, per block that sends something."""
+    send_backward_s: float = 0.0
+    """CPU time of the activation offload in backward, per block that has sent something."""
 
     def forward_seconds(self, trace: Trace) -> float:
         """Return the CPU seconds to launch a traced block's forward pass."""
@@ -139,10 +153,11 @@ class LaunchCosts:
         `sent`: the block's activations are offloaded.
         """
         per_tensor = OFFLOAD_COSTS if sent else PACK_COSTS if packed else (0.0, 0.0)
-        forward, backward = (
-            (num_saved * each + (stream if streamed else 0.0)) * self.policy_s
-            for each, stream in zip(per_tensor, STREAM_COSTS, strict=True)
-        )
+        forward, backward = (num_saved * each * self.policy_s for each in per_tensor)
+        if streamed:
+            forward, backward = forward + self.stream_s, backward + self.stream_backward_s
+        if sent:
+            forward, backward = forward + self.send_s, backward + self.send_backward_s
         return forward, backward
 
     def _model_seconds(self, calls: HostCalls) -> float:
@@ -175,7 +190,8 @@ def measure_launch_costs(
     make_model: ProbeModelFactory,
 ) -> LaunchCosts:
     """Build small probe models, time them for a few seconds, and return the CPU's launch costs."""
-    return LaunchProbe(device, synchronize, clock, make_model).measure()
+    with closing(LaunchProbe(device, synchronize, clock, make_model)) as probe:
+        return probe.measure(REPEATS)
 
 
 class LaunchProbe:
@@ -196,20 +212,25 @@ class LaunchProbe:
         bare, fused = (functools.partial(make_model, has_adapter) for has_adapter in (False, True))
         self._bare, self._fused = _ProbeStep(bare, device), _ProbeStep(fused, device)
         self._policy = _ProbeStep(fused, device, has_policy=True)
+        self._streamed = _ProbeStep(fused, device, plan=BlockPlan("streamed", "recompute"))
+        self._sent = _ProbeStep(
+            fused, device, plan=BlockPlan("streamed", "recompute", offload_input=True)
+        )
         self._bare_calls, self._fused_calls = self._bare.count(), self._fused.count()
 
     def measure(self, repeats: int = REPEATS) -> LaunchCosts:
         """Time the probe models and return the CPU time per operator call.
 
-        There are three: bare, with a fused LoRA, and fused under a selective-checkpoint policy.
+        There are five: bare, with a fused LoRA, under a selective-checkpoint policy, and also with
+        the hooks of the weight ring and of the activation offload.
         """
-        variants = self._bare, self._fused, self._policy
+        variants = self._bare, self._fused, self._policy, self._streamed, self._sent
         times: list[list[HostSeconds]] = [[] for _ in variants]
         for _ in range(WARM_UP + repeats):  # in turns, since the CPU's speed varies over time
             for variant, found in zip(variants, times, strict=True):
                 self._synchronize()  # the device must not be busy with the previous variant
                 found.append(variant.time(self._clock))
-        bare, fused, policy = (_trimmed_mean(found[WARM_UP:]) for found in times)
+        bare, fused, policy, streamed, sent = (_trimmed_mean(found[WARM_UP:]) for found in times)
         forward, backward = self._bare_calls
         forward_s = bare.forward / equivalent_ops(forward)
         backward_s = bare.backward / equivalent_ops(backward)
@@ -219,6 +240,7 @@ class LaunchProbe:
             fused.backward - equivalent_ops(backward) * backward_s
         ) / backward.custom_ops
         recompute_s = policy.backward - fused.backward - fused.forward
+        blocks = self._policy.num_blocks
         return LaunchCosts(
             forward_s=forward_s,
             backward_s=backward_s,
@@ -227,7 +249,16 @@ class LaunchProbe:
             policy_s=max(0.0, policy.forward - fused.forward) / forward.policy_calls,
             policy_recompute_s=max(0.0, recompute_s) / forward.policy_calls,
             optimizer_s=fused.update / self._fused.num_trained,
+            stream_s=max(0.0, streamed.forward - policy.forward) / blocks,
+            stream_backward_s=max(0.0, streamed.backward - policy.backward) / blocks,
+            send_s=max(0.0, sent.forward - streamed.forward) / blocks,
+            send_backward_s=max(0.0, sent.backward - streamed.backward) / blocks,
         )
+
+    def close(self) -> None:
+        """Free the host memory of streamed weights and offloaded activations."""
+        for variant in (self._sent, self._streamed):
+            variant.close()
 
 
 def _start_autograd_thread(device: torch.device) -> None:
@@ -251,8 +282,13 @@ class _ProbeStep:
     """Runs training steps of a probe model, a small model that measures launch overhead."""
 
     def __init__(
-        self, make: Callable[[bool], MetaModel], device: torch.device, has_policy: bool = False
+        self,
+        make: Callable[[bool], MetaModel],
+        device: torch.device,
+        has_policy: bool = False,
+        plan: BlockPlan | None = None,
     ) -> None:
+        """`plan`: apply it to all blocks, as a run does; None: they run as they are."""
         self._make = make
         self._device = device
         meta_model = make(device.type == "cuda")
@@ -261,6 +297,7 @@ class _ProbeStep:
         self._blocks = target.blocks
         for block in self._blocks if has_policy else ():
             block.forward = _with_policy(block.forward)
+        self._applied = None if plan is None else self._apply(plan)
         self._predict = target.predict
         self._batch = {
             name: torch.full_like(tensor, 0.02, device=device)
@@ -270,6 +307,23 @@ class _ProbeStep:
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self.num_trained = len(trained)
         self._optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of the model."""
+        return len(self._blocks)
+
+    def _apply(self, plan: BlockPlan) -> AppliedPlan:
+        layout = PlanLayout([plan] * len(self._blocks), compiled=False, min_offload_nbytes=1)
+        # Streamed weights are pinned on this link, as in most runs that stream.
+        copy_engine = open_copy_engine(self._device, Link.MANAGED)
+        transformers = {self._model: self._blocks}
+        return apply_plan(self._model, transformers, layout, copy_engine, lambda _: None)
+
+    def close(self) -> None:
+        """Remove the hooks of the applied plan, if there is one."""
+        if self._applied is not None:
+            self._applied.close()
 
     def time(self, clock: Callable[[], float]) -> HostSeconds:
         """Run a step and return the CPU time of each part, without waiting for the device."""
@@ -370,8 +424,15 @@ def build_probe_model(family: str, has_adapter: bool, is_realistic: bool = False
     return replace(model, encoded=replace(model.encoded, text_shape=text_shape))
 
 
-def prepare_for_training(model: MetaModel, section: AdapterSection) -> None:
-    """Add an adapter to a model and fuse its operations, as a training run does."""
+def prepare_for_training(
+    model: MetaModel, section: AdapterSection, frozen_compute: FrozenCompute = "bf16"
+) -> None:
+    """Add an adapter to a model and fuse its operations, as a training run does.
+
+    A model whose frozen layers compute in fp8 must be on the meta device.
+    """
     with next(model.model.parameters()).device:
         add_adapter({"": model.model}, section, model.shapes.targets, seed=0)
+    if frozen_compute == "fp8":
+        convert_for_tracing(model.trace_target())
     fuse_operations(model.model)

@@ -119,6 +119,7 @@ _STREAM_SHARE = 4194 / 4800
 """Share of the published memory bandwidth that a device copy reached on an H200. Other GPUs are
 assumed to reach it too."""
 _PREFETCH_IN_SHARE = 49.5 / 55.5
+_IN_PLACE_SHARE = 36 / 55.5
 _PREFETCH_OUT_SHARE = 10.5 / 55.3
 
 
@@ -408,14 +409,15 @@ _HOST = (
     "launch probe on two busy x86 cores, Python 3.11, torch 2.13, 2026-11-15; other hosts may "
     "differ by factors"
 )
+_HOOKS = "half and all of Flux's blocks streamed, eager, on an H200, 2026-11-15"
 _KERNELS = "one kernel at a time on an H200, torch 2.11, 2026-11-15"
 
 FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
     "gemm_share": SourcedFigure(0.89, "measured", f"{_LONG}; {_STEP} would give 0.97"),
     "fp8_share": SourcedFigure(
-        1353 / 769 * 0.88 / 0.97,
+        1548 / 769 * 0.88,
         "inferred",
-        f"{_KERNELS}: row-wise matmuls with quantization, less what bf16 loses in a step",
+        f"{_KERNELS}: row-wise matmuls without quantization, less what bf16 loses in a step",
     ),
     "attention_forward_share": SourcedFigure(0.76, "measured", f"{_STEP}: 10 ms; and {_LONG}"),
     "attention_backward_share": SourcedFigure(0.62, "measured", f"{_STEP}: 31 ms; and {_LONG}"),
@@ -442,6 +444,14 @@ FITTED_CONSTANTS: Mapping[str, SourcedFigure] = {
         24e-6, "measured", f"what it adds to a recomputed call: {_HOST}"
     ),
     "optimizer_s": SourcedFigure(11e-6, "measured", f"an optimizer step, per tensor: {_HOST}"),
+    "stream_s": SourcedFigure(0.25e-3, "measured", f"streaming, per block in forward: {_HOOKS}"),
+    "stream_backward_s": SourcedFigure(
+        0.22e-3, "measured", f"streaming, per block in backward: {_HOOKS}"
+    ),
+    "send_s": SourcedFigure(
+        0.6e-3, "inferred", "what other hooks leave of the gap before an eager block on an H200"
+    ),
+    "send_backward_s": SourcedFigure(0.3e-3, "assumed", "half of forward's, which has more hooks"),
     "fragmentation": SourcedFigure(
         0.03,
         "assumed",
@@ -488,6 +498,8 @@ class EffectiveRates:
     """Share of its bandwidth that the host-device link keeps per direction while both are busy."""
     timer: Timer | None = None
     """Function that times single kernels on the machine at hand; None: use the rates above."""
+    in_place: float = float("inf")
+    """Bandwidth of kernels that use host memory in place."""
     step_share: float = 1.0
     """Speed of a matmul inside a long compiled step, as a share of its speed when timed alone."""
     host: LaunchCosts = NO_LAUNCH_COSTS
@@ -509,6 +521,9 @@ class MachineRates:
     """Function that times single kernels on the machine at hand; None for other machines."""
     host: LaunchCosts = TYPICAL_LAUNCH_COSTS
     """CPU time to launch kernels, measured or typical."""
+    in_place: float | None = None
+    """Bytes per second of kernels that use host memory in place. None: the share of the link's
+    bandwidth that was measured on an H200."""
 
 
 def machine_rates(machine: MachineSpec) -> MachineRates:
@@ -520,6 +535,7 @@ def machine_rates(machine: MachineSpec) -> MachineRates:
         link_in=rates.copy_in,
         link_out=rates.copy_out,
         both_ways_share=rates.both_ways_share,
+        in_place=rates.read_in_place,
     )
 
 
@@ -541,6 +557,7 @@ def effective_rates(
         link_out=rates.link_out,
         both_ways_share=rates.both_ways_share,
         timer=rates.timer,
+        in_place=rates.in_place or rates.link_in * _IN_PLACE_SHARE,
         step_share=share["step_share"],
         host=rates.host,
     )

@@ -34,11 +34,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gracetune.plan.managed import managed_nbytes
 from gracetune.plan.result import MAX_BLOCKS_IN_FLIGHT, Bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.plan.cost import ModelCosts
     from gracetune.plan.sharding import ShardedSizes
     from gracetune.plan.simulate import PlanCandidate
@@ -102,6 +104,11 @@ def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
     if (sizes := _sharded_sizes(costs)) is not None:
         return _sharded_device_bytes(costs, candidate, fixed, sizes)
     peak = max(_moments(costs, candidate, fixed.num_transformers), key=lambda moment: moment.total)
+    managed = managed_nbytes(costs, candidate, fixed)
+
+    def in_managed(role: ManagedRole) -> int:
+        return managed[role] if role in candidate.managed else 0
+
     resident = sum(
         block.frozen_nbytes
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
@@ -109,13 +116,19 @@ def device_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
     )
     slots = candidate.slots * costs.slot_nbytes if candidate.streamed else 0
     return Bytes(
-        weights=fixed.num_transformers * (costs.outside_frozen_nbytes + resident) + slots,
+        weights=fixed.num_transformers * (costs.outside_frozen_nbytes + resident)
+        - in_managed("weights")
+        + slots,
         adapters=fixed.num_transformers * (costs.trained_nbytes + costs.cast_copies_nbytes)
-        + fixed.averages_nbytes,
+        - in_managed("trained")
+        + fixed.averages_nbytes
+        - in_managed("ema"),
         gradients=peak.gradients,
-        optimizer=_state_on_device(candidate.host_state, fixed),
+        optimizer=_state_on_device(candidate.host_state, fixed) - in_managed("optimizer"),
         activations=peak.activations,
-        caches=fixed.device_caches_nbytes + costs.batch_nbytes * (1 + fixed.batches_ahead),
+        caches=fixed.device_caches_nbytes
+        - in_managed("caches")
+        + costs.batch_nbytes * (1 + fixed.batches_ahead),
         workspace=peak.workspace + fixed.library_nbytes,
     )
 
@@ -139,11 +152,18 @@ def host_bytes(costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory) 
         for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
     )
     streamed = sum(costs.blocks[index].frozen_nbytes for index in candidate.streamed)
+    managed = managed_nbytes(costs, candidate, fixed)
+
+    def in_managed(role: ManagedRole) -> int:
+        return managed[role] if role in candidate.managed else 0
+
     return Bytes(
-        weights=fixed.num_transformers * streamed,
-        optimizer=int(candidate.host_state * fixed.optimizer_nbytes),
+        weights=fixed.num_transformers * streamed + in_managed("weights"),
+        adapters=in_managed("trained") + in_managed("ema"),
+        gradients=in_managed("gradients"),
+        optimizer=int(candidate.host_state * fixed.optimizer_nbytes) + in_managed("optimizer"),
         activations=offloaded,
-        caches=fixed.host_caches_nbytes,
+        caches=fixed.host_caches_nbytes + in_managed("caches"),
     )
 
 
@@ -159,7 +179,9 @@ def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Itera
     """
     # With accumulation, gradients of earlier micro-batches exist all the time, possibly for each of
     # two experts.
-    accumulated = experts * costs.trained_nbytes if candidate.accumulation > 1 else 0
+    is_managed = "gradients" in candidate.managed
+    keeps = candidate.accumulation > 1 and not is_managed
+    accumulated = experts * costs.trained_nbytes if keeps else 0
     gradients = accumulated
     held = [costs.outside.saved_nbytes]
     """Bytes of activations that are on the device before the forward of each block."""
@@ -182,9 +204,13 @@ def _moments(costs: ModelCosts, candidate: PlanCandidate, experts: int) -> Itera
         mode = block.costs_of(plan.activations, candidate.compiled)
         workspace = mode.backward_peak_nbytes - mode.saved_nbytes
         fetched = sum(offloaded[max(0, index - candidate.activation_prefetch) : index + 1])
-        if candidate.accumulation == 1 or costs.cast_copies_nbytes:
+        if is_managed:  # each leaves the device as soon as it is computed
+            gradients = block.gradients_nbytes
+        elif candidate.accumulation == 1 or costs.cast_copies_nbytes:
             gradients += block.gradients_nbytes
         yield _Moment(held[index + 1] + fetched, workspace, gradients)
+    if is_managed:
+        return
     if costs.cast_copies_nbytes:
         # Gradients of the bf16 copies are cast to gradients of the fp32 weights all at once.
         yield _Moment(0, 0, costs.cast_copies_nbytes + costs.trained_nbytes + accumulated)

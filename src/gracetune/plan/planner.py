@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,11 @@ from gracetune.plan.device_benchmark import free_nbytes, measure_device, measure
 from gracetune.plan.machines import FITTED_CONSTANTS
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner_input import (
+    BatchShapes,
     PlanProblem,
     build_cost_model,
     constraints_of,
+    copy_for_tracing,
     family_trace_target,
     plan_settings,
 )
@@ -43,18 +45,21 @@ from gracetune.plan.report import describe, describe_speed
 from gracetune.plan.result import BlockPlan
 from gracetune.plan.search import PlanBudget, fits, predict
 from gracetune.plan.simulate import PlanCandidate, candidate_of
-from gracetune.units import format_bytes, parse_bytes
+from gracetune.plan.trace import convert_for_tracing
+from gracetune.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch, Shape
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.models.family import Family
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.optim.offloaded_state import OptimizerStepper
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.controller import MemoryMeter
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
     from gracetune.plan.machines import MachineRates
     from gracetune.plan.planner_input import TracedCopy
     from gracetune.plan.result import Plan
+    from gracetune.plan.trace import TraceTarget
 
     Emit = Callable[[Event], None]
 
@@ -72,6 +78,14 @@ SAVED_PLAN_TOLERANCE = 0.01
 CPU_EDGE, CPU_COPY = 512, 1 << 22
 """Size of the measured matmul (rows and columns) and of the measured copies (bytes) on a CPU. They
 are small, because plans for a CPU are only made for rehearsals."""
+
+
+def _place_nothing(roles: Sequence[ManagedRole], reason: str) -> None:  # noqa: ARG001
+    assert not roles, f"the run has no managed memory for {roles}"
+
+
+def _same_engine(engine: CopyEngine) -> CopyEngine:
+    return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +111,14 @@ class PlannerInputs:
     load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
     """Function that loads one sample of each size whose time is needed to divide batches among
     ranks (`bucket_seconds.sizes_to_trace`)."""
-    dynamic: bool = True
-    """True if samples have several sizes, or captions several lengths."""
+    managed_nbytes: int = 0
+    """Largest number of bytes of managed memory; 0: the run has none."""
+    place_managed: Callable[[Sequence[ManagedRole], str], None] = _place_nothing
+    """Function that moves roles to managed memory; the text is the reason."""
+    wrap_engine: Callable[[CopyEngine], CopyEngine] = _same_engine
+    """Function that returns the copy engine to use instead of another, for managed memory."""
+    shapes: BatchShapes = field(default_factory=BatchShapes)
+    """The shapes of the batches that the run meets."""
 
 
 def plan_run(
@@ -133,18 +153,18 @@ def plan_run(
     ranks.wait()  # so that all measure at the same time
     rates = lowest_rates(measure_rates(device, run.model.family, emit), ranks)
     with ExitStack() as undo:
-        fuse_family(family, undo)  # the tracer must see the operations that will run
         family.to(torch.device("cpu"))  # the tracer's fake tensors are on the CPU
-        target = family_trace_target(family, latent_shape, text)
+        as_computed = _traced_as_computed(run, family, latent_shape, text, undo)
         may_compile = True in constraints_of(run).compile
-        model = build_cost_model(target, rates, run.model.frozen_compute, may_compile=may_compile)
+
+        def cost_model(latent_shape: torch.Size, text: Mapping[str, torch.Tensor]) -> CostModel:
+            target = as_computed(family_trace_target(family, latent_shape, text))
+            compute = run.model.frozen_compute
+            return build_cost_model(target, rates, compute, may_compile=may_compile)
+
+        model = cost_model(latent_shape, text)
         size_models = {
-            size: build_cost_model(
-                family_trace_target(family, sample.latents.shape[1:], sample.text),
-                rates,
-                run.model.frozen_compute,
-                may_compile=may_compile,
-            )
+            size: cost_model(sample.latents.shape[1:], sample.text)
             for size, sample in samples.items()
         }
         family.to(device)
@@ -160,9 +180,13 @@ def plan_run(
         ranks=ranks,
         shares_weights=sharing_ranks is ranks,
     )
+    managed_nbytes = min(ranks.gather(inputs.managed_nbytes))
+    budget = replace(problem.budget, managed_nbytes=managed_nbytes)
+    problem = replace(problem, budget=budget, shapes=inputs.shapes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
+    emit(Notice(describe_shapes(problem, plan)))
     if ranks.world_size > 1:
         together = ranks.world_size // inputs.layout.context_size * plan.samples_per_second
         emit(
@@ -173,21 +197,21 @@ def plan_run(
         )
     if run.model.frozen_compute == "fp8":
         check_fp8_support(device)
-        inputs.convert_to_fp8()  # after tracing, which estimates fp8 from the bf16 layers
+        inputs.convert_to_fp8()  # after tracing, so that a plan that does not fit fails early
         meter.clear()
     fuse_family(family)
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
+        inputs.place_managed(plan.managed, "plan")
         stepper.set_host_share(plan.host_state)
         return apply_to_family(
             plan,
             family,
-            link,
-            device,
+            inputs.wrap_engine(open_copy_engine(device, link)),
             emit,
             spare_nbytes,
             sharing_ranks,
-            dynamic=inputs.dynamic,
+            problem,
         )
 
     controller = PlanController(
@@ -197,6 +221,39 @@ def plan_run(
         size: planned_seconds(size_model, plan) for size, size_model in size_models.items()
     }
     return controller
+
+
+def _traced_as_computed(
+    run: RunFile,
+    family: Family,
+    latent_shape: torch.Size,
+    text: Mapping[str, torch.Tensor],
+    undo: ExitStack,
+) -> Callable[[TraceTarget], TraceTarget]:
+    """Fuse operations as in a step, and return a function that makes trace targets do so.
+
+    The model itself is traced, or a copy without weights whose frozen layers compute in fp8.
+    """
+    if run.model.frozen_compute != "fp8":
+        fuse_family(family, undo)
+        return lambda target: target
+    traced = copy_for_tracing(family, compute_dtype=None)
+
+    def of_copy(target: TraceTarget) -> TraceTarget:
+        return replace(target, model=traced.transformer, blocks=traced.blocks)
+
+    convert_for_tracing(of_copy(family_trace_target(family, latent_shape, text)))
+    fuse_operations(traced.transformer)
+    return of_copy
+
+
+def describe_shapes(problem: PlanProblem, plan: Plan) -> str:
+    """Return a notice with the shapes of the run's batches, and the graphs compiled for them."""
+    text = f"shapes: {problem.shapes.describe()}"
+    if not plan.compiled:
+        return text
+    seconds = format_seconds(problem.compile_seconds(plan))
+    return f"{text}; {problem.num_graphs(plan)} graphs to compile, in {seconds} the first time"
 
 
 def lowest_rates(rates: MachineRates, ranks: RankGroup) -> MachineRates:
@@ -259,7 +316,8 @@ def _parse_candidate(saved: Mapping[str, Any]) -> PlanCandidate | None:
     fields = {key: value for key, value in saved.items() if key != "was_checked"}
     try:
         blocks = tuple(BlockPlan(**block) for block in fields.pop("blocks"))
-        return PlanCandidate(blocks=blocks, **fields)
+        managed = tuple(fields.pop("managed", ()))
+        return PlanCandidate(blocks=blocks, managed=managed, **fields)
     except (KeyError, TypeError):
         return None
 
@@ -281,6 +339,9 @@ def _reason_unusable(problem: PlanProblem, candidate: PlanCandidate) -> str:
         return "it offloads activations, which is off or impossible here"
     if candidate.host_state not in allowed.host_state:
         return "optimizer.state excludes its placement of the optimizer state"
+    if candidate.managed not in allowed.managed:
+        roles = ", ".join(candidate.managed) or "nothing"
+        return f"it has {roles} in managed memory, which the settings of this run exclude"
     # A little less memory may be free than at the first start. Plans leave some of it unused, and a
     # step that runs out of memory is repeated with a smaller plan.
     budget = problem.budget
@@ -343,33 +404,33 @@ def build_problem(
 def apply_to_family(
     plan: Plan,
     family: Family,
-    link: Link,
-    device: torch.device,
+    copy_engine: CopyEngine,
     emit: Emit,
     spare_nbytes: int = 0,
     ranks: RankGroup = SINGLE,
-    *,
-    dynamic: bool = True,
+    problem: PlanProblem | None = None,
 ) -> AppliedPlan:
     """Apply a plan to the family's transformers and return the object that can remove it.
 
-    All `ranks` must call this at the same time, with the same plan.
+    All `ranks` must call this at the same time, with the same plan. `problem` is the one that the
+    plan solves; it has the shapes of the run's batches. None: blocks are compiled for any shapes.
     """
     layout = PlanLayout(
         plan.blocks,
         plan.compiled,
         plan.slots,
         spare_nbytes=max(0, spare_nbytes),
-        dynamic=dynamic,
+        dynamic=problem is None or problem.shapes.dynamic,
+        dynamic_batch=problem is None or problem.shapes.several_batches,
+        num_graphs=0 if problem is None else problem.num_graphs(plan),
     )
-    return apply_layout(layout, family, link, device, emit, ranks)
+    return apply_layout(layout, family, copy_engine, emit, ranks)
 
 
 def apply_layout(
     layout: PlanLayout,
     family: Family,
-    link: Link,
-    device: torch.device,
+    copy_engine: CopyEngine,
     emit: Emit,
     ranks: RankGroup = SINGLE,
 ) -> AppliedPlan:
@@ -385,7 +446,6 @@ def apply_layout(
         transformer: blocks[number * num_blocks : (number + 1) * num_blocks]
         for number, transformer in enumerate(transformers)
     }
-    copy_engine = open_copy_engine(device, link)
     return apply_plan(family.transformer, blocks_of, layout, copy_engine, emit, ranks=ranks)
 
 

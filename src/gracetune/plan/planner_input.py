@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from gracetune.models.family import SampleShape, transformers_of
 from gracetune.optim.registry import optimizer_info
 from gracetune.plan.cost import CostModel
 from gracetune.plan.machines import FITTED_CONSTANTS, effective_rates
+from gracetune.plan.managed import managed_choices
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import (
     Constraints,
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
     from gracetune.plan.search import PlanBudget, SearchResult
 
 
-COMPILE_SECONDS = 90.0
-"""Rough time in seconds to compile a model's blocks for the first time."""
+COMPILER_START_SECONDS, GRAPH_SECONDS = 5.0, 12.0
+"""Rough time in seconds to start the compiler, and to compile a graph for the first time."""
 TRACED_BATCH = 2
 """Batch size at which a model's kernels and memory are traced. With a batch of one, some copies
 would be views and not be counted."""
@@ -60,6 +61,45 @@ MASTER_NBYTES = 4
 """Bytes per trained parameter of an fp32 master copy."""
 STATE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the optimizer's state that `optimizer.state: auto` may place in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShapes:
+    """The shapes of the batches that a run meets: image sizes, text lengths and batch sizes."""
+
+    sizes: int = 1
+    """Number of sample sizes (buckets)."""
+    longest_text: int = 0
+    """Tokens of the longest text, which the plan is made for; 0 if the model reads none."""
+    texts_vary: bool = False
+    """True if texts differ in length."""
+    batches: frozenset[int] = frozenset({1})
+    """Sizes of micro-batches. The last one of a bucket may be smaller than the others."""
+
+    @property
+    def several_batches(self) -> bool:
+        """True if batches of two or more samples differ in size."""
+        return len(self.batches - {1}) > 1
+
+    @property
+    def dynamic(self) -> bool:
+        """True if compiled blocks must accept several shapes."""
+        return self.sizes > 1 or self.texts_vary or self.several_batches
+
+    @property
+    def graphs_per_block(self) -> int:
+        """Number of graphs of each kind of block: for one sample, and for more."""
+        return (1 in self.batches) + bool(self.batches - {1})
+
+    def describe(self) -> str:
+        """Describe the shapes in a line."""
+        noun = "size" if self.sizes == 1 else "sizes"
+        text = f"{self.sizes} {noun}"
+        if self.longest_text:
+            text += f", texts of {'up to ' if self.texts_vary else ''}{self.longest_text} tokens"
+        *others, largest = sorted(self.batches)
+        batches = f"{', '.join(map(str, others))} and {largest}" if others else str(largest)
+        return f"{text}, batches of {batches}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +113,8 @@ class PlanProblem:
     micro_batches: int
     """Number of micro-batches in the whole run. Blocks are compiled only if this saves more time in
     them than compiling takes."""
+    shapes: BatchShapes = field(default_factory=BatchShapes)
+    """The shapes of the run's batches, which decide how many graphs are compiled."""
 
     def solve(self, budget: PlanBudget) -> Plan:
         """Return the plan that makes the whole run shortest, including compilation."""
@@ -99,11 +141,35 @@ class PlanProblem:
         unpredicted = 0 if peak_nbytes is None else peak_nbytes - plan.device.total
         return self.budget.device_nbytes - required - unpredicted
 
+    def compile_seconds(self, plan: Plan, current: Plan | None = None) -> float:
+        """Return the seconds to compile the graphs of a plan that `current` does not have."""
+        new = self._graphs(plan) - (set() if current is None else self._graphs(current))
+        if not new:
+            return 0.0
+        has_started = current is not None and current.compiled
+        start = 0.0 if has_started else COMPILER_START_SECONDS
+        return start + GRAPH_SECONDS * len(new) * self.shapes.graphs_per_block
+
+    def num_graphs(self, plan: Plan) -> int:
+        """Return the number of graphs to compile for a plan."""
+        return len(self._graphs(plan)) * self.shapes.graphs_per_block
+
+    def _graphs(self, plan: Plan) -> set[tuple[int, str, str]]:
+        """Return the kinds of blocks in a compiled plan, each with its mode and placement."""
+        if not plan.compiled:
+            return set()
+        kinds = zip(self.model.block_kinds, plan.blocks, strict=True)
+        # An offloaded block is compiled like a lean one.
+        return {
+            (kind, block.activations.replace("offload", "lean"), block.weights)
+            for kind, block in kinds
+        }
+
     def _best(self, budget: PlanBudget, constraints: Constraints) -> Plan:
         return find_best_plan(self.model, self.fixed, budget, constraints, simulated=False).best
 
     def _run_seconds(self, plan: Plan) -> float:
-        return self.micro_batches * plan.seconds.step + (COMPILE_SECONDS if plan.compiled else 0.0)
+        return self.micro_batches * plan.seconds.step + self.compile_seconds(plan)
 
 
 def make_plan(
@@ -269,6 +335,7 @@ def constraints_of(run: RunFile) -> Constraints:
         stream=settings.stream and run.adapter is not None,  # trained weights cannot be streamed
         offload=settings.offload,
         host_state=_host_state(run),
+        managed=managed_choices(run),
         run_file_batch=batch,
     )
 

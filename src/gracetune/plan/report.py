@@ -65,6 +65,9 @@ def report_lines(result: SearchResult, heading: ReportHeading) -> Iterator[str]:
         yield f"{f'{heading.budget.ranks} GPUs together':<25}{together / GIB:>9.2f}"
     if heading.budget.one_memory:
         yield f"{'both together':<16}{(best.device.total + best.host.total) / GIB:>9.2f}"
+    if heading.budget.managed_nbytes:
+        yield ""
+        yield from _places(best, heading.budget)
     yield ""
     yield from _seconds(best)
     yield ""
@@ -97,6 +100,7 @@ def describe(plan: Plan) -> str:
     how = "compiled" if plan.compiled else "eager"
     fp8 = ", fp8 matmuls" if plan.frozen_compute == "fp8" else ""
     state = f"; {_state(plan)}" if plan.host_state else ""
+    state += f"; {_managed(plan)}" if plan.managed else ""
     where = f"{_weights(plan)}; activations: {_activations(plan)}{state}"
     return f"batch {plan.batch}{times}, {how}{fp8}; {where}"
 
@@ -144,11 +148,7 @@ def reasons(result: SearchResult, budget: PlanBudget) -> list[str]:
     else:
         found.append("all weights fit on the device beside the activations, so none are streamed")
     found.append(_activation_reason(best))
-    if best.host_state:
-        found.append(
-            f"{_state(best)}: every update moves {format_bytes(best.host.optimizer)} to the device "
-            f"and back, which adds {seconds.wait_state / seconds.step:.1%} to the step"
-        )
+    found += _state_reasons(best)
     if seconds.wait_host > NOTICEABLE * seconds.step:
         found.append(
             f"the CPU launches kernels more slowly than the device runs them, which costs "
@@ -232,8 +232,52 @@ def _activation_reason(plan: Plan) -> str:
     return "; ".join(parts) + "; the rest of device memory holds activations that stay"
 
 
+def _state_reasons(best: Plan) -> Iterator[str]:
+    """Yield what state in host memory and roles in managed memory cost."""
+    seconds = best.seconds
+    if best.host_state:
+        yield (
+            f"{_state(best)}: every update moves {format_bytes(best.host.optimizer)} to the device "
+            f"and back, which adds {seconds.wait_state / seconds.step:.1%} to the step"
+        )
+    if best.managed:
+        yield (
+            f"{_managed(best)}: kernels use it over the link, which adds "
+            f"{seconds.wait_managed / seconds.step:.1%} to the step"
+        )
+
+
 def _state(plan: Plan) -> str:
     return f"{plan.host_state:.0%} of the optimizer state in host memory"
+
+
+def _managed(plan: Plan) -> str:
+    return f"{format_bytes(plan.managed_total)} in managed memory ({', '.join(plan.managed)})"
+
+
+def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
+    """Yield the place of each role, with its cost there and the cost in managed memory."""
+    yield (
+        f"{'role':<16}{'GiB':>9}  {'place':<28}{'costs':>9}{'managed costs':>15}"
+        f"   (managed memory: at most {format_bytes(budget.managed_nbytes)})"
+    )
+    s = plan.seconds
+    elsewhere: dict[str, tuple[str, float]] = {}
+    if plan.streamed:
+        elsewhere["weights"] = f"{len(plan.streamed)} blocks streamed", s.wait_weights
+    if plan.host_state:
+        elsewhere["optimizer"] = f"{plan.host_state:.0%} streamed", s.wait_state
+    names = {"ema": "moving average", "trained": "trained weights"}
+    for role, nbytes in plan.managed_nbytes.items():
+        seconds = plan.managed_seconds[role]
+        place, cost = elsewhere.get(role, ("device", 0.0))
+        if role in plan.managed:
+            place, cost = "managed, used in place", seconds
+        if nbytes or role in elsewhere:
+            yield (
+                f"{names.get(role, role):<16}{nbytes / GIB:>9.2f}  {place:<28}"
+                f"{format_seconds(cost):>9}{format_seconds(seconds):>15}"
+            )
 
 
 def _weights(plan: Plan) -> str:
@@ -271,10 +315,13 @@ def _seconds(plan: Plan) -> Iterator[str]:
         ("waiting for weights", s.wait_weights),
         ("waiting for activations", s.wait_activations),
         ("waiting for state", s.wait_state),
+        ("managed memory", s.wait_managed),
         ("waiting for the CPU", s.wait_host),
         ("waiting for the network", s.wait_network),
     ):
         if name == "waiting for the network" and not s.network:
+            continue
+        if name == "managed memory" and not part:
             continue
         yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
 

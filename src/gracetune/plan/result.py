@@ -6,8 +6,13 @@ part of the JSON that `gracetune plan --json` prints. Importing this module does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gracetune.memory.managed_roles import ManagedRole
 
 WeightPlacement = Literal["resident", "streamed"]
 """Place of a block's frozen weights. `resident`: always on the device. `streamed`: in host memory,
@@ -119,6 +124,8 @@ class Seconds:
     wait_state: float = 0.0
     """Extra time of the optimizer step, because its state is copied from and to the host, or
     because the CPU runs it."""
+    wait_managed: float = 0.0
+    """Extra time of kernels that use managed memory over the link between host and device."""
     wait_host: float = 0.0
     """Time in which the device is idle because the CPU launches kernels too slowly."""
     wait_network: float = 0.0
@@ -150,6 +157,17 @@ class Plan:
     rates measured on this machine."""
     host_state: float = 0.0
     """Share of the optimizer's state that is kept in host memory, 0 to 1."""
+    managed: tuple[ManagedRole, ...] = ()
+    """Roles that are kept in managed memory, at home in host memory."""
+    managed_nbytes: Mapping[ManagedRole, int] = field(default_factory=dict)
+    """Bytes that each role has or would have in managed memory."""
+    managed_seconds: Mapping[ManagedRole, float] = field(default_factory=dict)
+    """Seconds that each role adds or would add to a micro-batch in managed memory."""
+
+    @property
+    def managed_total(self) -> int:
+        """Bytes of all roles that are kept in managed memory."""
+        return sum(self.managed_nbytes.get(role, 0) for role in self.managed)
 
     @property
     def samples_per_second(self) -> float:

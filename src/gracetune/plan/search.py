@@ -22,6 +22,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from gracetune.errors import GracetuneError
+from gracetune.plan.managed import managed_nbytes, managed_seconds
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
 from gracetune.plan.result import BlockPlan, Plan
 from gracetune.plan.simulate import (
@@ -35,6 +36,7 @@ from gracetune.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.plan.cost import CostModel
     from gracetune.plan.result import ActivationMode, Bytes, WeightPlacement
 
@@ -96,6 +98,8 @@ class PlanBudget:
     """Number of ranks (GPUs in use) on the machine."""
     shares_weights: bool = True
     """True if the ranks of a machine stream from one copy of the weights in host memory."""
+    managed_nbytes: int = 0
+    """Largest number of bytes in managed memory; 0: the run may not use it."""
 
     def machine_host_nbytes(self, host: Bytes) -> int:
         """Return the host memory that all ranks of a machine need, if one of them needs `host`.
@@ -123,6 +127,8 @@ class Constraints:
     """Numbers of ring slots to try."""
     host_state: tuple[float, ...] = (0.0,)
     """Shares of the optimizer's state to try in host memory."""
+    managed: tuple[tuple[ManagedRole, ...], ...] = ((),)
+    """Sets of roles to try in managed memory, the preferred one first."""
     run_file_batch: int | None = None
     """The run file's micro-batch size. If the best plan has another one, a plan for this size is
     made too; None: no second plan."""
@@ -137,9 +143,9 @@ class Constraints:
 
         Weights are not streamed either, and optimizer state is not kept in host memory.
         """
-        if not budget.one_memory:
-            return self
-        return replace(self, stream=False, offload=False, host_state=(0.0,))
+        if budget.one_memory:
+            return replace(self, stream=False, offload=False, host_state=(0.0,), managed=((),))
+        return self if budget.managed_nbytes else replace(self, managed=((),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +183,39 @@ def find_best_plan(
 ) -> SearchResult:
     """Return the fastest plan within the budget.
 
+    A plan with more roles in managed memory is taken if it is faster, or if nothing else fits.
+
     Raises:
         PlanError: No plan fits; the message names the smallest budget that would do.
     """
     constraints = constraints.for_budget(budget)
+    found: list[SearchResult] = []
+    failures: list[PlanError] = []
+    for managed in constraints.managed:
+        try:
+            one = replace(constraints, managed=(managed,))
+            found.append(_find_best_plan(model, fixed, budget, one, simulated))
+        except PlanError as error:
+            failures.append(error)
+    if not found:
+        raise failures[-1]  # that of the plan that needs least device memory
+    best = found[0]
+    for other in found[1:]:
+        speed = other.best.samples_per_second
+        if speed > (1 + TIE_MARGIN) * best.best.samples_per_second:
+            best = other
+    plans = [other for one in found for other in (one.best, *one.others) if other is not best.best]
+    num_tried = sum(one.num_tried for one in found)
+    return SearchResult(best.best, _alternatives(plans, best.best), num_tried)
+
+
+def _find_best_plan(
+    model: CostModel,
+    fixed: FixedMemory,
+    budget: PlanBudget,
+    constraints: Constraints,
+    simulated: bool,
+) -> SearchResult:
     if not constraints.batch_sizes():
         raise PlanError(
             f"a step of {constraints.samples} samples cannot be split into micro-batches of "
@@ -236,6 +271,9 @@ def predict(
     """Return the candidate's decisions as a plan with predicted memory and time."""
     costs = model.at(candidate.batch)
     state_nbytes = fixed.optimizer_nbytes // fixed.num_transformers
+    seconds = predict_seconds(costs, candidate, model.rates, state_nbytes)
+    managed_s = managed_seconds(costs, candidate, fixed, model.rates)
+    waits = sum(managed_s.get(role, 0.0) for role in candidate.managed)
     return Plan(
         blocks=candidate.blocks,
         batch=candidate.batch,
@@ -245,9 +283,12 @@ def predict(
         frozen_compute=model.frozen_compute,
         device=device_bytes(costs, candidate, fixed),
         host=host_bytes(costs, candidate, fixed),
-        seconds=predict_seconds(costs, candidate, model.rates, state_nbytes),
+        seconds=replace(seconds, step=seconds.step + waits, wait_managed=waits),
         simulated=simulated,
         host_state=candidate.host_state,
+        managed=candidate.managed,
+        managed_nbytes=managed_nbytes(costs, candidate, fixed),
+        managed_seconds=managed_s,
     )
 
 
@@ -257,7 +298,8 @@ def _kind(plan: Plan | PlanCandidate) -> object:
     Of plans with equal keys, only the fastest is reported.
     """
     treatments = frozenset((b.activations, b.offload_input) for b in plan.blocks)
-    return plan.batch, plan.compiled, bool(plan.streamed), treatments, bool(plan.host_state)
+    key = plan.batch, plan.compiled, bool(plan.streamed), treatments, bool(plan.host_state)
+    return (*key, plan.managed)
 
 
 def _simplest(plans: list[Plan]) -> Plan:
@@ -330,6 +372,7 @@ class PartialCandidate:
     samples: int
     compiled: bool
     host_state: float
+    managed: tuple[ManagedRole, ...] = ()
 
     def candidate(
         self, first: Sequence[Treatment], last: Treatment, num_last: int
@@ -348,7 +391,13 @@ class PartialCandidate:
             blocks.append(BlockPlan(weights, activations, offload_input))
         accumulation = self.samples // self.batch
         return PlanCandidate(
-            tuple(blocks), self.batch, accumulation, self.slots, self.compiled, self.host_state
+            tuple(blocks),
+            self.batch,
+            accumulation,
+            self.slots,
+            self.compiled,
+            self.host_state,
+            managed=self.managed,
         )
 
 
@@ -372,12 +421,18 @@ def candidates(
 
 
 def _partial_candidates(model: CostModel, constraints: Constraints) -> Iterator[PartialCandidate]:
-    for batch, compiled, share in product(
-        constraints.batch_sizes(), constraints.compile, constraints.host_state
+    for managed, batch, compiled, share in product(
+        constraints.managed, constraints.batch_sizes(), constraints.compile, constraints.host_state
     ):
+        if "optimizer" in managed and share != min(constraints.host_state):
+            continue
+        # State in managed memory is not in pinned host memory as well.
+        host_state = 0.0 if "optimizer" in managed else share
         for streamed, slots in _streaming_choices(model.num_blocks, constraints):
             yield PartialCandidate(
-                model.num_blocks, streamed, slots, batch, constraints.samples, compiled, share
+                *(model.num_blocks, streamed, slots, batch, constraints.samples, compiled),
+                host_state,
+                managed,
             )
 
 
@@ -385,9 +440,14 @@ def fits(
     model: CostModel, candidate: PlanCandidate, fixed: FixedMemory, budget: PlanBudget
 ) -> bool:
     """Return True if device and host have room for the candidate plan."""
-    host = host_bytes(model.at(candidate.batch), candidate, fixed)
-    return budget.machine_host_nbytes(host) <= budget.host_nbytes and fits_device(
-        model, candidate, fixed, budget
+    costs = model.at(candidate.batch)
+    host = host_bytes(costs, candidate, fixed)
+    managed = managed_nbytes(costs, candidate, fixed)
+    managed_total = sum(managed.get(role, 0) for role in candidate.managed)
+    return (
+        managed_total <= budget.managed_nbytes
+        and budget.machine_host_nbytes(host) <= budget.host_nbytes
+        and fits_device(model, candidate, fixed, budget)
     )
 
 
@@ -497,7 +557,15 @@ def _explain_no_fit(
             f"{format_bytes(budget.device_nbytes)} of {kind} is too little for {model.name}: "
             f"it needs at least {_smallest_sufficient(required)} (batch {smallest.batch}, "
             f"{_describe_streamed(smallest)}, activations: {modes}). Raise the budget, lower the "
-            "resolution or the number of frames, or train fewer weights."
+            f"resolution or the number of frames, or train fewer weights{_managed_advice(budget)}."
+        )
+    in_managed = managed_nbytes(model.at(smallest.batch), smallest, fixed)
+    total = sum(in_managed.get(role, 0) for role in smallest.managed)
+    if total > budget.managed_nbytes:
+        return (
+            f"{model.name} needs {format_bytes(total)} of managed memory for "
+            f"{', '.join(smallest.managed)}, but {format_bytes(budget.managed_nbytes)} are "
+            "allowed. Raise gh200_optimizations.managed_memory."
         )
     unlimited = replace(budget, host_nbytes=sys.maxsize)
     host = min(
@@ -512,6 +580,12 @@ def _explain_no_fit(
         f"device needs at least {_smallest_sufficient(lambda _: host)}. Allow more device memory, "
         f"{fewer}set model.quantize, or use a machine with more memory."
     )
+
+
+def _managed_advice(budget: PlanBudget) -> str:
+    if budget.managed_nbytes or budget.one_memory:
+        return ""
+    return ", or allow managed memory, which is slower, with gh200_optimizations.use_uvm: true"
 
 
 def _smallest_sufficient(required: Callable[[int], int]) -> str:

@@ -44,6 +44,7 @@ from gracetune.plan.result import ACTIVATION_PREFETCH, MAX_BLOCKS_IN_FLIGHT, Sec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.plan.cost import ModeCosts, ModelCosts, PassSeconds
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.result import BlockPlan, Plan
@@ -96,6 +97,8 @@ class PlanCandidate:
     """Share of the optimizer's state that lives in host memory, 0 to 1."""
     activation_prefetch: int = ACTIVATION_PREFETCH
     """Number of blocks whose offloaded activations are fetched before backward reaches them."""
+    managed: tuple[ManagedRole, ...] = ()
+    """Roles that are kept in managed memory."""
 
     @property
     def streamed(self) -> tuple[int, ...]:
@@ -106,7 +109,13 @@ class PlanCandidate:
 def candidate_of(plan: Plan) -> PlanCandidate:
     """Return a plan's decisions without its predicted memory and time."""
     return PlanCandidate(
-        plan.blocks, plan.batch, plan.accumulation, plan.slots, plan.compiled, plan.host_state
+        plan.blocks,
+        plan.batch,
+        plan.accumulation,
+        plan.slots,
+        plan.compiled,
+        plan.host_state,
+        managed=plan.managed,
     )
 
 
@@ -389,6 +398,8 @@ class _StepTasks:
             trained = division.sizes.trained_nbytes
         traffic = 3 * trained + 2 * self.optimizer_nbytes
         self._update_s = traffic / rates.memory / candidate.accumulation
+        if "optimizer" in candidate.managed:  # its time over the link contains this
+            self._update_s -= 2 * self.optimizer_nbytes / rates.memory / candidate.accumulation
         moved = candidate.host_state * self.optimizer_nbytes / candidate.accumulation
         self.state_in_s, self.state_out_s = (
             moved / rate for rate in (rates.link_in, rates.link_out)

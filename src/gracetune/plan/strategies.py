@@ -194,7 +194,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class StrategyAdvice:
     """The strategies of a run, the recommended one, and warnings."""
 
     strategies: tuple[Strategy, ...]
@@ -207,11 +207,11 @@ class Advice:
     """Seconds in which every machine reads the weights and the data."""
 
 
-def advise(inputs: StrategyInputs) -> Advice:
+def advise(inputs: StrategyInputs) -> StrategyAdvice:
     """Plan a run with each strategy, and recommend the fastest one that fits."""
     strategies = tuple(_strategies(inputs))
     recommended = _recommended(strategies)
-    return Advice(
+    return StrategyAdvice(
         strategies,
         recommended,
         _reason(strategies, recommended),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gracetune.plan.report import ReportHeading
-    from gracetune.plan.strategies import Advice, Strategy, StrategyInputs
+    from gracetune.plan.strategies import Strategy, StrategyAdvice, StrategyInputs
 
 COLUMNS = (
     "strategy",
@@ -27,7 +27,9 @@ COLUMNS = (
 WIDTH = 100
 
 
-def strategy_lines(advice: Advice, heading: ReportHeading, inputs: StrategyInputs) -> Iterator[str]:
+def strategy_lines(
+    advice: StrategyAdvice, heading: ReportHeading, inputs: StrategyInputs
+) -> Iterator[str]:
     """Yield the lines that `gracetune plan --strategies` prints."""
     simulated = "simulated from published figures" if inputs.simulated else "measured now"
     yield f"{heading.model}, {heading.sample} a sample, on {heading.machine}, {simulated}"
@@ -98,7 +100,7 @@ def row(strategy: Strategy) -> dict[str, str]:
 
 
 def strategy_json(
-    advice: Advice, heading: ReportHeading, inputs: StrategyInputs
+    advice: StrategyAdvice, heading: ReportHeading, inputs: StrategyInputs
 ) -> dict[str, object]:
     """Return the report as a dictionary for JSON; sizes are in bytes."""
     return {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, partial
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gracetune.adapters.compute.fp8_linear import BASE_LAYER, Fp8Linear, convert_to_fp8
+from gracetune.adapters.compute.outlier_subspace import num_dimensions
 from gracetune.adapters.compute.quantized_linear import QuantizedLinear
 from gracetune.errors import ModelError
 from gracetune.plan.compiled_block_trace import joint_graph, partition
 from gracetune.plan.kernel_recorder import (
     CudaKernels,
+    Fp8Kernels,
     KernelRecorder,
     storage_id,
     tensors_of,
@@ -38,6 +41,7 @@ from gracetune.plan.trace_records import (
     Trace,
     TracesByMode,
     recomputed_trace,
+    transposed_nbytes,
 )
 
 if TYPE_CHECKING:
@@ -244,7 +248,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
         return tensor
 
     args, kwargs = tree_unflatten(leaves, call.spec)
-    with recorder, CudaKernels():
+    with recorder, CudaKernels(), Fp8Kernels():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = functional_call(block, weights, args, kwargs)
         outputs = [t for t in tensors_of(output) if t.requires_grad]
@@ -267,6 +271,7 @@ def _trace_eager(block: nn.Module, fakes: dict[int, Tensor], call: TracedCall) -
         forward_peak_nbytes=forward_peak,
         # The output belongs to the next block, which has finished its backward by now.
         backward_peak_nbytes=backward_peak - (before - kept),
+        transposed_nbytes=transposed_nbytes(backward),
         num_needed=num_read,
         forward_calls=forward_calls,
         backward_calls=backward_calls,
@@ -297,7 +302,8 @@ def _compiled(
         return tuple(bases.values())
 
     arguments = [*weights.values(), *tensors_of(leaves)]
-    joint = joint_graph(run, arguments)
+    with Fp8Kernels():
+        joint = joint_graph(run, arguments)
     return lambda saved_set: partition(
         joint,
         num_outputs=len({storage_id(tensor) for tensor in tensors_of(call.outputs)}),
@@ -401,6 +407,79 @@ def named_fakes(module: nn.Module, fakes: dict[int, Tensor], prefix: str = "") -
     """Return the fake tensors of a module's parameters and buffers by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {prefix + name: fakes[id(tensor)] for name, tensor in named}
+
+
+def convert_for_tracing(target: TraceTarget) -> None:
+    """Convert the frozen layers of a model on the meta device to fp8, as a run does before fusing.
+
+    Layers with the same input, such as query, key and value, share an outlier basis, so that their
+    input is rounded once.
+    """
+    groups = _layers_by_input(target)
+    with torch.device("meta"):
+        convert_to_fp8(target.blocks)
+    for block in target.blocks:
+        for names in groups[_linear_names(block)]:
+            layers = [block.get_submodule(name) for name in names]
+            _share_outlier_basis([layer for layer in layers if isinstance(layer, Fp8Linear)])
+
+
+def _share_outlier_basis(layers: Sequence[Fp8Linear]) -> None:
+    """Give layers with the same input an outlier basis without values."""
+    for layer in layers[:1]:
+        width = layer.in_features
+        basis = torch.empty(num_dimensions(width), width, dtype=torch.bfloat16, device="meta")
+        shared = nn.Parameter(basis, requires_grad=False)
+        for one in layers:
+            projected = basis.new_empty(one.out_features, len(basis))
+            one.outlier_basis = shared
+            one.outlier_weight = nn.Parameter(projected, requires_grad=False)
+
+
+def _layers_by_input(target: TraceTarget) -> dict[tuple[str, ...], list[list[str]]]:
+    """Return the names of linear layers in a block, those with the same input together.
+
+    The keys are the names of all linear layers of a block, which equal blocks have in common.
+    """
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    last: list[object] = [None]
+
+    def observe(
+        found: list[list[str]], name: str, _: nn.Module, inputs: tuple[Tensor, ...]
+    ) -> None:
+        if inputs[0] is not last[0]:
+            found.append([])
+        last[0] = inputs[0]
+        found[-1].append(name)
+
+    with ExitStack() as undo:
+        for block in target.blocks:
+            names = _linear_names(block)
+            if names in groups:
+                continue
+            groups[names] = []
+            for name in names:
+                # An adapter may call its layer with a cast copy of the input.
+                parent, _, leaf = name.rpartition(".")
+                called = block.get_submodule(parent if leaf == BASE_LAYER else name)
+                hook = called.register_forward_pre_hook(partial(observe, groups[names], name))
+                undo.callback(hook.remove)
+        undo.enter_context(_helpers_restored(target.model))
+        undo.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fakes = fake_weights(target.model, target.compute_dtype)
+        record_block_calls(target, fakes, batch=1)
+    _forget_fakes(target.model)
+    return groups
+
+
+def _linear_names(block: nn.Module) -> tuple[str, ...]:
+    """Return the names of a block's frozen linear layers, before or after conversion to fp8."""
+    return tuple(
+        name
+        for name, module in block.named_modules()
+        if type(module) in (nn.Linear, Fp8Linear)
+        and not any(p.requires_grad for p in module.parameters())
+    )
 
 
 def record_block_calls(

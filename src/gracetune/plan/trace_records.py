@@ -37,7 +37,7 @@ class Op:
     """The part of `nbytes` that the kernel writes."""
     frozen: bool = False
     """True for a matmul with a frozen weight, and for other kernels of the same custom operator.
-    These kernels may be computed in fp8."""
+    Mode `lean` keeps their results."""
     backward: bool = False
     dims: tuple[int, ...] = ()
     """Sizes of a kernel that can be timed. Matmul with a weight: rows, in features, out features.
@@ -47,8 +47,15 @@ class Op:
     """True for the first kernel of one of gracetune's custom operators."""
     reads_frozen_weight: bool = False
     """True for a matmul whose own weight is frozen, unlike an adapter's in the same operator."""
+    fp8: bool = False
+    """True for a matmul of two fp8 matrices."""
     replay: ReplayCall | None = None
     """For an eager elementwise kernel: the operator call that can be repeated and timed."""
+
+    @property
+    def prepares_weight(self) -> bool:
+        """True for a kernel that reads frozen weights alone: it dequantizes or transposes one."""
+        return self.kind == "elementwise" and 0 < self.weights_nbytes == self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,8 @@ class Trace:
     weights are not included."""
 
     transposed_nbytes: int = 0
-    """Bytes of a transposed weight in backward, which add to the peak at any batch size."""
+    """Bytes of the largest weight that backward transposes. They are part of its peak, and do not
+    grow with the batch."""
     num_needed: int | None = None
     """Number of forward kernels up to the last one that saves a tensor. Checkpointing recomputes no
     further; None: all kernels."""
@@ -126,6 +134,11 @@ class TracesByMode:
     keep: Trace
     lean: Trace
     recompute: Trace
+
+
+def transposed_nbytes(backward: Sequence[Op]) -> int:
+    """Return the bytes of the largest weight that one of the kernels transposes; 0 if none does."""
+    return int(max((op.out_nbytes for op in backward if op.prepares_weight), default=0.0))
 
 
 def recomputed_trace(
@@ -161,6 +174,7 @@ def recomputed_trace(
         backward_peak_nbytes=max(
             keep.forward_peak_nbytes + input_nbytes, keep.backward_peak_nbytes
         ),
+        transposed_nbytes=keep.transposed_nbytes,
         forward_calls=forward_calls,
         recompute_calls=recompute_calls,
         backward_calls=keep.backward_calls,

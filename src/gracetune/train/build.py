@@ -32,6 +32,7 @@ from gracetune.config.environment import (
     hide_sharding_from_accelerate,
     process_environment,
 )
+from gracetune.config.schema import PlanSection
 from gracetune.data.dataset_checks import check_data
 from gracetune.data.pipeline import DataPipeline
 from gracetune.distributed.gradients import GradientReducer
@@ -40,13 +41,13 @@ from gracetune.distributed.ranks import rendezvous_method
 from gracetune.distributed.sharding import ShardedReducer, local_nbytes
 from gracetune.errors import ConfigError
 from gracetune.events.types import Notice
-from gracetune.memory.oversubscription import GcFreeze
+from gracetune.memory.oversubscription import GcFreeze, hard_reclamation
 from gracetune.memory.stats import Tier
 from gracetune.models.family import load_family
+from gracetune.offload.checkpointing import start_compiler
 from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer, state_nbytes_per_element_of
 from gracetune.optim.offloaded_state import OptimizerStepper
-from gracetune.plan.attention_autotune import autotune_attention
 from gracetune.plan.bucket_seconds import (
     BucketSeconds,
     bucket_seconds,
@@ -79,8 +80,15 @@ from gracetune.train.export import (
     tools_for_adapter,
 )
 from gracetune.train.gradient_check import build_references, random_block
+from gracetune.train.managed_overflow import (
+    ManagedRun,
+    NoManagedRun,
+    build_managed_run,
+    managed_cap,
+)
 from gracetune.train.objective import min_snr_notes
 from gracetune.train.prepare_model import (
+    choose_attention,
     compares_blocks,
     divide_tokens,
     enable_gradient_checkpointing,
@@ -96,7 +104,6 @@ from gracetune.train.run_identity import STEP_SIZE_SETTINGS, check_same_run, run
 from gracetune.train.skipped_steps import SKIPPED_KEY, build_skips
 from gracetune.train.state import restore_optimizer, restore_rng, restore_weights, seed_rng
 from gracetune.train.step import (
-    Ema,
     PositionalRng,
     TrainProgress,
     TrainState,
@@ -123,7 +130,7 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.controller import PlanController
-    from gracetune.plan.planner_input import TracedCopy
+    from gracetune.plan.planner_input import BatchShapes, TracedCopy
     from gracetune.train.batch_size_ramp import AccumulationRamp
     from gracetune.train.block_check import BlockReference
     from gracetune.train.checkpoint import Snapshot
@@ -133,6 +140,7 @@ if TYPE_CHECKING:
     from gracetune.train.validate import ValidationSetup
 
 
+NO_MANAGED_RUN = NoManagedRun()
 SUPPORTED_ENGINES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -168,6 +176,8 @@ class Session:
     plan_controller: PlanController | None = None
     """Chooses which weights and activations are kept in host memory, not device memory. None: the
     whole transformer is on the device."""
+    managed: ManagedRun | NoManagedRun = NO_MANAGED_RUN
+    """Moves more to managed memory if the device is full, if the run has managed memory."""
 
     def micro_batches(self, consumed: int) -> int:
         """Return the micro-batches of the next step over all ranks, when `consumed` are done."""
@@ -271,12 +281,28 @@ class Session:
         if self.plan_controller is not None:
             self.plan_controller.clear_cached_memory()
 
+    def free_device_memory(self, reason: str, step: int) -> bool:
+        """Apply a smaller plan or move more to managed memory, after an out-of-memory error.
+
+        `reason` is the error's text. Returns False if nothing is left to do. All ranks call this
+        together.
+        """
+        if self.plan_controller is not None and self.plan_controller.reduce_memory(reason):
+            return True
+        if isinstance(self.managed, NoManagedRun):
+            return False  # on every rank, so there is nothing to agree on
+        has_moved = self.managed.overflow(reason, step)
+        if self.state.accelerator.device.type == "cuda":
+            hard_reclamation(self.state.accelerator.device.index or 0, self.gc_freeze)()
+        return all(self.state.ranks.gather(has_moved))
+
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
         self.writer.close()
         self.state.stepper.close()
         if self.plan_controller is not None:
             self.plan_controller.close()
+        self.managed.close()
 
 
 def build_session(
@@ -307,9 +333,10 @@ def build_session(
         _emit_all(emit, ramp_notes(ramp))
 
     # The model
-    family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
-    base_weights = family.weights_digest()
-    _check_same_model(ranks, base_weights)
+    unplanned = reason_unplanned(run, device)
+    if not unplanned and _may_compile(run):
+        start_compiler()
+    family, base_weights = _load_model(run, ranks, emit)
     _emit_all(emit, min_snr_notes(run.train, family.prediction))
     schedule = build_expert_schedule(run.train, family.boundary, expected_token_counts(run, family))
     check_data(run, family)
@@ -317,9 +344,7 @@ def build_session(
     norms = frozen_norms(family)
     quantize_frozen(run, family, emit)
     adapted_modules = make_trainable(run, family, schedule, emit, is_sharded=layout.is_sharded)
-    is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
-    dropout = DropoutSeeds(family.transformer) if is_positional else None
-    unplanned = reason_unplanned(run, device)
+    dropout = _dropout_seeds(family, resumed)
     # The planner traces whole sequences, and divides their costs by the number of context ranks.
     traced = (
         _copy_for_tracing(family, accelerator.mixed_precision)
@@ -346,7 +371,9 @@ def build_session(
     # The data. Everything that can be wrong in the run file has been found by now.
     family.to(device)
     gc_freeze = GcFreeze()
-    transfer = build_batch_transfer(run.gh200_optimizations, device, emit, gc_freeze)
+    transfer = build_batch_transfer(
+        run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)
+    )
     pipeline = DataPipeline(
         *(run, family, transfer, folder, emit, _encoding_ranks(run, ranks)),
         [] if ramp is None else ramp.first_sizes(),
@@ -364,20 +391,26 @@ def build_session(
     # transformer simply stays on the device.
     copy_engine = open_copy_engine(device, transfer.link)
     stepper = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
+    managed = build_managed_run(
+        run, transfer.session, layout, family, parameters, stepper, emit, pipeline.device_texts
+    )
     controller = None
     if not unplanned:
         # Imported here, because the planner takes seconds to import.
         from gracetune.plan.planner import PlannerInputs
 
         inputs = PlannerInputs(
-            load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
+            load_largest=pipeline.load_largest,
             batches_ahead=batches_ahead(run),
             convert_to_fp8=partial(
                 _convert_to_fp8, run, family, pipeline, device, references, emit, ranks
             ),
             saved_plan=(resumed or {}).get("plan"),
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
-            dynamic=_lengths_vary(pipeline),
+            shapes=_batch_shapes(pipeline, layout),
+            managed_nbytes=managed.free_bytes,
+            place_managed=managed.place,
+            wrap_engine=managed.wrap_engine,
             ranks=ranks,
             layout=layout,
             traced=traced,
@@ -385,6 +418,7 @@ def build_session(
         controller = _planner(layout)(
             run, family, inputs, stepper, transfer.link, device, gc_freeze, emit
         )
+    managed.follow(controller)
     state = TrainState(
         run=run,
         family=family,
@@ -394,7 +428,7 @@ def build_session(
         parameters=parameters,
         optimizer=optimizer,
         stepper=stepper,
-        ema=Ema(parameters, run.train.ema_decay) if run.train.ema_decay else None,
+        ema=managed.build_ema(parameters, run.train.ema_decay),
         accelerator=accelerator,
         rng=PositionalRng(run.seed, device),
         expert_schedule=schedule,
@@ -409,9 +443,8 @@ def build_session(
         skips=build_skips(run, ranks, resumed),
     )
     state.transformer.train()
-    register_memory_roles(state, transfer, controller)
-    held_out = () if validation is None else validation.held_out
-    _choose_attention(state, pipeline, held_out, (resumed or {}).get("attention", ""), emit)
+    register_memory_roles(state, transfer, controller, managed)
+    choose_attention(state, pipeline, validation, (resumed or {}).get("attention", ""), emit)
     return Session(
         state=state,
         pipeline=pipeline,
@@ -439,6 +472,7 @@ def build_session(
         adapted_modules=adapted_modules,
         references=references,
         plan_controller=controller,
+        managed=managed,
     )
 
 
@@ -498,6 +532,14 @@ def choose_backend(run: RunFile, environment: Mapping[str, str]) -> str | None:
     return "gloo" if 0 < num_gpus < num_local else None
 
 
+def _load_model(run: RunFile, ranks: RankGroup, emit: Emit) -> tuple[Family, str]:
+    """Load the model; return it with the digest of its weights, which all ranks have loaded."""
+    family = load_family(run.model, emit, is_first=ranks.local_rank == 0)
+    base_weights = family.weights_digest()
+    _check_same_model(ranks, base_weights)
+    return family, base_weights
+
+
 def _check_same_model(ranks: RankGroup, digest: str) -> None:
     """Raise if the ranks have loaded different weights; `digest` is that of this rank's."""
     digests = ranks.gather(digest)
@@ -542,10 +584,23 @@ def _load_traced_sizes(
     return pipeline.load_sizes(sizes_to_trace(token_counts(family, sizes)))
 
 
-def _lengths_vary(pipeline: DataPipeline) -> bool:
-    """Return True if samples have several sizes, or captions, whose lengths may differ."""
-    captions = {sample.caption for sample in pipeline.train_samples}
-    return len(pipeline.order.draws_by_size()) > 1 or len(captions) > 1
+def _may_compile(run: RunFile) -> bool:
+    return not isinstance(run.plan, PlanSection) or run.plan.compile != "never"
+
+
+def _batch_shapes(pipeline: DataPipeline, layout: Layout) -> BatchShapes:
+    """Return the shapes of the batches that the run meets."""
+    from gracetune.plan.planner_input import BatchShapes  # takes seconds to import
+
+    lengths, batches = pipeline.text_lengths(), pipeline.order.batch_sizes()
+    if layout.data_size > 1:  # a step with fewer batches than ranks cuts them into parts
+        batches = frozenset(range(1, max(batches) + 1))
+    return BatchShapes(
+        sizes=len(pipeline.order.draws_by_size()),
+        longest_text=max(lengths, default=0),
+        texts_vary=len(lengths) > 1,
+        batches=batches,
+    )
 
 
 def _agree_on_batch_seconds(
@@ -591,67 +646,16 @@ def _convert_to_fp8(
         reference.add_fp8()
 
 
-# Attention autotuning
+def _dropout_seeds(family: Family, resumed: Mapping[str, Any] | None) -> DropoutSeeds | None:
+    """Return the seeds of dropout layers; None if an earlier version started the run."""
+    is_positional = resumed is None or resumed.get("dropout") == POSITIONAL
+    return DropoutSeeds(family.transformer) if is_positional else None
 
 
 def batches_ahead(run: RunFile) -> int:
     """Return the number of prefetched batches that need device memory at the same time."""
     depth = run.cache_config.prefetch_depth
     return INITIAL_DEPTH if depth == "auto" else depth
-
-
-def one_batch_per_bucket(
-    run: RunFile, pipeline: DataPipeline, held_out: Iterable[Batch] = ()
-) -> list[Callable[[], Batch]]:
-    """Return, for each bucket, a function that loads one full batch; the largest bucket first.
-
-    Some buckets have only held-out samples, so a held-out batch of each shape is appended.
-    """
-    count = run.train.batch_size
-    by_size = [partial(pipeline.load, (d,) * count) for d in pipeline.order.one_draw_per_size()]
-    by_shape = {batch.latents.shape: batch for batch in held_out}
-    return [*by_size, *(partial(_identity, batch) for batch in by_shape.values())]
-
-
-def attention_shapes_key(
-    run: RunFile, family: Family, pipeline: DataPipeline, precision: str
-) -> str:
-    """Return a text with model, precision, batch size and buckets: all that sets attention shapes.
-
-    It is stored with the attention backend that was fastest. If it changes, the backends are timed
-    again.
-    """
-    sizes = [draw.size for draw in pipeline.order.one_draw_per_size()]
-    return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
-
-
-def _choose_attention(
-    state: TrainState, pipeline: DataPipeline, held_out: Iterable[Batch], saved: str, emit: Emit
-) -> None:
-    """Switch to the fastest attention backend, if the run file leaves the choice to the machine.
-
-    `saved` is the backend of the checkpoint that the run resumes from.
-    """
-    run, family, accelerator = state.run, state.family, state.accelerator
-    if run.model.attention_mechanism != "auto" or accelerator.device.type != "cuda":
-        return
-    if state.layout.is_sharded:
-        text = "attention backends are not timed, because no rank has the whole model"
-        emit(Notice(f"{text}; model.attention_mechanism chooses one"))
-        return
-    autotune_attention(
-        family,
-        accelerator,
-        one_batch_per_bucket(run, pipeline, held_out),
-        attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
-        Path(run.output_dir),
-        emit,
-        saved,
-    )
-
-
-def _identity(batch: Batch) -> Batch:
-    return batch
 
 
 # Memory
@@ -666,7 +670,7 @@ def _build_stepper(
     is kept; without one, the setting `optimizer.state` does.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    nbytes = 0.0 if unplanned else state_nbytes_per_element_of(run.optimizer, parameters)
+    nbytes = state_nbytes_per_element_of(run.optimizer, parameters)
     stepper = OptimizerStepper(optimizer, copy_engine, nbytes)
     if unplanned and run.optimizer.state == "host" and not run.distributed.cpu_offload:
         stepper.set_host_share(1.0)
@@ -682,14 +686,17 @@ def saves_in_background(run: RunFile) -> bool:
 
 
 def register_memory_roles(
-    state: TrainState, transfer: BatchTransfer, controller: PlanController | None
+    state: TrainState,
+    transfer: BatchTransfer,
+    controller: PlanController | None,
+    managed: ManagedRun | NoManagedRun = NO_MANAGED_RUN,
 ) -> None:
     """Let `transfer` report the bytes of weights, EMA and optimizer state in its memory statistics.
 
-    Streamed weights count twice: in host memory, and in the device slots they are copied to.
+    Streamed weights count twice: in host memory, and in the device slots they are copied to. What
+    is in managed memory counts there.
     """
     frozen = [p for p in state.family.transformer.parameters() if not p.requires_grad]
-    averages = list(state.ema.averages.values()) if state.ema is not None else []
     device_type = state.accelerator.device.type
 
     def on_device() -> int:
@@ -698,12 +705,22 @@ def register_memory_roles(
     def in_slots() -> int:
         return 0 if controller is None else controller.slots_nbytes
 
-    transfer.track_memory("weights", lambda: on_device() + in_slots())
+    def averages() -> int:
+        if state.ema is None or "ema" in managed.roles:
+            return 0
+        return local_nbytes(state.ema.averages.values())
+
+    def trained() -> int:
+        return 0 if "trained" in managed.roles else local_nbytes(state.parameters.values())
+
+    transfer.track_memory(
+        "weights", lambda: max(0, on_device() - managed.roles.get("weights", 0)) + in_slots()
+    )
     transfer.track_memory(
         "weights_in_host_memory", lambda: local_nbytes(frozen) - on_device(), Tier.HOST
     )
-    transfer.track_memory("trained", lambda: local_nbytes(state.parameters.values()))
-    transfer.track_memory("averages", lambda: local_nbytes(averages))
+    transfer.track_memory("trained", trained)
+    transfer.track_memory("averages", averages)
     transfer.track_memory("optimizer", lambda: state.stepper.device_nbytes)
     transfer.track_memory("optimizer_in_host_memory", lambda: state.stepper.host_nbytes, Tier.HOST)
 

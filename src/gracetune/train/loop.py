@@ -24,6 +24,8 @@ from gracetune.optim.automagic import Automagic
 from gracetune.train.checkpoint import Snapshot
 from gracetune.train.export import checkpoint_headers
 from gracetune.train.gradient_check import FirstStepCheck
+from gracetune.train.health_checks import SamplesSeen
+from gracetune.train.managed_overflow import device_full
 from gracetune.train.requests import PROMPTS, RequestInbox
 from gracetune.train.state import (
     detached_weights,
@@ -85,12 +87,25 @@ def train_loop(
     if layout.data_size > 1:
         _report_imbalance(session, share)
     with closing(BatchStream(session.pipeline, share, progress.consumed)) as stream:
+        _register_trimmers(session, stream)
         telemetry.start(progress.step, lambda: stream.prefetch_depth)
         try:
             return _run_steps(session, stream, progress, telemetry)
         finally:
             telemetry.close()
+            session.batch_transfer.end_observation()
             session.gc_freeze.unfreeze()
+
+
+def _register_trimmers(session: Session, stream: BatchStream) -> None:
+    """Register what the run can do without while managed memory is oversubscribed."""
+    transfer = session.batch_transfer
+    transfer.register_trimmer("prefetched batches", stream)
+    for name, (component, on_host) in session.pipeline.trimmers().items():
+        transfer.register_trimmer(name, component, on_host=on_host)
+    if session.plan_controller is not None:
+        name = "weight ring and prefetched activations"
+        transfer.register_trimmer(name, session.plan_controller)
 
 
 def _report_imbalance(session: Session, share: RankShare) -> None:
@@ -196,20 +211,20 @@ def _step(
     """Run one optimizer step; `first_step_check` checks its gradients if it is the first one.
 
     `micro_batches` is the number of micro-batches in the step, over all ranks. If the device of any
-    rank is out of memory and the run has a memory plan, all ranks change to a plan that needs less
-    memory and repeat the step with the same batches and random numbers. The check takes memory that
-    the plan does not contain, so the first repetition is without it.
+    rank is out of memory, all ranks change to a plan that needs less memory, or move more to
+    managed memory, and repeat the step with the same batches and random numbers. The check takes
+    memory that the plan does not contain, so the first repetition is without it.
     """
     state, controller = session.state, session.plan_controller
     is_first = first_step_check.begin(turn_at(state, progress).expert)
     check = first_step_check.finish if is_first else None
-    if controller is None:
-        return train_step(state, stream.take_step(), micro_batches, progress, check)
     position, rng = stream.state, torch_rng_state()
     updates = state.stepper.num_steps
     while True:
         try:
-            batches = _counted(stream.take_step(), controller)
+            batches = stream.take_step()
+            if controller is not None:
+                batches = _counted(batches, controller)
             return train_step(state, batches, micro_batches, progress, check)
         except torch.OutOfMemoryError as error:
             # Drop the traceback: its frames keep the tensors of the failed step alive.
@@ -223,9 +238,9 @@ def _step(
         state.optimizer.zero_grad()
         if first_step_check.cancel():
             first_step_check.skip(reason)
-            controller.clear_cached_memory()
-        elif not controller.reduce_memory(reason):
-            raise out_of_memory
+            session.clear_device_memory()
+        elif not session.free_device_memory(reason, progress.step):
+            raise device_full(reason, session.managed) from out_of_memory
         stream.rewind(position)
         restore_torch_rng(rng)  # the second try uses the same dropout masks
         timing.restart(progress.step)
@@ -259,6 +274,10 @@ def _is_due(step: int, every: int, total: int) -> bool:
 # The data
 
 
+DEVICE_MEMORY = "device memory"
+"""Reason for which a reclamation shortens prefetching."""
+
+
 class BatchStream:
     """Yields the batches of one rank, step by step; `state` is the position of the run."""
 
@@ -284,7 +303,7 @@ class BatchStream:
         self._batches.close()
         counts = self._batches.counts
         self.state = state
-        self._batches = self._open()
+        self._batches = self._open(self._batches.depth)
         self._batches.counts = counts
 
     def statistics(self, step: int) -> BatchesFed:
@@ -296,13 +315,22 @@ class BatchStream:
         """The number of batches to prefetch, which may be changed."""
         return self._batches.depth
 
+    def trim(self) -> int:
+        """Prefetch one batch only; return the bytes of the others, which the next steps use up."""
+        nbytes = self._batches.surplus_nbytes()
+        return nbytes if self.prefetch_depth.shorten(DEVICE_MEMORY) else 0
+
+    def restore(self) -> None:
+        """Prefetch as many batches as before `trim`."""
+        self.prefetch_depth.lengthen(DEVICE_MEMORY)
+
     def close(self) -> None:
         """Stop the threads that load and encode in the background."""
         self._batches.close()
         self._pipeline.close()
 
-    def _open(self) -> BatchIterator:
-        return self._pipeline.batches(self._share, self.state.consumed)
+    def _open(self, depth: PrefetchDepth | None = None) -> BatchIterator:
+        return self._pipeline.batches(self._share, self.state.consumed, depth)
 
 
 # Checkpoints and validation
@@ -464,6 +492,7 @@ def _validate(
             "height or frames, or plan.device_memory."
         )
         session.emit(Notice(text, level="warning", fallback=True))
+        telemetry.after_validation(SamplesSeen(step, 0, failed=problem))
     telemetry.note(step, "training")
     metrics.restart_clock()
 
@@ -536,9 +565,10 @@ class PlanTiming:
                 self.disturbed = True
                 return
             seconds = (self._clock() - self._started_at) / self._micro_batches
-            if self._controller.check(seconds, (self._total - step) * accumulation):
+            has_changed = self._controller.check(seconds, (self._total - step) * accumulation)
+            metrics.restart_clock()  # the search for a better plan is not part of a step
+            if has_changed:
                 self.restart(step)  # the plan has changed: time the new one as well
-                metrics.restart_clock()
             else:
                 self._controller = None
 
@@ -595,10 +625,16 @@ class MetricsBuffer:
         self._batch_transfer = batch_transfer
         self._optimizer = optimizer
         self._pending: list[tuple[int, int, StepResult]] = []
+        self._losses: tuple[float, float] | None = None
+        """The first and the last finite loss of this process."""
         self._started_at = time.monotonic()
 
     def add(self, step: int, epoch: int, result: StepResult) -> None:
-        """Keep the result of a step; every `logging.every` steps, log all kept results."""
+        """Keep the result of a step; every `logging.every` steps, log all kept results.
+
+        Reclaims memory first, if managed memory is oversubscribed.
+        """
+        self._batch_transfer.observe(step)
         self._pending.append((step, epoch, result))
         if result.is_skipped:
             self._report_skipped(step, result)
@@ -620,7 +656,7 @@ class MetricsBuffer:
             "Lower optimizer.lr or train.max_grad_norm and start over in another output_dir; if "
             "single files are bad, set train.skip_bad_batches: true."
         )
-        self.telemetry.diverged(step, loss, norm, advice)
+        self.telemetry.diverged(step, loss, norm, advice, self._losses or (loss, loss))
         return RunFailedError(
             f"training diverged at step {step}: the loss is {loss} and the gradient norm "
             f"is {norm}. {advice} Checkpoints saved before are kept."
@@ -651,6 +687,8 @@ class MetricsBuffer:
             )
             self._emit(event)
             done.append(event)
+            if math.isfinite(loss):
+                self._losses = (self._losses or (loss, loss))[0], loss
             if not (math.isfinite(loss) and math.isfinite(norm)) and not result.is_skipped:
                 raise self._diverged(step, loss, norm)
         last_step = self._pending[-1][0]

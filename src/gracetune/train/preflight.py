@@ -18,6 +18,7 @@ from gracetune.config.schema import Gh200Section
 from gracetune.data.dataset import SOURCES
 from gracetune.data.source import check_exists
 from gracetune.errors import CheckpointError, ConfigError
+from gracetune.events.trackers.tracker import check_installed
 from gracetune.models.registry import FAMILIES
 from gracetune.optim.registry import OPTIMIZERS
 from gracetune.train.run_identity import check_same_run, identity_settings
@@ -49,6 +50,7 @@ def check_before_torch(run: RunFile, resume_from: str) -> None:
         for name, address in _local_folders(dataset):
             check_exists(address, f"{setting}.{name}")
     check_output_outside_datasets(run)
+    check_installed(run.logging.trackers)
     check_same_settings(run, resume_from)
 
 

@@ -1,7 +1,12 @@
-"""Prepare a loaded model for training: freeze it, add the adapter, choose dtypes and placement."""
+"""Prepare a loaded model for training.
+
+Freeze it, add the adapter, choose dtypes, placement and the attention backend.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +15,7 @@ from torch import Tensor
 
 from gracetune.adapters.compute.fused_lora import runs_in_dtype
 from gracetune.config.checks import trains_in_bf16
+from gracetune.config.environment import compiled_graphs_folder
 from gracetune.config.parse_text import format_value
 from gracetune.distributed.context_parallel import SINGLE_CONTEXT, connect_context_group
 from gracetune.distributed.sharding import shard_model
@@ -19,17 +25,20 @@ from gracetune.models.attention_backends import set_attention_backend
 from gracetune.models.context_parallel import check_context_parallel, enable_context_parallel
 from gracetune.models.family import transformers_of
 from gracetune.models.quantize import check_quantizable, quantize_blocks
+from gracetune.plan.attention_autotune import autotune_attention
 from gracetune.train.export import check_exportable
 from gracetune.train.step import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from accelerate import Accelerator
     from torch import nn
     from torch.nn import Parameter
 
     from gracetune.config.schema import RunFile
+    from gracetune.data.pipeline import DataPipeline
+    from gracetune.data.sample import Batch
     from gracetune.distributed.context_parallel import ContextGroup
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.sharding import ShardedParameters
@@ -37,6 +46,8 @@ if TYPE_CHECKING:
     from gracetune.models.family import Family
     from gracetune.train.experts import ExpertSchedule
     from gracetune.train.export import AdaptedModules
+    from gracetune.train.step import TrainState
+    from gracetune.train.validate import ValidationSetup
 
 
 FP32_NBYTES = 4
@@ -153,6 +164,9 @@ def place_weights(
     `unplanned` is the reason for having no memory plan, which is logged. Returns the divided
     weights, if they are.
     """
+    idle = idle_plan_notice(run, unplanned, is_sharded=layout.is_sharded)
+    if idle is not None:
+        emit(idle)
     if layout.is_sharded:
         if unplanned:
             effect = f"{layout.describe()}. No block is recomputed or compiled by a plan."
@@ -228,6 +242,27 @@ def compares_blocks(run: RunFile, unplanned: str, layout: Layout, emit: Emit) ->
     return not unplanned or layout.ranks.world_size > 1
 
 
+def idle_plan_notice(run: RunFile, unplanned: str, *, is_sharded: bool) -> Notice | None:
+    """Return the warning about settings that ask a plan for what it cannot do; None: all are met.
+
+    Without a plan, `unplanned_notice` names all settings.
+    """
+    if unplanned or isinstance(run.plan, str):
+        return None
+    asked = [name for name in ("stream", "offload") if name in run.plan.model_fields_set]
+    asked = [name for name in asked if getattr(run.plan, name)]
+    if is_sharded:
+        reason = "the ranks divide the weights (distributed.strategy), and gather them themselves"
+    elif run.adapter is None and "stream" in asked:
+        asked, reason = ["stream"], "all weights are trained, and only frozen weights are streamed"
+    else:
+        return None
+    if not asked:
+        return None
+    names = ", ".join(f"plan.{name} (true)" for name in asked)
+    return Notice(f"no effect: {names}, because {reason}", level="warning", fallback=True)
+
+
 WHOLE_MODEL = "The whole model is on the device; nothing is streamed, offloaded or compiled."
 
 
@@ -288,3 +323,65 @@ def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _to_bf16(value: Any) -> Any:
     is_float = isinstance(value, Tensor) and value.is_floating_point()
     return value.to(torch.bfloat16) if is_float else value
+
+
+# Attention autotuning
+
+
+def one_batch_per_bucket(
+    run: RunFile, pipeline: DataPipeline, held_out: Iterable[Batch] = ()
+) -> list[Callable[[], Batch]]:
+    """Return, for each bucket, a function that loads one full batch; the largest bucket first.
+
+    Some buckets have only held-out samples, so a held-out batch of each shape is appended.
+    """
+    count = run.train.batch_size
+    by_size = [partial(pipeline.load, (d,) * count) for d in pipeline.order.one_draw_per_size()]
+    by_shape = {batch.latents.shape: batch for batch in held_out}
+    return [*by_size, *(partial(_identity, batch) for batch in by_shape.values())]
+
+
+def attention_shapes_key(
+    run: RunFile, family: Family, pipeline: DataPipeline, precision: str
+) -> str:
+    """Return a text with model, precision, batch size and buckets: all that sets attention shapes.
+
+    It is stored with the attention backend that was fastest. If it changes, the backends are timed
+    again.
+    """
+    sizes = [draw.size for draw in pipeline.order.one_draw_per_size()]
+    return f"{family.name} in {precision}, {run.train.batch_size} of each of {sizes}"
+
+
+def choose_attention(
+    state: TrainState,
+    pipeline: DataPipeline,
+    validation: ValidationSetup | None,
+    saved: str,
+    emit: Emit,
+) -> None:
+    """Switch to the fastest attention backend, if the run file leaves the choice to the machine.
+
+    `saved` is the backend of the checkpoint that the run resumes from.
+    """
+    run, family, accelerator = state.run, state.family, state.accelerator
+    if run.model.attention_mechanism != "auto" or accelerator.device.type != "cuda":
+        return
+    if state.layout.is_sharded:
+        text = "attention backends are not timed, because no rank has the whole model"
+        emit(Notice(f"{text}; model.attention_mechanism chooses one"))
+        return
+    autotune_attention(
+        family,
+        accelerator,
+        one_batch_per_bucket(run, pipeline, () if validation is None else validation.held_out),
+        attention_shapes_key(run, family, pipeline, accelerator.mixed_precision),
+        Path(run.output_dir),
+        emit,
+        saved,
+        compiled_graphs_folder(),
+    )
+
+
+def _identity(batch: Batch) -> Batch:
+    return batch

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 from gracetune.atomic_files import full_disk_named, write_text
+from gracetune.config.environment import process_environment
 from gracetune.config.load import resolved_json
 from gracetune.config.schema import RunFile
 from gracetune.distributed.heartbeat import is_lost_rank_error, lost_contact_text, watch_ranks
@@ -29,7 +30,7 @@ from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import STOP_SIGNALS, VERBS, RunControl, reserve_folder
 from gracetune.events.trackers.prometheus import PrometheusSink
-from gracetune.events.trackers.tensorboard import TensorBoardSink
+from gracetune.events.trackers.tracker import TrackerOptions, TrackerSink, reporting_failures
 from gracetune.events.trackers.webhooks import WebhookSink
 from gracetune.events.types import (
     FINISHED,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from gracetune.distributed.ranks import RankGroup
+    from gracetune.events.trackers.tracker import Tracker
     from gracetune.events.types import Event, Sink
     from gracetune.train.build import Session
     from gracetune.train.checkpoint import Snapshot
@@ -120,16 +122,18 @@ def run_training(
         # Then open the event sinks, build the session, resume, train and export.
         resumed = None if snapshot is None else snapshot.execution
         latest = LatestOutputs(folder, 0 if snapshot is None else snapshot.progress.step)
-        shown = [TerminalSink(sink, signals) for sink in sinks]
+        trackers = open_trackers(run, folder, latest.step) if is_main else []
         with (
             RunControl(folder).listening(_supported_requests(run), is_main) as control,
             EventDispatcher(
                 [
                     latest,
                     monitor,
-                    *(_open_sinks(run, folder, latest.step, shown) if is_main else ()),
+                    *trackers,  # first, so that the console can show what they miss at the end
+                    *(_open_sinks(run, folder, sinks, signals) if is_main else ()),
                 ]
             ) as events,
+            reporting_failures(trackers, events.emit),
             EndReporter(events, latest, started_at) as end,
             monitor.reporting_to(end.report_failure),
             observing(run, folder, latest.step, events, is_main) as last_seen,
@@ -313,10 +317,58 @@ def _is_run_record(path: Path) -> bool:
     return settings.keys() >= RECORDED_SECTIONS and written == text
 
 
-def _open_sinks(run: RunFile, folder: Path, first_step: int, sinks: Iterable[Sink]) -> list[Sink]:
-    opened: list[Sink] = [*sinks, JsonlLog(folder / LOG_FILE)]
-    if run.logging.tensorboard:
-        opened.append(TensorBoardSink(folder / "tensorboard", first_step + 1))
+def open_trackers(run: RunFile, folder: Path, start_step: int) -> list[TrackerSink]:
+    """Return a sink for each tracker of the run; their packages are imported in their threads."""
+    logging, settings = run.logging, run.model_dump(mode="json")
+    options = TrackerOptions(
+        folder=folder,
+        project=logging.tracker_project,
+        run_name=logging.tracker_run_name or folder.resolve().name,
+        settings=settings,
+        offline=logging.tracker_offline,
+        environment=process_environment(),
+    )
+    names = list(dict.fromkeys(logging.trackers))
+    if logging.tensorboard and "tensorboard" not in names:
+        names.insert(0, "tensorboard")
+    return [
+        TrackerSink(
+            name,
+            lambda name=name: open_tracker(name, options, start_step),  # type: ignore[misc]
+            settings=settings,
+            send_samples=logging.tracker_samples,
+            in_thread=name != "tensorboard",
+        )
+        for name in names
+    ]
+
+
+def open_tracker(name: str, options: TrackerOptions, start_step: int) -> Tracker:
+    """Import and start a tracker by its name in `logging.trackers`."""
+    match name:
+        case "wandb":
+            from gracetune.events.trackers.wandb import WandbTracker
+
+            return WandbTracker(options)
+        case "trackio":
+            from gracetune.events.trackers.trackio import TrackioTracker
+
+            return TrackioTracker(options)
+        case "mlflow":
+            from gracetune.events.trackers.mlflow import MlflowTracker
+
+            return MlflowTracker(options)
+    from gracetune.events.trackers.tensorboard import TensorBoardTracker
+
+    assert name == "tensorboard", name
+    return TensorBoardTracker(options.folder / "tensorboard", start_step + 1)
+
+
+def _open_sinks(
+    run: RunFile, folder: Path, sinks: Iterable[Sink], signals: SignalHandler
+) -> list[Sink]:
+    shown = [TerminalSink(sink, signals) for sink in sinks]
+    opened: list[Sink] = [*shown, JsonlLog(folder / LOG_FILE)]
     if run.logging.prometheus_port is not None:
         logging = run.logging
         assert logging.prometheus_port is not None

@@ -84,7 +84,8 @@ CHANGEABLE_SETTINGS = _names(
         "model": "path revision transformer_file transformer_2_file attention_mechanism",
         "cache_config": "vae_cache_type text_cache_type cache_dir persistent_cache host_budget_gb "
         "device_budget_gb prefetch_depth prefetch_budget_gb",
-        "gh200_optimizations": "enable_uvm_hints placement",
+        "gh200_optimizations": "enable_uvm_hints use_uvm managed managed_access managed_memory "
+        "placement",
         # The length matters for some schedules, and is compared then.
         "train": "max_train_steps gradient_checkpointing checkpoint_every checkpoint_minutes "
         "keep_checkpoints keep_adapters async_checkpoints check_gradients",
@@ -102,7 +103,8 @@ CHANGEABLE_SETTINGS = _names(
         "height frames seconds images holdout enable_manual_validation",
         "validation.prompts.*": "prompt negative_prompt seed width height steps guidance images "
         "frames seconds",
-        "logging": "every tensorboard prometheus_port prometheus_host webhooks",
+        "logging": "every tensorboard trackers tracker_project tracker_run_name tracker_offline "
+        "tracker_samples prometheus_port prometheus_host webhooks",
         "health": "enabled ignore degrade stop wait_share slow_down stall_s disk_min_gb",
         # Layouts compute the same steps with other rounding; the checkpoint records the layout.
         "distributed": "backend timeout_s heartbeat_s stall_timeout_s strategy shard_size "

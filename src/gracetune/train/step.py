@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 from gracetune.distributed.context_parallel import SINGLE_CONTEXT
 from gracetune.distributed.layout import SINGLE_LAYOUT
 from gracetune.errors import RunFailedError
+from gracetune.memory.managed_roles import ManagedGroups
 from gracetune.models.family import bind_expert
 from gracetune.optim.schedule import (
     AveragingOptimizer,
@@ -47,8 +48,9 @@ if TYPE_CHECKING:
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.distributed.sharding import ShardedParameters, ShardedReducer
+    from gracetune.memory.managed_roles import ManagedSlab
     from gracetune.models.family import Expert, Family
-    from gracetune.optim.offloaded_state import OptimizerStepper
+    from gracetune.optim.offloaded_state import ManagedState, OptimizerStepper
     from gracetune.train.experts import ExpertSchedule, ExpertTurn
     from gracetune.train.skipped_steps import StepSkips
     from gracetune.train.step_recorder import StepRecorder
@@ -438,10 +440,42 @@ class PositionalRng:
 class Ema:
     """Exponential moving average of the trained weights, which often generates better samples."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], decay: float, managed: ManagedState | None = None
+    ) -> None:
+        """Start with the weights as they are now; with `managed`, in managed memory."""
         self._decay = decay
-        self._weights = [parameter.data for parameter in parameters.values()]
-        self.averages = {name: p.detach().clone() for name, p in parameters.items()}
+        self._parameters = dict(parameters)
+        self._managed: ManagedState | None = None
+        self._groups: list[tuple[ManagedSlab, list[str]]] = []
+        """Allocations of managed memory, with the names of their averages."""
+        self.averages: dict[str, Tensor] = {name: p.detach() for name, p in parameters.items()}
+        if managed is None:
+            self.averages = {name: p.clone() for name, p in self.averages.items()}
+        else:
+            self.move_to_managed(managed)
+
+    @property
+    def managed_nbytes(self) -> int:
+        """Bytes of averages in managed memory."""
+        return sum(slab.nbytes for slab, _ in self._groups)
+
+    @torch.no_grad()
+    def move_to_managed(self, managed: ManagedState) -> None:
+        """Move the averages to managed memory.
+
+        Raises:
+            torch.OutOfMemoryError: They exceed the cap, and stay where they are.
+        """
+        names, tensors = list(self.averages), list(self.averages.values())
+        made = managed.memory.allocate_groups("ema", tensors, managed.placement)
+        copies = [copy for _, group in made for copy in group]
+        torch._foreach_copy_(copies, tensors)
+        self.averages = dict(zip(names, copies, strict=True))
+        left = iter(names)
+        self._groups = [(slab, [next(left) for _ in group]) for slab, group in made]
+        self._managed = managed
+        self._movement = ManagedGroups(managed.memory)
 
     def update(self, step: int, expert: Expert | None = None) -> None:
         """Update the averages with the weights after optimizer step `step`, counted from 0.
@@ -452,19 +486,47 @@ class Ema:
         """
         decay = min(self._decay, (1 + step) / (10 + step))
         prefix = "" if expert is None else f"{expert}."
-        pairs = zip(self.averages.items(), self._weights, strict=True)
-        trained = [
-            (average, weight) for (name, average), weight in pairs if name.startswith(prefix)
+        if self._managed is None:
+            self._lerp([name for name in self.averages if name.startswith(prefix)], decay)
+            return
+        due = [
+            (slab, trained)
+            for slab, names in self._groups
+            if (trained := [name for name in names if name.startswith(prefix)])
         ]
-        averages, weights = map(list, zip(*trained, strict=True))
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        self._movement.for_each(
+            [[(slab, slab.memory)] for slab, _ in due],
+            lambda number: self._lerp(due[number][1], decay),
+        )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Replace the model's weights by the averages while the `with` block runs."""
-        trained = [p.clone() for p in self._weights]
-        torch._foreach_copy_(self._weights, list(self.averages.values()))
+        weights = [p.data for p in self._parameters.values()]
+        with self._copied(weights) as trained:
+            torch._foreach_copy_(weights, list(self.averages.values()))
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(weights, trained)
+
+    def _lerp(self, names: Sequence[str], decay: float) -> None:
+        averages = [self.averages[name] for name in names]
+        torch._foreach_lerp_(averages, [self._parameters[name].data for name in names], 1 - decay)
+
+    @contextmanager
+    def _copied(self, weights: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Copy the weights, to managed memory if the averages are there and it has room."""
+        nbytes = sum(weight.nbytes for weight in weights)
+        if self._managed is None or nbytes > self._managed.memory.free_bytes:
+            yield [weight.clone() for weight in weights]
+            return
+        memory = self._managed.memory
+        made = memory.allocate_groups("ema", weights)
+        copies = [copy for _, group in made for copy in group]
+        torch._foreach_copy_(copies, weights)
         try:
-            yield
+            yield copies
         finally:
-            torch._foreach_copy_(self._weights, trained)
+            for slab, _ in made:
+                memory.free(slab)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from fakes.platforms import simulated_machine
 
 from gracetune.cache.batch_transfer import (
     STAGING_SLOTS,
@@ -29,7 +30,9 @@ from gracetune.config.schema import Gh200Section
 from gracetune.data.batch_order import LoaderState
 from gracetune.data.sample import Batch
 from gracetune.errors import ConfigError, DataError
-from gracetune.memory.managed_pool import ManagedPool
+from gracetune.memory.managed_pool import ManagedPool, PoolUnavailable
+from gracetune.memory.platform import Link, Machine
+from gracetune.memory.session import MemorySession
 from gracetune.memory.stats import Tier
 
 CPU = torch.device("cpu")
@@ -54,15 +57,12 @@ def test_without_hints_a_batch_is_only_stacked(recorder):
     assert len(recorder.events) == 1
 
 
-def test_hints_that_cannot_be_applied_are_reported_once(recorder):
+def test_without_managed_memory_one_line_says_what_is_not_in_use(recorder):
     transfer = build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, recorder)
     for _ in range(3):
         transfer.to_device(LATENTS, TEXT)
-    fallbacks = [e.text for e in recorder.events if e.fallback]
-    assert len(fallbacks) > 1
-    assert len(fallbacks) == len(set(fallbacks))
-    assert fallbacks[0].startswith("batches are not in managed memory")
-    assert all("no GPU" in text for text in fallbacks[1:])
+    (fallback,) = (e.text for e in recorder.events if e.fallback)
+    assert fallback.startswith("managed memory is not in use, although it is asked for: no NVIDIA")
 
 
 def test_memory_used_is_a_number_of_bytes(recorder):
@@ -102,34 +102,79 @@ def test_a_role_may_be_tracked_in_another_tier_than_the_device(recorder):
 def test_use_uvm_decides_about_the_pool(recorder, monkeypatch, conf, pooled):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     build_batch_transfer(Gh200Section(enable_uvm_hints=not pooled), CPU, recorder)
-    assert any("not in managed memory" in text for text in recorder.texts()) is pooled
+    assert any("is not in use" in text for text in recorder.texts()) is pooled
 
 
 @pytest.mark.parametrize(
-    ("conf", "start"), [("", "batches are not"), ("use_uvm:False,", "nothing is")]
+    ("conf", "hints", "start"),
+    [
+        ("", True, "managed memory is not in use"),
+        ("use_uvm:False,", True, "managed memory is off (use_uvm), so hints have no effect"),
+        ("use_uvm:False,", False, "managed memory is off (use_uvm); no"),
+    ],
 )
 def test_a_run_says_which_settings_of_managed_memory_have_no_effect(
-    recorder, monkeypatch, conf, start
+    recorder, monkeypatch, conf, hints, start
 ):
     monkeypatch.setenv(
         "PYTORCH_CUDA_ALLOC_CONF", f"{conf}uvm_oversubscription_ratio:5.0,uvm_stage1_threshold:0.2"
     )
-    build_batch_transfer(Gh200Section(enable_uvm_hints=True), CPU, recorder)
-    (text,) = (text for text in recorder.texts() if "in managed memory" in text)
+    build_batch_transfer(Gh200Section(enable_uvm_hints=hints), CPU, recorder)
+    (text,) = (text for text in recorder.texts() if text.startswith("managed memory"))
     assert text.startswith(start)
     assert text.endswith("no effect: uvm_oversubscription_ratio, uvm_stage1_threshold")
 
 
-def test_a_run_says_what_is_in_managed_memory():
-    class Session:
-        settings = environment_settings({"GH200_UVM_OVERSUBSCRIPTION_RATIO": "5.0"})
-        wants_pool, managed_cap = True, 3 << 30
+def simulated_session(link, conf, pool, failing=None):
+    machine = simulated_machine(link, failing=failing)
+    session = MemorySession(
+        lambda: Machine(machine.driver, machine.platform),
+        lambda: environment_settings({"PYTORCH_CUDA_ALLOC_CONF": conf}),
+        lambda event: None,
+    )
+    session._pool = pool
+    return session
 
-        def pool(self):
-            return object.__new__(ManagedPool)
 
-    text = managed_memory_notice(Session()).text
-    assert text.startswith("managed memory: the batches of the run, at most 3.0 GiB; weights,")
+POOL = object.__new__(ManagedPool)
+NO_SHIM = PoolUnavailable("the memory shim was not built")
+
+
+@pytest.mark.parametrize(
+    ("link", "conf", "pool", "text"),
+    [
+        (
+            *(Link.COHERENT, "use_uvm:True,uvm_oversubscription_ratio:3", POOL),
+            "managed memory: batches, and what the device has no space for, at most 24.0 GiB "
+            "(uvm_oversubscription_ratio 3)",
+        ),
+        (
+            *(Link.COHERENT, "use_uvm:True,uvm_oversubscription_ratio:5", POOL),
+            "managed memory: batches, and what the device has no space for, at most 28.0 GiB "
+            "(host memory); no effect: uvm_oversubscription_ratio, because it allows more",
+        ),
+        (
+            *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:balanced", POOL),
+            "managed memory: batches, and what the device has no space for, at most 2.0 GiB "
+            "(1/4 of the free device memory); uvm_access_pattern: pages stay where they were used "
+            "last",
+        ),
+        (
+            *(Link.COHERENT, "uvm_stage1_threshold:0.5", POOL),
+            "managed memory: batches, at most 28.0 GiB (host memory); memory is reclaimed if less "
+            "than 4.0 GiB are free",
+        ),
+        (
+            *(Link.COHERENT, "use_uvm:True", NO_SHIM),
+            "batches are not in managed memory: the memory shim was not built; in it is only what "
+            "the device has no space for, at most 28.0 GiB (host memory)",
+        ),
+    ],
+)
+def test_a_run_says_what_is_in_managed_memory_and_what_settings_govern(link, conf, pool, text):
+    notice = managed_memory_notice(simulated_session(link, conf, pool))
+    assert notice.text == text
+    assert notice.fallback is (pool is NO_SHIM)
 
 
 # PinnedStaging
@@ -409,3 +454,36 @@ def test_the_first_texts_that_fit_the_budget_stay_on_the_device():
 def test_no_text_stays_on_the_device_without_a_budget():
     assert len(cache_texts_on_device(["a"], read_texts, CPU, 0)) == 0
     assert DeviceTextCache({}).get_all([]) is None
+
+
+def test_trimmed_texts_are_read_from_the_host_and_return_when_they_are_read_again():
+    cache = cache_texts_on_device(["a", "bb", "ccc"], read_texts, CPU, 2 * 512)
+    assert (len(cache), cache.nbytes) == (2, 2 * 512)
+    assert cache.trim() == 2 * 512
+    assert cache.get_all(["a"]) is None
+    entries = read_texts(["a", "ccc"])
+    assert cache.keep(["a", "ccc"], entries) == entries
+    assert cache.nbytes == 0, "not while memory is short"
+    cache.restore()
+    cache.keep(["a", "ccc"], entries)
+    assert cache.get_all(["a"])[0]["tokens"].eq(1).all()
+    assert cache.get_all(["ccc"]) is None, "it was not chosen at the start"
+    assert cache.nbytes == 512
+
+
+def test_a_depth_is_shortened_as_long_as_there_is_any_reason():
+    depth = PrefetchDepth(3, 100)
+    assert (depth.shorten("memory"), depth.shorten("health"), depth.batches) == (2, 0, 1)
+    depth.grow(1)
+    assert (depth.lengthen("memory"), depth.batches) == (0, 1)
+    assert (depth.lengthen("health"), depth.batches) == (2, 3)
+
+
+def test_batches_beyond_the_next_one_count_as_surplus():
+    batches = PrefetchedBatches(numbered(9), FakeStream(), PrefetchDepth(3, None))
+    wait_until(lambda: len(batches._ready) == 3)
+    assert batches.surplus_nbytes() == 2 * batch_nbytes(batch(0))
+    batches.depth.shorten("memory")
+    take(batches, 2)
+    assert batches.surplus_nbytes() == 0
+    batches.close()

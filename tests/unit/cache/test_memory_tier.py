@@ -253,3 +253,20 @@ def test_trimming_gives_half_of_the_memory_back_until_it_is_restored(recorder):
     for key, entry in entries.items():
         assert torch.equal(tier.get(key)["x"], entry["x"])
     tier.close()
+
+
+def test_pinned_memory_is_not_trimmed(recorder):
+    """The driver keeps pinned pages, so that dropping entries would only cost reads."""
+    files, counts = DictStore(), HitCounts()
+    files.put("k", {"x": torch.ones(4096)})
+    tier = MemoryTier("latents", HostMemoryBudget(1 << 20), files, recorder, torch_bytes, counts)
+    tier.warm(["k"])
+    assert tier.trim() == 0
+    assert tier.get("k")["x"].eq(1).all()
+    assert (counts.hits, counts.reads) == (1, 0)
+    tier.close()
+
+
+def torch_bytes(nbytes):
+    """Stand for an allocator of pinned memory."""
+    return torch.empty(nbytes, dtype=torch.uint8)

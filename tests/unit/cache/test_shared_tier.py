@@ -137,6 +137,21 @@ def test_the_memory_returns_to_the_budget_and_the_machine(files, recorder):
     assert arenas() == before
 
 
+def test_a_trimmed_tier_gives_its_memory_back_and_reads_files(files, recorder):
+    gc.collect()
+    counts = HitCounts()
+    tier, before = open_tier(files, recorder, counts=counts), arenas()
+    tier.warm(KEYS)
+    assert tier.trim() >= len(KEYS) * KIB
+    gc.collect()
+    assert (tier.nbytes, tier._budget.used, arenas()) == (0, 0, before)
+    assert all(is_entry(one, number) for number, one in enumerate(tier.get_many(KEYS)))
+    assert tier.gather(KEYS[:3], "x", allocate_pageable).shape == (3, 256)
+    assert (counts.hits, counts.reads) == (0, len(KEYS) + 3)
+    tier.restore()
+    assert tier.trim() == 0
+
+
 def test_a_killed_rank_leaves_a_lock_that_others_can_take(files, recorder):
     """The child is killed while it holds the lock and fills the arena."""
 

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from gracetune.config.environment import (
     adopt_slurm_ranks,
     claim_alloc_conf,
     claim_process_alloc_conf,
+    compiled_graphs_folder,
     environment_settings,
     first_host,
     keep_compiled_graphs,
@@ -295,3 +297,4 @@ def test_compiled_graphs_are_kept_in_the_users_cache_folder(variables, folder, m
         monkeypatch.setenv(name, value)
     keep_compiled_graphs()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folder
+    assert compiled_graphs_folder() == Path(folder)

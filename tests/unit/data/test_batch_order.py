@@ -413,6 +413,14 @@ def test_one_draw_per_size_starts_with_the_largest() -> None:
     assert {draw.epoch for draw in order.one_draw_per_size()} == {-1}, "they belong to no epoch"
 
 
+def test_batch_sizes_include_last_batches_and_those_of_a_ramp() -> None:
+    groups = [_group("cats", 7, size=(8, 8)), _group("dogs", 8, size=(8, 16))]
+    order = BatchOrder(groups, 4, 0)
+    met = {len(order.batch_at(index)) for index in range(order.epoch_length)}
+    assert order.batch_sizes() == met == {3, 4}
+    assert BatchOrder(groups, 4, 0, first_sizes=[1, 1]).batch_sizes() >= {1, 3, 4}
+
+
 # The batches of a step, at any number of ranks
 
 sizes_in_seconds = {(8, 8): 1.0, (8, 16): 2.5, (16, 8): 7.0}

@@ -25,7 +25,7 @@ from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
 from gracetune.data.dataset import CorruptionLog, open_dataset
 from gracetune.data.images import choose_decoders
-from gracetune.data.pipeline import DataPipeline, required_keys, split_holdout
+from gracetune.data.pipeline import DataPipeline, required_keys, split_holdout, text_length
 from gracetune.data.prefetch import Prefetch
 from gracetune.data.sample import Sample
 from gracetune.errors import ConfigError, DataError, RunFailedError
@@ -70,6 +70,20 @@ def test_batches_hold_the_latents_and_texts_of_their_own_samples(build):
         alone = pipeline.load([draw])
         assert torch.equal(batch.latents[index], alone.latents[0])
         assert torch.equal(batch.text["tokens"][index], alone.text["tokens"][0])
+
+
+def test_the_largest_batch_has_the_longest_text_of_the_run(build_dataset, folder):
+    for number, words in enumerate((3, 21, 1, 12)):
+        (folder / f"image {number}.png").rename(folder / f"{'word ' * words}{number}.png")
+    _, _, pipeline = build_dataset()
+    lengths = {
+        draw.caption: text_length(pipeline.load([draw]).text)
+        for index in range(pipeline.order.epoch_length)
+        for draw in pipeline.order.batch_at(index)
+    }
+    assert len({*lengths.values()}) > 1
+    assert text_length(pipeline.load_largest().text) == max(lengths.values())
+    assert pipeline.text_lengths() == {*lengths.values()}
 
 
 def test_the_bucket_report_is_emitted_and_written(build, recorder, tmp_path):

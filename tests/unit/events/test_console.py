@@ -9,11 +9,13 @@ from gracetune.events.types import (
     BatchesFed,
     CheckpointSaved,
     Event,
+    MemoryReclaimed,
     MemoryUsed,
     Notice,
     RampChanged,
     RunEnded,
     RunStarted,
+    StageChanged,
     StageProgress,
     StepDone,
     Validated,
@@ -291,3 +293,17 @@ def test_a_terminal_shows_bars_and_keeps_the_lines_above_them() -> None:
     assert "done       2 steps in 1.0s" in shown
     assert "           log        runs/x/log.jsonl" in shown
     assert shown.count("\x1b[?25h") >= 1
+
+
+def test_decisions_about_memory_are_lines_with_their_bytes() -> None:
+    plain = Plain()
+    plain.emit(started(61))
+    freed = {"garbage": 0, "managed pages": 2 * GIB}
+    lines = plain.emit(
+        StageChanged(7, 2, GIB, 8 * GIB, GIB),
+        MemoryReclaimed(7, "light", freed, 2 * GIB, GIB, GIB, "1.0 GiB are free"),
+        MemoryReclaimed(7, "cap", {"cap": GIB}, GIB, GIB, GIB, "the host is full"),
+    )
+    assert "stage 2 after step 7: the device is short of memory (1.0 GiB of 8.0 GiB" in lines[0]
+    assert "trimmed 2.0 GiB (managed pages 2.0 GiB): 1.0 GiB are free" in lines[1]
+    assert "managed memory is limited to 1.0 GiB: the host is full" in lines[2]

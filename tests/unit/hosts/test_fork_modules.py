@@ -13,9 +13,13 @@ from PIL import Image
 from pydantic import ValidationError
 
 from gracetune import gh200
+from gracetune.config.environment import environment_settings
 from gracetune.errors import DataError
 from gracetune.gh200 import GH200GradientRamp
-from gracetune.hosts.fork_modules import GH200InMemoryBackend
+from gracetune.hosts.fork_modules import GH200InMemoryBackend, add_fork_module
+from gracetune.memory.platform import open_machine
+from gracetune.memory.session import MemorySession
+from gracetune.memory.stats import restore_torch_memory_stats
 
 ROOT = Path(__file__).parents[3]
 GUIDE = ROOT / "tests/data/seeds/003_c0471491bb30f242.txt"
@@ -140,3 +144,15 @@ def test_the_guides_snippet_gives_hints_for_audio(monkeypatch):
     assert Same is GH200InMemoryBackend
     for name in [each for each in sys.modules if each.partition(".")[0] == "simpletuner"]:
         del sys.modules[name]
+
+
+def test_a_hooked_host_has_our_numbers_in_torchs_statistics(monkeypatch):
+    restore_torch_memory_stats()
+    session = MemorySession(open_machine, lambda: environment_settings({}), lambda event: None)
+    name = "toolkit.gh200_helpers_of_a_test"
+    module = add_fork_module(name, session)
+    monkeypatch.delitem(sys.modules, name)
+    assert module.gh200_uvm_enabled() is False
+    assert torch.cuda.memory_stats()["uvm.hard_reclamations"] == 0
+    restore_torch_memory_stats()
+    assert "uvm.stage" not in torch.cuda.memory_stats()

@@ -6,17 +6,19 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from platforms import simulated_machine
+from fakes.platforms import simulated_machine
+from fork_process import run_python
 
 import gracetune
 from gracetune import gh200
 from gracetune.config.environment import environment_settings
 from gracetune.errors import ConfigError
-from gracetune.events.types import Notice
+from gracetune.events.types import Notice, StageChanged
 from gracetune.memory.driver import HOST
 from gracetune.memory.hints import HintOutcome
 from gracetune.memory.managed_pool import PoolUnavailable
@@ -29,6 +31,7 @@ from gracetune.units import GIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+SEEDS = Path(__file__).parents[2] / "data" / "seeds"
 FREE_FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "prefer_cpu_residency": gh200.prefer_cpu_residency,
     "prefer_gpu_residency": gh200.prefer_gpu_residency,
@@ -139,11 +142,13 @@ def test_without_cuda_the_stage_stays_resident() -> None:
 
 def test_notices_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="gracetune.memory")
-    gh200.log_notice(Notice("something fell back", level="warning"))
-    gh200.log_notice(Notice("something was chosen"))
+    gh200.log_event(Notice("something fell back", level="warning"))
+    gh200.log_event(Notice("something was chosen"))
+    gh200.log_event(StageChanged(7, 2, 1, 3, 2))
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "something fell back"),
         ("INFO", "something was chosen"),
+        ("INFO", str(StageChanged(7, 2, 1, 3, 2))),
     ]
 
 
@@ -197,6 +202,17 @@ def test_importing_opens_no_machine() -> None:
         "assert 'machine' not in vars(g._process), 'a machine was opened at import'"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_guides_snippet_prints_the_stage_and_the_reclamations() -> None:
+    """The snippet is run as it stands, after the two imports."""
+    guide = next(SEEDS.glob("004*")).read_text("utf-8").splitlines()
+    start = guide.index("   stats = torch.cuda.memory_stats()")
+    snippet = "\n".join(line.strip() for line in guide[start : start + 4])
+    done = run_python("-c", f"import torch, gracetune.gh200\n{snippet}")
+    assert done.stdout.splitlines() == [
+        *("UVM Stage: 1", "Light Reclamations: 0", "Hard Reclamations: 0"),
+    ], done.stderr
 
 
 def test_importing_removes_the_forks_allocator_keys() -> None:

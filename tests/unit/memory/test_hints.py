@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from platforms import simulated_machine, tensor_at
+from fakes.platforms import simulated_machine, tensor_at
 
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.hints import Hint, HintOutcome, Hints, dense_nbytes, page_span

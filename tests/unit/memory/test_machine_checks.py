@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes.platforms import GPU_LINKS, RATES, SimulatedMachine, simulated_machine
 from fork_process import run_python
-from platforms import GPU_LINKS, RATES, SimulatedMachine, simulated_machine
 
 from gracetune.cli.diagnose import (
     ALLOCATION_CHECKS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.errors import ConfigError
+from gracetune.events.types import MemoryReclaimed, StageChanged
 from gracetune.memory.oversubscription import (
+    ALLOCATOR_CACHE,
     Action,
     GcFreeze,
     Reading,
@@ -21,14 +23,18 @@ from gracetune.memory.oversubscription import (
     StagePolicy,
     Stages,
     StageState,
+    Trimmers,
     advance,
+    bounded_cap,
     managed_cap,
 )
 from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from gracetune.events.types import Event
 
 
 TOTAL = 100 * GIB
@@ -88,39 +94,91 @@ def test_an_unannounced_empty_cache_is_noticed() -> None:
     assert state.transitions == 2
 
 
+class Cache:
+    """A component with some memory that a reclamation may free."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.trims = self.restores = 0
+
+    def trim(self) -> int:
+        self.trims += 1
+        return self.nbytes
+
+    def restore(self) -> None:
+        self.restores += 1
+
+
+def stages_with(
+    events: list[Event], empty_cache: Callable[[], int] = lambda: 7 * GIB
+) -> tuple[Stages, Cache, Cache]:
+    trimmers, texts, latents = Trimmers(), Cache(3 * GIB), Cache(GIB)
+    trimmers.register("texts", texts)
+    trimmers.register("latents", latents, on_host=True)
+    return Stages(POLICY, trimmers, empty_cache, events.append), texts, latents
+
+
 def test_stages_reclaim_count_and_report() -> None:
-    freed, notices = Counter(), []
-
-    def light() -> int:
-        freed["light"] += 1
-        return 3 * GIB
-
-    def hard() -> int:
-        freed["hard"] += 1
-        return 7 * GIB
-
-    stages = Stages(POLICY, light, hard, notices.append)
-    assert stages.update_and_reclaim(reading(50)) is Stage.RESIDENT
-    assert stages.update_and_reclaim(reading(5, 20)) is Stage.OVERSUBSCRIBED
-    stages.update_and_reclaim(reading(5, 20))
-    assert stages.update_and_reclaim(reading(40)) is Stage.RESIDENT
-    assert freed == {"light": 1, "hard": 1}
+    events: list[Event] = []
+    stages, texts, latents = stages_with(events)
+    assert stages.update_and_reclaim(reading(50), 1) is Stage.RESIDENT
+    assert stages.update_and_reclaim(reading(5, 20), 2) is Stage.OVERSUBSCRIBED
+    stages.update_and_reclaim(reading(5, 20), 3)
+    assert stages.update_and_reclaim(reading(40), 4) is Stage.RESIDENT
+    assert (texts.trims, latents.trims) == (1, 0)
     assert stages.reclaimed_bytes == 10 * GIB
-    assert [notice.text for notice in notices] == [
-        "memory stage 2 (oversubscribed): 5.0 GiB of 100.0 GiB device memory free",
-        "memory stage 1 (resident): 40.0 GiB of 100.0 GiB device memory free",
+    changed, light, full, back, restored = events
+    assert changed == StageChanged(2, 2, 5 * GIB, TOTAL, 10 * GIB)
+    assert (light.step, light.kind, light.freed, light.nbytes) == (
+        *(2, "light", {"texts": 3 * GIB}, 3 * GIB),
+    )
+    assert light.reason == "5.0 GiB of device memory are free, below 10.0 GiB"
+    assert (full.step, full.kind, full.freed) == (3, "full", {ALLOCATOR_CACHE: 7 * GIB})
+    assert back == StageChanged(4, 1, 40 * GIB, TOTAL, 15 * GIB)
+    assert (restored.step, restored.kind, restored.freed) == (4, "restored", {"texts": 3 * GIB})
+    assert texts.restores == 1
+
+
+def test_memory_comes_back_only_if_there_is_space_for_it() -> None:
+    events: list[Event] = []
+    stages, texts, _ = stages_with(events)
+    for free, restores in ((5, 0), (14, 0), (16, 0), (17.9, 0), (18.1, 1), (19, 1)):
+        stages.update_and_reclaim(reading(free))
+        assert texts.restores == restores, free
+    assert [event.kind for event in events if isinstance(event, MemoryReclaimed)] == [
+        *("light", "restored"),
     ]
+
+
+def test_host_memory_is_trimmed_if_it_could_not_take_the_managed_pages() -> None:
+    events: list[Event] = []
+    stages, texts, latents = stages_with(events)
+    full = replace(reading(5), managed=200 * GIB, host_available=200 * GIB)
+    stages.update_and_reclaim(full)
+    assert (texts.trims, latents.trims) == (1, 1)
+    (light,) = (event for event in events if isinstance(event, MemoryReclaimed))
+    assert light.freed == {"texts": 3 * GIB, "latents": GIB}
+    assert "host memory could not take all managed pages" in light.reason
+
+
+def test_managed_memory_may_grow_by_what_the_host_can_take() -> None:
+    now = replace(reading(50), managed=30 * GIB, host_available=24 * GIB)
+    assert bounded_cap(POLICY, 500 * GIB, now) == 50 * GIB, "4 GiB stay free"
+    assert bounded_cap(POLICY, 40 * GIB, now) == 40 * GIB
+    assert bounded_cap(POLICY, 500 * GIB, replace(now, host_available=GIB)) == 30 * GIB
 
 
 def test_update_changes_the_stage_without_reclaiming() -> None:
     def never() -> int:
         raise AssertionError("update reclaimed memory")
 
-    stages = Stages(POLICY, never, never, lambda notice: None)
+    events: list[Event] = []
+    stages, texts, _ = stages_with(events, never)
     assert stages.update(reading(5, 20)) is Stage.OVERSUBSCRIBED
     assert stages.update(reading(12)) is Stage.OVERSUBSCRIBED
     assert stages.update(reading(50)) is Stage.RESIDENT
     assert stages.state == StageState(transitions=2)
+    assert texts.trims == 0
 
 
 def test_the_cap_is_the_ratio_or_the_host_memory() -> None:

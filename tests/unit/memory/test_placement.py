@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from platforms import SimulatedMachine, simulated_machine
+from fakes.platforms import SimulatedMachine, simulated_machine
 
 from gracetune.errors import ConfigError
 from gracetune.memory.driver import HOST

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,10 @@ def test_host_values_come_from_proc_and_sys(machine):
     write("proc/self/cgroup", "0::/job\n")
     write("sys/fs/cgroup/job/memory.current", "600\n")
     write("sys/fs/cgroup/job/memory.max", "1000\n")
-    write("sys/fs/cgroup/job/memory.stat", "inactive_file 100\nworkingset_refault_file 7\n")
+    write(
+        "sys/fs/cgroup/job/memory.stat",
+        "inactive_file 60\nactive_file 40\nworkingset_refault_file 7\n",
+    )
     write("sys/fs/cgroup/job/memory.events", "oom 3\noom_kill 2\n")
     write("proc/pressure/io", "some avg10=12.50 avg60=0.00 avg300=0.00 total=1\nfull avg10=9\n")
     clock = [10.0]
@@ -80,6 +84,17 @@ def test_refaults_of_the_whole_machine_count_without_a_cgroup(machine):
     assert sensors.read().host["refaults_per_s"] == 10
 
 
+def test_pages_that_are_read_back_from_swap_are_counted(machine):
+    proc, sys, write = machine
+    clock = [0.0]
+    write("proc/vmstat", "pswpin 10\n")
+    sensors = MachineSensors("none", {}, proc, sys, lambda: clock[0])
+    assert sensors.read().host["swapped_in_per_s"] == 0
+    write("proc/vmstat", "pswpin 40\n")
+    clock[0] = 3.0
+    assert sensors.read().host["swapped_in_per_s"] == 10 * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_the_sensors_of_this_machine_can_be_read(tmp_path):
     reading = open_sensors(None, tmp_path, tmp_path).read()
     assert 0 < reading.host["memory_available"] <= reading.host["memory_total"]
@@ -123,6 +138,23 @@ def test_gpu_values_are_named_and_scaled():
         "memory_total": 10,
         "throttle": ["software power cap", "hardware thermal slowdown"],
     }
+
+
+@pytest.mark.parametrize(
+    ("pids", "expected"),
+    [
+        ([os.getpid()], {"other_processes": 0, "other_memory": 0}),
+        ([1, os.getpid()], {"other_processes": 1, "other_memory": 7}),
+        ([1, 2], {"other_processes": 1}),  # one of them is this process, under another number
+        ([], {"other_processes": 0}),
+    ],
+)
+def test_other_processes_on_the_gpu_are_counted(pids, expected):
+    nvml = Nvml()
+    found = [SimpleNamespace(pid=pid, usedGpuMemory=7) for pid in pids]
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: found
+    read = GpuSensors(nvml, object(), 0).read()
+    assert {name: read[name] for name in read if name.startswith("other")} == expected
 
 
 def test_a_missing_nvml_is_named():

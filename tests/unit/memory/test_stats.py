@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
-from platforms import simulated_machine
+from fakes.platforms import simulated_machine
 
 from gracetune.memory.hints import HintCounts
-from gracetune.memory.oversubscription import Stage, StageState, light_reclamation
+from gracetune.memory.oversubscription import Stage, StageState
 from gracetune.memory.placement import place_batch
 from gracetune.memory.platform import NO_GPU, Link
 from gracetune.memory.shim import ShimCounters
@@ -20,23 +21,26 @@ from gracetune.memory.stats import (
     FaultCounter,
     MemoryAccounting,
     Tier,
+    attach_to_torch_memory_stats,
+    extend_torch_memory_stats,
     import_cupti,
     memory_event,
-    memory_stats,
+    restore_torch_memory_stats,
     start_fault_counter,
+    torch_memory_stats,
+    uvm_stats,
 )
 from gracetune.units import GIB, MIB
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
 
 POOL = ShimCounters(*range(1, 16))
 
 
 def test_the_forks_keys_are_there_on_a_cpu() -> None:
-    stats = memory_stats(
-        torch.cuda.memory_stats(),
+    stats = uvm_stats(
         NO_GPU,
         HintCounts(),
         StageState(),
@@ -63,8 +67,7 @@ def test_statistics_include_all_counters() -> None:
     assert not accounting.reserve(Tier.MANAGED, "latents", 600 * MIB)
     assert accounting.reserve(Tier.HOST, "text", MIB)
     stages = StageState(Stage.OVERSUBSCRIBED, 1, 4, 2)
-    stats = memory_stats(
-        {"allocated_bytes.all.current": 5},
+    stats = {"allocated_bytes.all.current": 5} | uvm_stats(
         machine.platform,
         hints.counts(),
         stages,
@@ -100,8 +103,66 @@ def test_statistics_include_all_counters() -> None:
     assert (event.managed, event.stage) == (600 * MIB, 2)
 
 
-def test_light_reclamation_calls_every_trimmer() -> None:
-    assert light_reclamation([lambda: 3, lambda: 0, lambda: 4])() == 7
+# Our numbers in torch's statistics
+
+
+class Source:
+    """A source of statistics with one number and one text."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+    def uvm_stats(self) -> dict[str, int | str]:
+        return {"uvm.stage": self.stage, "uvm.platform": "none"}
+
+
+@pytest.fixture
+def extended() -> Iterator[Source]:
+    restore_torch_memory_stats()  # another test of this process may have imported gracetune.gh200
+    source = Source(1)
+    extend_torch_memory_stats(source)
+    yield source
+    restore_torch_memory_stats()
+
+
+def test_torchs_statistics_have_our_numbers_until_they_are_restored(extended: Source) -> None:
+    assert torch.cuda.memory_stats()["uvm.stage"] == 1
+    assert "uvm.platform" not in torch.cuda.memory_stats(), "torch's values are numbers"
+    assert "uvm.stage" not in torch_memory_stats()
+    kept = torch.cuda.memory_stats
+    restore_torch_memory_stats()
+    assert "uvm.stage" not in torch.cuda.memory_stats()
+    assert torch.cuda.memory_stats is torch.cuda.memory.memory_stats
+    assert "uvm.stage" not in kept(), "a reference to it adds nothing either"
+
+
+def test_torchs_own_functions_are_not_affected(extended: Source) -> None:
+    """Without a GPU the summary fails, in the same way as without gracetune."""
+    assert not any("uvm" in str(key) for key in torch.cuda.memory_stats_as_nested_dict())
+    assert torch.cuda.memory_allocated() == 0
+    if torch.cuda.is_available():
+        assert "uvm" not in torch.cuda.memory_summary()
+    else:
+        with pytest.raises(KeyError, match=r"allocated_bytes\.all\.current"):
+            torch.cuda.memory_summary()
+
+
+def test_a_run_replaces_the_source_as_long_as_it_exists(extended: Source) -> None:
+    run = Source(2)
+    attach_to_torch_memory_stats(run)
+    extend_torch_memory_stats(Source(3))  # a second import changes nothing
+    assert torch.cuda.memory_stats()["uvm.stage"] == 2
+    del run
+    assert torch.cuda.memory_stats()["uvm.stage"] == 1
+
+
+def test_attaching_to_torchs_own_function_does_nothing() -> None:
+    restore_torch_memory_stats()
+    attach_to_torch_memory_stats(Source(2))
+    assert "uvm.stage" not in torch.cuda.memory_stats()
+
+
+# CUPTI
 
 
 Counters = enum.IntEnum("Counters", ["UNKNOWN", *CUPTI_COUNTERS], start=0)
@@ -186,7 +247,7 @@ def test_cupti_records_are_summed_by_cause() -> None:
         Record(77, 99),
         Record(Counters.BYTES_TRANSFER_HTOD, 3, 77),
     ]
-    stats = memory_stats({}, NO_GPU, HintCounts(), StageState(), MemoryAccounting(), counter, "")
+    stats = uvm_stats(NO_GPU, HintCounts(), StageState(), MemoryAccounting(), counter, "")
     assert stats["uvm.gpu_page_faults"] == 7
     assert stats["uvm.cpu_page_faults"] == 2
     assert stats["uvm.faulted_bytes"] == 150

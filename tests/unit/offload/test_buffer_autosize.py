@@ -96,6 +96,19 @@ def test_a_window_with_a_sampling_pass_is_ignored(recorder):
     assert not [text for text in recorder.texts() if "removed" in text]
 
 
+def test_trimmed_slots_are_added_again_after_restoring(recorder):
+    ring = AutosizedRing(recorder, max_slots=20, limit_nbytes=20 * NBYTES)
+    assert [ring.run_window(share) for share in (0.25, 0.19)] == [4, 8]
+    assert ring.autosizer.trim() == 5 * NBYTES
+    assert len(ring.slots) == 3
+    for _ in range(3 * RING_WINDOW_PASSES):
+        ring.autosizer.training_pass()
+    assert (len(ring.slots), ring.autosizer.trim()) == (3, 0)
+    ring.autosizer.restore()
+    ring.autosizer.training_pass()
+    assert [ring.run_window(share) for share in (0.25, 0.19)] == [4, 8]
+
+
 def test_negligible_stalls_add_no_slots(recorder):
     ring = AutosizedRing(recorder)
     assert [ring.run_window(0.004) for _ in range(5)] == [3] * 5
@@ -231,3 +244,16 @@ def test_the_prefetch_distance_stays_if_nothing_is_late_or_memory_is_used_up():
     fixed = WatchedDistance(2, limit_nbytes=None)
     assert fixed.run([(5, 1.0), (5, 1.0)]) == ["", ""]
     assert fixed.distance.blocks == 2
+
+
+def test_a_trimmed_distance_grows_again_after_restoring():
+    tuned = WatchedDistance(1, 100)
+    tuned.run([(3, 9.0), (3, 5.0)])
+    raised = tuned.distance.blocks
+    assert raised > 1
+    assert tuned.distance.trim(10) == (raised - 1) * 10
+    tuned.run([(3, 9.0), (3, 5.0)])
+    assert tuned.distance.blocks == 1
+    tuned.distance.restore()
+    tuned.run([(3, 9.0), (3, 5.0)])
+    assert tuned.distance.blocks > 1

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from gracetune.plan.result import FrozenCompute
     from gracetune.plan.trace_records import ModelTraces
 
 
@@ -33,6 +34,16 @@ def wan_shapes() -> ModelTraces:
 @pytest.fixture(scope="session")
 def fused_shapes() -> ModelTraces:
     """The same block as in a run: LoRA in fp32, with fused matmuls."""
+    return trace_as_in_a_run("bf16")
+
+
+@pytest.fixture(scope="session")
+def fp8_shapes() -> ModelTraces:
+    """The same block in a run whose frozen layers compute in fp8."""
+    return trace_as_in_a_run("fp8")
+
+
+def trace_as_in_a_run(frozen_compute: FrozenCompute) -> ModelTraces:
     from gracetune.cli.plan import make_trainable
     from gracetune.config.schema import AdapterSection, ModelSection
     from gracetune.models.family import SampleShape
@@ -43,5 +54,5 @@ def fused_shapes() -> ModelTraces:
     shape = build_meta_model(
         ModelSection(family="wan22"), SampleShape(1024, 1024), {"num_layers": 1}
     )
-    make_trainable(shape, AdapterSection(rank=32))
+    make_trainable(shape, AdapterSection(rank=32), frozen_compute)
     return trace_model(shape.trace_target(), TRACED_BATCH)

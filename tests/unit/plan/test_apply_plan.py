@@ -12,6 +12,7 @@ from gracetune.models.family import Experts
 from gracetune.offload import buffer_autosize
 from gracetune.offload.activations import OffloadSettings
 from gracetune.offload.copy_engine import SynchronousCopyEngine
+from gracetune.offload.stall_timer import HostStallWindow
 from gracetune.plan.apply import PlanLayout, apply_plan
 from gracetune.plan.result import BlockPlan
 
@@ -124,17 +125,27 @@ def test_blocks_that_cannot_be_compiled_offload_as_much_as_planned():
     assert sent["not compiled"] == sent["eager"] > 0
 
 
+class FallingStalls(SynchronousCopyEngine):
+    """Each stall window reports half the stall time of the one before, whatever the clock says."""
+
+    stalled_s = 1.0
+
+    def begin_stall_window(self, stream):
+        self.stalled_s /= 2
+        window = HostStallWindow(now=0.0, stalled_s=0.0)
+        window.end(now=1.0, stalled_s=self.stalled_s)
+        return window
+
+
 @pytest.mark.parametrize(("ways", "added"), [("recompute", 3), ("offload", 1)])
 def test_spare_memory_is_shared_by_ring_slots_and_activations(ways, added, monkeypatch):
     """There is memory for three slots; half of it goes to prefetched activations, if any."""
     monkeypatch.setattr(buffer_autosize, "RING_WINDOW_PASSES", 1)
-    monkeypatch.setattr(buffer_autosize, "MIN_STALL_SHARE", 1e-12)
-    monkeypatch.setattr(buffer_autosize, "RING_REQUIRED_RATIO", 100.0)
     model, events = make(), []
     layout = PlanLayout(
         [BlockPlan("streamed", ways)] * len(WAYS), False, slots=2, min_offload_nbytes=1
     )
-    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), events.append)
+    placed = apply_plan(model, parts(model), layout, FallingStalls(), events.append)
     expected = gradients(make(), "low")
     assert not placed.shrink_ring()
     placed.allow_ring_growth(3 * placed.ring.counters().slot_nbytes)

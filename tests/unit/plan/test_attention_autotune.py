@@ -18,12 +18,8 @@ from gracetune.plan.attention_autotune import (
     read_choice,
     record_calls,
 )
-from gracetune.train.build import (
-    attention_shapes_key,
-    build_session,
-    one_batch_per_bucket,
-    start_accelerator,
-)
+from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.prepare_model import attention_shapes_key, one_batch_per_bucket
 from gracetune.train.run import SignalHandler
 
 HERE = {"device": "a card", "torch": "2", "diffusers": "0"}
@@ -64,22 +60,23 @@ def test_a_run_measures_once_and_reuses_its_choice(session, tmp_path, recorder):
         return "math", "attention: math, by decree"
 
     before = torch.get_rng_state()
-    for _ in range(2):
-        pick_attention(
-            t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder
-        )
+    shared = tmp_path / "compiled" / "attention.json"
+    for folder in (tmp_path, tmp_path, tmp_path / "another run"):
+        files = [folder / CHOICE_FILE, shared]
+        pick_attention(t.family, t.accelerator, batches, files, HERE, choose, recorder)
     assert torch.equal(torch.get_rng_state(), before), "dropout draws as if nothing had happened"
     assert backends(t) == {"AttentionBackendName._NATIVE_MATH"}
     ((own, cross),) = asked
     assert (own[0].query, own[0].key, own[1]) == ((2, 4, 2, 12), (2, 512, 2, 12), 2)
     assert (cross[0].query, cross[0].key, cross[1]) == ((2, 4, 2, 12), (2, 4, 2, 12), 2)
-    assert recorder.texts()[-2:] == [
+    assert recorder.texts()[-3:] == [
         "attention: math, by decree",
         "attention: math (chosen earlier in this run)",
+        "attention: math (chosen earlier on this machine)",
     ]
     elsewhere = HERE | {"device": "another card"}
     pick_attention(
-        t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, elsewhere, choose, recorder
+        t.family, t.accelerator, batches, [tmp_path / CHOICE_FILE], elsewhere, choose, recorder
     )
     assert len(asked) == 2
     assert json.loads((tmp_path / CHOICE_FILE).read_text()) == elsewhere | {"backend": "math"}
@@ -91,7 +88,9 @@ def test_a_full_device_falls_back_to_sdpa(session, tmp_path, recorder):
 
     t = session.state
     batches = one_batch_per_bucket(t.run, session.pipeline)
-    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder)
+    pick_attention(
+        t.family, t.accelerator, batches, [tmp_path / CHOICE_FILE], HERE, choose, recorder
+    )
     assert backends(t) == {"AttentionBackendName.NATIVE"}
     (notice,) = [event for event in recorder.of(Notice) if event.text.startswith("attention:")]
     assert notice.fallback
@@ -110,7 +109,7 @@ def test_models_without_switchable_attention_are_not_measured(tiny_run, tmp_path
         raise AssertionError("asked for a model that cannot be switched")
 
     t = built.state
-    pick_attention(t.family, t.accelerator, [], tmp_path / CHOICE_FILE, HERE, choose, recorder)
+    pick_attention(t.family, t.accelerator, [], [tmp_path / CHOICE_FILE], HERE, choose, recorder)
     assert not (tmp_path / CHOICE_FILE).exists()
     built.close()
 
@@ -196,7 +195,9 @@ def test_every_bucket_is_recorded_before_a_backend_is_chosen(two_buckets, tmp_pa
         return "sdpa", "attention: sdpa"
 
     batches = one_batch_per_bucket(t.run, feed)
-    pick_attention(t.family, t.accelerator, batches, tmp_path / CHOICE_FILE, HERE, choose, recorder)
+    pick_attention(
+        t.family, t.accelerator, batches, [tmp_path / CHOICE_FILE], HERE, choose, recorder
+    )
     largest, others = seen
     assert {query[0] for query in largest + others} == {2}, "full batches"
     assert len(largest) == len(others) > 0

@@ -142,7 +142,7 @@ def test_a_compiled_block_saves_what_was_planned(mode: str, small_wan_traces: Bl
     found = saved_in_blocks(model, shape.trace_target().inputs(2))
     running.close()
     compiler.close()
-    assert events == []  # compilation did not fail
+    assert not any(event.fallback for event in events)  # compilation did not fail
     planned = trace.saved_nbytes + kind.input_nbytes * trace.saves_input
     assert found == pytest.approx(planned, rel=0.05)
 

@@ -87,11 +87,11 @@ def test_predictions_match_measurements(record: dict[str, Any], wan_shapes: Mode
 
 @pytest.mark.parametrize("record", LATER, ids=lambda record: record["name"])
 def test_predictions_match_later_measurements(
-    record: dict[str, Any], fused_shapes: ModelTraces
+    record: dict[str, Any], fused_shapes: ModelTraces, fp8_shapes: ModelTraces
 ) -> None:
     speeds = effective_rates(machine_rates(MACHINES["h200-pcie"]))
-    rounded = record.get("frozen_compute", "bf16")
-    model = CostModel(deep(fused_shapes, 40), speeds, rounded)
+    shapes = fp8_shapes if record.get("frozen_compute") == "fp8" else fused_shapes
+    model = CostModel(deep(shapes, 40), speeds)
     inside = set(record["streamed"])
     blocks = tuple(
         BlockPlan("streamed" if index in inside else "resident", way, sent)

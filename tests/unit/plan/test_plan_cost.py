@@ -126,13 +126,29 @@ def test_a_single_streamed_block_stays_in_its_slot() -> None:
     assert seconds.wait_weights == 0
 
 
-def test_fp8_speeds_up_only_matmuls_with_frozen_weights() -> None:
+def test_fp8_matmuls_have_a_rate_of_their_own() -> None:
     shapes = build_model(2)._shapes
-    plain, rounded = (CostModel(shapes, SPEEDS, how).at(1) for how in ("bf16", "fp8"))
-    before, after = (costs.blocks[0].compiled.keep for costs in (plain, rounded))
+    (kind,) = shapes.kinds
+    keep = kind.compiled.keep
+    rounded = replace(keep, forward=tuple(replace(op, fp8=True) for op in keep.forward))
+    ways = replace(kind.compiled, keep=rounded)
+    before, after = (
+        CostModel(replace(shapes, kinds=(one,)), SPEEDS).at(1).blocks[0].compiled.keep
+        for one in (kind, replace(kind, compiled=ways))
+    )
     assert after.forward.gemm == pytest.approx(before.forward.gemm / 2)
-    assert after.backward.attention == before.backward.attention
-    assert rounded.slot_nbytes == plain.slot_nbytes / 2
+    assert after.backward == before.backward
+
+
+def test_a_transposed_weight_does_not_grow_with_the_batch() -> None:
+    shapes = build_model(1)._shapes
+    (kind,) = shapes.kinds
+    keep = replace(kind.eager.keep, backward_peak_nbytes=100, transposed_nbytes=60)
+    eager = replace(kind.eager, keep=keep)
+    model = CostModel(replace(shapes, kinds=(replace(kind, eager=eager),)), SPEEDS)
+    scale = 8 / shapes.batch
+    peak = model.at(8).blocks[0].eager.keep.backward_peak_nbytes
+    assert peak == pytest.approx(60 + 40 * scale)
 
 
 def test_dequantizing_does_not_grow_with_the_batch() -> None:
@@ -177,8 +193,6 @@ def test_timed_kernels_replace_rates() -> None:
     assert eager.gemm == 3.0 + 4 * 100.0 / 100.0
     assert eager.elementwise == 3.0
     assert eager.gaps == 7.0  # timed kernels include their gaps
-    rounded = CostModel(shapes, speeds, "fp8").at(4).blocks[0].compiled.keep
-    assert rounded.forward.gemm == 4 * (100.0 / 200.0 + 100.0 / 100.0)  # fp8 has its own rate
 
 
 def build_unequal_model(first: int, last: int, small: int, large: int) -> CostModel:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes.family_sessions import FAMILIES
 from fakes.miniatures import MINIATURES
 from peft.tuners.lora import Linear as LoraLinear
 
@@ -19,7 +18,7 @@ from gracetune.plan import planner
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train import fp8_calibration
 from gracetune.train.build import build_session, start_accelerator
-from gracetune.train.prepare_model import reason_unplanned, unplanned_notice
+from gracetune.train.prepare_model import idle_plan_notice, reason_unplanned, unplanned_notice
 from gracetune.train.run import SignalHandler, run_training
 from gracetune.units import MIB
 
@@ -191,6 +190,25 @@ def test_plan_settings_without_effect_are_named_in_a_warning(settings, names):
     assert "nothing is streamed, offloaded or compiled" in notice.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_sharded", "text"),
+    [
+        ({"plan": {"stream": True}}, False, "no effect: plan.stream (true), because all weights"),
+        (
+            *({"plan": {"stream": True, "offload": True}, "adapter": {}}, True),
+            "no effect: plan.stream (true), plan.offload (true), because the ranks divide",
+        ),
+        ({"plan": {"stream": True, "offload": True}, "adapter": {}}, False, None),
+        ({"plan": {"stream": False}}, True, None),
+        ({"plan": "auto"}, True, None),
+    ],
+)
+def test_what_a_plan_cannot_do_is_named(settings, is_sharded, text):
+    notice = idle_plan_notice(RunFile.model_validate(settings), "", is_sharded=is_sharded)
+    assert notice is None if text is None else notice.text.startswith(text)
+    assert idle_plan_notice(RunFile.model_validate(settings), "off", is_sharded=True) is None
+
+
 @pytest.mark.parametrize("plan", ["auto", {}, {"batch": "fixed"}])
 def test_a_plan_that_nobody_asked_for_is_no_fallback(plan):
     run = RunFile.model_validate({"plan": plan})
@@ -215,6 +233,11 @@ def test_a_single_gpu_is_planned():
     assert reason_unplanned(RunFile(), torch.device("cuda", 0)) == ""
 
 
+PLANNED_IN_CI = ("flux", "qwen-image", "sd15")
+"""Image models that are planned in CI, where test_gradient_check.py streams those of all families
+and test_meta_models.py plans them."""
+
+
 @pytest.mark.parametrize(
     ("model", "adapter", "optimizer", "experts"),
     [
@@ -228,7 +251,7 @@ def test_a_single_gpu_is_planned():
         *(
             pytest.param(
                 *(name, {"rank": 2}, {}, None),
-                marks=() if name in FAMILIES.values() else pytest.mark.slow,
+                marks=() if name in PLANNED_IN_CI else pytest.mark.slow,
             )
             for name, small in MINIATURES.items()
             if small.kind == "image"

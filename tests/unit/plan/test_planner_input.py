@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from problem_factory import build_problem
 
 from gracetune.config.schema import RunFile
 from gracetune.errors import ConfigError
@@ -23,6 +24,9 @@ from gracetune.plan.device_benchmark import (
 from gracetune.plan.machines import FITTED_CONSTANTS, MACHINES, effective_rates, machine_rates
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.planner_input import (
+    COMPILER_START_SECONDS,
+    GRAPH_SECONDS,
+    BatchShapes,
     TrainedSize,
     cached_sample_nbytes,
     constraints_of,
@@ -30,6 +34,7 @@ from gracetune.plan.planner_input import (
     largest_sample,
     plan_settings,
 )
+from gracetune.plan.result import BlockPlan
 from gracetune.plan.trace_records import Op, record_call
 from gracetune.units import GIB, MIB
 
@@ -69,6 +74,35 @@ def test_constraints_follow_the_run_file() -> None:
     fixed = constraints_of(run_file(train=train, adapter=LORA, plan=plan))
     assert fixed.batch_sizes() == [4]
     assert (fixed.compile, fixed.stream, fixed.offload) == ((False,), False, False)
+
+
+def test_a_plan_counts_its_graphs_by_block_mode_placement_and_batch_size() -> None:
+    problem = build_problem(10**6, compiled=(True,))
+    plan = problem.solve(problem.budget)
+    eager = replace(plan, compiled=False)
+    assert {block.activations for block in plan.blocks} == {"lean"}
+    assert (problem.num_graphs(plan), problem.num_graphs(eager)) == (1, 0)
+    blocks = [BlockPlan("streamed", "offload"), BlockPlan("resident", "keep"), *plan.blocks[2:]]
+    mixed = replace(plan, blocks=tuple(blocks))
+    assert problem.num_graphs(mixed) == 3
+    shapes = BatchShapes(sizes=14, longest_text=512, texts_vary=True, batches=frozenset({1, 3, 4}))
+    varied = replace(problem, shapes=shapes)
+    assert varied.num_graphs(mixed) == 6
+    assert varied.compile_seconds(mixed) == COMPILER_START_SECONDS + 6 * GRAPH_SECONDS
+    assert varied.compile_seconds(mixed, plan) == 4 * GRAPH_SECONDS
+    assert varied.compile_seconds(plan, mixed) == varied.compile_seconds(eager) == 0
+    text = "14 sizes, texts of up to 512 tokens, batches of 1, 3 and 4"
+    assert shapes.describe() == text
+    assert shapes.dynamic
+    assert shapes.several_batches
+
+
+def test_one_shape_needs_no_dynamic_graphs() -> None:
+    shapes = BatchShapes(longest_text=77, batches=frozenset({4}))
+    assert (shapes.dynamic, shapes.several_batches, shapes.graphs_per_block) == (False, False, 1)
+    assert shapes.describe() == "1 size, texts of 77 tokens, batches of 4"
+    assert not replace(shapes, batches=frozenset({1, 4})).several_batches
+    assert replace(shapes, batches=frozenset({2, 4})).dynamic
 
 
 def test_a_ramp_is_planned_at_its_target() -> None:

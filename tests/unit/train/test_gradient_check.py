@@ -38,19 +38,19 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs without streaming."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        *(
-            pytest.param(
-                (case, "none"), marks=() if case in FAMILIES.values() else pytest.mark.slow
-            )
-            for case in CASES
-        ),
-        *(pytest.param(("flux", kind), marks=pytest.mark.slow) for kind in KINDS),
-    ],
-    ids=lambda param: "-".join(param).removesuffix("-none"),
-)
+COMPILED_IN_CI = ("flux", "sd15", "wan22-t2v")
+"""Families whose compiled blocks are checked in CI: compiling takes seconds for each."""
+TWO_RANKS_IN_CI = ("tiny", "wan22-t2v")
+
+
+def is_slow(case, kind, mode):
+    """Return True if a combination is left to the slow tests."""
+    if case not in FAMILIES.values() or kind != "none":
+        return True
+    return mode == "compiled" and case not in COMPILED_IN_CI
+
+
+@pytest.fixture(scope="module")
 def session(request, tmp_path_factory):
     case, kind = request.param
     skip_without_package(kind)
@@ -59,7 +59,21 @@ def session(request, tmp_path_factory):
         yield built
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("session", "mode"),
+    [
+        pytest.param(
+            *(model, mode),
+            marks=pytest.mark.slow if is_slow(*model, mode) else (),
+            id=f"{'-'.join(model)}-{mode}".replace("-none-", "-"),
+        )
+        # One object for all modes of a model, so that pytest builds its session once.
+        for model in [*((case, "none") for case in CASES), *(("flux", kind) for kind in KINDS)]
+        for mode in MODES
+    ],
+    indirect=["session"],
+    scope="module",
+)
 def test_every_family_passes_in_every_mode(session, mode):
     torch._dynamo.reset()
     changed = change_mode(session, mode)
@@ -262,9 +276,16 @@ def test_the_command_refuses_to_check_no_blocks(run_path, capsys):
     assert "--blocks is 0, but must be 1 or more" in capsys.readouterr().err
 
 
-def test_all_families_pass_on_two_ranks(tmp_path):
-    """One pair of processes checks every family, and finds gradients that are not summed."""
-    for case in FAMILIES.values():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TWO_RANKS_IN_CI, id="few"),
+        pytest.param(tuple(FAMILIES.values()), id="all", marks=pytest.mark.distributed),
+    ],
+)
+def test_families_pass_on_two_ranks(cases, tmp_path):
+    """One pair of processes checks all of them, and finds gradients that are not summed."""
+    for case in cases:
         folder = tmp_path / case
         folder.mkdir()
         run = family_run(folder, case, train={"batch_size": 1, "max_train_steps": 1})
@@ -273,5 +294,5 @@ def test_all_families_pass_on_two_ranks(tmp_path):
     script = Path(__file__).with_name("two_rank_gradients.py")
     first, second = run_ranks(script, tmp_path)
     assert first.returncode == second.returncode == 0, first.stderr[-4000:] + second.stderr[-4000:]
-    assert first.stdout.count(" passed") == len(FAMILIES)
+    assert first.stdout.count(" passed") == len(cases)
     assert first.stdout.count("not summed: found") == 1

@@ -16,6 +16,12 @@ def result(loss=1.0, samples=4, norm=2.0):
 
 
 class Transfer:
+    def __init__(self):
+        self.observed = []
+
+    def observe(self, step):
+        self.observed.append(step)
+
     def memory_used(self, step):
         return MemoryUsed(step, 1, 0, 0)
 
@@ -29,7 +35,7 @@ class Observer:
     def collect(self, done, memory):
         self.collected.append([event.step for event in done])
 
-    def diverged(self, step, loss, grad_norm, advice):
+    def diverged(self, step, loss, grad_norm, advice, losses):
         self.divergences.append(step)
 
     def skipped(self, step, loss, grad_norm, micro_batches):

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 if TYPE_CHECKING:
     from typing import Any
@@ -160,7 +161,7 @@ class FrozenMatmulFp8(torch.autograd.Function):
         ctx.save_for_backward(weight, weight_scales)
         outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
         rows, scales = quantize_rows(rest)
-        y = _scaled_matmul(rows, weight.t(), scales, weight_scales.t(), x.dtype, bias)
+        y = scaled_matmul(rows, weight.t(), scales, weight_scales.t(), x.dtype, bias)
         if outliers is None or outlier_weight is None:
             return y
         return torch.addmm(y, outliers, outlier_weight.t())
@@ -210,7 +211,7 @@ def lora_linear_fp8(  # noqa: PLR0913  operators take tensors one by one
     (rows, dimensions), are the coefficients of x in the outlier basis, and `outlier_weight` is the
     weight times that basis; they are multiplied in bf16. The LoRA's input is x itself, not rounded.
     """
-    y = _scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
+    y = scaled_matmul(quantized, weight.t(), row_scales, weight_scales.t(), x.dtype, bias)
     hidden = functional.linear(x, down)
     if outliers is None or outlier_weight is None:
         return y.addmm_(hidden, up.t(), alpha=scale), hidden
@@ -324,10 +325,10 @@ def input_gradient_fp8(
     rounded to fp8. `weight_t` is W^T, contiguous.
     """
     ones = torch.ones(1, len(weight_t), device=weight_t.device)
-    return _scaled_matmul(quantized, weight_t.t(), row_scales, ones, dtype, None)
+    return scaled_matmul(quantized, weight_t.t(), row_scales, ones, dtype, None)
 
 
-def _scaled_matmul(
+def scaled_matmul(
     left: Tensor,
     right: Tensor,
     left_scales: Tensor,
@@ -335,13 +336,32 @@ def _scaled_matmul(
     dtype: torch.dtype,
     bias: Tensor | None,
 ) -> Tensor:
-    """Multiply two fp8 matrices with their scales. On a CPU, the fp8 numbers are cast to fp32."""
+    """Multiply two fp8 matrices with their scales. On a CPU, the fp8 numbers are cast to fp32.
+
+    A `TorchFunctionMode` can replace this function, as the planner does to trace the GPU's kernel.
+    """
+    if has_torch_function_variadic(left, right):
+        arguments = (left, right, left_scales, right_scales, dtype, bias)
+        replaced: Tensor = handle_torch_function(scaled_matmul, (left, right), *arguments)
+        return replaced
     if left.is_cuda:
-        cast_bias = None if bias is None else bias.to(dtype)
-        rows = left.contiguous()  # rounding keeps the input's strides; the kernel needs rows
-        return torch._scaled_mm(
-            rows, right, left_scales, right_scales, cast_bias, out_dtype=dtype, use_fast_accum=True
-        )
+        return scaled_matmul_kernel(left, right, left_scales, right_scales, dtype, bias)
     with torch.autocast(left.device.type, enabled=False):
         y = (left.float() * left_scales) @ (right.float() * right_scales)
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def scaled_matmul_kernel(
+    left: Tensor,
+    right: Tensor,
+    left_scales: Tensor,
+    right_scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    """Multiply two fp8 matrices with their scales by the kernel for fp8 tensor cores."""
+    cast_bias = None if bias is None else bias.to(dtype)
+    rows = left.contiguous()  # rounding keeps the input's strides; the kernel needs rows
+    return torch._scaled_mm(
+        rows, right, left_scales, right_scales, cast_bias, out_dtype=dtype, use_fast_accum=True
+    )

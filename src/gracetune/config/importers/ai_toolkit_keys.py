@@ -431,7 +431,7 @@ LOGGING_NOT_NEEDED: Mapping[str, str] = {
     "run_name": "it is used only with use_wandb",
 }
 LOGGING_UNSUPPORTED: Mapping[str, Unsupported] = {
-    "use_wandb": Unsupported("progress goes to TensorBoard; see logging.tensorboard"),
+    "use_wandb": Unsupported("progress goes to TensorBoard; set logging.trackers: [wandb] for W&B"),
 }
 
 DATASET_NOT_NEEDED: Mapping[str, str] = {

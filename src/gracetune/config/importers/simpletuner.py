@@ -296,7 +296,7 @@ def _import_trackers(config: KeyReader) -> None:
     reports = texts(config.peek("report_to"))
     others = [name for name in reports if name not in ("tensorboard", "none", "all")]
     if others:
-        fix = f"{', '.join(others)}: TensorBoard files and events.jsonl are written instead"
+        fix = f"{', '.join(others)}: TensorBoard files are written; see logging.trackers for others"
         config.not_supported("report_to", fix)
     elif reports == ["none"]:
         config.translate("report_to", "logging.tensorboard", False)

@@ -6,8 +6,8 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
-from fakes.simulated_driver import SimulatedDriver
 
+from fakes.simulated_driver import SimulatedDriver
 from gracetune.memory.hints import Hints
 from gracetune.memory.platform import (
     NO_GPU,

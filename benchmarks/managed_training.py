@@ -1,0 +1,378 @@
+"""Train all weights of a model with optimizer state, EMA and gradients in managed memory.
+
+The model is a Z-Image with fewer layers: 1.1 B parameters in fp32, computed in bf16, AdamW, EMA and
+gradient clipping. Every way is a whole run of the trainer without a plan, with deterministic
+kernels, in one process:
+
+- on the device, twice: the reference, and whether it repeats itself;
+- optimizer state in pinned host memory, streamed through the device;
+- optimizer state in managed memory, read in place or prefetched;
+- optimizer state, EMA and gradients in managed memory, read in place, prefetched, or at home on the
+  device;
+- trained weights in managed memory as well;
+- torch's memory limited, so that the run does not fit: without `use_uvm` it must fail and name the
+  setting, with it the run must continue in managed memory.
+
+Judged: losses are equal bit for bit to those on the device; the managed bytes of our statistics are
+the sum of the allocations that the driver calls managed; the limited run completes and its events
+say why. Managed memory is limited to `CAP`, far below a quarter of the free memory.
+
+    PYTHONPATH=src:benchmarks python benchmarks/managed_training.py [--only NAME,...] [--out FOLDER]
+        [--commit NAME] [--rehearse]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls
+
+import allocator_setup  # noqa: F401  before torch, which reads the setting at import
+
+# isort: split
+import large_families
+import random_weights
+import results
+import torch
+from wan_experts import PhaseClock
+
+from gracetune.config.load import load_run_file
+from gracetune.errors import RunFailedError
+from gracetune.events.types import ManagedOverflow, MemoryRoles, Notice, RunStarted, StepDone
+from gracetune.memory import managed_roles
+from gracetune.memory.driver import PointerKind, open_cuda_driver
+from gracetune.models import pipeline_folder
+from gracetune.train.run import run_training
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from gracetune.events.types import Event
+    from gracetune.memory.managed_roles import ManagedMemory
+
+NAME = "managed_training"
+CAP = "28GB"
+STEPS, SMALL_STEPS = 10, 10
+EVERY = 3
+"""Steps that are logged together; the first group warms up."""
+LAYERS = 2
+BATCH = 4
+KEPT = ["optimizer", "ema", "gradients"]
+LIMITED_SHARE = 0.85
+"""Share of the reference's peak that torch may use in the limited runs."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "device_again": {},
+    "streamed_state": {"optimizer.state": "host"},
+    "managed_state_in_place": {"managed": ["optimizer"], "access": "in_place"},
+    "managed_state_prefetch": {"managed": ["optimizer"], "access": "prefetch"},
+    "managed_in_place": {"managed": KEPT, "access": "in_place"},
+    "managed_prefetch": {"managed": KEPT, "access": "prefetch"},
+    "managed_home_on_device": {"managed": KEPT, "access": "device"},
+    "managed_trained_in_place": {"managed": [*KEPT, "trained"], "access": "in_place"},
+    "limited_without_uvm": {"limited": True},
+    "limited_overflow": {"limited": True, "managed": "auto"},
+}
+
+
+class MeasuredError(Exception):
+    """Ends a run after its last measured step, before it saves a checkpoint."""
+
+
+class Recorder:
+    """An event sink that keeps what is measured, and ends the run."""
+
+    def __init__(self, clock: PhaseClock, steps: int, memories: list[ManagedMemory]) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.overflow: list[ManagedOverflow] = []
+        self.warnings: list[str] = []
+        self.booked: dict[str, int] = {}
+        self.walked: int | None = None
+        self.slabs = 0
+        self.parameters = 0
+        self._clock = clock
+        self._steps = steps
+        self._memories = memories
+
+    def handle(self, event: Event) -> None:
+        """Record an event; raise after the last measured step."""
+        if isinstance(event, StepDone):
+            self.losses.append(event.loss)
+            if event.step > EVERY:
+                self.seconds.append(event.seconds)
+        elif isinstance(event, MemoryRoles):
+            self.booked = dict(event.roles.get("managed", {}))
+            self.booked.pop("batches", None)  # in torch's managed pool
+            if event.step >= self._steps - 1 and self._memories:
+                self.slabs = sum(slab.nbytes for slab in self._memories[-1].slabs)
+                self.walked = managed_bytes_of_tensors()
+        elif isinstance(event, ManagedOverflow):
+            self.overflow.append(event)
+            self._clock.print(
+                f"  managed: {event.role} {event.nbytes / GIB:.2f} GiB {event.placement} at step "
+                f"{event.step}: {event.reason}"
+            )
+        elif isinstance(event, Notice):
+            if event.level == "warning":
+                self.warnings.append(event.text)
+                self._clock.print(f"  warning: {event.text[:300]}")
+        elif isinstance(event, RunStarted):
+            self.parameters = event.trainable_parameters
+        if isinstance(event, MemoryRoles) and event.step >= self._steps - 1:
+            raise MeasuredError
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def managed_bytes_of_tensors() -> int | None:
+    """Return the bytes of all live tensors whose pointer the driver calls managed.
+
+    Tensors of torch's managed pool (batches) are left out: they are cached by torch.
+    """
+    if not torch.cuda.is_available():
+        return None
+    driver = open_cuda_driver()
+    pooled = [
+        range(segment["address"], segment["address"] + segment["total_size"])
+        for segment in torch.cuda.memory_snapshot()
+    ]
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.is_cuda:
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(
+        nbytes
+        for pointer, nbytes in storages.items()
+        if nbytes
+        and not any(pointer in segment for segment in pooled)
+        and driver.pointer_kind(pointer) is PointerKind.MANAGED
+    )
+
+
+def main() -> int:
+    """Train in every way, compare, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="ways to run, separated by commas")
+    parser.add_argument("--folder", type=Path, help="folder for the model and the data")
+    arguments = results.parse_arguments(parser)
+    if not arguments.rehearse and not torch.cuda.is_available():
+        parser.error("there is no GPU; --rehearse trains a miniature without one")
+    # With `warn_only`, the backward of flash attention would not be deterministic.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    clock = PhaseClock()
+    names = arguments.only.split(",") if arguments.only else list(WAYS)
+    figures: dict[str, Any] = {"batch": BATCH, "cap": CAP, "steps": STEPS}
+    with ExitStack() as undo, tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        if arguments.rehearse:
+            simulate_gpu(undo)
+        path = write_run(Path(temporary), arguments)
+        for name in names:
+            clock.print(f"{name}:")
+            figures[name] = measure(name, path, clock, figures.get("device"))
+            results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
+            clear()
+    failed = [f"{name}: {why}" for name in names for why in faults(name, figures)]
+    print_table(figures, names)
+    clock.print("all as promised" if not failed else "; ".join(failed))
+    return 1 if failed and not arguments.rehearse else 0
+
+
+def measure(
+    name: str, path: Path, clock: PhaseClock, reference: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Train in one way; return its losses, times, memory and events."""
+    way = WAYS[name]
+    run = load_run_file(write_way(name, path), environment={}).run
+    memories: list[ManagedMemory] = []
+    original = managed_roles.ManagedMemory.__init__
+
+    def create(memory: ManagedMemory, *given: Any, **options: Any) -> None:
+        original(memory, *given, **options)
+        memories.append(memory)
+
+    steps = run.train.max_train_steps
+    recorder = Recorder(clock, steps, memories)
+    failure = ""
+    limit_memory(reference if way.get("limited") else None)
+    try:
+        with (
+            patch.object(pipeline_folder, "read_transformer", random_weights.random_transformer),
+            patch.object(managed_roles.ManagedMemory, "__init__", create),
+        ):
+            run_training(run, sinks=[recorder])
+    except MeasuredError:
+        pass
+    except RunFailedError as error:
+        failure = str(error)
+        clock.print(f"  failed: {failure}")
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        failure = str(error).splitlines()[0]
+        clock.print(f"  not deterministic, so losses cannot be compared: {failure}")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    finally:
+        limit_memory(None, reset=False)
+    found: dict[str, Any] = {
+        "parameters": recorder.parameters,
+        "step_s": mean(recorder.seconds) if recorder.seconds else 0.0,
+        "losses": [loss.hex() for loss in recorder.losses],
+        "failure": failure,
+        "managed": recorder.booked,
+        "managed_bytes_booked": sum(recorder.booked.values()),
+        "managed_bytes_of_slabs": recorder.slabs,
+        "managed_bytes_of_pointers": recorder.walked,
+        "overflow": [
+            f"step {event.step}: {event.role}, {event.nbytes} bytes, {event.placement}, total "
+            f"{event.total} of {event.cap}: {event.reason}"
+            for event in recorder.overflow
+        ],
+        "warnings": recorder.warnings,
+    }
+    if memories:
+        found["prefetched_gib_a_step"] = {
+            to: nbytes / GIB / max(1, len(recorder.losses))
+            for to, nbytes in memories[-1].prefetched_bytes.items()
+        }
+    if torch.cuda.is_available():
+        found["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    free_managed(memories)
+    clock.print(
+        f"  {found['step_s']:.4f} s a step, {found['managed_bytes_booked'] / GIB:.2f} GiB managed, "
+        f"peak {found.get('device_peak_gib', 0):.2f} GiB"
+    )
+    return found
+
+
+def limit_memory(reference: dict[str, Any] | None, *, reset: bool = True) -> None:
+    """Limit torch's memory to a share of the reference's peak; None: to all of the device."""
+    if not torch.cuda.is_available():
+        return
+    if reset:
+        torch.cuda.reset_peak_memory_stats()
+    share = 1.0
+    if reference is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        share = LIMITED_SHARE * reference["reserved_gib"] * GIB / total
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+def simulate_gpu(undo: ExitStack) -> None:
+    """Let a rehearsal find the managed memory of a simulated driver, until `undo` is closed."""
+    import pytest
+    from fakes.managed import simulate_machine
+
+    simulate_machine(undo.enter_context(pytest.MonkeyPatch.context()))
+
+
+def free_managed(memories: list[ManagedMemory]) -> None:
+    """Free the managed memory of a run that has ended; at the end of a process it is not needed."""
+    gc.collect()
+    for memory in memories:
+        memory.close()
+        for slab in memory.slabs:
+            memory.free(slab)
+
+
+def clear() -> None:
+    """Free the memory of the last run."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
+    """Write the model without weights, the images and the run file that all ways share."""
+    steps = SMALL_STEPS if arguments.rehearse else STEPS
+    given = argparse.Namespace(rehearse=arguments.rehearse, compile="never", steps=steps)
+    path = large_families.write_run("z_image", folder, given)
+    config = folder / "model/transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layers": LAYERS}))
+    settings = json.loads(path.read_text())
+    del settings["adapter"]
+    settings["plan"] = "off"
+    settings["model"] |= {"dtype": "float32", "attention_mechanism": "flash"}
+    if arguments.rehearse:
+        settings["model"]["attention_mechanism"] = "sdpa"
+    settings["logging"]["every"] = EVERY
+    settings["optimizer"]["lr"] = 1e-5
+    settings["train"] |= {
+        "batch_size": 1 if arguments.rehearse else BATCH,
+        "max_train_steps": steps,
+        "checkpoint_every": 0,
+        "check_gradients": False,
+        "ema_decay": 0.99,
+        "max_grad_norm": 1.0,
+    }
+    path.write_text(json.dumps(settings, indent=2))
+    return path
+
+
+def write_way(name: str, path: Path) -> Path:
+    """Write the run file of one way; it has a folder of its own, and the data of all."""
+    way, settings = WAYS[name], json.loads(path.read_text())
+    settings["output_dir"] = str(Path(settings["output_dir"]) / name)
+    if way.get("optimizer.state"):
+        settings["optimizer"]["state"] = way["optimizer.state"]
+    if "managed" in way:
+        settings["gh200_optimizations"] = {
+            "use_uvm": True,
+            "managed": way["managed"],
+            "managed_access": way.get("access", "auto"),
+            "managed_memory": CAP,
+        }
+    own = path.parent / f"{name}.json"
+    own.write_text(json.dumps(settings, indent=2))
+    return own
+
+
+def faults(name: str, figures: dict[str, Any]) -> list[str]:
+    """Return what is not as promised in one way."""
+    found, way, reference = figures[name], WAYS[name], figures.get("device")
+    wrong = []
+    if name == "limited_without_uvm":
+        return [] if "gh200_optimizations.use_uvm" in found["failure"] else ["does not name it"]
+    if reference is not None and found["losses"] != reference["losses"]:
+        wrong.append("losses differ from those on the device")
+    if isinstance(way.get("managed"), list):
+        missing = set(way["managed"]) - found["managed"].keys()
+        wrong += [f"{role} is not in managed memory" for role in sorted(missing)]
+    if found["managed_bytes_booked"] != found["managed_bytes_of_slabs"]:
+        wrong.append("statistics differ from the slabs")
+    if found["managed_bytes_of_pointers"] not in (None, found["managed_bytes_booked"]):
+        wrong.append("statistics differ from what the driver calls managed")
+    if name == "limited_overflow" and not found["overflow"]:
+        wrong.append("nothing overflowed")
+    return wrong
+
+
+def print_table(figures: dict[str, Any], names: list[str]) -> None:
+    """Print a short table of all ways."""
+    print(f"{'way':<26}{'s/step':>9}{'managed GiB':>13}{'peak GiB':>10}  equal losses")
+    expected = figures.get("device", {}).get("losses")
+    for name in names:
+        found = figures[name]
+        print(
+            f"{name:<26}{found['step_s']:>9.4f}{found['managed_bytes_booked'] / GIB:>13.2f}"
+            f"{found.get('device_peak_gib', 0.0):>10.2f}  {found['losses'] == expected}"
+        )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

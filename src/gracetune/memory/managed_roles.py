@@ -1,0 +1,554 @@
+"""Allocate what a training run keeps (optimizer state, EMA, ...) in CUDA managed memory, by role.
+
+A role is what memory is for. Each role has one placement, which says where its pages are at home
+and how kernels reach them:
+
+    in_place   home in host memory; kernels read and write it over the link
+    prefetch   home in host memory; moved to the device before kernels use it, and back afterwards
+    device     home on the device; the driver moves pages to the host only if the device is full
+
+Every allocation (slab) is counted by role before it is made, and refused beyond the cap with
+torch's OutOfMemoryError. Slabs come from the driver, not from torch's allocator: their bytes are
+exact, they return to the system at once, and torch's own limits do not count them. `ManagedPool`
+is for tensors that torch itself allocates, such as batches.
+
+`cuMemPrefetchAsync` blocks its caller for most of the transfer, so `PrefetchThread` calls it, in
+chunks, on streams of its own (P, one for each direction). C is the stream of the kernels:
+
+    C   kernels so far | record ready | other kernels | wait done | kernels that use the pages
+    P                    wait ready | chunk | chunk | ... | record done
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+
+from gracetune.events.types import Notice
+from gracetune.memory.driver import HOST, Advice, CudaCode
+from gracetune.memory.shim import AccessPattern
+from gracetune.memory.stats import Tier
+from gracetune.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from gracetune.memory.driver import Driver
+    from gracetune.memory.stats import MemoryAccounting
+
+ManagedRole = Literal[
+    "weights", "trained", "gradients", "optimizer", "ema", "caches", "activations"
+]
+MANAGED_ROLES: tuple[ManagedRole, ...] = get_args(ManagedRole)
+"""Roles that can be in managed memory: frozen weights, trained weights, gradients, optimizer state,
+the moving average of the weights, text embeddings kept on the device, and activations that are kept
+at the boundaries of blocks."""
+ManagedPlacement = Literal["in_place", "prefetch", "device"]
+
+HOMES: Mapping[
+    AccessPattern | None, Mapping[ManagedPlacement, Literal["device", "host"] | None]
+] = {
+    None: {"in_place": "host", "prefetch": "host", "device": "device"},
+    AccessPattern.GPU_FIRST: {"in_place": "host", "prefetch": "device", "device": "device"},
+    AccessPattern.BALANCED: {"in_place": "host", "prefetch": None, "device": None},
+    AccessPattern.CPU_FIRST: {"in_place": "host", "prefetch": "host", "device": "host"},
+}
+"""Preferred location of pages by the setting `uvm_access_pattern` (None: not set) and placement.
+Without a preferred location, the driver keeps pages where they were used last."""
+CHUNK_NBYTES = 32 * MIB
+"""Bytes of one prefetch call. Larger chunks are no faster, and block other calls for longer."""
+GROUP_NBYTES = 256 * MIB
+"""Size of the slabs of `ManagedMemory.allocate_groups`: two of them are on the device at a time."""
+ALIGNMENT = 512
+"""Alignment of tensors in a slab, in bytes: that of torch's own device memory."""
+
+
+class ManagedMemoryFullError(torch.OutOfMemoryError):
+    """Raised if an allocation of managed memory would exceed the cap, or the driver refuses it."""
+
+
+@dataclass(slots=True, eq=False)
+class ManagedSlab:
+    """One allocation of managed memory."""
+
+    role: ManagedRole
+    placement: ManagedPlacement
+    pointer: int
+    memory: Tensor
+    """The allocation as a tensor of bytes on the device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the allocation in bytes."""
+        return len(self.memory)
+
+    def address_of(self, part: Tensor) -> int:
+        """Return the driver's address of a tensor that is a view of this slab."""
+        return self.pointer + part.data_ptr() - self.memory.data_ptr()
+
+
+class PendingPrefetch(Protocol):
+    """A prefetch that was requested and may not have finished."""
+
+    def wait(self) -> None:
+        """Make kernels that are queued from now on run after the prefetch."""
+        ...
+
+
+class Prefetcher(Protocol):
+    """Moves ranges of managed memory between host and device, in the order of requests."""
+
+    def start(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        location: int,
+        after: PendingPrefetch | None = None,
+    ) -> PendingPrefetch:
+        """Start to move (address, bytes) ranges after all work that is queued so far.
+
+        `after` is an earlier prefetch that must come first, such as the way back.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for all requests and stop."""
+        ...
+
+
+class ManagedMemory:
+    """Allocates managed memory for the roles of a run, within a cap, and counts it by role."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        accounting: MemoryAccounting,
+        prefetcher: Prefetcher,
+        emit: Callable[[Notice], None],
+        tensor_at: Callable[[int, int], Tensor] | None = None,
+        pattern: AccessPattern | None = None,
+    ) -> None:
+        """`tensor_at` makes a tensor of bytes from an address and a size; by default on CUDA.
+
+        `pattern` is the setting `uvm_access_pattern`; see `HOMES`.
+        """
+        self.pattern = pattern
+        self.cap_bytes = accounting.caps[Tier.MANAGED]
+        self._driver = driver
+        self._device = device
+        self._accounting = accounting
+        self._prefetcher = prefetcher
+        self._emit = emit
+        self._tensor_at = tensor_at or (lambda at, nbytes: cuda_tensor_at(at, nbytes, device))
+        self._slabs: list[ManagedSlab] = []
+        self._refused: set[str] = set()
+        self.prefetched_bytes = {"device": 0, "host": 0}
+        """Bytes that were prefetched so far, by target."""
+
+    def allocate(
+        self, role: ManagedRole, nbytes: int, placement: ManagedPlacement = "in_place"
+    ) -> ManagedSlab:
+        """Allocate bytes for a role and advise the driver where they belong.
+
+        Raises:
+            ManagedMemoryFullError: The cap or the driver refuses the allocation. Nothing changed.
+        """
+        assert role in MANAGED_ROLES, role
+        assert nbytes > 0, f"{role}: {nbytes} bytes"
+        if not self._accounting.reserve(Tier.MANAGED, role, nbytes):
+            raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
+        code, pointer = self._driver.allocate_managed(nbytes)
+        if code != CudaCode.SUCCESS:
+            self._accounting.release(Tier.MANAGED, role, nbytes)
+            raise ManagedMemoryFullError(
+                f"The driver refused {format_bytes(nbytes)} of managed memory for {role} "
+                f"(code {code})."
+            )
+        slab = ManagedSlab(role, placement, pointer, self._tensor_at(pointer, nbytes))
+        self._slabs.append(slab)
+        self._advise(slab)
+        return slab
+
+    def check_room(self, role: ManagedRole, nbytes: int) -> None:
+        """Raise `ManagedMemoryFullError` if the cap does not allow so many bytes more."""
+        if nbytes > self.free_bytes:
+            raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
+
+    def allocate_like(
+        self, role: ManagedRole, tensors: Iterable[Tensor], placement: ManagedPlacement = "in_place"
+    ) -> tuple[ManagedSlab, list[Tensor]]:
+        """Allocate one slab with room for a copy of each tensor; return it and the empty copies.
+
+        The copies have the strides of the originals, which must be dense.
+        """
+        tensors = list(tensors)
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        slab = self.allocate(role, max(end, ALIGNMENT), placement)
+        copies = [
+            slab.memory[offset : offset + tensor.nbytes]
+            .view(tensor.dtype)
+            .as_strided(tensor.size(), tensor.stride())
+            for offset, tensor in zip(offsets, tensors, strict=True)
+        ]
+        return slab, copies
+
+    def allocate_groups(
+        self, role: ManagedRole, tensors: Sequence[Tensor], placement: ManagedPlacement = "in_place"
+    ) -> list[tuple[ManagedSlab, list[Tensor]]]:
+        """Allocate as `allocate_like`, but in slabs of about `GROUP_NBYTES`, in the same order.
+
+        A step can then prefetch one group while it uses another. If one allocation is refused, all
+        are freed.
+        """
+        self.check_room(role, sum(tensor.nbytes for tensor in tensors))
+        groups: list[list[Tensor]] = [[]]
+        nbytes = 0
+        for tensor in tensors:
+            if groups[-1] and nbytes + tensor.nbytes > GROUP_NBYTES:
+                groups.append([])
+                nbytes = 0
+            groups[-1].append(tensor)
+            nbytes += tensor.nbytes
+        made: list[tuple[ManagedSlab, list[Tensor]]] = []
+        with ExitStack() as undo:
+            for group in groups:
+                made.append(self.allocate_like(role, group, placement))
+                undo.callback(self.free, made[-1][0])
+            undo.pop_all()
+        return made
+
+    def free(self, slab: ManagedSlab) -> None:
+        """Free a slab. No tensor may use it any more, and kernels that did must be queued."""
+        self._slabs.remove(slab)
+        nbytes, pointer = slab.nbytes, slab.pointer
+        if slab.memory.is_cuda:
+            torch.cuda.synchronize(slab.memory.device)
+        del slab.memory
+        code = self._driver.free(pointer)
+        assert code == CudaCode.SUCCESS, f"freeing {slab.role} returned {code}"
+        self._accounting.release(Tier.MANAGED, slab.role, nbytes)
+
+    def prefetch(
+        self, slab: ManagedSlab, to: Literal["device", "host"], after: PendingPrefetch | None = None
+    ) -> PendingPrefetch:
+        """Start to move a slab to the device or the host, after all work queued so far."""
+        return self.prefetch_parts([(slab, slab.memory)], to, after)
+
+    def prefetch_parts(
+        self,
+        parts: Sequence[tuple[ManagedSlab, Tensor]],
+        to: Literal["device", "host"],
+        after: PendingPrefetch | None = None,
+    ) -> PendingPrefetch:
+        """Start to move some tensors, each with its slab, to the device or the host.
+
+        `after` is an earlier prefetch of the same memory in the other direction.
+        """
+        ranges = [(slab.address_of(part), part.nbytes) for slab, part in parts]
+        self.prefetched_bytes[to] += sum(nbytes for _, nbytes in ranges)
+        return self._prefetcher.start(ranges, HOST if to == "host" else self._device, after)
+
+    def by_role(self) -> dict[str, int]:
+        """Return the bytes of each role that has any."""
+        found: dict[str, int] = {}
+        for slab in self._slabs:
+            found[slab.role] = found.get(slab.role, 0) + slab.nbytes
+        return found
+
+    @property
+    def slabs(self) -> tuple[ManagedSlab, ...]:
+        """All slabs that are allocated now."""
+        return tuple(self._slabs)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the cap still allows."""
+        return self.cap_bytes - self._accounting.current(Tier.MANAGED)
+
+    def is_on_device(self, slab: ManagedSlab) -> bool:
+        """Return True if the last requested location of a slab is the device.
+
+        CUDA does not report where pages are. Without a request, pages are on the device after a
+        kernel has used them, unless they prefer the host.
+        """
+        state = self._driver.range_state(slab.pointer, slab.nbytes)
+        asked = state.preferred if state.last_prefetch is None else state.last_prefetch
+        return slab.placement != "in_place" and asked != HOST
+
+    def device_memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes of the device, once queued work has finished."""
+        if self._slabs and self._slabs[0].memory.is_cuda:
+            torch.cuda.synchronize(self._device)
+        return self._driver.memory_info(self._device)
+
+    def close(self) -> None:
+        """Stop prefetching. Slabs stay until they are freed or the process ends."""
+        self._prefetcher.close()
+
+    def _advise(self, slab: ManagedSlab) -> None:
+        home = HOMES[self.pattern][slab.placement]
+        location = self._device if home == "device" else HOST
+        given = [(Advice.SET_ACCESSED_BY, self._device)]
+        if home is not None:
+            given.insert(0, (Advice.SET_PREFERRED_LOCATION, location))
+        for advice, location in given:
+            code = self._driver.advise(slab.pointer, slab.nbytes, advice, location)
+            text = f"{advice.name.lower()} for managed memory of {slab.role} failed (code {code})"
+            if code != CudaCode.SUCCESS and text not in self._refused:
+                self._refused.add(text)
+                self._emit(Notice(text, level="warning", fallback=True))
+
+    def _explain_cap(self, role: str, nbytes: int) -> str:
+        return (
+            f"{format_bytes(nbytes)} of managed memory for {role} would exceed the cap: "
+            f"{format_bytes(self.cap_bytes - self.free_bytes)} of {format_bytes(self.cap_bytes)} "
+            "are in use. Raise gh200_optimizations.managed_memory."
+        )
+
+
+COLDEST_FIRST: tuple[ManagedRole, ...] = (
+    *("ema", "caches", "optimizer", "gradients", "activations", "trained", "weights"),
+)
+"""Roles in the order in which a reclamation moves their pages to the host: those that a step uses
+once come before those that every block needs."""
+
+
+class ManagedPages:
+    """Pages of managed memory on the device, which a reclamation moves to the host.
+
+    Pages return when they are used next: with the placement `prefetch` ahead of use. With the
+    access pattern `gpu_first`, `restore` returns all of them at once.
+    """
+
+    def __init__(
+        self, memory: Callable[[], ManagedMemory | None], enough: Callable[[int], int]
+    ) -> None:
+        """`memory` returns the managed memory of the run; None if it has none.
+
+        `enough` returns how many bytes of a device should be free, from its total bytes.
+        """
+        self._memory = memory
+        self._enough = enough
+        self._moved: list[ManagedSlab] = []
+
+    def trim(self) -> int:
+        """Move pages to the host, coldest first, until enough is free; return the bytes moved.
+
+        The driver may keep device memory that pages have left, for the next ones, so the bytes that
+        it reports as free need not change.
+        """
+        memory = self._memory()
+        if memory is None:
+            return 0
+        free, total = memory.device_memory()
+        moved = 0
+        for slab in sorted(memory.slabs, key=lambda slab: COLDEST_FIRST.index(slab.role)):
+            if free + moved >= self._enough(total):
+                break
+            if memory.is_on_device(slab):
+                memory.prefetch(slab, "host").wait()
+                self._moved.append(slab)
+                moved += slab.nbytes
+        return moved
+
+    def restore(self) -> None:
+        """Move the pages back to the device, if the access pattern is `gpu_first`."""
+        memory = self._memory()
+        moved, self._moved = self._moved, []
+        if memory is not None and memory.pattern is AccessPattern.GPU_FIRST:
+            for slab in moved:
+                if slab in memory.slabs:
+                    memory.prefetch(slab, "device").wait()
+
+
+class _CudaArray:
+    """Memory at an address, as numpy and torch describe arrays on CUDA devices."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def cuda_tensor_at(pointer: int, nbytes: int, device: int) -> Tensor:
+    """Return a tensor of bytes over memory at an address; it does not own the memory."""
+    return torch.as_tensor(_CudaArray(pointer, nbytes), device=torch.device("cuda", device))
+
+
+# Prefetching
+
+
+class ManagedGroups:
+    """Groups of managed tensors that a step uses one after the other, such as optimizer buckets.
+
+    With the placement `prefetch`, a group moves to the device while the one before it is in use,
+    and back to the host afterwards:
+
+        to the device   group 0 | group 1 | group 2 | ...
+        kernels                   group 0 | group 1 | ...
+        to the host                         group 0 | ...
+    """
+
+    def __init__(self, memory: ManagedMemory) -> None:
+        self._memory = memory
+        self._leaving: dict[int, PendingPrefetch] = {}
+        """Prefetches to the host that may still run, by number of the group."""
+
+    def for_each(
+        self,
+        groups: Sequence[Sequence[tuple[ManagedSlab, Tensor]]],
+        use: Callable[[int], None],
+    ) -> None:
+        """Call `use` with the number of each group, while its tensors are on the device.
+
+        Groups with another placement than `prefetch` are used where they are.
+        """
+        arriving = self._fetch(groups, 0)
+        for number, group in enumerate(groups):
+            following = self._fetch(groups, number + 1)
+            if arriving is not None:
+                arriving.wait()
+            use(number)
+            if arriving is not None:
+                self._leaving[number] = self._memory.prefetch_parts(group, "host")
+            arriving = following
+
+    def _fetch(
+        self, groups: Sequence[Sequence[tuple[ManagedSlab, Tensor]]], number: int
+    ) -> PendingPrefetch | None:
+        if number >= len(groups) or not groups[number]:
+            return None
+        if groups[number][0][0].placement != "prefetch":
+            return None
+        leaving = self._leaving.pop(number, None)
+        return self._memory.prefetch_parts(groups[number], "device", leaving)
+
+
+@dataclass(slots=True)
+class _Request:
+    ranges: Sequence[tuple[int, int]]
+    location: int
+    ready: torch.cuda.Event
+    done: torch.cuda.Event
+    after: _Request | None
+    issued: threading.Event = field(default_factory=threading.Event)
+    """Set when the prefetch is queued, and `done` recorded after it."""
+
+    def wait(self) -> None:
+        """Block until the prefetch is queued, then let the current stream wait for it."""
+        self.issued.wait()
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+class PrefetchThread:
+    """Prefetches from two threads, one for each direction, each with a CUDA stream."""
+
+    def __init__(self, driver: Driver, device: int, emit: Callable[[Notice], None]) -> None:
+        self._driver = driver
+        self._device = torch.device("cuda", device)
+        self._emit = emit
+        self._queues: dict[bool, SimpleQueue[_Request | None]] = {}
+        """Requests by direction: True for those to the host."""
+        self._threads: list[threading.Thread] = []
+        self._has_failed = False
+
+    def start(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        location: int,
+        after: PendingPrefetch | None = None,
+    ) -> PendingPrefetch:
+        """Queue a prefetch behind all work of the current stream."""
+        assert after is None or isinstance(after, _Request), after
+        to_host = location == HOST
+        if to_host not in self._queues:
+            self._queues[to_host] = SimpleQueue()
+            name = f"managed-prefetch-{'out' if to_host else 'in'}"
+            work = threading.Thread(
+                target=self._work, args=(self._queues[to_host],), name=name, daemon=True
+            )
+            work.start()
+            self._threads.append(work)
+        request = _Request(ranges, location, _event(), _event(), after)
+        request.ready.record(torch.cuda.current_stream(self._device))
+        self._queues[to_host].put(request)
+        return request
+
+    def close(self) -> None:
+        """Stop the threads after their last requests."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    def _work(self, requests: SimpleQueue[_Request | None]) -> None:
+        torch.cuda.set_device(self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        while (request := requests.get()) is not None:
+            try:
+                stream.wait_event(request.ready)
+                if request.after is not None:
+                    request.after.issued.wait()
+                    stream.wait_event(request.after.done)
+                    request.after = None  # or each request would keep all earlier ones alive
+                for pointer, nbytes in request.ranges:
+                    self._prefetch(pointer, nbytes, request.location, stream.cuda_stream)
+                request.done.record(stream)
+            finally:
+                request.issued.set()
+
+    def _prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> None:
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            size = min(CHUNK_NBYTES, nbytes - start)
+            code = self._driver.prefetch(pointer + start, size, location, stream)
+            if code != CudaCode.SUCCESS and not self._has_failed:
+                self._has_failed = True  # kernels read the pages in place instead
+                text = f"prefetching managed memory failed (code {code}); steps will be slower"
+                self._emit(Notice(text, level="warning", fallback=True))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class DirectPrefetcher:
+    """Prefetches in the calling thread on the legacy stream; for simulated drivers."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def start(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        location: int,
+        after: PendingPrefetch | None = None,  # noqa: ARG002  it has finished
+    ) -> PendingPrefetch:
+        """Prefetch before returning."""
+        for pointer, nbytes in ranges:
+            code = self._driver.prefetch(pointer, nbytes, location, 0)
+            assert code == CudaCode.SUCCESS, f"prefetch returned {code}"
+        return _Finished()
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class _Finished:
+    def wait(self) -> None:
+        """Do nothing: the prefetch has finished."""

@@ -1,0 +1,99 @@
+"""Predict the bytes and the time of roles in managed memory, and list the choices to try.
+
+A role in managed memory is at home in host memory, and kernels use it over the link. The bytes that
+a step moves over the link, per byte of the role:
+
+    ema           read and written once
+    optimizer     read and written once
+    gradients     written by each backward; read for the norm, scaled, and read by the update
+    trained       read by each forward, backward and recomputation, and by the EMA; updated once
+    weights       read by each forward, backward and recomputation
+    caches        read once for the batch that uses them, which is little
+
+None of this is hidden behind compute, so the prediction is pessimistic for what kernels use early.
+Reading and writing at the same time gets `both_ways_share` of the rate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gracetune.config.schema import RunFile
+    from gracetune.memory.managed_roles import ManagedRole
+    from gracetune.plan.cost import ModelCosts
+    from gracetune.plan.machines import EffectiveRates
+    from gracetune.plan.memory import FixedMemory
+    from gracetune.plan.simulate import PlanCandidate
+
+OVERFLOW_ORDER: tuple[ManagedRole, ...] = ("ema", "optimizer", "gradients", "weights", "trained")
+"""Roles in the order in which they move to managed memory: those that a step uses least first."""
+NOT_MANAGED: tuple[ManagedRole, ...] = ()
+
+
+def managed_choices(run: RunFile) -> tuple[tuple[ManagedRole, ...], ...]:
+    """Return the sets of roles to try in managed memory, if the run may use it.
+
+    With `auto`, the roles are added one after the other, in the order of their cost; the planner
+    takes the first set unless another is faster or the only one that fits.
+    """
+    managed = run.gh200_optimizations.managed
+    if managed == "off":
+        return (NOT_MANAGED,)
+    if managed != "auto":
+        return (tuple(managed),)
+    is_whole = run.adapter is None or run.adapter.kind == "full"
+    if not is_whole:  # what an adapter trains is small
+        return NOT_MANAGED, ("weights",)
+    roles = [role for role in OVERFLOW_ORDER if role != "weights" or run.adapter is not None]
+    if not run.train.ema_decay:
+        roles.remove("ema")
+    # The optimizer's state can be streamed instead, which is faster over PCIe.
+    others: list[ManagedRole] = [role for role in roles if role != "optimizer"]
+    choices = [tuple(others[:count]) for count in range(len(others) + 1)]
+    if run.optimizer.state == "auto":
+        choices += [tuple(roles[:count]) for count in range(len(roles) + 1)]
+    return tuple(dict.fromkeys(choices))
+
+
+def managed_nbytes(
+    costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory
+) -> dict[ManagedRole, int]:
+    """Return the bytes that each role would have in managed memory, all transformers together."""
+    resident = sum(
+        block.frozen_nbytes
+        for block, plan in zip(costs.blocks, candidate.blocks, strict=True)
+        if plan.weights == "resident"
+    )
+    return {
+        "ema": fixed.averages_nbytes,
+        "optimizer": fixed.optimizer_nbytes,
+        "gradients": fixed.num_transformers * costs.trained_nbytes,
+        "weights": fixed.num_transformers * (costs.outside_frozen_nbytes + resident),
+        "trained": fixed.num_transformers * costs.trained_nbytes,
+        "caches": fixed.device_caches_nbytes,
+    }
+
+
+def managed_seconds(
+    costs: ModelCosts, candidate: PlanCandidate, fixed: FixedMemory, rates: EffectiveRates
+) -> dict[ManagedRole, float]:
+    """Return the seconds that each role would add to a micro-batch in managed memory."""
+    nbytes = managed_nbytes(costs, candidate, fixed)
+    # A step trains one of the transformers of Wan 2.2.
+    used = {role: size / fixed.num_transformers for role, size in nbytes.items()}
+    one_way = 1 / rates.in_place
+    both_ways = one_way / rates.both_ways_share
+    micro_batches = candidate.accumulation
+    passes = 2 + any(block.activations == "recompute" for block in candidate.blocks)
+    per_step: dict[ManagedRole, float] = {
+        "ema": used["ema"] * both_ways,
+        "optimizer": used["optimizer"] * both_ways,
+        "gradients": used["gradients"]
+        * (one_way + (micro_batches - 1) * both_ways + 2 * one_way + both_ways),
+        "weights": used["weights"] * passes * micro_batches * one_way,
+        "trained": used["trained"]
+        * (passes * micro_batches * one_way + both_ways + bool(fixed.averages_nbytes) * one_way),
+        "caches": 0.0,
+    }
+    return {role: seconds / micro_batches for role, seconds in per_step.items()}

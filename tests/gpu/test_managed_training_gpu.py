@@ -1,0 +1,87 @@
+"""Training with roles in managed memory on a GPU: same losses, and exact statistics."""
+
+import gc
+
+import pytest
+import torch
+
+from gracetune.events.types import ManagedOverflow, MemoryRoles, StepDone
+from gracetune.memory import managed_roles
+from gracetune.memory.driver import PointerKind, open_cuda_driver
+from gracetune.train import step as stepping
+from gracetune.train.run import run_training
+
+pytestmark = pytest.mark.gpu
+
+ROLES = ["trained", "gradients", "optimizer", "ema"]
+UVM, CAP = {"use_uvm": True}, "256MB"
+
+
+@pytest.fixture
+def train(tiny_run, tmp_path, recorder):
+    def run_once(name, **settings):
+        recorder.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter=None,
+            train={"max_train_steps": 6, "batch_size": 2, "ema_decay": 0.9, "mixed_precision": "no"}
+            | {"gradient_accumulation_steps": 2},
+            **settings,
+        )
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield run_once
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def memories(monkeypatch):
+    made, original = [], managed_roles.ManagedMemory.__init__
+
+    def create(memory, *arguments, **options):
+        original(memory, *arguments, **options)
+        made.append(memory)
+
+    monkeypatch.setattr(managed_roles.ManagedMemory, "__init__", create)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("access", ["in_place", "prefetch", "device"])
+def test_managed_roles_change_no_loss(train, recorder, memories, access):
+    expected = train("device", plan="off")
+    managed = {"managed": ROLES, "managed_access": access, "managed_memory": CAP}
+    assert train("managed", plan="off", gh200_optimizations=UVM | managed) == expected
+    booked = dict(recorder.of(MemoryRoles)[-1].roles["managed"])
+    booked.pop("batches", None)
+    assert booked == memories[-1].by_role()
+    assert booked.keys() == set(ROLES)
+    driver = open_cuda_driver()
+    slabs = memories[-1].slabs
+    assert {driver.pointer_kind(slab.pointer) for slab in slabs} == {PointerKind.MANAGED}
+    assert sum(slab.nbytes for slab in slabs) == sum(booked.values())
+    del slabs
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_a_run_without_a_plan_that_is_out_of_memory_continues(
+    train, recorder, memories, monkeypatch
+):
+    expected = train("device", plan="off")
+    original, calls = stepping.batch_losses, []
+
+    def batch_losses(*arguments):
+        calls.append(1)
+        if len(calls) in (3, 4):  # in the second step, twice
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return original(*arguments)
+
+    monkeypatch.setattr(stepping, "batch_losses", batch_losses)
+    managed = UVM | {"managed_memory": CAP}
+    assert train("overflow", plan="off", gh200_optimizations=managed) == expected
+    events = recorder.of(ManagedOverflow)
+    assert [(event.step, event.role) for event in events] == [(1, "ema"), (1, "optimizer")]
+    assert all("out of memory" in event.reason and event.nbytes > 0 for event in events)

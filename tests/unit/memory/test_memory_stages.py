@@ -1,0 +1,176 @@
+"""Stages that govern managed memory, on simulated machines: pages, access patterns, the cap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from fakes.platforms import simulated_machine
+
+from gracetune.config.environment import environment_settings
+from gracetune.events.types import MemoryReclaimed, StageChanged
+from gracetune.memory.driver import HOST, CudaCode
+from gracetune.memory.managed_pool import PoolUnavailable
+from gracetune.memory.managed_roles import DirectPrefetcher, ManagedMemory
+from gracetune.memory.oversubscription import Stage
+from gracetune.memory.platform import HostFacts, Link, Machine
+from gracetune.memory.session import MemorySession
+from gracetune.memory.stats import Tier
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from fakes.simulated_driver import SimulatedDriver
+
+    from gracetune.events.types import Event
+
+USE_UVM = "use_uvm:True,uvm_oversubscription_ratio:3.0"
+
+
+class SimulatedRun:
+    """A session on a simulated GPU with 8 GiB; slabs have no real memory behind them."""
+
+    def __init__(self, conf: str = USE_UVM, host_free: int = 64 * GIB) -> None:
+        machine = simulated_machine(Link.COHERENT)
+        self.driver: SimulatedDriver = machine.gpu
+        self.events: list[Event] = []
+        self.host = HostFacts(64 * GIB, host_free, 4096)
+        platform = replace(machine.platform, host_bytes=64 * GIB)
+        self.session = MemorySession(
+            lambda: Machine(machine.driver, platform),
+            lambda: environment_settings({"PYTORCH_CUDA_ALLOC_CONF": conf}),
+            self.events.append,
+            read_host=lambda: self.host,
+        )
+        self.memory = ManagedMemory(
+            self.driver,
+            0,
+            self.session.accounting,
+            DirectPrefetcher(self.driver),
+            self.events.append,
+            unbacked_tensor,
+            self.session.pattern,
+        )
+        self.session.managed = self.memory
+
+    def allocate(self, role: str, nbytes: int, placement: str) -> int:
+        """Allocate a slab, move it to the device for a kernel, and return its address."""
+        slab = self.memory.allocate(role, nbytes, placement)
+        self.memory.prefetch(slab, "device").wait()
+        self.driver.touch(slab.pointer, nbytes, 0, write=True)
+        return slab.pointer
+
+    def of_kind(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def unbacked_tensor(pointer: int, nbytes: int) -> torch.Tensor:
+    """Return a tensor of this size with the memory of one byte: only addresses are used."""
+    return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+
+
+def test_the_stage_moves_cold_pages_to_the_host_until_enough_is_free() -> None:
+    run = SimulatedRun()
+    weights = run.allocate("weights", 4 * GIB, "device")
+    optimizer = run.allocate("optimizer", 2 * GIB, "prefetch")
+    ema = run.allocate("ema", GIB + GIB // 2, "prefetch")
+    assert run.driver.memory_info(0)[0] == GIB // 2
+    assert run.session.observe(reclaim=True, step=7) is Stage.OVERSUBSCRIBED
+    changed, reclaimed = run.events
+    assert isinstance(changed, StageChanged)
+    assert (changed.step, changed.stage, changed.managed) == (7, 2, 7 * GIB + GIB // 2)
+    assert isinstance(reclaimed, MemoryReclaimed)
+    assert reclaimed.kind == "light"
+    assert reclaimed.freed == {"garbage": 0, "managed pages": GIB + GIB // 2}
+    assert run.driver.residency(ema, GIB) == {HOST: GIB}
+    assert run.driver.residency(optimizer, GIB) == {0: GIB}, "EMA was enough"
+    assert run.driver.residency(weights, GIB) == {0: GIB}
+    assert run.session.uvm_stats()["uvm.stage"] == 2, "until the next step"
+    run.session.observe(reclaim=True, step=8)
+    stats = run.session.uvm_stats()
+    assert stats["uvm.stage"] == 1
+    assert (stats["uvm.light_reclamations"], stats["uvm.light_bytes"]) == (1, GIB + GIB // 2)
+    assert stats["uvm.headroom"] == 2 * GIB - int(0.1 * 8 * GIB)
+    assert stats["uvm.bytes.managed.current"] == 7 * GIB + GIB // 2
+    assert stats["uvm.bytes.managed.peak"] == 7 * GIB + GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "preferred", "restored"),
+    [
+        ("gpu_first", 0, {0: 2 * GIB}),
+        ("balanced", None, {HOST: 2 * GIB}),
+        ("cpu_first", HOST, {HOST: 2 * GIB}),
+        ("", HOST, {HOST: 2 * GIB}),
+    ],
+)
+def test_the_access_pattern_decides_about_homes_and_about_the_return_of_pages(
+    pattern: str, preferred: int | None, restored: dict[int, int]
+) -> None:
+    run = SimulatedRun(f"{USE_UVM},uvm_access_pattern:{pattern}" if pattern else USE_UVM)
+    optimizer = run.allocate("optimizer", 2 * GIB, "prefetch")
+    run.driver.prefetch(optimizer, 2 * GIB, 0, 0)
+    state = run.driver.range_state(optimizer, 2 * GIB)
+    assert (state.preferred, state.accessed_by) == (preferred, (0,))
+    weights = run.memory.allocate("weights", 5 * GIB + GIB // 2, "device")
+    run.driver.prefetch(weights.pointer, weights.nbytes, 0, 0)
+    run.session.observe(reclaim=True)
+    assert run.driver.residency(optimizer, 2 * GIB) == {HOST: 2 * GIB}
+    run.memory.free(weights)
+    run.session.observe(reclaim=True)
+    assert run.driver.residency(optimizer, 2 * GIB) == restored
+    assert [event.kind for event in run.of_kind(MemoryReclaimed)] == ["light", "restored"]
+
+
+def test_the_cap_shrinks_with_the_memory_of_the_host_and_comes_back() -> None:
+    run = SimulatedRun()
+    run.allocate("ema", GIB, "prefetch")
+    assert run.memory.cap_bytes == 24 * GIB
+    run.host = HostFacts(64 * GIB, 6 * GIB, 4096)
+    run.session.observe(reclaim=True, step=3)
+    run.session.observe(reclaim=True, step=4)
+    (lowered,) = run.of_kind(MemoryReclaimed)
+    assert (lowered.step, lowered.kind, lowered.freed) == (3, "cap", {"cap": 3 * GIB})
+    with pytest.raises(torch.OutOfMemoryError, match="exceed the cap"):
+        run.memory.allocate("optimizer", 3 * GIB, "prefetch")
+    assert run.session.uvm_stats()["uvm.bytes.managed.denied"] == 1
+    run.host = HostFacts(64 * GIB, 64 * GIB, 4096)
+    run.session.observe(reclaim=True, step=5)
+    assert run.of_kind(MemoryReclaimed)[1].freed == {"cap": 24 * GIB}
+    run.memory.allocate("optimizer", 3 * GIB, "prefetch")
+
+
+def test_thresholds_of_the_settings_govern_the_stage() -> None:
+    for conf, stage in (("", 1), (",uvm_stage1_threshold:0.6", 2)):
+        run = SimulatedRun(USE_UVM + conf)
+        run.allocate("ema", 4 * GIB, "prefetch")
+        run.session.observe(reclaim=False)
+        assert run.session.stages.state.stage == stage
+    run = SimulatedRun(f"{USE_UVM},uvm_stage1_min_bytes:5368709120")
+    run.allocate("ema", 4 * GIB, "prefetch")
+    run.session.observe(reclaim=False)
+    assert run.session.stages.state.stage == 2
+
+
+def test_a_driver_that_refuses_managed_memory_is_found_by_a_trial() -> None:
+    machine = simulated_machine(Link.MANAGED, failing={"allocate_managed": CudaCode.OUT_OF_MEMORY})
+    session = MemorySession(
+        lambda: Machine(machine.driver, machine.platform),
+        lambda: environment_settings({"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True"}),
+        lambda event: None,
+    )
+    for found in (session.managed, session.pool()):
+        assert isinstance(found, PoolUnavailable)
+        assert found.reason == "the driver refuses managed memory (code 2)"
+
+
+def test_a_machine_with_managed_memory_has_it_for_roles() -> None:
+    machine = simulated_machine(Link.MANAGED)
+    session = MemorySession(
+        lambda: Machine(machine.driver, machine.platform),
+        lambda: environment_settings({"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True"}),
+        lambda event: None,
+    )
+    assert isinstance(session.managed, ManagedMemory)
+    assert session.accounting.current(Tier.MANAGED) == 0

@@ -1,0 +1,144 @@
+"""Roles in managed memory: their bytes, their time, and when the planner chooses them."""
+
+from dataclasses import replace
+
+import pytest
+from cost_model_factory import SPEEDS, build_candidate, build_model
+
+from gracetune.config.schema import RunFile
+from gracetune.plan.managed import managed_choices, managed_nbytes, managed_seconds
+from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
+from gracetune.plan.report import ReportHeading, describe, report_json, report_lines
+from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan
+
+STATE, AVERAGES, ROOMY = 2000, 400, 10_000
+FIXED = FixedMemory(STATE, batches_ahead=0, averages_nbytes=AVERAGES)
+SLOW = replace(SPEEDS, in_place=50.0)
+CHOICES = ((), ("ema",), ("ema", "optimizer"), ("ema", "optimizer", "gradients"))
+
+
+def candidate(*managed, **settings):
+    return replace(build_candidate(build_model(), **settings), managed=managed)
+
+
+def search(device_nbytes, managed=CHOICES, managed_cap=ROOMY, host=ROOMY, shares=(0.0,)):
+    model = build_model()
+    model.rates = SLOW
+    return find_best_plan(
+        model,
+        FIXED,
+        PlanBudget(device_nbytes, host, managed_nbytes=managed_cap),
+        Constraints(managed=managed, host_state=shares),
+        simulated=True,
+    )
+
+
+def smallest_device(managed):
+    """Return the smallest device memory, in bytes, in which these roles let the model fit."""
+    low, high = 0, ROOMY
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            search(middle, (managed,))
+            high = middle
+        except PlanError:
+            low = middle + 1
+    return high
+
+
+@pytest.mark.parametrize("role", ["ema", "optimizer", "trained", "weights"])
+def test_a_managed_role_moves_from_the_device_to_the_host(role):
+    costs = build_model().at(1)
+    nbytes = managed_nbytes(costs, candidate(), FIXED)[role]
+    assert nbytes > 0
+    before, after = (device_bytes(costs, candidate(*m), FIXED).total for m in ((), (role,)))
+    assert before - after == nbytes
+    home, moved = (host_bytes(costs, candidate(*m), FIXED).total for m in ((), (role,)))
+    assert moved - home == nbytes
+
+
+def test_managed_gradients_leave_the_device_one_block_at_a_time():
+    costs = build_model().at(1)
+    managed = candidate("gradients", accumulation=2)
+    largest = max(block.gradients_nbytes for block in costs.blocks)
+    assert device_bytes(costs, managed, FIXED).gradients <= largest
+    assert host_bytes(costs, managed, FIXED).gradients == costs.trained_nbytes
+
+
+def test_roles_cost_their_bytes_over_the_link():
+    costs, rates = build_model().at(1), replace(SLOW, both_ways_share=0.5)
+    seconds = managed_seconds(costs, candidate(accumulation=4), FIXED, rates)
+    assert seconds["optimizer"] == pytest.approx(STATE / (50 * 0.5) / 4)
+    assert seconds["ema"] == pytest.approx(AVERAGES / (50 * 0.5) / 4)
+    trained = costs.trained_nbytes
+    expected = trained * (3 / 50 + 4 / (50 * 0.5)) / 4  # three more backward passes add to them
+    assert seconds["gradients"] == pytest.approx(expected)
+
+
+def test_auto_leaves_managed_memory_alone_if_everything_fits():
+    best = search(ROOMY).best
+    assert best.managed == ()
+    assert best.seconds.wait_managed == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_auto_takes_as_few_roles_as_fit(number):
+    fits = smallest_device(CHOICES[number])
+    assert fits < smallest_device(CHOICES[number - 1])
+    best = search(fits).best
+    assert best.managed == CHOICES[number]
+    assert best.seconds.wait_managed == pytest.approx(
+        sum(best.managed_seconds[role] for role in best.managed)
+    )
+    assert "in managed memory (ema" in describe(best)
+
+
+def test_a_faster_link_makes_streaming_lose():
+    """In place, state takes 2000 / 50 s; streamed it takes 2000 / 100 s, until the rate is 500."""
+    tight = smallest_device(("ema", "optimizer"))
+    options = ((), ("ema",), ("ema", "optimizer"))
+    slow = search(tight, options, shares=(0.0, 1.0)).best
+    assert slow.host_state == 1.0
+    assert "optimizer" not in slow.managed
+
+
+def test_the_cap_limits_the_plan():
+    fits = smallest_device(CHOICES[2])
+    with pytest.raises(PlanError, match=r"too little|gh200_optimizations\.managed_memory"):
+        search(fits, managed_cap=STATE)
+
+
+def test_without_managed_memory_the_error_names_the_setting():
+    fits = smallest_device(CHOICES[2])
+    with pytest.raises(PlanError, match=r"gh200_optimizations\.use_uvm: true"):
+        search(fits, managed_cap=0)
+
+
+def test_forced_roles_are_managed_although_everything_fits():
+    assert search(ROOMY, (("gradients",),)).best.managed == ("gradients",)
+
+
+def test_the_report_has_the_place_and_the_cost_of_each_role():
+    result = search(smallest_device(CHOICES[1]))
+    heading = ReportHeading("m", "s", "gh", PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY))
+    lines = list(report_lines(result, heading))
+    rows = {line.split("  ")[0]: line for line in lines}
+    assert "managed, used in place" in rows["moving average"]
+    assert " device " in rows["optimizer"]
+    assert any("kernels use it over the link" in line for line in lines)
+    assert report_json(result, heading)["plan"]["managed"] == ("ema",)
+
+
+def test_choices_of_run_files():
+    def run(**settings):
+        return RunFile.model_validate(settings)
+
+    whole = managed_choices(run(train={"ema_decay": 0.9}))
+    assert whole[:3] == ((), ("ema",), ("ema", "gradients"))
+    assert ("ema", "optimizer", "gradients", "trained") in whole
+    assert managed_choices(run(adapter={})) == ((), ("weights",))
+    assert managed_choices(run(gh200_optimizations={"managed": "off"})) == ((),)
+    forced = run(gh200_optimizations={"managed": ["optimizer"]})
+    assert managed_choices(forced) == (("optimizer",),)
+    on_host = managed_choices(run(optimizer={"state": "host"}))
+    assert not any("optimizer" in roles for roles in on_host)
