@@ -5,7 +5,10 @@
 Opening is measured in Debian's Chromium, which `make test-browser` also uses, from the start of the
 navigation until the first charts are drawn (`drawn`) and until they show the last step (`open`):
 once right after the server has started, so that it includes reading the log, and then again.
-Without Chromium, or in a rehearsal, it is left out.
+CPU seconds are those of the server since its start, and of all processes of Chromium since the
+start of the navigation. Unlike the other figures, they hardly depend on what else the machine does;
+`load` is the number of running processes per core before the benchmark. Without Chromium, or in a
+rehearsal, all of this is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -30,7 +34,7 @@ import psutil
 import results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -128,6 +132,17 @@ def append(log: Path, step: int) -> None:
         file.write(json.dumps(step_done(step, random.Random(step))) + "\n")
 
 
+def browser_processes() -> list[psutil.Process]:
+    """Return all processes of the browser that this process has started."""
+    below = psutil.Process().children(recursive=True)
+    return [one for one in below if "chromium" in one.name()]
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """Return the CPU time that processes have used so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def open_in_browser(folder: Path, log: Path, next_step: int) -> dict[str, float]:
     """Open the page twice, then measure how fast new steps appear on it."""
     from playwright.sync_api import sync_playwright
@@ -139,12 +154,15 @@ def open_in_browser(folder: Path, log: Path, next_step: int) -> dict[str, float]
             # The address is printed before the log is read, so the first page waits for that.
             for name in ("first", "again"):
                 page = browser.new_page(viewport={"width": 1440, "height": 900})
+                before = cpu_seconds(browser_processes())
                 started = time.perf_counter()
                 page.goto(address)
                 page.locator("#panel-loss canvas").wait_for()
                 figures[f"drawn_{name}_s"] = time.perf_counter() - started
                 page.locator(".steps", has_text=f"{next_step - 1:,} /").wait_for()
                 figures[f"open_{name}_s"] = time.perf_counter() - started
+                figures[f"server_cpu_{name}_s"] = cpu_seconds([process])
+                figures[f"browser_cpu_{name}_s"] = cpu_seconds(browser_processes()) - before
             delays = []
             for step in range(next_step, next_step + 20):
                 started = time.perf_counter()
@@ -205,6 +223,7 @@ def main() -> None:
             "events": arguments.events,
             "clients": arguments.clients,
             "log_mib": log.stat().st_size / MIB,
+            "load": os.getloadavg()[0] / len(os.sched_getaffinity(0)),
         }
         if CHROMIUM and not arguments.rehearse:
             figures["browser"] = open_in_browser(folder, log, last + 1)

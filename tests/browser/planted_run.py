@@ -198,6 +198,145 @@ def data_waits(folder):
     return settings(folder, datasets=[data], train={"max_train_steps": 40, "batch_size": 4})
 
 
+# More faults than the ten above, which users have, too
+
+
+def loss_explodes(folder):
+    """Let the loss explode within the first steps."""
+    return settings(folder, optimizer={"lr": 3.0}, logging={"every": 1})
+
+
+def learning_rate_low(folder):
+    """Train an adapter with a hundredth of a usual learning rate."""
+    train = {"max_train_steps": 300, "batch_size": 8}
+    return settings(folder, adapter={"rank": 2}, optimizer={"lr": 1e-6}, train=train)
+
+
+def captions_missing(folder):
+    data = write_images(folder / "uncaptioned", 24, 24, striped_image)
+    for caption in data.glob("*.txt"):
+        caption.write_text("\n")
+    return with_data(folder, data)
+
+
+def captions_same(folder):
+    data = write_images(folder / "alike", 24, 24, striped_image)
+    for caption in data.glob("*.txt"):
+        caption.write_text("an image")
+    return with_data(folder, data)
+
+
+def captions_dropped(folder):
+    return with_data(folder, write_images(folder / "mute", 24, 24, noise_image), caption_dropout=1)
+
+
+def file_corrupt(folder):
+    """Cut one of 120 files in half, as an interrupted download does."""
+    data = write_images(folder / "cut", 120, 24, noise_image)
+    file = data / "017.png"
+    file.write_bytes(file.read_bytes()[:900])
+    return with_data(folder, data)
+
+
+def files_copied(folder):
+    data = write_images(folder / "copied", 24, 24, noise_image)
+    for number in range(6):
+        (data / f"copy-{number}.png").write_bytes((data / "003.png").read_bytes())
+        (data / f"copy-{number}.txt").write_text("a copy")
+    return with_data(folder, data)
+
+
+def few_samples(folder):
+    train = {"max_train_steps": 2000, "batch_size": 8}
+    return with_data(folder, write_images(folder / "few", 8, 24, noise_image), train=train)
+
+
+def batches_small(folder):
+    return with_data(
+        folder,
+        write_images(folder / "few", 6, 24, noise_image),
+        train={"max_train_steps": 40, "batch_size": 16},
+    )
+
+
+def latents_unscaled(folder):
+    """Leave out the scale of the VAE's latents, as with another model's config.json."""
+    model = miniature(folder)
+    path = model / "vae" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scaling_factor": 60.0}))
+    return settings(
+        folder,
+        model={"family": "sd3", "path": str(model)},
+        adapter={"rank": 2},
+        datasets=[miniature_data(folder)],
+        train={"max_train_steps": 6, "batch_size": 2},
+        logging={"every": 1},
+    )
+
+
+def warmup_long(folder):
+    return settings(folder, optimizer={"lr": 1e-3, "warmup_steps": 1000, "schedule": "constant"})
+
+
+def gradients_clipped(folder):
+    return settings(folder, train={"max_train_steps": 80, "batch_size": 8, "max_grad_norm": 1e-4})
+
+
+def average_frozen(folder):
+    """Forget to update the averaged weights, which samples are generated with."""
+    from gracetune.train.step import Ema
+
+    mock.patch.object(Ema, "update").start()
+    return settings(
+        folder,
+        train={"max_train_steps": 60, "batch_size": 8, "ema_decay": 0.99},
+        validation={"every": 30, "prompts": PROMPTS, "sample_steps": 2},
+    )
+
+
+def samples_noise(folder):
+    """Let the VAE put out noise, as with the weights of another one."""
+    from gracetune.models import sd3
+
+    mock.patch.object(sd3.SD3, "sample", noisy_sample(sd3.SD3.sample)).start()
+    return settings(
+        folder,
+        model={"family": "sd3", "path": str(miniature(folder))},
+        adapter={"rank": 2},
+        datasets=[miniature_data(folder)],
+        train={"max_train_steps": 6, "batch_size": 2},
+        logging={"every": 1},
+        validation={"every": 3, "prompts": PROMPTS, "sample_steps": 2},
+    )
+
+
+def noisy_sample(sample):
+    def call(self, *args, **kwargs):
+        found = sample(self, *args, **kwargs)
+        return [replace(one, data=torch.rand_like(one.data) * 2 - 1) for one in found]
+
+    return call
+
+
+def device_shared(folder):
+    """Report another process on the GPU."""
+    from gracetune.memory import sensors
+
+    read = sensors.MachineSensors.read
+    gpu = {"index": 0, "name": "H200", "other_processes": 1, "other_memory": 30 * GIB}
+    mock.patch.object(
+        sensors.MachineSensors, "read", lambda self: replace(read(self), gpus=(gpu,))
+    ).start()
+    return settings(folder, train={"max_train_steps": 300, "batch_size": 8})
+
+
+def with_data(folder, data, train=None, **dataset):
+    """Return a run file that trains on one folder of images."""
+    section = {"id": data.name, "type": "local", "resolution": 24, "instance_data_dir": str(data)}
+    run = settings(folder, datasets=[section | dataset])
+    return run | {"train": train} if train else run
+
+
 def miniature(folder):
     from fakes.miniatures import write_miniature
 
@@ -223,10 +362,19 @@ FAULTS = {
 }
 """Name of the health check that must find it -> function that plants a fault."""
 
+MORE_FAULTS = {
+    function.__name__: function
+    for function in (
+        *(loss_explodes, learning_rate_low, captions_missing, captions_same, captions_dropped),
+        *(file_corrupt, files_copied, few_samples, batches_small, latents_unscaled, warmup_long),
+        *(gradients_clipped, average_frozen, samples_noise, device_shared),
+    )
+}
+
 
 if __name__ == "__main__":
     fault, target = sys.argv[1], Path(sys.argv[2])
     target.mkdir(parents=True, exist_ok=True)
     file = target / "run-file.json"
-    file.write_text(json.dumps(FAULTS[fault](target)))
+    file.write_text(json.dumps((FAULTS | MORE_FAULTS)[fault](target)))
     sys.exit(main(["train", str(file)]))

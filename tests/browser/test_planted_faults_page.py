@@ -1,4 +1,4 @@
-"""Ten planted faults: while each run trains, the page names the cause; so does its report."""
+"""Planted faults: while each run trains, the page names the cause; so does its report."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.conftest import dashboard
-from browser.planted_run import FAULTS, GROUP
+from browser.planted_run import FAULTS, GROUP, MORE_FAULTS
 from fork_process import PythonProcess
 
 from gracetune.cli.main import main
@@ -23,6 +23,21 @@ WORDS = {
     "timestep_shift": ("the timestep shift is wrong for this model", "train.timestep_shift"),
     "samples_empty": ("the VAE's output is broken", "Check the VAE"),
     "data_waits": ("the data loader is slow", "Decoding or augmenting is slow"),
+    "loss_explodes": ("the learning rate is too high", "Lower optimizer.lr"),
+    "learning_rate_low": ("the learning rate is too low", "Raise optimizer.lr"),
+    "captions_missing": ("24 of 24 captions of dataset 'uncaptioned' are empty", "caption files"),
+    "captions_same": ("all 24 captions of dataset 'alike' are the same", "instance_prompt"),
+    "captions_dropped": ("are trained without a caption", "Lower caption_dropout"),
+    "file_corrupt": ("1 file of dataset 'cut' cannot be read and is left out: 017.png", "Replace"),
+    "files_copied": ("6 of 30 files of dataset 'copied' are copies of others", "Remove the copies"),
+    "few_samples": ("the model will learn them by heart", "Lower train.max_train_steps"),
+    "batches_small": ("batches have 6.0 samples on average", "lower train.batch_size"),
+    "latents_unscaled": ("their scale is wrong", "scaling_factor"),
+    "warmup_long": ("the learning rate warms up for 1000 steps", "optimizer.warmup_steps"),
+    "gradients_clipped": ("every step clips its gradients", "Raise train.max_grad_norm"),
+    "average_frozen": ("training has no effect on them", "train.ema_decay"),
+    "samples_noise": ("samples of step 0 are noise", "scaling_factor"),
+    "device_shared": ("another process computes on GPU 0", "CUDA_VISIBLE_DEVICES"),
 }
 """Fault -> parts of its cause and of the advice."""
 
@@ -43,11 +58,11 @@ def remove_group():
 
 
 def test_every_fault_has_its_words():
-    assert WORDS.keys() == FAULTS.keys()
+    assert WORDS.keys() == {*FAULTS, *MORE_FAULTS}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *MORE_FAULTS])
 def test_page_and_report_name_the_cause(fault, tmp_path, open_page):
     if fault == "page_cache" and not can_limit_memory():
         pytest.skip("a control group with little memory needs root and cgroup v1")

@@ -233,7 +233,7 @@ class Start:
     def handle(self, event):
         if type(event).__name__ == "RunStarted":
             used = int((group / "memory.usage_in_bytes").read_text())
-            (group / "memory.limit_in_bytes").write_text(str(used + (120 << 20)))
+            (group / "memory.limit_in_bytes").write_text(str(used + (240 << 20)))
             for _ in range(2):
                 threading.Thread(target=read, daemon=True).start()
     def close(self):

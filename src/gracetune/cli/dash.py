@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     # A path that does not exist yet is the output_dir of a run to come.
     files = [path for path in paths if path.is_file() or (path.suffix and not path.exists())]
     folders = [path for path in paths if path not in files]
-    plans = [_plan(path, number, args) for number, path in enumerate(files)]
+    plans = [plan_run(path, number, args) for number, path in enumerate(files)]
     hosts = [*LOOPBACK_NAMES, *args.allow_host, *_own_name(args.host, args.allow_host)]
     with _bind(args.host, args.port) as listener:
         credentials = Credentials(listener.getsockname()[1])
@@ -149,7 +149,7 @@ def _greeting(host: str, port: int, token: str, paths: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def _plan(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
+def plan_run(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
     """Plan the run of a run file, as `gracetune plan` does; a failed plan is shown as its error."""
     if not path.is_file():
         raise ConfigError(
@@ -157,6 +157,7 @@ def _plan(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
             "with runs, or a run file."
         )
     from gracetune.cli.main import read_run
+    from gracetune.cli.plan import add_arguments as add_plan_arguments
     from gracetune.cli.plan import measured_rates, predict
     from gracetune.config.load import resolved_json
     from gracetune.dashboard.live_runs import PlannedRun
@@ -166,9 +167,11 @@ def _plan(path: Path, number: int, args: argparse.Namespace) -> PlannedRun:
 
     run_file = read_run(path, args.overrides)
     check_family(run_file.model)
-    arguments = argparse.Namespace(
-        machine=args.machine, gpus=1, hbm=args.hbm, host_memory=args.host_memory, samples=None
-    )
+    options = {"--machine": args.machine, "--hbm": args.hbm, "--host-memory": args.host_memory}
+    given = [word for name, text in options.items() if text for word in (name, text)]
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    arguments = parser.parse_args([str(path), *given])
     print(f"plan       {path}", file=sys.stderr, flush=True)
     result, heading = predict(run_file, arguments, open_machine, measured_rates)
     settings = json.loads(resolved_json(run_file))

@@ -12,6 +12,8 @@ import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import orjson
+
 from gracetune.events.log import TORN
 
 if TYPE_CHECKING:
@@ -127,15 +129,28 @@ class LogTail:
 
 
 def _parse_line(line: bytes) -> dict[str, object] | None:
+    """Return the event of a line; None if it is damaged.
+
+    orjson takes a fifth of the standard library's time. It refuses half surrogate pairs, which
+    stand for bytes of file names that are not UTF-8, so a line that it refuses is tried again.
+    """
     try:
-        record = _DECODER.decode(line.decode())
-    except (ValueError, RecursionError):  # also for bytes that are not UTF-8
-        return None
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        try:
+            record = _DECODER.decode(line.decode())
+        except (ValueError, RecursionError):  # also for bytes that are not UTF-8
+            return None
     return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+
+
+def _integer(text: str) -> int | float:
+    """Return a whole number; one that is too long for 64 bits becomes a float, as with orjson."""
+    return int(text) if len(text) < 19 else float(text)
 
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON; a log has strings for such numbers")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_int=_integer)

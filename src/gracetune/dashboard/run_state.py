@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from gracetune.dashboard.series import Table, flatten
@@ -41,6 +42,9 @@ KEPT_RECORDS = {
     "ramp_changed": 500,
     "request_taken": 500,
     "batch_skipped": 500,
+    "stage_changed": 500,
+    "memory_reclaimed": 500,
+    "managed_overflow": 100,
     "run_ended": 200,
 }
 """Kinds of events that are kept as they are -> how many of the newest are kept."""
@@ -188,15 +192,19 @@ def _step_values(record: Mapping[str, object]) -> dict[str, float]:
 
     Steps are by far the most frequent events, so that this does without `flatten`.
     """
-    values: dict[str, float] = {}
-    for name in _STEP_DONE:
-        value = record.get(name)
-        if isinstance(value, float | int) or (isinstance(value, str) and value in _NON_FINITE):
-            values[name] = float(value)
+    try:
+        numbers = _STEP_NUMBERS(record)
+    except KeyError:  # an earlier version did not log all of them
+        numbers = (None,)
+    if _NUMBER_TYPES.issuperset(map(type, numbers)):
+        values = dict(zip(_STEP_DONE, numbers, strict=True))
+    else:
+        values = flatten({name: record[name] for name in _STEP_DONE if name in record})
     expert = record.get("expert")
     if isinstance(expert, str) and expert:
         values |= {f"{name}/{expert}": values[name] for name in _BY_EXPERT if name in values}
     return values
 
 
-_NON_FINITE = ("nan", "inf", "-inf")
+_STEP_NUMBERS = itemgetter(*_STEP_DONE)
+_NUMBER_TYPES = frozenset((float, int))

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MAX_COLUMNS = 2000
 MAX_DEPTH = 6
@@ -30,6 +30,9 @@ class Table:
         self.steps = array("q")
         self.times = array("d")
         self.columns: dict[str, array[float]] = {}
+        self._names: list[str] = []
+        """Names of the row that was added last, whose columns are the first of `_appends`."""
+        self._appends: list[Callable[[float], None]] = []
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -57,6 +60,17 @@ class Table:
     def _append(self, step: int, time: float, values: Mapping[str, float]) -> None:
         self.steps.append(step)
         self.times.append(time)
+        # Rows of one kind mostly have the same names, so that they need no search.
+        if len(self._names) == len(self.columns) and [*values] == self._names:
+            for append, number in zip(self._appends, values.values(), strict=True):
+                append(number)
+            return
+        self._append_unlike(values)
+        self._names = [*values]
+        self._appends = [self.columns[name].append for name in values if name in self.columns]
+
+    def _append_unlike(self, values: Mapping[str, float]) -> None:
+        """Add the numbers of a row that has other names than the one before."""
         for name, value in values.items():
             if name in self.columns:
                 self.columns[name].append(value)
@@ -152,21 +166,29 @@ def flatten(record: Mapping[str, object], skip: Iterable[str] = ()) -> dict[str,
 
 def _flatten(path: str, value: object, found: dict[str, float], depth: int) -> None:
     if isinstance(value, float | int):
-        found[path] = float(value)
+        found[path] = value
     elif isinstance(value, str):
         if value in ("nan", "inf", "-inf"):
             found[path] = float(value)
     elif depth >= MAX_DEPTH or len(found) >= MAX_COLUMNS:
         return
     elif isinstance(value, dict):
-        for name, item in value.items():
-            _flatten(f"{path}/{name}", item, found, depth + 1)
+        _flatten_items(path, value.items(), found, depth + 1)
     elif isinstance(value, list):
         if all(isinstance(item, str) for item in value):
             found[path] = float(len(value))
         else:
-            for number, item in enumerate(value):
-                _flatten(f"{path}/{number}", item, found, depth + 1)
+            _flatten_items(path, enumerate(value), found, depth + 1)
+
+
+def _flatten_items(
+    path: str, items: Iterable[tuple[object, object]], found: dict[str, float], depth: int
+) -> None:
+    for name, item in items:
+        if type(item) is float:  # by far the most frequent case
+            found[f"{path}/{name}"] = item
+        else:
+            _flatten(f"{path}/{name}", item, found, depth)
 
 
 def dump_json(content: object) -> str:

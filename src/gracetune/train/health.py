@@ -33,9 +33,23 @@ from gracetune.train.health_checks import (
     TimestepShift,
     WeightsStill,
 )
+from gracetune.train.health_data import (
+    CaptionsUseless,
+    CopiesInData,
+    FewSamples,
+    GradientsClipped,
+    LatentsScale,
+    SamplesSame,
+    SmallBatches,
+    UnreadableFiles,
+    WarmupLong,
+    dataset_facts,
+    held_out_copies,
+)
 from gracetune.train.health_machine import (
     DataWaits,
     DeviceMemory,
+    DeviceShared,
     DiskSpace,
     HostMemory,
     PageCache,
@@ -156,7 +170,16 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
         PartUntrained(),
         Overfitting(),
         TimestepShift(facts),
-        SamplesEmpty(),
+        SamplesEmpty(facts),
+        SamplesSame(),
+        CaptionsUseless(facts),
+        FewSamples(facts),
+        CopiesInData(facts),
+        UnreadableFiles(facts),
+        SmallBatches(facts),
+        LatentsScale(),
+        WarmupLong(facts),
+        GradientsClipped(facts),
         DataWaits(facts, settings.wait_share),
         WeightWaits(settings.wait_share),
         SlowDown(settings.slow_down),
@@ -165,11 +188,16 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
         PageCache(facts),
         HostMemory(facts),
         DeviceMemory(),
+        DeviceShared(),
     ]
     return [check for check in checks if check.name not in settings.ignore]
 
 
 # Acting
+
+
+HEALTH = "a health check"
+"""Reason for which the remedies shorten prefetching."""
 
 
 class Remedies:
@@ -187,7 +215,6 @@ class Remedies:
         self._prefetch = prefetch
         self._pipeline = pipeline
         self._gc_freeze = gc_freeze
-        self._former_depth: tuple[int, int | None] | None = None
 
     def apply(self, check: str, reason: str) -> str:
         """Free memory because of a problem; return what was done, empty if nothing can be."""
@@ -205,21 +232,13 @@ class Remedies:
         """
         if check == "host_memory":
             self._pipeline.restore()
-        if self._former_depth is None:
-            return ""
         depth = self._prefetch()
-        depth.batches, depth.max_nbytes = self._former_depth
-        self._former_depth = None
-        return f"prefetches {depth.batches} batches again"
+        return f"prefetches {depth.batches} batches again" if depth.lengthen(HEALTH) else ""
 
     def _shorten_prefetch(self) -> str:
         depth = self._prefetch()
-        if depth.batches <= 1:
-            return ""
         before = depth.batches
-        self._former_depth = before, depth.max_nbytes
-        depth.batches, depth.max_nbytes = 1, None
-        return f"prefetches 1 batch instead of {before}"
+        return f"prefetches 1 batch instead of {before}" if depth.shorten(HEALTH) else ""
 
     def _reduce_plan(self, reason: str) -> str:
         if self._controller is None:
@@ -335,13 +354,18 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
     tokens = _tokens(session)
     trained = sum(p.nbytes for p in state.parameters.values())
     cached = run.cache_config.vae_cache_type != "disk"
+    shares, pipeline = dataset_shares(session), session.pipeline
+    held_out = [draw.sample for draws in pipeline.held_out_draws for draw in draws]
+    draws_by_size, batch_size = pipeline.order.draws_by_size(), run.train.batch_size
+    batches = sum(-(-draws // batch_size) for draws in draws_by_size.values())
     return RunFacts(
         total_steps=run.train.max_train_steps,
         start_step=start_step,
         warmup_steps=run.optimizer.warmup_steps,
         lr=run.optimizer.lr,
         is_adapter=run.adapter is not None,
-        dataset_shares=dataset_shares(session),
+        is_pretrained=state.family.name != "tiny" or run.model.path is not None,
+        dataset_shares=shares,
         expected_timesteps={} if expected is None else timestep_shares(expected, tokens),
         expected_shift="" if expected is None else str(expected.timestep_shift),
         timestep_shift=str(run.train.timestep_shift),
@@ -350,6 +374,21 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
         # Weights, two moments of the optimizer, an average, and the exported adapter.
         checkpoint_nbytes=trained * (3 + (run.train.ema_decay > 0) + (run.adapter is not None)),
         page_bytes=os.sysconf("SC_PAGE_SIZE"),
+        datasets=[
+            dataset_facts(
+                section.id,
+                [one for one in pipeline.train_samples if one.dataset == section.id],
+                shares[section.id],
+                section.caption_dropout,
+                section.caption_strategy == "instanceprompt",
+                [(c.key, c.reason) for c in pipeline.corruptions if c.dataset == section.id],
+            )
+            for section in run.datasets
+        ],
+        held_out_copies=held_out_copies(pipeline.train_samples, held_out),
+        batch_size=batch_size,
+        batch_fill=sum(draws_by_size.values()) / max(1, batches * batch_size),
+        max_grad_norm=run.train.max_grad_norm,
     )
 
 

@@ -31,6 +31,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DatasetFacts:
+    """Facts about the files and captions of one dataset."""
+
+    id: str
+    samples: int
+    share: float = 1.0
+    """Share of the dataset in all draws."""
+    empty_captions: int = 0
+    same_caption: str = ""
+    """The caption of all samples, if they have one and the same from files of their own."""
+    caption_dropout: float = 0.0
+    copies: int = 0
+    """Number of files with the same bytes as an earlier one of the dataset."""
+    copied: tuple[str, str] = ("", "")
+    """An example of a file and its copy."""
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Files that cannot be read, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """Facts about a run that the checks need; they do not change."""
 
@@ -40,6 +60,8 @@ class RunFacts:
     lr: float | None = None
     """The setting `optimizer.lr`; None if the optimizer chooses it."""
     is_adapter: bool = True
+    is_pretrained: bool = True
+    """False if training starts from random weights, whose samples are noise."""
     dataset_shares: Mapping[str, float] = field(default_factory=dict)
     """Share of each dataset in all draws."""
     expected_timesteps: Mapping[str, float] = field(default_factory=dict)
@@ -53,6 +75,14 @@ class RunFacts:
     checkpoint_nbytes: int = 0
     """Expected size of a checkpoint in bytes."""
     page_bytes: int = 4096
+    datasets: Sequence[DatasetFacts] = ()
+    held_out_copies: int = 0
+    """Number of held-out samples that are also among the training samples."""
+    batch_size: int = 1
+    batch_fill: float = 1.0
+    """Mean number of samples in a batch, as a share of `batch_size`."""
+    max_grad_norm: float = 0.0
+    """Norm that gradients are clipped to; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +91,7 @@ class SampleProblem:
 
     file: str
     problem: str
-    """`black`, `white`, `flat`, `silent` or `not finite`."""
+    """`black`, `white`, `flat`, `noise`, `silent` or `not finite`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +101,11 @@ class SamplesSeen:
     step: int
     count: int
     problems: tuple[SampleProblem, ...] = ()
+    prompts: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
+    """A digest of each sample's values, in the order of `prompts`."""
+    failed: str = ""
+    """Why no samples could be generated; empty if they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +223,21 @@ class SmoothedLoss:
 
 
 class LearningRateHigh:
-    """A loss that grows, or weights that move far without a lower loss."""
+    """A loss that grows, or weights that move far without a lower loss.
+
+    A model that predicts nothing has a loss of about 2 (1 for the noise, 1 for the latents), so a
+    loss that stays above `EXPLODED` is worse than that, also in the first steps.
+    """
 
     name = "learning_rate_high"
     GROWTH, FAR, TOO_FAR = 1.5, 0.5, 2.0
+    EXPLODED, EXPLODED_GROWTH, EXPLODED_STEPS = 4.0, 3.0, 3
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
         self._loss = SmoothedLoss()
+        self._recent: deque[float] = deque(maxlen=self.EXPLODED_STEPS)
+        self._first: tuple[int, float] | None = None
         self._moved = 0.0
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
@@ -203,13 +245,18 @@ class LearningRateHigh:
         loss = self._loss
         for done in measured.steps:
             loss.add(done.step, done.loss)
+            self._recent.append(done.loss)
+            self._first = self._first or (done.step, done.loss)
         if measured.moved is not None and measured.moved.blocks:
             self._moved = statistics.median(measured.moved.blocks.values())
+        lr = "" if self._facts.lr is None else f" optimizer.lr is {self._facts.lr:g}."
+        advice = f"Lower optimizer.lr, for example to a tenth, and start over.{lr}"
+        exploded = self._exploded(advice)
+        if exploded is not None:
+            return exploded
         if not measured.steps or loss.count < 2 * loss.WARMUP:
             return UNKNOWN
         growth = loss.value / max(loss.best, 1e-30)
-        lr = "" if self._facts.lr is None else f" optimizer.lr is {self._facts.lr:g}."
-        advice = f"Lower optimizer.lr, for example to a tenth, and start over.{lr}"
         values = {"loss": loss.value, "best": loss.best, "moved": self._moved}
         if growth > self.GROWTH:
             return Finding(
@@ -230,12 +277,31 @@ class LearningRateHigh:
             )
         return FINE
 
+    def _exploded(self, advice: str) -> Finding | None:
+        """Compare the last losses with the first one, which the first update has not changed."""
+        if self._first is None or len(self._recent) < self.EXPLODED_STEPS:
+            return None
+        step, first = self._first
+        least = min(self._recent)
+        if least < max(self.EXPLODED, self.EXPLODED_GROWTH * first):
+            return None
+        return Finding(
+            f"the training loss has grown from {first:.4g} (step {step}) to "
+            f"{self._recent[-1]:.4g}, which is worse than predicting nothing: the learning rate is "
+            "too high",
+            advice,
+            values={"loss": self._recent[-1], "first": first, "moved": self._moved},
+        )
+
 
 class WeightsStill:
     """Trained weights that do not move, in all blocks or in some."""
 
     name = "weights_still"
     MIN_STEPS, ADAPTER, FULL = 20, 1e-5, 1e-7
+    HARDLY, MIN_TOTAL = 1e-3, 200
+    """An adapter that will have changed its weights by less than this at the end of a run of so
+    many steps or more has learned next to nothing."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
@@ -259,6 +325,17 @@ class WeightsStill:
                 f"Raise optimizer.lr{lr}: 1e-4 is usual for a LoRA with AdamW. Check "
                 "adapter.alpha, which scales the adapter, and optimizer.warmup_steps.",
                 values={"farthest": farthest},
+            )
+        total = self._facts.total_steps
+        at_end = farthest * total / moved.step
+        if moved.measure == "adapter" and total >= self.MIN_TOTAL and at_end < self.HARDLY:
+            return Finding(
+                f"the adapter hardly moves: after {moved.step} steps, the largest change of a "
+                f"block is {farthest:.1e} of its weights, and at this pace {at_end:.1e} after all "
+                f"{total}; the learning rate is too low",
+                f"Raise optimizer.lr{lr}: 1e-4 is usual for a LoRA with AdamW. Check "
+                "adapter.alpha, which scales the adapter.",
+                values={"farthest": farthest, "at_end": at_end},
             )
         still = [name for name, distance in moved.blocks.items() if distance == 0]
         if still and len(still) < len(moved.blocks):
@@ -488,16 +565,30 @@ class TimestepShift:
 
 
 class SamplesEmpty:
-    """Validation samples that show nothing: black, of one colour, silent or not finite."""
+    """Validation samples that show nothing: black, of one colour, noise, silent or not finite."""
 
     name = "samples_empty"
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._is_pretrained = facts.is_pretrained
+        self._shown_step: int | None = None
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Count the samples of the latest validation that show nothing."""
         seen = measured.samples
+        if seen is not None and seen.failed:
+            return Finding(
+                f"no samples of step {seen.step} could be generated: {seen.failed}",
+                "Lower validation.width, height or frames, or plan.device_memory. Training goes "
+                "on without samples.",
+            )
         if seen is None or not seen.count:
             return UNKNOWN
+        noisy = [one for one in seen.problems if one.problem == "noise"]
+        if 2 * len(noisy) >= seen.count:
+            return self._noise(seen, len(noisy))
         if 2 * len(seen.problems) < seen.count:
+            self._shown_step = seen.step
             return FINE
         kinds = Counter(one.problem for one in seen.problems)
         (kind, _), *_others = kinds.most_common()
@@ -514,6 +605,25 @@ class SamplesEmpty:
             "If the samples of step 0 are empty too, the VAE in model.path is broken; otherwise "
             "lower optimizer.lr, and validation.guidance if it is above 10.",
             values={"empty": len(seen.problems)},
+        )
+
+    def _noise(self, seen: SamplesSeen, count: int) -> Finding | NoFinding:
+        """Judge samples of noise, which a model that is trained from the start begins with."""
+        text = f"{count} of {seen.count} samples of step {seen.step} are noise"
+        if self._shown_step is not None:
+            return Finding(
+                f"{text}, and those of step {self._shown_step} were not: training has destroyed "
+                "the model",
+                f"Use a checkpoint of step {self._shown_step} or earlier, and lower optimizer.lr.",
+                values={"noise": count},
+            )
+        if not self._is_pretrained:
+            return UNKNOWN
+        return Finding(
+            f"{text}: the model, its VAE or the scale of its latents is wrong",
+            "Samples from the base model must look right: gracetune sample --prompt. Check the "
+            "files in model.path, the VAE's scaling_factor, and validation.sample_steps.",
+            values={"noise": count},
         )
 
 

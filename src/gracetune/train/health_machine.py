@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from gracetune.train.health_checks import FINE, UNKNOWN, Finding
@@ -255,11 +255,12 @@ class HostMemory:
     """Host memory, or the memory of the process's control group, that is about to run out."""
 
     name = "host_memory"
-    NOTICE, DEGRADE, STOP = 0.10, 0.05, 0.02
+    NOTICE, DEGRADE, STOP, SWAP = 0.10, 0.05, 0.02, 5e6
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
         self._streak = 0
+        self._swaps = 0
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Compare the available memory with the total, of the host and of the group."""
@@ -267,6 +268,8 @@ class HostMemory:
         if not host.get("memory_total"):
             return UNKNOWN
         share = host["memory_available"] / host["memory_total"]
+        swapped = host.get("swapped_in_per_s", 0.0)
+        self._swaps = self._swaps + 1 if swapped > self.SWAP else 0
         left, of, where = host["memory_available"], host["memory_total"], "host memory"
         limit = host.get("cgroup_limit", 0.0)
         if limit and host.get("cgroup_used") is not None and limit <= host["memory_total"]:
@@ -275,7 +278,7 @@ class HostMemory:
                 share, left, of, where = free / limit, free, limit, "the memory of the cgroup"
         if share >= self.NOTICE:
             self._streak = 0
-            return FINE
+            return FINE if self._swaps < 2 else self._swapping(swapped)
         self._streak += 1
         level: HealthLevel = "notice"
         if share < self.STOP and self._streak > 2:
@@ -288,6 +291,14 @@ class HostMemory:
             self._advice(),
             level,
             {"available": left, "total": of},
+        )
+
+    def _swapping(self, rate: float) -> Finding:
+        return Finding(
+            f"the machine swaps: {rate / 1e6:.0f} MB/s are read back from its swap space, because "
+            "host memory does not suffice for all processes",
+            self._advice(),
+            values={"swapped_in_per_s": rate},
         )
 
     def _advice(self) -> str:
@@ -324,6 +335,43 @@ class DeviceMemory:
             "degraded" if self._streak > 1 else "notice",
             {"retries": new},
         )
+
+
+class DeviceShared:
+    """Another process that computes on one of the run's GPUs."""
+
+    name = "device_shared"
+    MEMORY = 512 * 2**20
+
+    def __init__(self) -> None:
+        self._streak = 0
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Look for other processes that the driver lists for a GPU."""
+        seen = () if measured.sensors is None else measured.sensors.gpus
+        gpus = [gpu for gpu in seen if "other_processes" in gpu]
+        if not gpus:
+            return UNKNOWN
+        ranks = Counter(gpu.get("index") for gpu in gpus)  # two ranks may have one GPU
+        shared = next((g for g in gpus if self._is_shared(g, ranks[g.get("index")] - 1)), None)
+        self._streak = self._streak + 1 if shared is not None else 0
+        if shared is None or self._streak < 2:
+            return FINE
+        count, memory = int(_number(shared["other_processes"])), shared.get("other_memory")
+        who = "another process computes" if count == 1 else f"{count} other processes compute"
+        takes = f", with {format_bytes(int(_number(memory)))} of its memory" if memory else ""
+        return Finding(
+            f"{who} on GPU {shared.get('index', 0)}{takes}: steps are slower, and memory may run "
+            "out",
+            "End it (nvidia-smi lists it), or choose another GPU with CUDA_VISIBLE_DEVICES.",
+            values={"processes": count, "memory": _number(memory)},
+        )
+
+    def _is_shared(self, gpu: Mapping[str, object], own: int) -> bool:
+        # A process with little memory, such as a monitor, does not compute.
+        memory = gpu.get("other_memory")
+        is_small = memory is not None and _number(memory) < self.MEMORY
+        return _number(gpu["other_processes"]) > own and not is_small
 
 
 def _number(value: object) -> float:

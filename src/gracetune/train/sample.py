@@ -28,6 +28,7 @@ from gracetune.memory.platform import Link, open_machine
 from gracetune.models.attention_backends import set_attention_backend
 from gracetune.models.diffusers_family import DiffusersFamily
 from gracetune.models.family import load_family, transformers_of
+from gracetune.offload.copy_engine import open_copy_engine
 from gracetune.optim.build import build_optimizer
 from gracetune.optim.registry import optimizer_info
 from gracetune.optim.schedule import AveragingOptimizer, averaged_weights
@@ -339,7 +340,9 @@ class Sampler:
             is_streamed = _spread(count, per_transformer)
             blocks = [BlockPlan("streamed" if s else "resident", "keep") for s in is_streamed]
             layout = PlanLayout(blocks, compiled=False, slots=STREAM_SLOTS)
-            applied = apply_layout(layout, family, self._link, self.device, self.emit)
+            applied = apply_layout(
+                layout, family, open_copy_engine(self.device, self._link), self.emit
+            )
             undo.callback(applied.close)
         if not self._is_prepared:
             is_planned = not self._unplanned

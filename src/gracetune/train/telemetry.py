@@ -47,7 +47,7 @@ from gracetune.train.health import (
     health_event,
     run_facts,
 )
-from gracetune.train.health_checks import Measurements
+from gracetune.train.health_checks import LearningRateHigh, Measurements
 from gracetune.train.step_recorder import TIMESTEP_RANGES, StepRecorder, merge_records
 
 if TYPE_CHECKING:
@@ -189,21 +189,31 @@ class Telemetry:
         files = self._recorder.files_since(-(-micro_batches // self._ranks.world_size))
         return BatchSkipped(step, loss, grad_norm, files, len(skips.up_to(step)))
 
-    def diverged(self, step: int, loss: float, grad_norm: float, advice: str) -> None:
-        """Log that the loss or the gradient is not finite, which ends the run."""
+    def diverged(
+        self, step: int, loss: float, grad_norm: float, advice: str, losses: tuple[float, float]
+    ) -> None:
+        """Log that the loss or the gradient is not finite, which ends the run.
+
+        `losses` are the first loss of this process and the last that was finite.
+        """
         cause = (
             f"training diverged: the loss is {loss} and the gradient norm {grad_norm} at step "
-            f"{step}; {self._why_diverged()}"
+            f"{step}; {self._why_diverged(losses)}"
         )
         action = "the run ends; checkpoints saved before are kept"
         values = {"loss": loss, "grad_norm": grad_norm}
         self._emit(HealthChanged(step, "not_finite", "stopping", cause, action, advice, values))
 
-    def _why_diverged(self) -> str:
+    def _why_diverged(self, losses: tuple[float, float]) -> str:
         """Say what is known about the cause of a loss that is not finite."""
         if self._moved > FAR:  # as last measured: by now, the weights may not be finite either
             moved = f"by {self._moved:.0%} (median)"
             return f"the weights of its blocks have moved {moved}: the learning rate is too high"
+        first, last = losses
+        if last > max(LearningRateHigh.EXPLODED, LearningRateHigh.EXPLODED_GROWTH * first):
+            return (
+                f"the loss had grown from {first:.4g} to {last:.4g}: the learning rate is too high"
+            )
         return "the learning rate is too high, or a sample of this step is bad"
 
     def _measure(self, step: int, memory: MemoryUsed) -> Measurements:

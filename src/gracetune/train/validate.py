@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
@@ -130,7 +131,10 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
     problems = tuple(
         SampleProblem(str(one["file"]), str(one["problem"])) for one in records if one["problem"]
     )
-    return ValidationResult(event, by_timestep, SamplesSeen(step, len(records), problems))
+    digests = tuple(str(one["digest"]) for one in records)
+    prompts = tuple(str(one["prompt"]) for one in records)
+    seen = SamplesSeen(step, len(records), problems, prompts, digests)
+    return ValidationResult(event, by_timestep, seen)
 
 
 def _write_samples(
@@ -190,9 +194,10 @@ def _merge_records(
 
 
 MEDIA_SUFFIXES = {"image": "png", "video": "mp4", "audio": "wav"}
-FLAT_STD, DARK, BRIGHT, SILENT = 0.01, -0.95, 0.95, 1e-3
+FLAT_STD, DARK, BRIGHT, SILENT, NOISE = 0.01, -0.95, 0.95, 1e-3, 0.15
 """A sample is flat if its values vary by less than this; then it is black or white if its mean is
-beyond these, in [-1, 1]. Audio below the last number is silent."""
+beyond these, in [-1, 1]. Audio below the fourth number is silent, and an image whose neighbouring
+pixels correlate less than the last is noise."""
 
 
 def _sample_record(
@@ -220,20 +225,29 @@ def _sample_record(
         record |= {"width": sample.data.shape[-1], "height": sample.data.shape[-2]}
     if sample.kind == "video":
         record |= {"frames": sample.data.shape[1], "fps": sample.rate}
-    return record | {"problem": sample_problem(sample)}
+    # A digest of all values: rounded to 8 bits, small changes of a sample would not show.
+    digest = xxhash.xxh3_64_hexdigest(sample.data.float().numpy().tobytes())
+    return record | {"problem": sample_problem(sample), "digest": digest}
 
 
 def sample_problem(sample: GeneratedSample) -> str:
-    """Return why a sample shows nothing (`black`, `flat`, `silent`, ...); empty if it does."""
+    """Return why a sample shows nothing (`black`, `noise`, `silent`, ...); empty if it does."""
     data = sample.data.float()
     if not bool(torch.isfinite(data).all()):
         return "black, because values are not finite"
     if sample.kind == "audio":
         return "silent" if float(data.abs().max()) < SILENT else ""
     if float(data.clamp(-1, 1).flatten(1).std(1).max()) >= FLAT_STD:
-        return ""
+        return "noise" if _neighbour_correlation(data) < NOISE else ""
     mean = float(data.mean())
     return "black" if mean < DARK else "white" if mean > BRIGHT else "flat"
+
+
+def _neighbour_correlation(data: Tensor) -> float:
+    """Return the correlation of neighbouring pixels: above 0.8 for images, about 0 for noise."""
+    centred = data - data.mean((-2, -1), keepdim=True)
+    power = float(centred.square().mean())
+    return float((centred[..., 1:] * centred[..., :-1]).mean()) / max(power, 1e-12)
 
 
 def _read_image(path: Path) -> Image.Image:

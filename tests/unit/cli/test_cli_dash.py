@@ -1,16 +1,20 @@
 """`gracetune dash` starts a server, prints its address, and explains what it cannot do."""
 
+import argparse
 import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fakes.synthetic_run import write_run
 
 from gracetune.cli import dash
 from gracetune.cli.main import main
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def error_of(capsys, *words):
@@ -65,3 +69,13 @@ def test_an_address_that_others_reach_is_a_warning(tmp_path):
     text = dash._greeting("192.0.2.7", 8420, "token", [tmp_path])
     assert "not encrypted" in text
     assert "not encrypted" not in dash._greeting("127.0.0.1", 8420, "token", [tmp_path])
+
+
+@pytest.mark.slow
+def test_a_run_file_is_planned_as_the_command_plan_does():
+    parser = argparse.ArgumentParser()
+    dash.add_arguments(parser)
+    args = parser.parse_args([str(EXAMPLES / "demo.json"), "--machine", "gh200-96"])
+    planned = dash.plan_run(args.paths[0], 0, args)
+    assert (planned.id, planned.name) == ("p0", "demo")
+    assert planned.plan["machine"]

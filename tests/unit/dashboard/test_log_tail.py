@@ -123,3 +123,13 @@ def test_numbers_that_are_not_json_are_damage(log):
     log.write_text('{"event": "step_done", "time": NaN}\n' + line(1))
     chunk = LogTail(log).read()
     assert (steps(chunk), chunk.damaged) == ([1], 1)
+
+
+def test_half_surrogates_and_huge_numbers_are_read(log):
+    """File names that are not UTF-8 have half surrogates, and orjson refuses both."""
+    first = '{"event": "notice", "time": 1, "text": "\\udc80.png"}\n'
+    second = '{"event": "step_done", "time": 2, "step": 1, "loss": ' + "1" * 400 + "}\n"
+    log.write_text(first + second)
+    named, numbered = LogTail(log).read().records
+    assert named["text"] == "\udc80.png"
+    assert numbered["loss"] == float("inf")

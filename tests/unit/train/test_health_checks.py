@@ -92,7 +92,7 @@ def test_every_check_says_that_nothing_is_known_without_measurements():
     empty = Measurements(1)
     checks = [
         *(GradientSpikes(), LearningRateHigh(FACTS), WeightsStill(FACTS), DatasetDead(FACTS)),
-        *(PartUntrained(), Overfitting(), TimestepShift(FACTS), SamplesEmpty(), SlowDown(1.5)),
+        *(PartUntrained(), Overfitting(), TimestepShift(FACTS), SamplesEmpty(FACTS), SlowDown(1.5)),
         *(DataWaits(FACTS, 0.2), WeightWaits(0.2), Throttling(), DiskSpace(FACTS, 1)),
         *(PageCache(FACTS), HostMemory(FACTS), DeviceMemory()),
     ]
@@ -256,11 +256,11 @@ def test_expected_timesteps_are_fine_and_few_draws_tell_nothing():
 
 def test_samples_that_show_nothing_are_found():
     problems = tuple(SampleProblem(f"{number:03d}.png", "black") for number in range(3))
-    found = problem(SamplesEmpty(), Measurements(40, samples=SamplesSeen(40, 4, problems)))
+    found = problem(SamplesEmpty(FACTS), Measurements(40, samples=SamplesSeen(40, 4, problems)))
     assert "3 of 4 samples of step 40 are black" in found.cause
-    found = problem(SamplesEmpty(), Measurements(0, samples=SamplesSeen(0, 4, problems)))
+    found = problem(SamplesEmpty(FACTS), Measurements(0, samples=SamplesSeen(0, 4, problems)))
     assert "the VAE's output is broken" in found.cause
-    assert SamplesEmpty().look(Measurements(1, samples=SamplesSeen(1, 8, problems))) is FINE
+    assert SamplesEmpty(FACTS).look(Measurements(1, samples=SamplesSeen(1, 8, problems))) is FINE
 
 
 @pytest.mark.parametrize("in_memory", [True, False])

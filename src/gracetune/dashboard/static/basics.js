@@ -68,7 +68,9 @@ export function formatSeconds(value) {
 }
 
 export function formatPercent(value) {
-  return isNumber(value) ? `${trim((value * 100).toFixed(1))} %` : "–";
+  if (!isNumber(value)) return "–";
+  const percent = value * 100;
+  return `${Math.abs(percent) < 1 ? Number(percent.toPrecision(2)) : trim(percent.toFixed(1))} %`;
 }
 
 export const withUnit = (unit, digits = 0) => (value) => (isNumber(value) ? `${value.toFixed(digits)} ${unit}` : "–");

@@ -40,7 +40,7 @@ class Page {
     for (const chart of CHARTS) this.addChart(chart);
     for (const map of HEAT_MAPS) this.addHeatMap(map);
     this.addTexts("plan-measured", "memory", "Plan against measured", planAgainstMeasured);
-    this.addTexts("machine-facts", "machine", "Machine and versions", machineFacts);
+    this.addTexts("machine-facts", "machine", "Machine and versions", machineFacts, true);
     this.addTexts("data-report", "data", "Data", dataReport, true);
     this.addSettings();
     this.addLog();

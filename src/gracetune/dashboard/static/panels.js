@@ -316,6 +316,9 @@ export function logEntries(run) {
   for (const event of kinds.ramp_changed ?? []) add(event, "info", `${event.accumulation} micro-batches per step from step ${event.step} on.`);
   for (const event of kinds.request_taken ?? []) add(event, event.accepted ? "info" : "warning", `Request to ${event.request} ${event.accepted ? "taken" : "refused"} at step ${event.step}. ${event.reason ?? ""}`.trim());
   for (const event of kinds.batch_skipped ?? []) add(event, "warning", `Step ${event.step} was skipped: loss ${event.loss}, gradient norm ${event.grad_norm}. ${(event.samples ?? []).join(", ")}`);
+  for (const event of kinds.stage_changed ?? []) add(event, event.stage > 1 ? "warning" : "info", `Memory stage ${event.stage} after step ${event.step}: ${formatBytes(event.device_free)} of ${formatBytes(event.device_total)} free.`);
+  for (const event of kinds.memory_reclaimed ?? []) add(event, "info", `Memory (${event.kind}) after step ${event.step}: ${formatBytes(event.nbytes)}. ${event.reason}`);
+  for (const event of kinds.managed_overflow ?? []) add(event, "warning", `${event.role}: ${formatBytes(event.nbytes)} moved to managed memory (${event.placement}). ${event.reason}`);
   for (const event of kinds.health ?? []) add(event, event.level === "ok" ? "info" : "warning", `${event.check}: ${[event.cause, event.action, event.advice].filter(Boolean).join(" ")}`);
   for (const event of kinds.run_ended ?? []) add(event, event.status === "failed" ? "warning" : "info", `The run ended at step ${event.step}: ${event.status}. ${event.message ?? ""}`.trim());
   return found.sort((a, b) => b.time - a.time);

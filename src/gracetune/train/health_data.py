@@ -1,0 +1,335 @@
+"""Health checks of a run's data and settings, and of the samples that it generates.
+
+`health_checks.py` explains what a check is, and has those of training. Facts about the data are
+known before the first step, so that these checks speak up within seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from gracetune.train.health_checks import FINE, UNKNOWN, DatasetFacts, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gracetune.data.sample import Sample
+    from gracetune.train.health_checks import Measurements, NoFinding, RunFacts, SamplesSeen
+
+
+def dataset_facts(
+    name: str,
+    samples: Sequence[Sample],
+    share: float = 1.0,
+    caption_dropout: float = 0.0,
+    is_one_prompt: bool = False,
+    unreadable: Iterable[tuple[str, str]] = (),
+) -> DatasetFacts:
+    """Collect the facts of one dataset; `is_one_prompt` if one caption for all is the setting."""
+    first: dict[str, str] = {}
+    copies, copied = 0, ("", "")
+    for key, digest in {sample.key: sample.digest for sample in samples}.items():
+        if digest in first:
+            copies += 1
+            copied = copied if copied[0] else (first[digest], key)
+        first.setdefault(digest, key)
+    captions = {sample.caption.strip() for sample in samples}
+    is_same = len(captions) == 1 and len(samples) > 1 and not is_one_prompt
+    return DatasetFacts(
+        id=name,
+        samples=len(samples),
+        share=share,
+        empty_captions=sum(not sample.caption.strip() for sample in samples),
+        same_caption=next(iter(captions)) if is_same else "",
+        caption_dropout=caption_dropout,
+        copies=copies,
+        copied=copied,
+        unreadable=tuple(unreadable),
+    )
+
+
+# Data
+
+
+class CaptionsUseless:
+    """Captions from which a model cannot learn what is in an image."""
+
+    name = "captions"
+    EMPTY, DROPPED, MIN_SAMPLES = 0.5, 0.5, 8
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._datasets = facts.datasets
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Look for datasets whose captions are empty, dropped or all the same."""
+        if not measured.steps:
+            return UNKNOWN
+        found = (self._problem(one) for one in self._datasets if one.samples)
+        return next(filter(None, found), FINE)
+
+    def _problem(self, one: DatasetFacts) -> Finding | None:
+        if one.empty_captions > self.EMPTY * one.samples:
+            return Finding(
+                f"{one.empty_captions} of {one.samples} captions of dataset {one.id!r} are empty, "
+                "so the model does not learn which words stand for these samples",
+                "Check that the caption files are next to the samples, and datasets[]."
+                "caption_strategy and caption_extension; `gracetune data check` shows captions.",
+                values={"empty": one.empty_captions},
+            )
+        if one.caption_dropout > self.DROPPED:
+            return Finding(
+                f"datasets[].caption_dropout of {one.id!r} is {one.caption_dropout:g}: "
+                f"{one.caption_dropout:.0%} of its samples are trained without a caption, so "
+                "prompts hardly learn anything",
+                "Lower caption_dropout; 0.05 to 0.1 is usual.",
+                values={"caption_dropout": one.caption_dropout},
+            )
+        if one.same_caption and one.samples >= self.MIN_SAMPLES:
+            text = one.same_caption if len(one.same_caption) < 60 else f"{one.same_caption[:57]}..."
+            return Finding(
+                f"all {one.samples} captions of dataset {one.id!r} are the same: {text!r}",
+                "Check the caption files. If one caption is meant for all, set datasets[]."
+                "caption_strategy: instanceprompt and instance_prompt.",
+                values={"samples": one.samples},
+            )
+        return None
+
+
+class FewSamples:
+    """Samples that the run repeats so often that it learns them by heart."""
+
+    name = "few_samples"
+    REPEATS = 1000
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Estimate how often the whole run trains on each sample."""
+        if not measured.steps:
+            return UNKNOWN
+        per_step = statistics.mean(done.samples for done in measured.steps)
+        draws = per_step * self._facts.total_steps
+        for one in self._facts.datasets:
+            repeats = draws * one.share / max(1, one.samples)
+            if one.samples and repeats > self.REPEATS:
+                return Finding(
+                    f"the run trains {repeats:,.0f} times on each of the {one.samples} samples of "
+                    f"dataset {one.id!r}: the model will learn them by heart",
+                    "Lower train.max_train_steps or add samples. validation.holdout: 0.1 measures "
+                    "when the model begins to overfit.",
+                    values={"repeats": repeats, "samples": one.samples},
+                )
+        return FINE
+
+
+class CopiesInData:
+    """Files that are copies of others, in one dataset or among the held-out samples."""
+
+    name = "duplicates"
+    SHARE = 0.05
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare the digests of files."""
+        if not measured.steps:
+            return UNKNOWN
+        leaked = self._facts.held_out_copies
+        if leaked:
+            return Finding(
+                f"{leaked} held-out samples have copies among the training samples, so the "
+                "held-out loss does not show overfitting",
+                "Remove the copies from the data; `gracetune data check` lists them.",
+                values={"held_out": leaked},
+            )
+        for one in self._facts.datasets:
+            if one.copies > self.SHARE * one.samples:
+                return Finding(
+                    f"{one.copies} of {one.samples} files of dataset {one.id!r} are copies of "
+                    f"others, such as {one.copied[1]} of {one.copied[0]}: these samples count more",
+                    "Remove the copies, or use datasets[].repeats, which is the same for all.",
+                    values={"copies": one.copies},
+                )
+        return FINE
+
+
+class UnreadableFiles:
+    """Files that are left out because they cannot be read."""
+
+    name = "unreadable_files"
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._datasets = facts.datasets
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Name the first unreadable file."""
+        if not measured.steps:
+            return UNKNOWN
+        for one in self._datasets:
+            if one.unreadable:
+                file, reason = one.unreadable[0]
+                count = len(one.unreadable)
+                one_of = "1 file" if count == 1 else f"{count} files"
+                are, more = ("is", "") if count == 1 else ("are", ", such as this one")
+                return Finding(
+                    f"{one_of} of dataset {one.id!r} cannot be read and {are} left out{more}: "
+                    f"{file} ({reason})",
+                    "Replace or delete them; the run's folder lists all in corruption.json.",
+                    values={"files": count},
+                )
+        return FINE
+
+
+class SmallBatches:
+    """Batches that are far from full, because buckets have fewer samples than a batch."""
+
+    name = "small_batches"
+    FULL = 0.5
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._batch_size, self._fill = facts.batch_size, facts.batch_fill
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare the mean size of batches with the setting."""
+        if not measured.steps:
+            return UNKNOWN
+        if self._fill >= self.FULL:
+            return FINE
+        return Finding(
+            f"train.batch_size is {self._batch_size}, but batches have "
+            f"{self._fill * self._batch_size:.1f} samples on average, because most buckets have "
+            "fewer",
+            "Add samples, use fewer buckets (a smaller datasets[].max_aspect, one resolution), or "
+            "lower train.batch_size and train with more steps.",
+            values={"fill": self._fill},
+        )
+
+
+class LatentsScale:
+    """Latents that are far from the scale that the model was trained on."""
+
+    name = "latents_scale"
+    LARGE = 3.0
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare the standard deviation of latents with 1, the one that models expect."""
+        if not measured.latent_spread:
+            return UNKNOWN
+        name, spread = max(measured.latent_spread.items(), key=lambda one: one[1])
+        if spread < self.LARGE:
+            return FINE
+        return Finding(
+            f"the latents of dataset {name!r} vary by {spread:.2g}, where models expect about 1: "
+            "their scale is wrong",
+            "Check the VAE in model.path: another model's VAE, or a wrong scaling_factor or "
+            "latents_std in its config.json. Delete the cache after a change.",
+            values={"spread": spread},
+        )
+
+
+# Settings
+
+
+class WarmupLong:
+    """A learning rate that warms up during the whole run."""
+
+    name = "warmup"
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare the warm-up with the length of the run."""
+        if not measured.steps:
+            return UNKNOWN
+        warmup, total = self._facts.warmup_steps, self._facts.total_steps
+        if warmup < total:
+            return FINE
+        return Finding(
+            f"the learning rate warms up for {warmup} steps, but the run has {total}: it reaches "
+            f"{total / warmup:.0%} of optimizer.lr at most",
+            "Set optimizer.warmup_steps to a twentieth of train.max_train_steps, or to 0.",
+            values={"warmup_steps": warmup, "total_steps": total},
+        )
+
+
+class GradientsClipped:
+    """Gradients that are clipped in every step, far below their own norm."""
+
+    name = "clipping"
+    FACTOR, RECENT, MIN_STEPS, SHARE = 20.0, 100, 40, 0.95
+
+    def __init__(self, facts: RunFacts) -> None:
+        self._limit = facts.max_grad_norm
+        self._norms: deque[float] = deque(maxlen=self.RECENT)
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare gradient norms with the norm that they are scaled down to."""
+        self._norms.extend(done.grad_norm for done in measured.steps)
+        if not measured.steps or not self._limit or len(self._norms) < self.MIN_STEPS:
+            return UNKNOWN
+        clipped = sum(norm > self.FACTOR * self._limit for norm in self._norms)
+        if clipped < self.SHARE * len(self._norms):
+            return FINE
+        median = statistics.median(self._norms)
+        return Finding(
+            f"every step clips its gradients: their norm is {median:.3g} (median), and "
+            f"train.max_grad_norm is {self._limit:g}, so all steps are equally long, whatever the "
+            "loss",
+            f"Raise train.max_grad_norm to about {median:.1g}, or set it to 0. If the norm has "
+            "grown, lower optimizer.lr instead.",
+            values={"norm": median, "max_grad_norm": self._limit},
+        )
+
+
+# Generated samples
+
+
+class SamplesSame:
+    """Samples that do not depend on training, or not on their prompts."""
+
+    name = "samples_same"
+    MIN_STEPS = 20
+
+    def __init__(self) -> None:
+        self._earlier: dict[tuple[str, ...], SamplesSeen] = {}
+
+    def look(self, measured: Measurements) -> Finding | NoFinding:
+        """Compare samples with those of an earlier step, and with each other."""
+        seen = measured.samples
+        if seen is None or not seen.digests:
+            return UNKNOWN
+        if any(one.problem != "noise" for one in seen.problems):  # empty samples are all the same
+            return UNKNOWN
+        by_prompt = dict(zip(seen.prompts, seen.digests, strict=True))
+        if len(by_prompt) > 1 and len(set(by_prompt.values())) == 1:
+            return Finding(
+                f"the samples of all {len(by_prompt)} prompts of step {seen.step} are the same: "
+                "prompts have no effect",
+                "Check the text encoders in model.path, and validation.guidance, which must be "
+                "above 0.",
+                values={"prompts": len(by_prompt)},
+            )
+        first = self._earlier.setdefault(seen.prompts, seen)
+        if seen.step - first.step < self.MIN_STEPS:
+            return UNKNOWN
+        if first.digests != seen.digests:
+            self._earlier[seen.prompts] = seen
+            return FINE
+        return Finding(
+            f"the samples of step {seen.step} are exactly those of step {first.step}: training has "
+            "no effect on them",
+            "Samples use the averaged weights if train.ema_decay is set: check that, optimizer.lr, "
+            "and that the adapter is part of the model that is sampled.",
+            values={"since": first.step},
+        )
+
+
+def held_out_copies(trained: Iterable[Sample], held_out: Iterable[Sample]) -> int:
+    """Return how many held-out samples have the same bytes as a training sample."""
+    digests = Counter(sample.digest for sample in trained)
+    return sum(digest in digests for digest in {sample.digest for sample in held_out})
