@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return action
 
     inspecting = add_action("inspect", _inspect, "show family, format, ranks and norms of a file")
-    inspecting.add_argument("file", metavar="FILE", type=Path)
+    inspecting.add_argument("file", metavar="FILE", type=Path, help="adapter file")
     inspecting.add_argument(
         "--plot", metavar="PNG", type=Path, help="draw the norms of dW into an image"
     )
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output_arguments(converting)
 
     merging = add_action("merge", _merge, "merge adapters into a model, or several into one")
-    merging.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    merging.add_argument("files", metavar="FILE", nargs="+", type=Path, help="adapter files")
     merging.add_argument("--into", metavar="MODEL", type=Path, help="a transformer or a pipeline")
     merging.add_argument(
         "--strength",
@@ -103,9 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output_arguments(merging, required=True)
 
     extracting = add_action("extract", _extract, "extract a LoRA from the difference of two models")
-    extracting.add_argument("base", metavar="BASE", type=Path)
-    extracting.add_argument("tuned", metavar="TUNED", type=Path)
-    extracting.add_argument("--rank", type=int, required=True, metavar="R")
+    extracting.add_argument("base", metavar="BASE", type=Path, help="the model before training")
+    extracting.add_argument("tuned", metavar="TUNED", type=Path, help="the model after training")
+    extracting.add_argument("--rank", type=int, required=True, metavar="R", help="rank of the LoRA")
     extracting.add_argument(
         "--to", metavar="FORMAT", help="format to write (default: what most tools load)"
     )
@@ -115,7 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output_arguments(extracting, required=True)
 
     checking = add_action("check", _check, "load a file as diffusers and ComfyUI would")
-    checking.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    checking.add_argument(
+        "files", metavar="FILE", nargs="+", type=Path, help="adapter file, or those of both experts"
+    )
     checking.add_argument("--stage", choices=("high", "low"), help="expert that the file is for")
     checking.add_argument(
         "--for",
@@ -134,7 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    parser.add_argument("-o", "--out", metavar="FILE", type=Path, required=required)
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, required=required, help="file to write"
+    )
     parser.add_argument("--stage", choices=("high", "low"), help="expert that the file is for")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     parser.add_argument("--base-model", default="", help="name to write into the header")

@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_argument(
         "before", type=Path, metavar="BEFORE", help="a baseline's folder or file"
     )
-    comparison.add_argument("after", type=Path, metavar="AFTER")
+    comparison.add_argument(
+        "after", type=Path, metavar="AFTER", help="another baseline's folder or file"
+    )
     comparison.add_argument(
         "--tolerance", type=float, default=5.0, metavar="PERCENT", help="default: 5 (percent)"
     )

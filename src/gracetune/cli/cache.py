@@ -35,6 +35,7 @@ HELP = (
     "Manage caches of encoded samples and captions. Name a cache by its folder, or by a run file "
     "that uses it."
 )
+WHERE = "folder of the cache, or a run file that uses it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,26 +48,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return action
 
     build = add_action("build", _build, "encode the entries that the cache of a run lacks")
-    build.add_argument("run_file", metavar="RUN")
+    build.add_argument("run_file", metavar="RUN", help="run file that uses the cache")
     verify = add_action("verify", _verify, "compare every entry with its checksum")
-    verify.add_argument("where", metavar="CACHE|RUN", type=Path)
+    verify.add_argument("where", metavar="CACHE|RUN", type=Path, help=WHERE)
     verify.add_argument(
         "--repair",
         action="store_true",
         help="rebuild a damaged index, remove damaged entries; with a run file, encode them again",
     )
     collect = add_action("gc", _collect, "list entries that no named run needs, or delete them")
-    collect.add_argument("run_files", metavar="RUN", nargs="+")
+    collect.add_argument(
+        "run_files", metavar="RUN", nargs="+", help="run files whose entries are kept"
+    )
     collect.add_argument("--yes", action="store_true", help="delete them instead of listing them")
     inspect = add_action("inspect", _inspect, "show what an entry is and what its key depends on")
-    inspect.add_argument("where", metavar="CACHE|RUN", type=Path)
+    inspect.add_argument("where", metavar="CACHE|RUN", type=Path, help=WHERE)
     inspect.add_argument(
         "what", metavar="KEY|FILE", help="a key, the beginning of a key, or the file of a sample"
     )
     stats = add_action("stats", _stats, "show how many entries of each kind a cache holds")
-    stats.add_argument("where", metavar="CACHE|RUN", type=Path)
+    stats.add_argument("where", metavar="CACHE|RUN", type=Path, help=WHERE)
     bring = add_action("import", _import, "import cache files of ai-toolkit or SimpleTuner")
-    bring.add_argument("run_file", metavar="RUN")
+    bring.add_argument("run_file", metavar="RUN", help="run file that uses the cache")
     bring.add_argument(
         "folder", metavar="FOLDER", type=Path, help="folder of the other tool's cache"
     )

@@ -20,7 +20,7 @@ from gracetune.data.bulk_copy import SOURCE as COPIER_SOURCE
 from gracetune.data.bulk_copy import MissingBulkCopier, find_bulk_copier
 from gracetune.errors import ConfigError
 from gracetune.memory.machine_checks import (
-    Finding,
+    MachineFinding,
     build_report,
     check_copies,
     check_environment,
@@ -192,7 +192,7 @@ def find_torch() -> TorchInfo:
     return TorchInfo(torch.__version__, cuda, "torch counts no devices")
 
 
-def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[Finding]:
+def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[MachineFinding]:
     release = re.match(r"[\d.]*", python_platform.release())
     kernel = read_kernel(
         Path("/proc"), Path("/sys"), release[0] if release else "", python_platform.machine()
@@ -211,7 +211,7 @@ def _host_findings(torch: TorchInfo, machine: Machine) -> Iterator[Finding]:
 
 def check_libraries(
     shim_folder: Path = SHIM_SOURCE.parent, copier_folder: Path = COPIER_SOURCE.parent
-) -> Finding:
+) -> MachineFinding:
     """Check that the two compiled libraries of this package can be loaded."""
     problems = []
     try:
@@ -233,7 +233,7 @@ def check_libraries(
     return ok("libraries", "the memory shim and the bulk copier can be loaded")
 
 
-def _environment() -> Finding:
+def _environment() -> MachineFinding:
     variables = variables_in_use(process_environment())
     try:
         settings = environment_settings(process_environment())
@@ -244,7 +244,7 @@ def _environment() -> Finding:
 
 def _device_findings(
     torch: TorchInfo, machine: Machine, args: argparse.Namespace, tools: Tools
-) -> Iterator[Finding]:
+) -> Iterator[MachineFinding]:
     reason = _no_device_reason(torch, machine)
     if reason:
         for name in DEVICE_CHECKS:
@@ -258,7 +258,7 @@ def _device_findings(
             yield fail(name, f"only {free} bytes are free", "See `nvidia-smi` for what uses them.")
         return
     bench = tools.open_bench(machine.driver, machine.platform, nbytes)
-    checks: dict[str, Callable[[], Finding]] = {
+    checks: dict[str, Callable[[], MachineFinding]] = {
         "pinned copies": lambda: check_copies(bench, nbytes),
         "faults against prefetch": lambda: check_faults(bench, nbytes),
         "hint round trip": lambda: check_hints(bench, MIB),
@@ -302,7 +302,7 @@ def _try_pool(bench: DeviceBench) -> PoolTrial | PoolUnavailable:
     return pool if isinstance(pool, PoolUnavailable) else try_pool(pool, bench.driver, 16 * MIB)
 
 
-def _oversubscription(bench: DeviceBench, args: argparse.Namespace) -> Finding:
+def _oversubscription(bench: DeviceBench, args: argparse.Namespace) -> MachineFinding:
     if args.skip_allocation:
         return skip("oversubscription", "--skip-allocation was given")
     scale: float = args.oversubscription_scale

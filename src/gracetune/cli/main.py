@@ -43,6 +43,7 @@ VERBS = {
     "adapter": ("gracetune.cli.adapter", "inspect, convert, merge, extract and check adapters"),
     "schema": ("gracetune.cli.schema", "print the JSON Schema of run files"),
     "diagnose": ("gracetune.cli.diagnose", "check this machine and suggest fixes"),
+    "prove": ("gracetune.cli.prove", "check machine and run file; write a report to send back"),
     "env": ("gracetune.cli.env", "show environment variables and their effect"),
     "baseline": ("gracetune.cli.baseline", "measure a run file, and detect regressions"),
     "host": ("gracetune.cli.host", "use gracetune inside SimpleTuner or ai-toolkit"),

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from gracetune.plan.meta_models import MetaModel
     from gracetune.plan.planner_input import TrainedSize
     from gracetune.plan.report import ReportHeading
+    from gracetune.plan.result import FrozenCompute
     from gracetune.plan.search import PlanBudget, SearchResult
-    from gracetune.plan.strategies import Advice, Cluster, StrategyInputs
+    from gracetune.plan.strategies import Cluster, StrategyAdvice, StrategyInputs
 
 HELP = "predict memory and speed of a run, for this machine or a known one"
 
@@ -204,6 +205,7 @@ def prepare(
         quantize_blocks(model.shapes.find_blocks(model.model), kind)
     trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
+    budget = replace(budget, managed_nbytes=_managed_nbytes(run_file, machine, budget))
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
     if budget.one_memory:
@@ -242,7 +244,7 @@ def compare_strategies(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
-) -> tuple[Advice, StrategyInputs, ReportHeading]:
+) -> tuple[StrategyAdvice, StrategyInputs, ReportHeading]:
     """Plan a run with each strategy for several GPUs; return the advice and what it is for."""
     from gracetune.plan.strategies import advise
 
@@ -368,6 +370,26 @@ def _budget(
     return budget, tuple(notes)
 
 
+def _managed_nbytes(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -> int:
+    """Return the bytes of managed memory that one GPU of a run may use; 0 without `use_uvm`."""
+    from gracetune.config.environment import environment_settings, process_environment
+    from gracetune.memory.oversubscription import StagePolicy, managed_cap
+    from gracetune.memory.platform import Link
+    from gracetune.memory.session import PCIE_CAP_PART
+
+    section, environment = run_file.gh200_optimizations, environment_settings(process_environment())
+    use_uvm = environment.use_uvm if section.use_uvm is None else section.use_uvm
+    if not use_uvm or machine.link not in (Link.MANAGED, Link.COHERENT):
+        return 0
+    if section.managed_memory is not None:
+        return parse_bytes(section.managed_memory)
+    if machine.link is Link.MANAGED:
+        return budget.device_nbytes // PCIE_CAP_PART
+    ratio = environment.oversubscription_ratio
+    policy = StagePolicy() if ratio is None else StagePolicy(oversubscription_ratio=ratio)
+    return managed_cap(policy, budget.device_nbytes, budget.host_nbytes // machine.ranks)
+
+
 def _machine(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
@@ -448,7 +470,7 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
     from gracetune.optim.offloaded_state import StateOffloadSettings
     from gracetune.plan.planner_input import MASTER_NBYTES, TrainedSize
 
-    count = make_trainable(model, run_file.adapter)
+    count = make_trainable(model, run_file.adapter, run_file.model.frozen_compute)
     trained = [p for p in model.model.parameters() if p.requires_grad]
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
@@ -460,14 +482,16 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
     return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots)
 
 
-def make_trainable(model: MetaModel, section: AdapterSection | None) -> int:
+def make_trainable(
+    model: MetaModel, section: AdapterSection | None, frozen_compute: FrozenCompute = "bf16"
+) -> int:
     """Add an adapter, or make all weights trainable; return the number of trained weights."""
     if section is None:
         model.model.requires_grad_(True)
     else:
         from gracetune.plan.launch_overhead import prepare_for_training
 
-        prepare_for_training(model, section)
+        prepare_for_training(model, section, frozen_compute)
     return sum(p.numel() for p in model.model.parameters() if p.requires_grad)
 
 

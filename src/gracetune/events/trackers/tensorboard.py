@@ -1,4 +1,4 @@
-"""Write scalars, histograms and images for TensorBoard, without torch or tensorflow.
+"""Write scalars, histograms, text, images and sounds for TensorBoard, without torch or tensorflow.
 
 This uses TensorBoard's record writer directly. Its `EventFileWriter` would import tensorflow if
 that is installed, and writes from a thread, so a killed run would lose records.
@@ -6,63 +6,39 @@ that is installed, and writes from a thread, so a killed run would lose records.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
+import wave
 from contextlib import suppress
 from io import BytesIO
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event as Record
 from tensorboard.compat.proto.event_pb2 import SessionLog
-from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import (
-    BatchesFed,
-    DeviceSensors,
-    HealthChanged,
-    HeldOutLoss,
-    LossParts,
-    MemoryRoles,
-    MemoryUsed,
-    RatesSpread,
-    StepDone,
-    StepTimes,
-    UnifiedMemory,
-    Validated,
-    WeightsMoved,
-    WeightsStreamed,
-)
-from gracetune.units import GIB
+from gracetune.events.trackers.tracker import NO_STEP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
-    from gracetune.events.types import Event
-
-
-DETAILS = (
-    StepTimes,
-    LossParts,
-    HeldOutLoss,
-    WeightsMoved,
-    DeviceSensors,
-    MemoryRoles,
-    UnifiedMemory,
-    HealthChanged,
-)
-"""Events of the telemetry whose numbers are drawn over steps."""
-HEALTH_LEVELS = {"ok": 0, "notice": 1, "degraded": 2, "stopping": 3}
+    from gracetune.events.trackers.tracker import SampleFile
+    from gracetune.events.types import HealthChanged
 
 
-class TensorBoardSink:
-    """An event sink that writes one TensorBoard event file to `folder`.
+class TensorBoardTracker:
+    """A tracker that writes one TensorBoard event file to `folder`.
 
     `purge_step` is the first step of this process: TensorBoard discards records of earlier
     processes from this step on. None means a new run.
@@ -73,6 +49,10 @@ class TensorBoardSink:
     ) -> None:
         self._clock = clock
         self._folder = folder
+        self.address = ""
+        self.last_step = NO_STEP
+        """TensorBoard itself discards the steps that a resumed run repeats."""
+        self._start_step = self._last_step = purge_step or 0
         now = clock()
         # TensorBoard reads files in the order of their names. With microseconds in the name, the
         # file of a quick restart still comes after that of the run it resumes.
@@ -89,63 +69,75 @@ class TensorBoardSink:
         start = SessionLog(status=SessionLog.START)
         self._write(Record(wall_time=now, step=purge_step or 0, session_log=start))
 
-    def handle(self, event: Event) -> None:
-        """Write an event that TensorBoard can draw over steps; ignore others."""
-        if isinstance(event, StepDone):
-            self._scalars(event.step, _step_scalars(event))
-        elif isinstance(event, MemoryUsed):
-            self._scalars(event.step, _memory_scalars(event))
-        elif isinstance(event, BatchesFed):
-            self._scalars(event.step, _batch_scalars(event))
-        elif isinstance(event, WeightsStreamed):
-            self._scalars(event.step, _streaming_scalars(event))
-        elif isinstance(event, DETAILS):
-            self._scalars(event.step, _detail_scalars(event))
-        elif isinstance(event, RatesSpread):
-            self._histogram(event)
-        elif isinstance(event, Validated):
-            losses = {f"validation/{name}": loss for name, loss in event.losses.items()}
-            self._scalars(event.step, losses)
-            if event.grid is not None:
-                self._image(event.step, Path(event.grid).read_bytes())
+    def describe(self, parts: Mapping[str, Any]) -> None:
+        """Write facts about the run, such as its settings and its plan, as text."""
+        for name, part in parts.items():
+            text = json.dumps(part, indent=2, ensure_ascii=False, default=str)
+            self._text(self._start_step, f"run/{name}", f"```json\n{text}\n```")
 
-    def close(self) -> None:
-        """Close the file; every record is already written."""
-        self._file.close()
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the numbers of a step."""
+        self._summary(step, [Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
 
-    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        if values:
-            summary = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._write(Record(wall_time=self._clock(), step=step, summary=Summary(value=summary)))
-
-    def _histogram(self, event: RatesSpread) -> None:
-        """Write a histogram of log10(rate): learning rates span several decades."""
-        tag = f"train/log10_rate_{event.expert}" if event.expert else "train/log10_rate"
-        edges = [math.log10(limit) for limit in event.limits]
+    def log_histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        """Write a histogram of log10 of the values: learning rates span several decades."""
+        edges = [math.log10(edge) for edge in edges]
         centres = [(low + high) / 2 for low, high in pairwise(edges)]
-        filled = [centre for centre, count in zip(centres, event.counts, strict=True) if count]
-        weighted = list(zip(centres, event.counts, strict=True))
+        filled = [centre for centre, count in zip(centres, counts, strict=True) if count]
+        weighted = list(zip(centres, counts, strict=True))
         histogram = HistogramProto(
             min=filled[0] if filled else 0.0,
             max=filled[-1] if filled else 0.0,
-            num=sum(event.counts),
+            num=sum(counts),
             sum=sum(centre * count for centre, count in weighted),
             sum_squares=sum(centre**2 * count for centre, count in weighted),
             bucket_limit=edges[1:],
-            bucket=event.counts,
+            bucket=counts,
         )
-        summary = Summary(value=[Summary.Value(tag=tag, histo=histogram)])
-        self._write(Record(wall_time=self._clock(), step=event.step, summary=summary))
+        tag = name.replace("train/rates", "train/log10_rate")
+        self._summary(step, [Summary.Value(tag=tag, histo=histogram)])
 
-    def _image(self, step: int, encoded: bytes) -> None:
+    def log_samples(self, step: int, grid: Path, samples: Sequence[SampleFile]) -> None:
+        """Write the image of all samples, and sounds; TensorBoard plays no MP4 files."""
+        encoded = grid.read_bytes()
         with Image.open(BytesIO(encoded)) as image:
             width, height = image.size
             channels = len(image.getbands())
-        encoded_image = Summary.Image(
+        picture = Summary.Image(
             width=width, height=height, colorspace=channels, encoded_image_string=encoded
         )
-        summary = Summary(value=[Summary.Value(tag="validation/grid", image=encoded_image)])
+        values = [Summary.Value(tag="validation/grid", image=picture)]
+        for sample in samples:
+            if sample.kind == "audio":
+                tag = f"validation/{sample.number:03d}"
+                values.append(Summary.Value(tag=tag, audio=_audio(sample.path)))
+        self._summary(step, values)
+
+    def log_health(self, event: HealthChanged, text: str) -> None:
+        """Write the cause of a change as text."""
+        self._text(event.step, f"health/{event.check}", text)
+
+    def finish(self, status: str) -> None:
+        """Close the file; every record is already written."""
+        self._text(self._last_step, "run/status", status)
+        self._file.close()
+
+    def _summary(self, step: int, values: Sequence[Summary.Value]) -> None:
+        self._last_step = max(self._last_step, step)
+        summary = Summary(value=values)
         self._write(Record(wall_time=self._clock(), step=step, summary=summary))
+
+    def _text(self, step: int, tag: str, text: str) -> None:
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+            string_val=[text.encode("utf-8", errors="backslashreplace")],
+        )
+        metadata = SummaryMetadata(plugin_data=plugin)
+        self._summary(step, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
 
     def _write(self, record: Record) -> None:
         try:
@@ -158,111 +150,19 @@ class TensorBoardSink:
 
     def _unwritable(self, error: OSError) -> RunFailedError:
         return RunFailedError(
-            f"logging.tensorboard is true, but {self._folder} cannot be written: "
-            f"{error.strerror}. Choose another output_dir, or set logging.tensorboard: false."
+            f"{self._folder} cannot be written: {error.strerror}. Choose another output_dir, or "
+            "set logging.tensorboard: false"
         )
 
 
-def _step_scalars(event: StepDone) -> dict[str, float]:
-    values = {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "train/samples": event.samples,
-        "train/accumulation": event.accumulation,
-        "train/epoch": event.epoch,
-    }
-    if event.expert:
-        values[f"train/loss_{event.expert}"] = event.loss
-    if event.seconds > 0:
-        values["train/samples_per_s"] = event.samples / event.seconds
-    return values
-
-
-def _memory_scalars(event: MemoryUsed) -> dict[str, float]:
-    return {
-        "memory/host_gib": event.host / GIB,
-        "memory/device_gib": event.device / GIB,
-        "memory/device_peak_gib": event.device_peak / GIB,
-    }
-
-
-def _batch_scalars(event: BatchesFed) -> dict[str, float]:
-    return {
-        "feed/waits": event.waits,
-        "feed/waited_s": event.waited_s,
-        "feed/hidden_s": event.hidden_s,
-        "feed/depth": event.depth,
-    }
-
-
-def _streaming_scalars(event: WeightsStreamed) -> dict[str, float]:
-    return {
-        "stream/slots": event.slots,
-        "stream/late": event.late + event.on_demand,
-        "stream/waited_s": event.waited_s,
-        "stream/hidden_s": event.hidden_s,
-    }
-
-
-def _detail_scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event of the telemetry, by their names in TensorBoard."""
-    match event:
-        case StepTimes():
-            return {f"time/{phase}_s": value for phase, value in event.seconds.items()}
-        case LossParts():
-            parts = {
-                "dataset": event.by_dataset,
-                "timestep": event.by_timestep,
-                "part": event.by_part,
-                "expert": event.by_expert,
-            }
-            return {
-                f"loss_by_{kind}/{name}": part["loss"]
-                for kind, found in parts.items()
-                for name, part in found.items()
-                if "loss" in part
-            }
-        case HeldOutLoss():
-            return {f"held_out/{name}": p["loss"] for name, p in event.by_timestep.items()}
-        case WeightsMoved():
-            moved = {f"moved/{name}": value for name, value in event.blocks.items()}
-            return moved | {f"grad_norm/{name}": v for name, v in event.grad_norms.items()}
-        case MemoryRoles():
-            return {
-                f"memory_{tier}/{role}_gib": nbytes / GIB
-                for tier, roles in event.roles.items()
-                for role, nbytes in roles.items()
-            }
-        case UnifiedMemory():
-            return _unified_scalars(event)
-        case DeviceSensors():
-            return _sensor_scalars(event)
-        case HealthChanged():
-            return {f"health/{event.check}": HEALTH_LEVELS[event.level]}
-    return {}
-
-
-def _unified_scalars(event: UnifiedMemory) -> dict[str, float]:
-    values = {
-        "uvm/stage": event.stage,
-        "uvm/headroom_gib": event.headroom / GIB,
-        "uvm/managed_current_gib": event.current / GIB,
-        "uvm/managed_peak_gib": event.peak / GIB,
-        "uvm/managed_denied": event.denied,
-        "uvm/light_reclamations": event.light_reclamations,
-        "uvm/full_reclamations": event.full_reclamations,
-    }
-    values |= {f"uvm/hints_{name}": count for name, count in event.hints.items()}
-    return values | {f"uvm/{name}": count for name, count in event.faults.items()}
-
-
-def _sensor_scalars(event: DeviceSensors) -> dict[str, float]:
-    names = ("temperature_c", "sm_clock_mhz", "power_w", "utilization")
-    values = {
-        f"gpu/{name}_{gpu.get('rank', 0)}": float(value)
-        for gpu in event.gpus
-        for name in names
-        if isinstance(value := gpu.get(name), int | float)
-    }
-    return values | {f"host/{name}": value for name, value in event.host.items()}
+def _audio(path: Path) -> Summary.Audio:
+    """Return a WAV file as TensorBoard stores it."""
+    with wave.open(str(path)) as file:
+        rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
+    return Summary.Audio(
+        sample_rate=rate,
+        num_channels=channels,
+        length_frames=frames,
+        encoded_audio_string=path.read_bytes(),
+        content_type="audio/wav",
+    )
