@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test coverage test-slow test-distributed test-browser test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import check format lint types bench wheels test-install clean
+.PHONY: help venv demo test coverage test-slow test-documents test-distributed test-browser test-gpu test-hosts test-host-versions test-ai-toolkit test-comfyui test-import test-trackers check format lint types bench docs wheels release test-install clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,7 @@ demo: venv  ## train the demo, then a LoRA on top of it, and check the images
 	$(BIN)/python examples/judge_shapes.py runs/demo-lora --min-colour 0.85 --min-shape 0.85
 	@echo 'Images: runs/demo/validation and runs/demo-lora/validation'
 
-# In the order of the files, so that the longest ones do not start last, with one core idle.
+# In the order of LONGEST in tests/conftest.py, so that no long file starts last, with one core idle.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: venv  ## the tests, on two cores
@@ -40,6 +40,9 @@ coverage: venv  ## the tests with coverage, which takes a few minutes longer
 test-slow: venv  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
+test-documents: venv  ## run the commands of README and docs, on miniatures
+	$(BIN)/python -m pytest -m slow tests/e2e/test_document_commands.py
+
 # Half an hour. The test with two network namespaces needs root.
 test-distributed: venv  ## kill ranks at random moments, and separate machines
 	$(BIN)/python -m pytest -m distributed
@@ -49,6 +52,10 @@ test-browser: venv  ## the dashboard and reports in a real browser, with planted
 	@command -v chromium >/dev/null || { echo 'test-browser needs Chromium: apt-get install chromium' >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt playwright
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# Broken links, warnings and outdated generated pages are errors.
+docs: venv  ## build the documentation site in build/site
+	$(BIN)/python scripts/build_docs.py
 
 test-gpu: venv  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
@@ -127,6 +134,18 @@ AI_TOOLKIT ?= $(AITK)
 test-import: venv | $(SIMPLETUNER) $(AI_TOOLKIT)  ## import and train every config that SimpleTuner and ai-toolkit publish
 	SIMPLETUNER=$(SIMPLETUNER) AI_TOOLKIT=$(AI_TOOLKIT) $(BIN)/python -m pytest -m hosts tests/hosts/test_import_*.py
 
+# The trackers' packages need other versions of some pinned ones, so they get an environment on top.
+TRACKERS := .hosts/trackers
+
+$(TRACKERS)/.installed: constraints-trackers.txt | $(STAMP)
+	$(BIN)/python -m venv $(TRACKERS)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > $$($(TRACKERS)/bin/python -c 'import site; print(*site.getsitepackages())')/gracetune.pth
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-trackers.txt wandb trackio mlflow-skinny sqlalchemy alembic
+	@touch $@
+
+test-trackers: $(TRACKERS)/.installed  ## Weights & Biases, trackio and MLflow themselves, offline
+	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -o filterwarnings=default tests/hosts/test_real_trackers.py
+
 format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -146,6 +165,19 @@ bench: venv  ## per-step overhead over a bare loop
 wheels: venv  ## build and check the wheels for x86_64 and aarch64, and the source distribution
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt auditwheel build ziglang
 	$(BIN)/python scripts/build_wheels.py
+
+# twine gets an environment of its own, which sees the packages of the other one.
+RELEASE := .hosts/release
+
+$(RELEASE)/.installed: | $(STAMP)
+	$(BIN)/python -m venv $(RELEASE)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > $$($(RELEASE)/bin/python -c 'import site; print(*site.getsitepackages())')/gracetune.pth
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check twine
+	@touch $@
+
+release: wheels $(RELEASE)/.installed  ## build the release in dist/, and check contents, licences and an installation
+	$(BIN)/python scripts/licenses.py --check
+	$(RELEASE)/bin/python scripts/check_release.py
 
 # Needs root, debootstrap and qemu-user-static.
 test-install: wheels  ## the README's commands in a new Debian without a compiler, and the aarch64 wheel under qemu

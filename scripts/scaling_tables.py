@@ -21,7 +21,7 @@ from gracetune.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gracetune.plan.strategies import Advice, Strategy, StrategyInputs
+    from gracetune.plan.strategies import Strategy, StrategyAdvice, StrategyInputs
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 START, END = "<!-- tables: scripts/scaling_tables.py -->", "<!-- end of tables -->"
@@ -62,7 +62,7 @@ def tables() -> Iterator[str]:
 
 def machine_table(run: RunFile, machine: str) -> Iterator[str]:
     """Yield the table of one run on one kind of machine: a column for each number of GPUs."""
-    found: dict[int, tuple[Advice, StrategyInputs]] = {}
+    found: dict[int, tuple[StrategyAdvice, StrategyInputs]] = {}
     cost_model = None
     for count in GPUS:
         parser = argparse.ArgumentParser()
@@ -89,7 +89,7 @@ def machine_table(run: RunFile, machine: str) -> Iterator[str]:
     yield "| staging of each machine | " + " | ".join(staging) + " |"
 
 
-def _find(advice: Advice, name: str) -> Strategy | None:
+def _find(advice: StrategyAdvice, name: str) -> Strategy | None:
     return next((one for one in advice.strategies if one.name == name), None)
 
 

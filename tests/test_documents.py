@@ -6,10 +6,10 @@ import itertools
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from document_commands import PAGES, ROOT, commands
 from fakes.miniatures import MINIATURES
 from pydantic import BaseModel
 
@@ -18,15 +18,14 @@ from gracetune.config.load import load_run_file
 from gracetune.config.schema import RunFile
 from gracetune.models.registry import FAMILIES
 
-ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "GH200_OPTIMIZATION_GUIDE_FINAL_V2.md", ROOT / "documentation/GH200_WORKFLOW.md"]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *GUIDES,
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-HOSTS = {"ai-toolkit.md", "import.md", "seeds.md", "simpletuner.md"}
+HOSTS = {
+    "ai-toolkit.md",
+    "import.md",
+    "moving.md",
+    "reference-settings.md",
+    "seeds.md",
+    "simpletuner.md",
+}
 """Pages that also name keys of other tools."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -47,13 +46,6 @@ def spans(page):
     return re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
 
 
-def commands(page):
-    """Return the `gracetune` commands in code blocks, without comments after two spaces."""
-    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S)
-    lines = [line.strip() for block in blocks for line in block.splitlines()]
-    return [re.split(r"  +", line)[0] for line in lines if line.startswith("gracetune ")]
-
-
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in HOSTS], ids=lambda page: page.name
 )
@@ -70,6 +62,8 @@ def test_every_command_can_be_parsed(page):
         if span.startswith("gracetune "):
             assert span.split()[1] in {*VERBS, "--version"}, span
     for line in commands(page):
+        if not line.startswith("gracetune "):
+            continue
         words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)[1:]
         parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
         importlib.import_module(VERBS[words[0]][0]).add_arguments(parser)
@@ -115,6 +109,7 @@ def measured():
     both, best = figures("wan_experts"), wan["plain_images_s"]
     families, transfer = figures("families_step"), figures("batch_transfer")
     checked, large = figures("gradient_check"), figures("large_families")
+    loops = figures("tuned_loop")
 
     def times(*names):
         return ", ".join(f"{wan[f'{name}_images_s'] / best:.2f}" for name in names) + " times"
@@ -122,6 +117,10 @@ def measured():
     prefetch = [memory[key] for key in memory if re.fullmatch(r"prefetch\.\d+_mib\.ratio", key)]
     ratios, slots = ([one[key] for one in settled_rings(ring)] for key in ("ratio", "slots"))
     return {
+        "Tuned loop (compiled, no checkpointing": " and ".join(
+            f"{loops[f'flux.96.{name}.images_s']:.2f}"
+            for name in ("compiled", "eager_checkpointing")
+        ),
         "LoRA on Wan2.2-14B": times("96", "48", "24", "12"),
         "The same with frozen weights computed in fp8": times("fp8_96", "fp8_12"),
         "The same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "

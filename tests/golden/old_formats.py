@@ -1,4 +1,7 @@
-"""The fixture of old file formats in `tests/data/formats`: its layout and what is read of a run."""
+"""The fixtures of file formats in `tests/data`: their layout, and what is read of a run.
+
+`formats` was written by the first version of each format, `formats-0.1.0` by the first release.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ from typing import Any
 
 from golden_runs import digest, events
 
-FIXTURE = Path(__file__).parents[1] / "data" / "formats"
+DATA = Path(__file__).parents[1] / "data"
+FIRST = "formats"
+FIXTURES = (FIRST, "formats-0.1.0")
+INPUTS = ("model", "data", "run.json")
+"""Files that all fixtures have in common; only the first one contains them."""
 EXPECTED = "expected.json"
 CACHE_ARCHIVE = "cache.tar.gz"
 """The cache is kept packed: each shard reserves 1 MiB of zeros for its header."""
 STOPPED_AT, TOTAL_STEPS = 4, 8
 
 
-def unpack(folder: Path) -> Path:
-    """Copy the fixture to a new folder, with its cache unpacked."""
-    shutil.copytree(FIXTURE, folder)
+def unpack(folder: Path, name: str = FIRST) -> Path:
+    """Copy a fixture to a new folder, with its inputs and its cache unpacked."""
+    shutil.copytree(DATA / name, folder)
+    for path in (DATA / FIRST / one for one in INPUTS if name != FIRST):
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, folder / path.name)
     with tarfile.open(folder / CACHE_ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     return folder

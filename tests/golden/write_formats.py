@@ -1,8 +1,11 @@
-"""Write a run folder and a cache as fixtures: `python tests/golden/write_formats.py FOLDER`.
+"""Write a run folder and a cache as fixtures.
 
-`tests/data/formats` was written by the first version of each format and stays as it is: it shows
-that later versions still read old files. When a format gets a new version, write that one to a
-folder of its own and test both.
+    PYTHONPATH=src:tests python tests/golden/write_formats.py tests/data/formats-VERSION
+
+`tests/data/formats` was written by the first version of each format, `tests/data/formats-0.1.0` by
+that release. Both stay as they are: they show that later versions still read old files. For a new
+release, or when a format gets a new version, write `tests/data/formats-VERSION` and add it to
+`FIXTURES` in old_formats.py. Inputs that equal those of the first fixture are left out.
 
 The fixture is a LoRA run of the tiny family, stopped after 4 of 8 steps, with two checkpoints. The
 expected results are those of the same run without a stop.
@@ -11,6 +14,7 @@ expected results are those of the same run without a stop.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -20,7 +24,16 @@ from pathlib import Path
 import torch
 from diffusers import SD3Transformer2DModel
 from golden_runs import WRITE, gracetune, machine
-from old_formats import CACHE_ARCHIVE, EXPECTED, STOPPED_AT, TOTAL_STEPS, outcome
+from old_formats import (
+    CACHE_ARCHIVE,
+    DATA,
+    EXPECTED,
+    FIRST,
+    INPUTS,
+    STOPPED_AT,
+    TOTAL_STEPS,
+    outcome,
+)
 
 RUN_FILE = {
     "output_dir": "run",
@@ -74,6 +87,24 @@ def main(folder: Path) -> None:
     with tarfile.open(folder / CACHE_ARCHIVE, "w:gz") as archive:
         archive.add(folder / "cache", "cache", filter=_anonymous)
     shutil.rmtree(folder / "cache")
+    _remove_derived(folder)
+
+
+def _remove_derived(folder: Path) -> None:
+    """Remove inputs that the first fixture has, and outputs that are copies of other files."""
+    if folder.name == FIRST:
+        return
+    for name in INPUTS:
+        first, ours = DATA / FIRST / name, folder / name
+        pairs = [(f, ours / f.relative_to(first)) for f in sorted(first.rglob("*")) if f.is_file()]
+        if not all(a.read_bytes() == b.read_bytes() for a, b in pairs or [(first, ours)]):
+            sys.exit(f"{ours} differs from {first}. Add it to the fixture, and to `unpack`.")
+        shutil.rmtree(ours) if ours.is_dir() else ours.unlink()
+    log = folder / "run" / "events.jsonl"
+    log.write_text(re.sub(r'"host": "[^"]*"', '"host": "host"', log.read_text()))
+    for pattern in ("run/adapters", "run/adapter", "run/.lock", "run/now", "run/last_seen.json"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _write_inputs(folder: Path) -> None:
