@@ -22,11 +22,10 @@ from gracetune.config.load import load_run_file
 from gracetune.events.dispatcher import EventDispatcher
 from gracetune.events.log import JsonlLog
 from gracetune.events.run_control import RunControl
-from gracetune.events.trackers.tensorboard import TensorBoardSink
 from gracetune.events.types import StepDone
 from gracetune.train.build import build_session, start_accelerator
 from gracetune.train.loop import train_loop
-from gracetune.train.run import SignalHandler
+from gracetune.train.run import SignalHandler, open_trackers
 from gracetune.train.step import TrainProgress
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +88,7 @@ def measure(num_turns: int, steps: int, folder: Path) -> list[tuple[float, float
         environment={},
     ).run
     times = StepTimes()
-    sinks = [times, JsonlLog(folder / "events.jsonl"), TensorBoardSink(folder / "tb", 1)]
+    sinks = [times, JsonlLog(folder / "events.jsonl"), *open_trackers(run, folder, 0)]
     with EventDispatcher(sinks) as events:
         session = build_session(
             run, start_accelerator(run), events.emit, RunControl(folder), SignalHandler()

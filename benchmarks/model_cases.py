@@ -52,12 +52,12 @@ class Case:
     counts: tuple[int, ...]
     """Number of blocks of each kind."""
     frozen_compute: FrozenCompute = "bf16"
-    """Precision of frozen matmuls; the trace is always in bf16, as in a run."""
+    """Precision of frozen matmuls."""
 
     def meta_model(self) -> MetaModel:
         """Return the model on the meta device, with its adapter and fused as in a run."""
         model = build_meta_model(ModelSection(family=self.family), self.sample, self.config)
-        prepare_for_training(model, AdapterSection(rank=RANK))
+        prepare_for_training(model, AdapterSection(rank=RANK), self.frozen_compute)
         return model
 
     def shapes(self) -> ModelTraces:
@@ -140,7 +140,7 @@ def wan(layers: int, sample: SampleShape) -> Case:
 
 
 TRACED = {"flux": flux(1, 2), "qwen": qwen(2), "wan": wan(2, IMAGE), "clip": wan(2, CLIP)}
-TRACED |= {"fp8": TRACED["wan"]}
+TRACED |= {"fp8": replace(TRACED["wan"], frozen_compute="fp8")}
 """Models to trace: one or two blocks of each kind are enough."""
 FULL = {"flux": flux(19, 38), "qwen": qwen(60), "wan": wan(40, IMAGE), "clip": wan(40, CLIP)}
 SHORT = {"flux": flux(6, 12), "qwen": qwen(16), "wan": wan(12, IMAGE), "clip": wan(8, CLIP)}

@@ -151,7 +151,7 @@ def cost_model_of(
     """Return the cost model for a record, and the number of parameters that its LoRA trains."""
     rates = machine_rates(find_machine(machine_name))
     if fused:
-        case = Case(family, SampleShape(*size), json.loads(config), ())
+        case = Case(family, SampleShape(*size), json.loads(config), (), frozen_compute)
         shapes = case.shapes()
         model = CostModel(shapes, effective_rates(rates), frozen_compute)
         return model, shapes.trained_nbytes // TRAINED_NBYTES

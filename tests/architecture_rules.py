@@ -256,6 +256,16 @@ def unsafe_readers(modules: dict[str, Module]) -> list[str]:
     return wrong
 
 
+def shared_class_names(modules: dict[str, Module]) -> list[str]:
+    """Return public classes that have the name of another one, with their modules."""
+    homes: dict[str, list[str]] = {}
+    for module in modules.values():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module.name)
+    return [f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1]
+
+
 def load_cycle(modules: dict[str, Module]) -> list[str]:
     """Return modules that import each other in a cycle; empty if there is none."""
     graph = {

@@ -4,6 +4,7 @@ import os
 import signal
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,43 @@ with suppress(ImportError):  # the tests on a GPU do not need it
     # An example that takes long on a busy machine is not a failure.
     settings.register_profile("gracetune", deadline=None)
     settings.load_profile("gracetune")
+
+
+LONGEST = (
+    "unit/train/test_gradient_check.py",
+    "test_benchmarks.py",
+    "e2e/test_several_ranks.py",
+    "contract/test_adapter_tools.py",
+    "e2e/test_feature_scripts.py",
+    "unit/offload/test_interleavings.py",
+    "e2e/test_resume.py",
+    "e2e/test_launch_lines.py",
+    "unit/plan/test_launch_overhead.py",
+    "unit/plan/test_meta_models.py",
+    "unit/plan/test_planned_run.py",
+    "e2e/test_families.py",
+    "contract/test_adapter_spellings.py",
+    "golden/test_golden.py",
+    "unit/cli/test_cli_baseline.py",
+    "unit/train/test_run.py",
+    "unit/offload/test_checkpointing.py",
+    "e2e/test_context_parallel_runs.py",
+    "e2e/test_resume_layouts.py",
+    "contract/test_family.py",
+    "e2e/test_sharded_ranks.py",
+    "unit/plan/test_kernel_recorder.py",
+)
+"""Test files that take longest, by CPU time. They start first: one core would be idle if one of
+them started last."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST)}
+    missing = [str(path) for path in places if not path.is_file()]
+    assert not missing, f"LONGEST in tests/conftest.py names {missing}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 class EventRecorder:

@@ -17,6 +17,7 @@ from architecture_rules import (
     forbidden_imports,
     load_cycle,
     read_modules,
+    shared_class_names,
     torch_imports,
     unknown_layers,
     unsafe_readers,
@@ -55,6 +56,10 @@ def test_nothing_uses_pickle_or_torch_load(modules: dict[str, Module]) -> None:
 
 def test_there_are_no_import_cycles(modules: dict[str, Module]) -> None:
     assert load_cycle(modules) == []
+
+
+def test_no_two_public_classes_share_a_name(modules: dict[str, Module]) -> None:
+    assert shared_class_names(modules) == []
 
 
 def test_no_file_is_longer_than_800_lines(modules: dict[str, Module]) -> None:
@@ -214,3 +219,11 @@ def test_an_import_cycle_is_reported_unless_it_is_lazy(tmp_path: Path) -> None:
     }
     lazy = ring | {"data__b": "def f():\n    import gracetune.data.a"}
     assert load_cycle(tree(tmp_path / "lazy", **lazy)) == []
+
+
+def test_public_classes_that_share_a_name_are_reported(tmp_path: Path) -> None:
+    two = {"data__a": "class Plan: ...\nclass _Part: ...", "plan__b": "class _Part: ..."}
+    assert shared_class_names(tree(tmp_path / "private", **two)) == []
+    same = two | {"plan__b": "class Plan: ..."}
+    found = shared_class_names(tree(tmp_path / "public", **same))
+    assert found == ["Plan: gracetune.data.a, gracetune.plan.b"]

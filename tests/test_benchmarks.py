@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+LONG_REHEARSALS = {"gradient_check", "managed_training", "planned_ranks", "sharded"}
+"""Scripts whose rehearsal takes over twenty seconds; `make test-slow` runs them."""
 
 
 @pytest.fixture
@@ -25,12 +27,20 @@ def _restored(monkeypatch):
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.compiler.set_stance("default")
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG_REHEARSALS), id=path.stem)
+        for path in SCRIPTS
+    ],
+)
 def test_a_rehearsal_runs_to_its_end(script, tmp_path, monkeypatch):
     before = {path: path.read_bytes() for path in RESULTS.iterdir()}
     monkeypatch.setattr(sys, "argv", [str(script), "--rehearse", "--out", str(tmp_path)])

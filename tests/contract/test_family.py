@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from blake3 import blake3
-from fakes.miniatures import MINIATURES, QwenProcessor
+from fakes.miniatures import MINIATURES, QwenProcessor, shrink_references
 from PIL import Image
 
 from gracetune.adapters.inject import matches
@@ -51,8 +51,25 @@ def test_every_family_is_tested():
     assert set(FAMILIES) == {family or name for name, family in MODELS.items()}
 
 
+@pytest.fixture(scope="module")
+def references():
+    """Return a patch of the sizes of images to edit."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(autouse=True)
+def _published_references(request, references):
+    """Give images to edit their published sizes in tests without the fixture `family`."""
+    if "family" not in request.fixturenames:
+        references.undo()
+
+
 @pytest.fixture(scope="module", params=sorted(MODELS))
-def family(request, miniature):
+def family(request, miniature, references):
+    references.undo()
+    if MODELS[request.param] and MINIATURES[request.param].kind == "edit":
+        shrink_references(references)
     return load_model(request.param, miniature)
 
 
@@ -228,7 +245,7 @@ def sample_request(family, shape):
         empty_text=empty,
         shape=shape,
         seed=3,
-        steps=1 if family.takes_control else 2,  # edits are always sampled at a megapixel
+        steps=1 if family.takes_control else 2,
         guidance=1.0 if family.takes_control else 2.0,
         images=[[torch.zeros(3, height, width)] for width, height in image_sizes],
     )
@@ -595,6 +612,15 @@ def assert_physical(case, monkeypatch, media, prompt, text, shape, images=(), **
         assert_same(trained, given_by_pipeline)
 
 
+EDIT_IN_CI = {
+    "flux-kontext": "",
+    "qwen-image-edit": "",
+    "qwen-image-edit-2511": LONG,
+    "qwen-image-edit-2511 with two references": PROMPT,
+}
+"""Variant that edits -> the prompt, with a size of `EDIT_SIZES`, whose test is not slow."""
+
+
 def prompts(name):
     """Return the prompts for a variant.
 
@@ -607,11 +633,11 @@ def prompts(name):
 @pytest.mark.parametrize(
     ("case", "prompt"),
     [
-        # Two megapixels of references take long, and one prompt shows how they are passed.
+        # A megapixel for each reference takes long, and one prompt shows how they are passed.
         pytest.param(
             name,
             prompt,
-            marks=pytest.mark.slow if "two references" in name and prompt != PROMPT else (),
+            marks=pytest.mark.slow if prompt != EDIT_IN_CI.get(name, prompt) else (),
         )
         for name in sorted(VARIANTS)
         for prompt in prompts(name)

@@ -9,7 +9,7 @@ import torch
 from adapter_examples import TABLES
 from diffusers import DiffusionPipeline
 from fakes.datasets import DATA, WRITE, write_images, write_masks
-from fakes.miniatures import MINIATURES
+from fakes.miniatures import MINIATURES, shrink_references
 from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 
@@ -28,6 +28,11 @@ OUTPUT_FILES = {
     "video": ["000.mp4", "000.png"],
     "audio": ["000.wav", "000.png"],
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_references(monkeypatch):
+    shrink_references(monkeypatch)
 
 
 @pytest.fixture
@@ -100,14 +105,7 @@ def media_of(kind):
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # Its references take seconds; those of qwen-image-edit-2511 are a list of them.
-        pytest.param(case, marks=pytest.mark.slow if case == "qwen-image-edit" else ())
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path):
     ended = run_training(run_of(case, build_run, tmp_path), sinks=[recorder])
     assert ended.status == "done"

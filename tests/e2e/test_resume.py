@@ -166,6 +166,7 @@ def test_a_closed_terminal_saves_the_run(run_file, tmp_path):
     assert last_event(folder)["status"] == "interrupted"
 
 
+@pytest.mark.distributed
 def test_torchrun_repeating_a_signal_does_not_lose_the_run(run_file, tmp_path):
     """torchrun passes a signal on to the process groups of its ranks, and repeats SIGTERM."""
     file = run_file(train={"max_train_steps": 100_000, "batch_size": 2}, logging={"every": 1})

@@ -84,7 +84,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LaunchLayout:
     """The processes to start on this machine, and the machines that take part."""
 
     processes: int
@@ -113,7 +113,7 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def resolve_layout(options: Options, env: Mapping[str, str], num_gpus: int) -> Layout:
+def resolve_layout(options: Options, env: Mapping[str, str], num_gpus: int) -> LaunchLayout:
     """Decide which processes to start; raise for options that contradict each other."""
     if "RANK" in env:
         raise ConfigError(
@@ -124,7 +124,7 @@ def resolve_layout(options: Options, env: Mapping[str, str], num_gpus: int) -> L
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts is {options.max_restarts}; it must be 0 or more.")
     nodes, node_rank, host, port = _machines(options, env)
-    return Layout(
+    return LaunchLayout(
         processes=_processes(options, num_gpus),
         uses_gpus=num_gpus > 0,
         nodes=nodes,
@@ -220,7 +220,7 @@ class Command:
     output_dir: Path
 
 
-def launch_ranks(layout: Layout, command: Command, stream: TextIO) -> int:
+def launch_ranks(layout: LaunchLayout, command: Command, stream: TextIO) -> int:
     """Run a command on all ranks of this machine, and return the exit code of the run.
 
     Messages about failures go to `stream`.
@@ -247,7 +247,7 @@ def launch_ranks(layout: Layout, command: Command, stream: TextIO) -> int:
             raise _rendezvous_failure(layout, error) from error
 
 
-def _run_agent(agent: RankAgent, layout: Layout, stream: TextIO) -> int:
+def _run_agent(agent: RankAgent, layout: LaunchLayout, stream: TextIO) -> int:
     """Run the agent in a thread, and return the exit code of the run.
 
     The main thread handles signals. The agent cannot: it waits without a timeout for an answer of
@@ -305,7 +305,7 @@ def _escape(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word.replace("$", "$$") for word in words)
 
 
-def _set_environment(layout: Layout) -> None:
+def _set_environment(layout: LaunchLayout) -> None:
     """Set variables for the ranks that the user has not set."""
     values: dict[str, str] = {}
     if layout.processes > 1:
@@ -327,14 +327,14 @@ def _interface(address: str) -> str:
     return ""
 
 
-def _local_address(layout: Layout) -> str:
+def _local_address(layout: LaunchLayout) -> str:
     """Return the address under which ranks on other machines reach this one."""
     if layout.nodes == 1:
         return "127.0.0.1"
     return layout.host if layout.node_rank == 0 else address_towards(layout.host)
 
 
-def _rendezvous(layout: Layout) -> RendezvousParameters:
+def _rendezvous(layout: LaunchLayout) -> RendezvousParameters:
     is_single = layout.nodes == 1
     host = f"[{layout.host}]" if ":" in layout.host else layout.host
     return RendezvousParameters(
@@ -349,7 +349,7 @@ def _rendezvous(layout: Layout) -> RendezvousParameters:
     )
 
 
-def _rendezvous_failure(layout: Layout, error: RendezvousError) -> RunFailedError:
+def _rendezvous_failure(layout: LaunchLayout, error: RendezvousError) -> RunFailedError:
     """Return the error for machines that did not find each other."""
     where = f"{layout.host}:{layout.port}"
     if isinstance(error, RendezvousClosedError):

@@ -17,7 +17,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gracetune.distributed import launch
-from gracetune.distributed.launch import Command, Layout, Options, launch_ranks, resolve_layout
+from gracetune.distributed.launch import (
+    Command,
+    LaunchLayout,
+    Options,
+    launch_ranks,
+    resolve_layout,
+)
 from gracetune.errors import ConfigError
 
 SRUN = {
@@ -34,15 +40,15 @@ SRUN = {
 
 
 def test_by_default_every_gpu_of_the_machine_is_used():
-    assert resolve_layout(Options(), {}, 4) == Layout(4, uses_gpus=True)
+    assert resolve_layout(Options(), {}, 4) == LaunchLayout(4, uses_gpus=True)
     assert resolve_layout(Options(gpus=2), {}, 4).processes == 2
-    assert resolve_layout(Options(processes=3), {}, 0) == Layout(3, uses_gpus=False)
+    assert resolve_layout(Options(processes=3), {}, 0) == LaunchLayout(3, uses_gpus=False)
 
 
 def test_several_machines_meet_at_machine_0():
     options = Options(nodes=2, node_rank=1, master="[fd00::1]:4711", max_restarts=0)
     layout = resolve_layout(options, {}, 8)
-    assert layout == Layout(8, True, 2, 1, "fd00::1", 4711, 0)
+    assert layout == LaunchLayout(8, True, 2, 1, "fd00::1", 4711, 0)
     assert layout.describe() == (
         "launch     8 processes on GPUs, machine 1 of 0 to 1; the machines meet at fd00::1:4711"
     )
@@ -86,7 +92,7 @@ def run_script(tmp_path, monkeypatch):
     def call(script, restarted=None, max_restarts=0, **machines):
         words = [["/bin/sh", "-c", text] for text in (script, restarted or script)]
         stream = io.StringIO()
-        layout = Layout(2, uses_gpus=False, max_restarts=max_restarts, **machines)
+        layout = LaunchLayout(2, uses_gpus=False, max_restarts=max_restarts, **machines)
         code = launch_ranks(layout, Command(*words, tmp_path), stream)
         return code, stream.getvalue()
 
@@ -213,15 +219,15 @@ def test_a_launcher_that_waits_for_other_machines_can_be_stopped(run_script, mon
     ],
 )
 def test_machines_that_do_not_meet_are_reported(error, words):
-    layout = Layout(1, True, nodes=2, node_rank=1, host="a", port=1)
+    layout = LaunchLayout(1, True, nodes=2, node_rank=1, host="a", port=1)
     assert words in str(launch._rendezvous_failure(layout, error))
 
 
 def test_a_machine_is_reached_under_the_address_that_leads_to_machine_0(monkeypatch):
     monkeypatch.setattr(launch, "address_towards", {"gh0": "10.0.0.5"}.__getitem__)
-    layout = Layout(1, True, nodes=2, node_rank=1, host="gh0", port=1)
+    layout = LaunchLayout(1, True, nodes=2, node_rank=1, host="gh0", port=1)
     assert launch._local_address(layout) == "10.0.0.5"
-    first = Layout(1, True, nodes=2, node_rank=0, host="gh0", port=1)
+    first = LaunchLayout(1, True, nodes=2, node_rank=0, host="gh0", port=1)
     assert launch._local_address(first) == "gh0"
     assert launch._interface("127.0.0.1") == "lo"
     assert launch._interface("203.0.113.7") == ""

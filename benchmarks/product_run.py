@@ -1,0 +1,251 @@
+"""Train a model of published shape with `gracetune train`, and read figures from the run's log.
+
+A run is what a user would start: a model folder (random weights), a folder of images with captions
+in several aspect ratios, and a run file with `plan: auto` and a limit of device memory. The run
+file asks for thousands of steps, because the planner compiles blocks only in a run that is long
+enough; the run is stopped with Ctrl-C (SIGINT) after the steps that are needed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import random_weights
+from PIL import Image
+
+from gracetune.cli.main import main as gracetune
+from gracetune.units import GIB, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+SIZES = ((1024, 1024), (1152, 896), (896, 1152), (1216, 832), (832, 1216), (1344, 768))
+"""Width and height of the images: six buckets of about the same area."""
+SMALL_SIZES = ((64, 64), (64, 48), (48, 64), (80, 48), (48, 80))
+PER_SIZE = 8
+LONG_RUN = 3000
+"""Steps that the run file asks for."""
+LOG_EVERY = 5
+"""Steps between two entries of the log, each with the mean time of its steps."""
+POLL_S = 0.5
+EXIT_S = 90
+"""Seconds that a run may take to save its checkpoint and end."""
+MEASURED = re.compile(r"measured: .*?, ([\d.]+ [KMGT]?i?B) of device memory")
+
+
+@dataclass(frozen=True)
+class ProductRun:
+    """The settings of a training run that differ between benchmarks."""
+
+    family: str
+    memory_gb: float
+    """Limit of device memory."""
+    batch: int
+    steps: int
+    """Steps after which the run is stopped."""
+    counted: int
+    """The last steps of these, whose speed is reported."""
+    compile: str = "auto"
+    frozen_compute: str = "bf16"
+    sizes: Sequence[tuple[int, int]] = SIZES
+    resolution: int = 1024
+    small_memory: str = "90MB"
+    """Limit of device memory in a rehearsal."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further settings, by section of the run file."""
+
+
+@contextmanager
+def model_folder(name: str, nbytes: int, *, small: bool, config: Any = None) -> Iterator[Path]:
+    """Write a model of published shape with random weights; delete it at the end.
+
+    It is written to shared memory if there is room for its `nbytes`: reading weights from a slow
+    disk is not part of these benchmarks.
+    """
+    shared = Path("/dev/shm")
+    has_room = shared.is_dir() and shutil.disk_usage(shared).free > 1.2 * nbytes
+    with tempfile.TemporaryDirectory(dir=shared if has_room else None) as temporary:
+        folder = random_weights.write_folder(name, Path(temporary), small=small, config=config)
+        for transformer in sorted(folder.glob("transformer*")):
+            random_weights.write_weights(folder, transformer.name)
+        yield folder
+
+
+def write_images(folder: Path, sizes: Sequence[tuple[int, int]], per_size: int) -> None:
+    """Write different images of smooth colours with grain, each with a caption."""
+    folder.mkdir()
+
+    def write(number: int) -> None:
+        width, height = sizes[number // per_size]
+        random = np.random.default_rng(number)
+        columns, rows = (
+            50 * np.sin(np.linspace(0, 6, edge)[:, None] * random.uniform(0.5, 4, 3) + number)
+            for edge in (width, height)
+        )
+        grain = random.integers(-12, 13, (height, width, 1))
+        pixels = (128 + rows[:, None] + columns[None] + grain).clip(0, 255)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:03}.jpg", quality=92)
+        (folder / f"{number:03}.txt").write_text(f"the ring of number {number}, on a blue box")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(len(sizes) * per_size)))
+
+
+def train(run: ProductRun, model: Path, *, small: bool) -> dict[str, Any]:
+    """Run `gracetune train` until enough steps are done, and return its figures."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        sizes = SMALL_SIZES if small else run.sizes
+        write_images(folder / "images", sizes, 2 if small else PER_SIZE)
+        path = write_run_file(run, model, folder, small=small)
+        began = time.time()
+        if small:  # a process of its own would import torch again, for seconds
+            code = gracetune(["train", str(path)])
+        else:
+            code = train_in_process(path, folder / "run" / "events.jsonl", run.steps)
+        events = read_events(folder / "run" / "events.jsonl")
+        return {"exit_code": code, **figures_of(run, events, began)}
+
+
+def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -> Path:
+    """Write the run file and return its path."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "model": {
+            "family": run.family,
+            "path": str(model),
+            "dtype": "bfloat16",
+            "frozen_compute": "bf16" if small else run.frozen_compute,
+        },
+        "adapter": {"rank": 2 if small else 16},
+        "datasets": [
+            {
+                "instance_data_dir": str(folder / "images"),
+                "resolution": 64 if small else run.resolution,
+            }
+        ],
+        "train": {
+            "max_train_steps": run.steps if small else LONG_RUN,
+            "batch_size": run.batch,
+            "mixed_precision": "bf16",
+            "checkpoint_every": 0,
+            "checkpoint_minutes": 0,
+        },
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "validation": {"every": 0},
+        "logging": {"every": 1 if small else LOG_EVERY, "tensorboard": False},
+        "plan": {
+            "device_memory": run.small_memory if small else f"{run.memory_gb:g}GB",
+            "compile": "never" if small else run.compile,
+        },
+    }
+    for section, values in run.settings.items():
+        settings[section] = settings.get(section, {}) | values
+    path = folder / "run.json"
+    path.write_text(json.dumps(settings, indent=2))
+    return path
+
+
+def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 400) -> int:
+    """Start `gracetune train`, stop it after `steps` steps, and return its exit code."""
+    command = [sys.executable, "-m", "gracetune", "train", str(path)]
+    process = subprocess.Popen(command, env=os.environ, start_new_session=True)
+    ends_at = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < ends_at:
+            time.sleep(POLL_S)
+            if log.exists() and any(e.get("step", 0) >= steps for e in step_events(log)):
+                break
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        return process.wait(EXIT_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a run's log; an incomplete last line is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def step_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of finished steps."""
+    return [event for event in read_events(path) if event["event"] == "step_done"]
+
+
+def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> dict[str, Any]:
+    """Return predicted and measured speed and memory, and the times of the start."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        by_kind.setdefault(event["event"], []).append(event)
+    steps = by_kind.get("step_done", [])
+    notices = [event["text"] for event in by_kind.get("notice", [])]
+    figures: dict[str, Any] = {
+        "batch": run.batch,
+        "steps": len(steps),
+        "plan": "; ".join(text for text in notices if text.startswith("plan")),
+        "check": "; ".join(text for text in notices if text.startswith("measured: ")),
+        "warnings": "; ".join(e["text"] for e in by_kind.get("notice", []) if e["level"] != "info"),
+    }
+    described = by_kind.get("run_described", [])
+    if described:
+        figures |= _predicted(described[0])
+    if len(steps) > run.counted:
+        counted = steps[-run.counted :]
+        seconds = sum(step["seconds"] for step in counted)
+        figures |= {
+            "seconds": seconds / len(counted),
+            "images_s": sum(step["samples"] for step in counted) / seconds,
+            "first_step_after_s": steps[0]["time"] - began,
+            "step_s": [round(step["seconds"], 4) for step in steps],
+        }
+    peaks = [match.group(1) for text in notices if (match := MEASURED.search(text))]
+    if peaks:
+        figures["peak_gib"] = parse_bytes(peaks[-1].replace(" ", "")) / GIB
+    used = by_kind.get("memory_used", [])
+    if used:
+        figures["allocated_peak_gib"] = used[-1]["device_peak"] / GIB
+    streamed = by_kind.get("weights_streamed", [])
+    if streamed:
+        figures["streamed"] = {k: v for k, v in streamed[-1].items() if k not in ("event", "time")}
+    for kind, name in (("step_times", "phases_s"), ("device_sensors", "gpu")):
+        if by_kind.get(kind):
+            last = by_kind[kind][-1]
+            figures[name] = last["seconds"] if kind == "step_times" else last["gpus"]
+    return figures
+
+
+def _predicted(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan's prediction, made before the first step, and the number of buckets."""
+    plan, buckets = described["plan"], described["data"]["buckets"]
+    sizes = [(tuple(map(int, one["size"].split("x"))), one["samples"]) for one in buckets]
+    pixels = [width * height for (width, height, *_), _ in sizes]
+    mean = sum(p * n for p, (_, n) in zip(pixels, sizes, strict=True)) / sum(n for _, n in sizes)
+    return {
+        "buckets": len(buckets),
+        "mean_pixels_of_largest": mean / max(pixels),
+        "compiled": plan["compiled"],
+        "streamed_blocks": sum(block["weights"] == "streamed" for block in plan["blocks"]),
+        "blocks": len(plan["blocks"]),
+        "predicted_seconds": plan["seconds"]["step"],
+        "predicted_images_s": plan["batch"] / plan["seconds"]["step"],
+        "predicted_peak_gib": sum(plan["device"].values()) / GIB,
+        "predicted_waits_s": {k: v for k, v in plan["seconds"].items() if k.startswith("wait")},
+    }

@@ -1,0 +1,490 @@
+"""Compare `gracetune train` with the best training loop that diffusers and peft allow.
+
+For each model and limit of device memory, three ways to train a LoRA of rank 16 at 1024x1024 are
+measured one after the other, on the same GPU and with random weights:
+
+    tuned loop   diffusers' transformer and peft's LoRA (fp32, under bf16 autocast), fused AdamW,
+                 `compile_repeated_blocks()`, the fastest SDPA backend for its shape, with and
+                 without gradient checkpointing, at the best batch size that fits. If the weights do
+                 not fit, diffusers' group offloading streams them from pinned memory.
+    eager loop   the same without compilation, always with gradient checkpointing: what most
+                 training scripts do.
+    product      `gracetune train` with `plan: auto` on images in six aspect ratios, including its
+                 data pipeline, logging and telemetry.
+
+The loops run on one fixed batch of 1024x1024 without a data pipeline, which favours them. Their
+memory is limited with torch's memory fraction, the product's with `plan.device_memory`. Each way
+runs in a process of its own. Results are written after each.
+
+    PYTHONPATH=src:benchmarks python benchmarks/tuned_loop.py MODEL [--memory 96,24]
+        [--ways loops,product] [--only NAME,...] [--steps 40] [--out FOLDER] [--commit NAME]
+        [--rehearse]
+
+MODEL is flux, wan, qwen or clip. Results of other models and ways are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import allocator_setup  # noqa: F401  before torch, which reads the setting at import
+
+# isort: split
+import model_cases
+import product_run
+import results
+import torch
+from peft import LoraConfig
+from product_run import ProductRun
+from torch.nn.functional import scaled_dot_product_attention
+from wan14b import free_memory, make_training_step, time_each_step
+
+from gracetune.models.family import planner_shapes
+from gracetune.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from model_cases import Case
+    from torch import nn
+
+NAME = "tuned_loop"
+RANK = 16
+WARM_UP, TIMED = 2, 4
+"""Untimed and timed steps of a loop. The first one compiles."""
+LOOP_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop with diffusers and peft."""
+
+    name: str
+    compiled: bool
+    checkpointing: bool
+    batches: tuple[int, ...]
+    """Batch sizes to try. The next one is measured while a larger batch fits and is faster."""
+    offload: bool = False
+    """Stream frozen weights with diffusers' group offloading."""
+
+    @property
+    def is_tuned(self) -> bool:
+        """False for what most training scripts do: eager and checkpointed."""
+        return self.compiled or not self.checkpointing
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train, its loops by device memory in GB, and the product's batch size."""
+
+    case: str
+    """Name in `model_cases.FULL`."""
+    folder: str
+    """Name in `random_weights.SHAPES`."""
+    family: str
+    nbytes: float
+    """Bytes of the frozen weights in bf16."""
+    loops: dict[int, tuple[Loop, ...]]
+    product_batches: dict[int, int]
+    joint_attention: bool = True
+    """True if text tokens and image tokens attend to each other together."""
+    eager_cudnn: bool = False
+    """False if cuDNN's backward fails in an eager step: in torch 2.11 it faults on gradients that
+    are not contiguous, as those of joint attention."""
+
+
+def _loops(kept: tuple[int, ...], checkpointed: tuple[int, ...]) -> tuple[Loop, ...]:
+    return (
+        Loop("compiled", True, False, kept),
+        Loop("compiled_checkpointing", True, True, checkpointed),
+        Loop("eager", False, False, (1,)),
+        Loop("eager_checkpointing", False, True, checkpointed),
+    )
+
+
+def _offloaded(batches: tuple[int, ...]) -> tuple[Loop, ...]:
+    return (
+        Loop("compiled_checkpointing_offload", True, True, batches[:1], offload=True),
+        Loop("eager_checkpointing_offload", False, True, batches, offload=True),
+    )
+
+
+MODELS = {
+    "flux": Model(
+        "flux",
+        "flux",
+        "flux",
+        23.8e9,
+        {96: _loops((2,), (4,)), 24: _offloaded((4, 6))},
+        {96: 4, 24: 2},
+    ),
+    "wan": Model(
+        "wan",
+        "wan21",
+        "wan22",
+        28.6e9,
+        {96: _loops((1,), (4,)), 24: _offloaded((4, 6))},
+        {96: 2, 24: 3},
+        joint_attention=False,
+        eager_cudnn=True,
+    ),
+    "qwen": Model(
+        "qwen",
+        "qwen_image",
+        "qwen_image",
+        40.9e9,
+        {96: _loops((1,), (4,)), 24: _offloaded((3, 4))},
+        {96: 2, 24: 2},
+    ),
+    "clip": Model(
+        "clip",
+        "wan21",
+        "wan22",
+        28.6e9,
+        {96: _loops((1,), (2,)), 24: _offloaded((1, 2))},
+        {96: 1, 24: 1},
+        joint_attention=False,
+        eager_cudnn=True,
+    ),
+}
+
+
+def main() -> int:
+    """Measure the chosen ways of one model, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", choices=MODELS, default="flux")
+    parser.add_argument("--memory", default="96,24", help="limits of device memory, in GB")
+    parser.add_argument("--ways", default="loops,product")
+    parser.add_argument("--only", default="", help="names of the loops to measure; default: all")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the product's run")
+    parser.add_argument("--loop", default="", help=argparse.SUPPRESS)
+    arguments = results.parse_arguments(parser)
+    model = MODELS[arguments.model]
+    limits = [int(gb) for gb in arguments.memory.split(",")]
+    if arguments.loop:  # a child process that measures one loop
+        (loop,) = (one for one in model.loops[limits[0]] if one.name == arguments.loop)
+        run_loop(model, loop, limits[0], arguments.rehearse)
+        return 0
+    figures = results.read(NAME, arguments.out)
+    only = [name for name in arguments.only.split(",") if name]
+
+    def save(memory_gb: int, way: str, found: dict[str, Any]) -> None:
+        prefix = f"{arguments.model}.{memory_gb}.{way}"
+        found["commit"] = arguments.commit or results.this_commit()
+        for key in [key for key in figures if key.startswith(f"{prefix}.")]:
+            del figures[key]
+        figures.update(results.flatten({prefix: found}))
+        results.write(NAME, figures, arguments.out, arguments.commit)
+
+    for way in arguments.ways.split(","):
+        if way == "product":
+            measure_product(arguments, model, limits, save)
+        for memory_gb in limits if way == "loops" else ():
+            for loop in model.loops[memory_gb]:
+                if not only or loop.name in only:
+                    found = measure_loop(arguments, loop, memory_gb)
+                    save(memory_gb, loop.name, found)
+    for memory_gb in limits:
+        show(figures, arguments.model, memory_gb)
+    return 0
+
+
+# The loops
+
+
+def measure_loop(arguments: argparse.Namespace, loop: Loop, memory_gb: int) -> dict[str, Any]:
+    """Measure one loop in a process of its own and return its figures."""
+    print(f"{arguments.model}, {memory_gb} GB, {loop.name}", flush=True)
+    began = time.monotonic()
+    if arguments.rehearse:
+        return run_loop(MODELS[arguments.model], loop, memory_gb, rehearse=True)
+    command = [sys.executable, __file__, arguments.model, "--memory", str(memory_gb)]
+    command += ["--loop", loop.name]
+    lines, reason = [], ""
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LOOP_TIMEOUT_S,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        reason = "" if done.returncode == 0 else f"ended with exit code {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        lines = (late.stdout or b"").decode().splitlines()
+        reason = f"stopped after {LOOP_TIMEOUT_S} s"
+    found = merge([json.loads(line) for line in lines if line.startswith("{")])
+    if reason:
+        found["failed"] = reason
+    found["took_s"] = time.monotonic() - began
+    print(f"    {found}", flush=True)
+    return found
+
+
+def run_loop(model: Model, loop: Loop, memory_gb: int, rehearse: bool) -> dict[str, Any]:
+    """Measure one loop at its batch sizes; print a JSON line for each."""
+    device = torch.device("cpu" if rehearse else "cuda")
+    case = model_cases.FULL[model.case]
+    if rehearse:
+        case = model_cases.miniature_of(case)
+    transformer = make_transformer(case, loop, device)
+    lines, best = [], 0.0
+    with limited_memory(memory_gb, device):
+        backend = choose_attention(model, case, transformer, loop, device)
+        for batch in loop.batches:
+            found = time_loop(case, transformer, batch, device) | {"attention": backend}
+            lines.append({f"batch_{batch}": found})
+            print(json.dumps(lines[-1]), flush=True)
+            if found.get("images_s", 0.0) <= best:
+                break
+            best = found["images_s"]
+    return merge(lines)
+
+
+def make_transformer(case: Case, loop: Loop, device: torch.device) -> nn.Module:
+    """Build the transformer with random bf16 weights and a LoRA, and prepare it for the loop."""
+    shapes = planner_shapes(case.family)
+    cls = getattr(import_module("diffusers"), shapes.class_name)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = cls.from_config({**shapes.published_config, **case.config})
+    torch.set_default_dtype(torch.float32)
+    model.requires_grad_(False)
+    if loop.offload:
+        offload_weights(model, device)
+    pattern = "|".join(re.escape(target).replace(r"\*", r"\d+") for target in shapes.targets)
+    model.add_adapter(
+        LoraConfig(
+            r=RANK,
+            lora_alpha=RANK,
+            target_modules=rf"(.*\.)?({pattern})",
+            init_lora_weights="gaussian",
+        )
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(device, torch.float32)
+            parameter.requires_grad_(True)
+    model.train()
+    if loop.checkpointing:
+        model.enable_gradient_checkpointing()
+    if loop.compiled:
+        model.compile_repeated_blocks()
+    return model
+
+
+def offload_weights(model: nn.Module, device: torch.device) -> None:
+    """Stream the weights of linear layers by diffusers' group offloading, layer by layer.
+
+    The adapter is added afterwards, so that its weights stay on the device: offloading would undo
+    their updates. Offloading by blocks prefetches in the order of forward, so that in backward the
+    weights of the whole model gather on the device; by layers, one layer of each block does. Other
+    layers are small and stay on the device: torch's checkpointing fails if a norm's weight is in
+    host memory when its block is recomputed.
+    """
+    is_cuda = device.type == "cuda"
+    model.enable_group_offload(
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type="leaf_level",
+        use_stream=is_cuda,
+        record_stream=is_cuda,
+        non_blocking=is_cuda,
+    )
+    for module in model.modules():
+        registry = module.__dict__.get("_diffusers_hook")
+        if registry is None or module is model or isinstance(module, torch.nn.Linear):
+            continue
+        for name in ("layer_execution_tracker", "group_offloading"):
+            if registry.get_hook(name) is not None:
+                registry.remove_hook(name, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device)
+        for buffer in module.buffers(recurse=False):
+            buffer.data = buffer.data.to(device)
+    free_memory()
+
+
+def time_loop(
+    case: Case, transformer: nn.Module, batch: int, device: torch.device
+) -> dict[str, Any]:
+    """Return speed and memory of a batch size, or why it cannot run."""
+    began = time.monotonic()
+    try:
+        step = make_training_step(
+            transformer, *case.make_forward(transformer, batch, device), autocast=True
+        )
+        step()
+        results.synchronize(device)
+        first_s = time.monotonic() - began
+        for _ in range(WARM_UP - 1):
+            step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds, loss = time_each_step(step, TIMED, device)
+    except torch.OutOfMemoryError as full:
+        return {"failed": str(full).splitlines()[0]}
+    finally:
+        transformer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    middle = sorted(seconds)[len(seconds) // 2]
+    return {
+        "seconds": middle,
+        "images_s": batch / middle,
+        "first_step_s": first_s,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "loss_is_finite": bool(torch.isfinite(loss)),
+    }
+
+
+class limited_memory:  # noqa: N801  used like a function
+    """Limit torch's device memory while the context is open."""
+
+    def __init__(self, gigabytes: int, device: torch.device) -> None:
+        self._share = 1.0
+        if device.type == "cuda":
+            self._share = gigabytes * 1e9 / torch.cuda.mem_get_info()[1]
+
+    def __enter__(self) -> None:
+        if self._share < 1:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(self._share)
+
+    def __exit__(self, *_: object) -> None:
+        if self._share < 1:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+ATTENTION = {
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+}
+"""Functions that switch torch's fused attention backends on and off, by name."""
+
+
+def choose_attention(
+    model: Model, case: Case, transformer: Any, loop: Loop, device: torch.device
+) -> str:
+    """Time attention with each backend of SDPA, leave only the fastest on, and return its name."""
+    if device.type != "cuda":
+        return "cpu"
+    allowed = [n for n in ATTENTION if n != "cudnn" or loop.compiled or model.eager_cudnn]
+    config = transformer.config
+    inputs = case.make_forward(transformer, 1, device)[1]
+    tokens = num_tokens(inputs, transformer) + (512 if model.joint_attention else 0)
+    shape = (1, config.num_attention_heads, tokens, config.attention_head_dim)
+    seconds = {name: attention_seconds(name, shape, device) for name in allowed}
+    best = min(seconds, key=lambda name: seconds[name])
+    use_attention(best)
+    return f"{best} ({', '.join(f'{n} {s * 1e3:.2f} ms' for n, s in seconds.items())})"
+
+
+def num_tokens(latents: torch.Tensor, transformer: Any) -> int:
+    """Return the number of image or video tokens of one sample."""
+    if latents.dim() == 3:  # tokens already, as Flux and Qwen-Image take them
+        return latents.shape[1]
+    frames, rows, columns = latents.shape[2:]
+    depth, height, width = transformer.config.patch_size
+    return (frames // depth) * (rows // height) * (columns // width)
+
+
+def use_attention(backend: str) -> None:
+    """Switch all fused attention backends off except one; the plain one stays on."""
+    for name, enable in ATTENTION.items():
+        enable(name == backend)
+
+
+def attention_seconds(backend: str, shape: tuple[int, ...], device: torch.device) -> float:
+    """Return the seconds of attention, forward and backward; infinite if it cannot run."""
+    use_attention(backend)
+    torch.backends.cuda.enable_math_sdp(False)
+    query, key, value, grad = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(4)
+    )
+
+    def work() -> torch.Tensor:
+        scaled_dot_product_attention(query, key, value).backward(grad)
+        return grad.detach()
+
+    try:
+        time_each_step(work, 2, device)
+        seconds, _ = time_each_step(work, 5, device)
+    except RuntimeError:
+        return float("inf")
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+    return sorted(seconds)[2]
+
+
+def merge(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the figures of all batch sizes, and add those of the fastest."""
+    found = {key: value for line in lines for key, value in line.items()}
+    fastest = max(
+        (one for one in found.values() if "images_s" in one),
+        key=lambda one: one["images_s"],
+        default={},
+    )
+    return found | {k: fastest[k] for k in ("images_s", "peak_gib") if k in fastest}
+
+
+# The product
+
+
+def measure_product(
+    arguments: argparse.Namespace,
+    model: Model,
+    limits: list[int],
+    save: Callable[[int, str, dict[str, Any]], None],
+) -> None:
+    """Run `gracetune train` within each limit of device memory."""
+    small = arguments.rehearse
+    with product_run.model_folder(model.folder, int(model.nbytes), small=small) as folder:
+        for memory_gb in limits[:1] if small else limits:
+            steps = 8 if small else arguments.steps
+            run = ProductRun(
+                model.family, memory_gb, model.product_batches[memory_gb], steps, steps // 2
+            )
+            print(f"{arguments.model}, {memory_gb} GB, product", flush=True)
+            save(memory_gb, "product", product_run.train(run, folder, small=small))
+
+
+def show(figures: dict[str, Any], model: str, memory_gb: int) -> None:
+    """Print the speed of every way, and of the product relative to the best loops."""
+    prefix = f"{model}.{memory_gb}."
+    speeds = {
+        key.removeprefix(prefix).partition(".")[0]: value
+        for key, value in figures.items()
+        if key.startswith(prefix) and key.count(".") == 3 and key.endswith(".images_s")
+    }
+    print(f"\n{model} in {memory_gb} GB")
+    for way, speed in speeds.items():
+        peak = figures.get(f"{prefix}{way}.peak_gib", float("nan"))
+        ratio = f"{speeds['product'] / speed:>8.2f}" if "product" in speeds else ""
+        print(f"    {way:<34}{speed:>8.3f} images/s{peak:>8.1f} GiB{ratio}")
+    failed = [
+        f"{key}: {value}"
+        for key, value in figures.items()
+        if key.startswith(prefix) and key.endswith(".failed")
+    ]
+    for line in failed:
+        print(f"    {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
