@@ -16,7 +16,8 @@ help:  ## what there is
 
 $(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c src/gracetune/data/bulk_copy.c
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true  # on all cores; pip would use one
 	@touch $@
 
 venv: $(STAMP)  ## make .venv with pinned dependencies
@@ -144,7 +145,7 @@ $(TRACKERS)/.installed: constraints-trackers.txt | $(STAMP)
 	@touch $@
 
 test-trackers: $(TRACKERS)/.installed  ## Weights & Biases, trackio and MLflow themselves, offline
-	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest -o filterwarnings=default tests/hosts/test_real_trackers.py
+	PYTHONPATH=$(CURDIR)/src $(TRACKERS)/bin/python -m pytest -o filterwarnings=default tests/hosts/test_real_trackers.py
 
 format: venv
 	$(BIN)/ruff format .

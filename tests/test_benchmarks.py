@@ -15,8 +15,18 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
-LONG_REHEARSALS = {"gradient_check", "managed_training", "planned_ranks", "sharded"}
-"""Scripts whose rehearsal takes over twenty seconds; `make test-slow` runs them."""
+LONG_REHEARSALS = {
+    "async_saving",
+    "families_step",
+    "gradient_check",
+    "large_families",
+    "managed_training",
+    "planned_ranks",
+    "sharded",
+    "wan14b_step",
+    "wan_experts",
+}
+"""Scripts whose rehearsal takes over five seconds; `make test-slow` runs them."""
 
 
 @pytest.fixture

@@ -615,10 +615,10 @@ def assert_physical(case, monkeypatch, media, prompt, text, shape, images=(), **
 EDIT_IN_CI = {
     "flux-kontext": "",
     "qwen-image-edit": "",
-    "qwen-image-edit-2511": LONG,
+    "qwen-image-edit-2511": None,
     "qwen-image-edit-2511 with two references": PROMPT,
 }
-"""Variant that edits -> the prompt, with a size of `EDIT_SIZES`, whose test is not slow."""
+"""Variant that edits -> the prompt, with a size of `EDIT_SIZES`, whose test is not slow, if any."""
 
 
 def prompts(name):
@@ -666,7 +666,11 @@ def test_the_pipelines_sampler_arrives_at_the_encoded_sample(case, prompt, monke
     assert_physical(case, monkeypatch, media, prompt, text, shape, images, **options)
 
 
-@pytest.mark.parametrize("case", sorted(VARIANTS), indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(n, marks=[pytest.mark.slow] * ("2511" in n)) for n in sorted(VARIANTS)],
+    indirect=True,
+)
 def test_a_perfect_prediction_has_no_loss(case):
     family = case.family
     width, height = case.shape[:2]

@@ -31,6 +31,7 @@ def environment(installed):
     return os.environ | {"PYTHONPATH": str(installed)}
 
 
+@pytest.mark.slow
 def test_the_example_family_trains_samples_resumes_and_exports(
     installed, environment, run_file, gracetune, tmp_path
 ):

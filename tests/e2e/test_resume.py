@@ -107,7 +107,16 @@ def test_a_resumed_run_continues_with_the_next_batch(run_file, tmp_path, ramp):
     assert len(logs[0]) == 6
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGINT,
+        # `test_a_closed_terminal_saves_the_run` sends it, too.
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_finishes_the_step_saves_and_exits_with_130(run_file, start, number, tmp_path):
     file = run_file(train={"max_train_steps": 100_000})
     folder = tmp_path / "run"
@@ -224,6 +233,7 @@ def test_a_lost_rank_is_named_by_the_others(run_file, start_ranks, tmp_path):
     assert "has died without a message" in last_event(folder)["message"]
 
 
+@pytest.mark.distributed
 def test_a_stalled_rank_is_named_and_killed_by_the_others(run_file, start_ranks, tmp_path):
     file = run_file(
         train={"max_train_steps": 100_000, "batch_size": 2},
@@ -268,6 +278,7 @@ def test_the_error_of_one_rank_is_named_by_the_others(run_file, tmp_path):
     assert "a bad sample" in last_event(tmp_path / "run")["message"]
 
 
+@pytest.mark.distributed
 def test_ranks_that_get_a_signal_at_different_times_stop_at_one_step(
     run_file, start_ranks, tmp_path
 ):

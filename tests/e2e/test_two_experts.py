@@ -130,7 +130,9 @@ def load_into(pipeline, kind, folder):
             weight.data += delta(layer, weight.shape)
 
 
-@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loha", "lokr"))]
+)
 def test_exported_files_load_and_resuming_does_not_change_them(
     settings, wan_file, gracetune, tmp_path, kind, miniature
 ):

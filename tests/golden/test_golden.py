@@ -6,13 +6,17 @@ import pytest
 from golden_runs import RECORDS, RUNS, machine, train
 
 LOSS_TOLERANCE = 1e-6
+LONG_RUNS = {"qwen_image_edit_dora"}
+"""Runs that take over ten seconds; `make test-slow` has them."""
 
 
 def test_every_record_belongs_to_a_run():
     assert sorted(file.stem for file in RECORDS.iterdir()) == sorted(RUNS)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG_RUNS)) for n in RUNS]
+)
 def test_a_golden_run_reproduces_its_record(name, tmp_path):
     recorded = json.loads((RECORDS / f"{name}.json").read_text())
     found = train(name, tmp_path)

@@ -292,7 +292,7 @@ def test_the_time_of_a_pass_is_divided_by_its_calls() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in ("flux", "sd15") else pytest.mark.slow) for f in PLANNABLE],
+    [pytest.param(f, marks=() if f == "flux" else pytest.mark.slow) for f in PLANNABLE],
 )
 def test_measured_launch_costs_are_plausible(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_overhead, "REPEATS", 2)

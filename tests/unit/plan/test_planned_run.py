@@ -233,7 +233,7 @@ def test_a_single_gpu_is_planned():
     assert reason_unplanned(RunFile(), torch.device("cuda", 0)) == ""
 
 
-PLANNED_IN_CI = ("flux", "qwen-image", "sd15")
+PLANNED_IN_CI = ("flux", "qwen-image")
 """Image models that are planned in CI, where test_gradient_check.py streams those of all families
 and test_meta_models.py plans them."""
 

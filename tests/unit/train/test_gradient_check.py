@@ -38,7 +38,7 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs without streaming."""
 
 
-COMPILED_IN_CI = ("flux", "sd15", "wan22-t2v")
+COMPILED_IN_CI = ("flux", "wan22-t2v")
 """Families whose compiled blocks are checked in CI: compiling takes seconds for each."""
 TWO_RANKS_IN_CI = ("tiny", "wan22-t2v")
 
