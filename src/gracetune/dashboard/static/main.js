@@ -298,7 +298,14 @@ class Page {
 
   drawPanel(panel) {
     panel.stale = false;
-    const why = panel.draw();
+    let why = "";
+    try {
+      why = panel.draw();
+    } catch (error) {
+      // An event with unexpected contents; the other panels must go on.
+      console.error(error);
+      why = `This panel cannot be drawn: ${error.message}`;
+    }
     panel.why.textContent = why;
     panel.why.hidden = !why;
     panel.body.hidden = Boolean(why);
