@@ -345,7 +345,8 @@ class Page {
   }
 
   setConnection(state) {
-    this.connection.textContent = state === "live" ? "live" : "connection lost, trying again";
+    const texts = { live: "live", lost: "connection lost, trying again", expired: "the dashboard was started again: open its new address" };
+    this.connection.textContent = texts[state];
     this.connection.dataset.state = state;
   }
 }
