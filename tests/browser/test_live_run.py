@@ -52,7 +52,7 @@ def test_panels_fill_while_the_run_trains(page):
         assert "–" not in label.partition("Latest")[2], label
     steps = page.locator(".steps").inner_text()
     page.locator(".steps").filter(has_not_text=steps).wait_for()
-    for panel in ("moved", "data-report", "machine-facts", "settings", "log"):
+    for panel in ("moved", "block-gradients", "block-weights", "data-report", "machine-facts", "settings", "log"):
         assert page.locator(f"#panel-{panel}.empty").count() == 0, panel
 
 

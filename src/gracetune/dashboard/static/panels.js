@@ -214,6 +214,7 @@ function movedSummary(run) {
 export const HEAT_MAPS = [
   { id: "moved", section: "learning", title: "How far each block has moved", format: formatPercent, rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "blocks")]; }, why: () => "This log does not say how far weights have moved." },
   { id: "block-gradients", section: "learning", title: "Gradient norm of each block", rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "grad_norms")]; }, why: () => "This log has no gradient norms of blocks." },
+  { id: "block-weights", section: "learning", title: "Weight norm of each block", rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "weight_norms")]; }, why: () => "This log has no weight norms of blocks." },
   { id: "rates", section: "learning", title: "Learning rates of Automagic", format: formatCount, rows: rateRows, why: () => "The optimizer has one learning rate for all weights." },
 ];
 
