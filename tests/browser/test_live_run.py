@@ -52,7 +52,15 @@ def test_panels_fill_while_the_run_trains(page):
         assert "–" not in label.partition("Latest")[2], label
     steps = page.locator(".steps").inner_text()
     page.locator(".steps").filter(has_not_text=steps).wait_for()
-    for panel in ("moved", "block-gradients", "block-weights", "data-report", "machine-facts", "settings", "log"):
+    for panel in (
+        "moved",
+        "block-gradients",
+        "block-weights",
+        "data-report",
+        "machine-facts",
+        "settings",
+        "log",
+    ):
         assert page.locator(f"#panel-{panel}.empty").count() == 0, panel
 
 
@@ -269,6 +277,23 @@ def test_a_skipped_batch_does_not_read_as_a_run_that_stops(tmp_path, open_page):
     assert "stops" not in text.lower()
     text = open_page(report_of(tmp_path / "not")).locator("#health").inner_text()
     assert "The loss is NaN or infinite at step 2." in text
+
+
+def test_charts_of_several_runs_stay_when_one_goes_on(tmp_path, open_page):
+    moved = {"event": "weights_moved", "time": 4.0, "measure": "adapter"}
+    rows = [moved | {"step": step, "blocks": {"a": 0.1, "b": 0.2, "c": 0.3}} for step in (1, 2, 3)]
+    for name in ("one", "two"):
+        small_run(tmp_path / name, *rows[:2])
+    with dashboard(tmp_path / "one", tmp_path / "two") as address:
+        page = open_page(address)
+        panel = page.locator("#panel-moved-mean")
+        panel.scroll_into_view_if_needed()
+        panel.locator("canvas").nth(1).wait_for()
+        with (tmp_path / "one" / "events.jsonl").open("a") as log:
+            log.write(json.dumps(rows[2] | {"time": 10.0}) + "\n")
+        panel.locator(".plot[aria-label*='step 1 to 3']").wait_for()
+        assert panel.locator("canvas").count() == 2
+        page.close()
 
 
 def test_a_damaged_run_leaves_the_other_alone(tmp_path, browser):

@@ -124,7 +124,7 @@ function finding(one, several) {
     "li",
     { class: `finding ${one.level}` },
     h("div", { class: "finding-head" }, h("span", { class: "level", text: one.word ?? LEVEL_WORDS[one.level] ?? one.level }), h("strong", { text: String(one.check).replaceAll("_", " ") }), several ? h("span", { class: "where", text: one.run.name }) : null, one.step ? h("span", { class: "where", text: `step ${formatNumber(one.step)}` }) : null),
-    h("p", { class: "cause", text: one.cause }),
+    h("p", { class: "cause", text: String(one.cause).replace(/[^.!?]$/, "$&.") }),
     one.action ? h("p", {}, h("b", {}, "Done: "), one.action) : null,
     one.advice ? h("p", {}, h("b", {}, "Change: "), one.advice) : null,
     one.over ? h("p", {}, h("b", {}, `Over since step ${formatNumber(one.over.step)}: `), one.over.cause) : null,

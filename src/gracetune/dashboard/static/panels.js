@@ -154,7 +154,12 @@ function unifiedCounters(run) {
   return found.filter((one) => one.values.some((value) => value > 0));
 }
 
-const stage = (run) => single(run, "unified_memory", "stage", "stage").concat(tableOf(run, "unified_memory") ? [] : single(run, "memory_used", "stage", "stage")).map((one) => ({ ...one, stepped: true }));
+function stage(run) {
+  const table = tableOf(run, "unified_memory");
+  // A run without a GPU logs the event too, with nothing but zeros in it.
+  if (table && !["headroom", "current", "peak"].some((column) => table.columns[column]?.some((value) => value))) return [];
+  return single(run, table ? "unified_memory" : "memory_used", "stage", "stage").map((one) => ({ ...one, stepped: true }));
+}
 
 const sensorsWhy = (sensor) => (run) => {
   const reason = Object.entries(run.latest.device_sensors?.unavailable ?? {}).find(([name]) => name.includes(sensor) || name === "gpus" || name === "gpu");
