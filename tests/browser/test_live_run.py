@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from browser.conftest import PROMPTS, dashboard, demo_run
+from PIL import Image
 
 from gracetune.cli.main import main
 from gracetune.events.log import read_events
@@ -51,7 +52,15 @@ def test_panels_fill_while_the_run_trains(page):
         assert "–" not in label.partition("Latest")[2], label
     steps = page.locator(".steps").inner_text()
     page.locator(".steps").filter(has_not_text=steps).wait_for()
-    for panel in ("moved", "data-report", "machine-facts", "settings", "log"):
+    for panel in (
+        "moved",
+        "block-gradients",
+        "block-weights",
+        "data-report",
+        "machine-facts",
+        "settings",
+        "log",
+    ):
         assert page.locator(f"#panel-{panel}.empty").count() == 0, panel
 
 
@@ -94,6 +103,20 @@ def test_validate_now_with_own_prompts_makes_a_new_grid(page, live):
     image.wait_for()
     requested = [event for event in events(live[0], "validated") if event["request"]]
     assert requested[0]["prompts"] == ["a purple square on a white background", "a red ring"]
+
+
+def test_the_token_stays_in_its_tab(page, live):
+    """A reload needs nothing; another tab needs the address; nothing is sent to other ports."""
+    page.reload()
+    page.locator("#panel-samples .cell img").first.wait_for()
+    page.locator(".connection", has_text="live").wait_for()
+    assert page.context.cookies() == []
+    image = page.locator("#panel-samples .cell img").first
+    page.wait_for_function("(image) => image.naturalWidth > 0", arg=image.element_handle())
+    with page.context.browser.new_context() as context:  # its errors are expected
+        other = context.new_page()
+        other.goto(live[1].partition("#")[0])
+        other.get_by_text("This address has no valid token").wait_for()
 
 
 def test_save_now_and_changed_logging_are_taken(page, live):
@@ -205,6 +228,85 @@ def test_the_plan_of_a_run_file_is_shown(open_page, tmp_path):
         assert "57 blocks" in text
         assert "samples/s" in text
         assert "max_train_steps" in page.locator("#panel-settings").inner_text()
+        page.close()
+
+
+def small_run(folder, *records):
+    """A finished run of two steps with three samples: two seeds of one prompt, and another one."""
+    samples = folder / "validation" / "step-000002"
+    samples.mkdir(parents=True)
+    for number in range(3):
+        Image.new("RGB", (8, 8), (80 * number, 0, 0)).save(samples / f"{number:03d}.png")
+    settings = [{"number": number, "seed": 40 + number} for number in range(3)]
+    (samples / "samples.json").write_text(json.dumps({"samples": settings}))
+    step = {"event": "step_done", "time": 2.0, "lr": 1.0, "samples": 1, "seconds": 1.0}
+    found = [
+        {"event": "run_started", "time": 1.0, "model": "tiny", "total_steps": 3},
+        *(step | {"step": number, "loss": loss} for number, loss in ((1, 0.5), (2, "nan"), (3, 1))),
+        {"event": "validated", "time": 3.0, "step": 2, "grid": "/x/validation/step-000002.png",
+         "prompts": ["a fox", "a fox", "a hare"], "losses": {}, "seconds": 1.0},
+        *records,
+        {"event": "run_ended", "time": 9.0, "step": 3, "status": "done", "seconds": 1.0},
+    ]  # fmt: skip
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+
+
+def report_of(folder):
+    target = folder.with_suffix(".html")
+    assert main(["report", str(folder), "-o", str(target)]) == 0
+    return target.as_uri()
+
+
+def test_one_prompt_with_two_seeds_has_two_columns(tmp_path, open_page):
+    small_run(tmp_path / "run")
+    page = open_page(report_of(tmp_path / "run"))
+    heads = page.locator("#panel-samples .column-head").all_inner_texts()
+    assert heads == ["a fox (seed 40)", "a fox (seed 41)", "a hare"]
+    assert page.locator("#panel-samples .cell").count() == 3
+    page.keyboard.press("ArrowRight")
+    assert "a fox (seed 41)" in page.locator("#panel-samples figcaption").inner_text()
+
+
+def test_a_skipped_batch_does_not_read_as_a_run_that_stops(tmp_path, open_page):
+    skipped = {"event": "batch_skipped", "time": 2.5, "step": 2, "loss": "nan", "samples": []}
+    for name, records in (("skipped", [skipped]), ("not", [])):
+        small_run(tmp_path / name, *records)
+    text = open_page(report_of(tmp_path / "skipped")).locator("#health").inner_text()
+    assert "at step 2. These batches did not change the weights" in text
+    assert "loss not finite" not in text
+    assert "stops" not in text.lower()
+    text = open_page(report_of(tmp_path / "not")).locator("#health").inner_text()
+    assert "The loss is NaN or infinite at step 2." in text
+
+
+def test_charts_of_several_runs_stay_when_one_goes_on(tmp_path, open_page):
+    moved = {"event": "weights_moved", "time": 4.0, "measure": "adapter"}
+    rows = [moved | {"step": step, "blocks": {"a": 0.1, "b": 0.2, "c": 0.3}} for step in (1, 2, 3)]
+    for name in ("one", "two"):
+        small_run(tmp_path / name, *rows[:2])
+    with dashboard(tmp_path / "one", tmp_path / "two") as address:
+        page = open_page(address)
+        panel = page.locator("#panel-moved-mean")
+        panel.scroll_into_view_if_needed()
+        panel.locator("canvas").nth(1).wait_for()
+        with (tmp_path / "one" / "events.jsonl").open("a") as log:
+            log.write(json.dumps(rows[2] | {"time": 10.0}) + "\n")
+        panel.locator(".plot[aria-label*='step 1 to 3']").wait_for()
+        assert panel.locator("canvas").count() == 2
+        page.close()
+
+
+def test_a_damaged_run_leaves_the_other_alone(tmp_path, browser):
+    """Events with unexpected contents spoil one panel at most."""
+    small_run(tmp_path / "good")
+    odd = {"event": "rates_spread", "time": 2.0, "step": 1, "counts": 7, "limits": 3}
+    small_run(tmp_path / "odd", odd, {"event": "notice", "time": 1e300, "text": "x"})
+    with dashboard(tmp_path / "good", tmp_path / "odd") as address:
+        page = browser.new_page()
+        page.goto(address)
+        page.locator("#panel-rates .why", has_text="cannot be drawn").wait_for(state="attached")
+        page.locator("#panel-loss canvas").wait_for()
+        assert page.locator(".badge", has_text="done").count() == 2
         page.close()
 
 

@@ -113,6 +113,26 @@ def test_save_and_stop_save_checkpoints(requested):
     assert reasons["stopping"] == answers(requested)["8-0"].step
 
 
+@pytest.mark.parametrize("error", [ValueError("too long"), RuntimeError()])
+def test_a_request_that_fails_does_not_end_the_run(tiny_run, tmp_path, monkeypatch, error):
+    """Neither does a folder in place of a request's file."""
+
+    def fail(*_):
+        (tmp_path / "run" / "now" / "save").mkdir()
+        raise error
+
+    monkeypatch.setattr("gracetune.train.requests.requested_validation", fail)
+    section = {"enable_manual_validation": True, "prompts": ["own"], "sample_steps": 1}
+    run = tiny_run(adapter={"rank": 2}, train={"max_train_steps": 5}, validation=section)
+    recorder = Recorder()
+    sender = Sender(tmp_path / "run", {2: [("validate", {"prompts": ["one"]})]})
+    run_training(run, sinks=[recorder, sender])
+    validate, save = recorder.of(RequestTaken)
+    assert (validate.accepted, validate.reason) == (False, str(error) or "RuntimeError")
+    assert (save.request, save.accepted) == ("save", False)
+    assert recorder.of(StepDone)[-1].step == 5
+
+
 TWO_RANKS = """
 import os, sys
 from pathlib import Path

@@ -70,7 +70,7 @@ def status_of(answer):
 def serving(*folders):
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    credentials = Credentials(port)
+    credentials = Credentials()
     runs = LiveRuns(folders)
     server = make_server(runs, credentials)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -316,6 +316,7 @@ def _telemetry(step, total, rng, every):
                 f"transformer_blocks.{n}": 0.02 * grown * (0.3 + math.sin(n / 4) ** 2)
                 for n in range(BLOCKS)
             },
+            "weight_norms": {f"transformer_blocks.{n}": 3 + n / 9 + grown for n in range(BLOCKS)},
             "grad_norms": {
                 f"transformer_blocks.{n}": 0.05 + 0.04 * math.cos(n / 3) + 0.01 * rng.random()
                 for n in range(BLOCKS)

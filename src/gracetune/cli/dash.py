@@ -80,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
     plans = [plan_run(path, number, args) for number, path in enumerate(files)]
     hosts = [*LOOPBACK_NAMES, *args.allow_host, *_own_name(args.host, args.allow_host)]
     with _bind(args.host, args.port) as listener:
-        credentials = Credentials(listener.getsockname()[1])
+        credentials = Credentials()
+        port = listener.getsockname()[1]
         server = make_server(LiveRuns(folders, plans), credentials, hosts)
-        print(_greeting(args.host, credentials.port, credentials.token, paths), flush=True)
+        print(_greeting(args.host, port, credentials.token, paths), flush=True)
         with suppress(KeyboardInterrupt):  # Ctrl-C is how it ends
             server.run(sockets=[listener])
     return 0

@@ -7,8 +7,9 @@ and against the rules below, in one place, and adds the security headers to ever
   them, so that encoded paths need not be decoded to be judged.
 - `Host` is a known name, so that a foreign page cannot reach the server under a name of its own
   (DNS rebinding), and `Origin`, if there is one, is this server.
-- Apart from the empty page and its scripts, a request has the session cookie, or the token in an
-  `Authorization` header.
+- Apart from the empty page and its scripts, a request has the token in a header. Samples, which
+  elements without headers load, have the media key in their address instead. There are no cookies:
+  a browser sends them to all ports of a host, that is, to every other service of the machine.
 - Bodies are small, are JSON and arrive in time.
 """
 
@@ -42,7 +43,8 @@ REQUEST_TIMEOUT_S = 10.0
 WRITE_TIMEOUT_S = 30.0
 """Seconds that a client may leave data unread."""
 MAX_CONNECTIONS = 256
-COOKIE = "gracetune_dash"
+TOKEN_HEADER = b"x-gracetune-token"
+"""The page's own header: a reverse proxy may need `Authorization` for its own passwords."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -80,54 +82,47 @@ class RouteRule:
     handler: str
     """The name of the method of `DashboardServer` that answers."""
     public: bool = False
-    """True if no session is needed: the response has nothing of any run."""
+    """True if no token is needed: the response has nothing of any run."""
+    media: bool = False
+    """True if the media key in the address is enough."""
 
 
 ROUTES = (
     RouteRule("GET", "/", "page", public=True),
     RouteRule("GET", "/static/{file}", "static_file", public=True),
-    RouteRule("POST", "/session", "open_session", public=True),
     RouteRule("GET", "/api/runs", "list_runs"),
     RouteRule("GET", "/api/runs/{run}", "show_run"),
     RouteRule("POST", "/api/runs/{run}/requests", "send_request"),
     RouteRule("GET", "/api/events", "stream_events"),
-    RouteRule("GET", "/samples/{run}/{set}/{file}", "sample_file"),
-    RouteRule("GET", "/thumbnails/{run}/{set}/{file}", "thumbnail"),
+    RouteRule("GET", "/samples/{run}/{set}/{file}", "sample_file", media=True),
+    RouteRule("GET", "/thumbnails/{run}/{set}/{file}", "thumbnail", media=True),
 )
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 _PATHS = tuple((rule, re.compile(re.sub(r"\{\w+\}", _PART, rule.path))) for rule in ROUTES)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Credentials:
-    """The token in the address that is printed, and the session that a browser gets for it."""
+    """The token in the address that is printed, and a key that opens samples only."""
 
-    port: int
-    """Cookies of all ports of a host are shared, so that the name of the cookie has the port."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-    session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    media_key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
-    @property
-    def cookie_name(self) -> str:
-        """The name of the session cookie."""
-        return f"{COOKIE}_{self.port}"
-
-    def accepts_token(self, token: str) -> bool:
-        """Compare a token with the right one, in constant time."""
-        return hmac.compare_digest(token.encode(), self.token.encode())
-
-    def accepts(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Return True if a request has the session cookie or the token."""
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(token, self.token.encode()):
+    def accept(self, headers: Mapping[bytes, bytes], query: bytes, rule: RouteRule) -> bool:
+        """Return True if a request has the token, or the key if that is enough."""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and _are_equal(bearer, self.token):
             return True
-        name = self.cookie_name.encode()
-        for part in headers.get(b"cookie", b"").split(b";"):
-            key, _, value = part.strip().partition(b"=")
-            if key == name and hmac.compare_digest(value, self.session.encode()):
-                return True
-        return False
+        if _are_equal(headers.get(TOKEN_HEADER, b""), self.token):
+            return True
+        keys = [part[4:] for part in query.split(b"&") if part.startswith(b"key=")]
+        return rule.media and any(_are_equal(key, self.media_key) for key in keys)
+
+
+def _are_equal(given: bytes, expected: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given, expected.encode())
 
 
 class Guard:
@@ -192,7 +187,8 @@ class Guard:
             return refusal
         if not _is_same_origin(headers, rule):
             return 403, "the request comes from another site"
-        if not rule.public and not self._credentials.accepts(headers):
+        query = scope["query_string"]
+        if not rule.public and not self._credentials.accept(headers, query, rule):
             return 401, "open the address that `gracetune dash` has printed"
         return _check_body(headers, scope["method"])
 
@@ -203,6 +199,7 @@ class Guard:
 
 _SECURITY_NAMES = {name for name, _ in SECURITY_HEADERS}
 _SINGLE = {b"host", b"origin", b"authorization", b"content-length", b"content-type", b"range"}
+_SINGLE |= {TOKEN_HEADER}
 
 
 def _headers(pairs: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes] | None:
@@ -211,7 +208,7 @@ def _headers(pairs: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes] | None:
     for name, value in pairs:
         if name in found and name in _SINGLE:
             return None
-        found[name] = found[name] + b"; " + value if name == b"cookie" and name in found else value
+        found[name] = value
     return found
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gracetune.dashboard.log_tail import LogTail
 from gracetune.dashboard.run_folder import (
     LOG_NAME,
+    RunStatus,
     SampleIndex,
     find_run_folders,
     read_settings,
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from gracetune.dashboard.run_folder import RunStatus
+    from gracetune.dashboard.log_tail import LogChunk
 
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
 RESCAN_EVERY_S = 5.0
 MAX_RUNS = 64
+DAMAGED = (OSError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
+"""Errors that files with unexpected contents can cause. They concern one run, not the others."""
 
 
 @dataclass
@@ -46,36 +50,57 @@ class LiveRun:
     reading: float = 0.0
     """Share of the log that has been read, until its end is reached for the first time."""
 
+    problem: str = ""
+    """Why the run's files cannot be read; empty if they can."""
+
     def __post_init__(self) -> None:
         self.tail = LogTail(self.folder / LOG_NAME)
         self.samples = SampleIndex(self.folder)
-        self.status: RunStatus = run_status(self.folder, self.state)
+        self.status = RunStatus("waiting", "", 0, 0)
+        self.refresh_status()
 
     def poll(self) -> dict[str, object] | None:
         """Read a part of the log; return the change for open pages, or None."""
-        chunk = self.tail.read()
-        with self.lock:
-            if chunk.restarted:
-                self.state.restart()
-                self.samples.clear()
-            self.state.damaged += chunk.damaged
-            new_samples = False
-            for record in chunk.records:
+        try:
+            chunk = self.tail.read()
+            with self.lock:
+                self.problem = ""
+                return self._apply(chunk)
+        except DAMAGED as error:
+            self.problem, self.reading = _name_error(error), 1.0
+            return None
+
+    def _apply(self, chunk: LogChunk) -> dict[str, object] | None:
+        if chunk.restarted:
+            self.state.restart()
+            self.samples.clear()
+        self.state.damaged += chunk.damaged
+        new_samples = False
+        for record in chunk.records:
+            try:
                 self.state.apply(record)
                 if record["event"] == "validated":
                     new_samples |= self.samples.add(record) is not None
-            self.reading = chunk.share
-            if not chunk.at_end:
-                return None
-            delta = self.state.take_delta()
-            if delta is not None and new_samples and "reload" not in delta:
-                delta["samples"] = [one.to_json() for one in self.samples.sets]
+            except DAMAGED:
+                self.state.damaged += 1
+        self.reading = chunk.share
+        if not chunk.at_end:
+            return None
+        delta = self.state.take_delta()
+        if delta is not None and new_samples and "reload" not in delta:
+            delta["samples"] = [one.to_json() for one in self.samples.sets]
         return delta
 
     def refresh_status(self) -> bool:
         """Check whether the process is alive; return True if something changed."""
         with self.lock:
-            found = run_status(self.folder, self.state)
+            try:
+                problem, found = self.problem, run_status(self.folder, self.state)
+            except DAMAGED as error:
+                problem, found = _name_error(error), self.status
+            if problem:
+                text = f"The files in {self.folder} cannot be read: {problem}"
+                found = replace(found, state="unreadable", text=text, verbs=())
             changed = found != self.status
             self.status = found
         return changed
@@ -185,6 +210,17 @@ class LiveRuns:
         return bool(new)
 
     def _follow(self) -> None:
+        try:
+            self._follow_until_stopped()
+        finally:
+            # The thread dies of an error of ours, which Python prints. Pages must not show old
+            # states as if they were new.
+            if not self._stopping.is_set():
+                for run in self.runs.values():
+                    run.problem = "the dashboard has failed; see its terminal, and start it again"
+                self._check_runs()
+
+    def _follow_until_stopped(self) -> None:
         status_at = rescan_at = 0.0
         while not self._stopping.is_set():
             busy = False
@@ -201,8 +237,9 @@ class LiveRuns:
                 self._check_runs()
             if now >= rescan_at:
                 rescan_at = now + RESCAN_EVERY_S
-                if self._add_new_folders():
-                    self._send("runs", {})
+                with suppress(OSError):  # a folder that cannot be listed now; tried again later
+                    if self._add_new_folders():
+                        self._send("runs", {})
             self._stopping.wait(0.001 if busy else POLL_S)
 
     def _check_runs(self) -> None:
@@ -212,6 +249,10 @@ class LiveRuns:
 
     def _send(self, kind: str, content: Mapping[str, object]) -> None:
         self._publish(f"event: {kind}\ndata: {dump_json(content)}\n\n")
+
+
+def _name_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _discard(_text: str) -> None:

@@ -59,8 +59,9 @@ class LogTail:
         A missing log gives no events.
         """
         try:
-            # Opening a pipe would block without O_NONBLOCK.
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # Opening a pipe would block without O_NONBLOCK, and a link may lead anywhere.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags)
         except OSError:
             return self._lost()
         with os.fdopen(descriptor, "rb") as file:

@@ -1,7 +1,8 @@
 """Find the files of a run, and tell whether the run is alive.
 
-Every path is resolved and must lie inside the run's folder, so that a link in it cannot lead
-elsewhere. Samples are served by an index of the files that the run's own validations have written.
+Files are opened part by part below the run's folder without following links, so that a link in it
+cannot lead elsewhere. Samples are served by an index of the files that the run's own validations
+have written.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.errors import REDACTED, SECRET_NAME, ConfigError, redact_urls
+from gracetune.errors import REDACTED, SECRET_NAME, ConfigError, hide_path, redact_urls
 from gracetune.events.run_control import LOCK_FILE, process_start_time, read_listener
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gracetune.dashboard.run_state import RunState
     from gracetune.events.run_control import Listener
@@ -36,6 +37,13 @@ SAMPLE_SETTINGS = (
     "problem",
 )
 """Keys of a sample in that file that the page shows."""
+SETTING_WITH_SECRET = re.compile(
+    r"token(?!i)|secret|passw|passphrase|(api|access|private|account|auth)[_-]?key|credential"
+    r"|authorization|bearer|cookie|webhook",
+    re.IGNORECASE,
+)
+"""Matches names of settings that may be credentials, wherever they are in a run file; not as many
+as `SECRET_NAME`, which matches `text_encoder` too."""
 LAST_SEEN_FILE = "last_seen.json"
 CRASH_FILE = "crash.txt"
 SAMPLE_NAME = re.compile(r"\d{3,6}\.(png|mp4|wav)")
@@ -51,18 +59,28 @@ NEARLY_FULL = 0.92
 def open_inside(folder: Path, *names: str) -> int | None:
     """Open a plain file below a folder for reading; return its descriptor, or None.
 
-    The resolved path must be below the resolved folder. Pipes and devices are refused.
+    Links are not followed, and pipes and devices are refused.
     """
-    path = folder.joinpath(*names)
+    return _open_below(folder, names, stat.S_ISREG)
+
+
+def _open_below(folder: Path, names: Sequence[str], accepts: Callable[[int], bool]) -> int | None:
+    """Open a path part by part, so that no part can become a link meanwhile."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        resolved = path.resolve(strict=True)
-        if not resolved.is_relative_to(folder.resolve(strict=True)):
-            return None
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(resolved, flags)
-    except (OSError, ValueError, RuntimeError):  # ValueError: a name with a null character
+        descriptor = os.open(folder, flags)
+        for name in names:
+            if name in ("", "..") or "/" in name:
+                os.close(descriptor)
+                return None
+            try:
+                below = os.open(name, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            descriptor = below
+    except (OSError, ValueError):  # ValueError: a name with a null character
         return None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not accepts(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         return None
     return descriptor
@@ -78,10 +96,14 @@ def read_json(folder: Path, *names: str) -> object | None:
     if len(data) > MAX_JSON_NBYTES:
         return None
     try:
-        found: object = json.loads(data)
+        found: object = json.loads(data, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def read_settings(folder: Path) -> object | None:
@@ -92,21 +114,31 @@ def read_settings(folder: Path) -> object | None:
     for name in ("run.resolved.json", "run.json"):
         found = read_json(folder, name)
         if found is not None:
-            return _redacted(found)
+            try:
+                return _redacted(found)
+            except RecursionError:  # nested so deeply that it is no run file
+                return None
     return None
 
 
-def _redacted(value: object, is_option: bool = False) -> object:
+def _redacted(
+    value: object, names: re.Pattern[str] = SETTING_WITH_SECRET, is_secret: bool = False
+) -> object:
     if isinstance(value, str):
-        return redact_urls(value)
+        if not is_secret:
+            return redact_urls(value)
+        return hide_path(value) if "://" in value else REDACTED
     if isinstance(value, list):
-        return [_redacted(item, is_option) for item in value]
+        return [_redacted(item, names, is_secret) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: REDACTED
-        if is_option and isinstance(item, str) and SECRET_NAME.search(key)
-        else _redacted(item, is_option or key == "options")
+        # Options of a remote store have any names, so that more of them may be credentials.
+        key: _redacted(
+            item,
+            SECRET_NAME if key == "options" else names,
+            is_secret or names.search(key) is not None,
+        )
         for key, item in value.items()
     }
 
@@ -206,18 +238,20 @@ class SampleIndex:
         return found
 
     def _list_files(self, parts: Sequence[str]) -> list[str]:
-        folder = self._folder.joinpath(*parts)
+        folder = _open_below(self._folder, parts, stat.S_ISDIR)
+        if folder is None:
+            return []
         try:
-            if not folder.resolve(strict=True).is_relative_to(self._folder.resolve(strict=True)):
-                return []
             with os.scandir(folder) as entries:
                 return sorted(
                     entry.name
                     for entry, _ in zip(entries, range(MAX_FILES_PER_SET), strict=False)
                     if SAMPLE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
                 )
-        except (OSError, RuntimeError):
+        except OSError:
             return []
+        finally:
+            os.close(folder)
 
     def _read_settings(self, parts: Sequence[str]) -> dict[int, Mapping[str, object]]:
         """Return seed, steps, size and so on of each sample, by its number."""
@@ -255,7 +289,8 @@ class RunStatus:
     """The state of a run in one word, and in a sentence."""
 
     state: str
-    """`waiting`, `starting`, `running`, `quiet`, `done`, `interrupted`, `failed` or `killed`."""
+    """`waiting`, `starting`, `running`, `quiet`, `done`, `interrupted`, `failed`, `killed`, or
+    `unreadable` if its files are damaged in a way that nobody has thought of."""
     text: str
     step: int
     total_steps: int
@@ -305,13 +340,9 @@ def _is_recorded_alive(folder: Path) -> bool:
 
 def _listener(folder: Path) -> tuple[Listener | None, str]:
     try:
-        if not (folder / "now").resolve().is_relative_to(folder.resolve()):
-            return None, ""
-        return read_listener(folder / "now"), ""
+        return (None if (folder / "now").is_symlink() else read_listener(folder / "now")), ""
     except ConfigError as error:
         return None, str(error)
-    except OSError:
-        return None, ""
 
 
 def _with_listener(listener: Listener, folder: Path, state: RunState, now: float) -> RunStatus:
@@ -426,8 +457,9 @@ def _has_open(pid: str, path: Path) -> bool:
 
 def _integer(value: object) -> int:
     """Return a number of a log; 0 if it is damaged."""
-    return int(value) if isinstance(value, int | float) else 0
+    return int(_seconds(value))
 
 
 def _seconds(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    """Return a number of a log; 0 if it is damaged, or too large for any of its numbers."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**53 else 0.0

@@ -52,6 +52,9 @@ KEPT_RECORDS = {
 MEANS = ("loss",)
 """Columns whose mean over the rows between selected rows is sent too, for smoothing."""
 MAX_STAGES = 100
+MAX_STEP = 2**53
+MAX_TIME = 253402300800
+"""Start of the year 10000, in seconds since 1970; calendars end there."""
 _HEADER = ("event", "time", "step")
 _STEP_DONE = ("loss", "lr", "grad_norm", "samples", "accumulation", "epoch", "seconds")
 _BY_EXPERT = ("loss", "lr", "grad_norm")
@@ -90,7 +93,7 @@ class RunState:
     def apply(self, record: Mapping[str, object]) -> None:
         """Add one event of the log."""
         kind, time = record["event"], record.get("time")
-        if not isinstance(time, float | int) or not math.isfinite(time):
+        if not isinstance(time, float | int) or not 0 <= time < MAX_TIME:
             self.damaged += 1
             return
         self.num_events += 1
@@ -109,7 +112,7 @@ class RunState:
 
     def _apply_row(self, kind: str, record: Mapping[str, object], time: float) -> None:
         step = record.get("step")
-        if not isinstance(step, int) or abs(step) > 2**53:
+        if not isinstance(step, int) or abs(step) > MAX_STEP:
             self.damaged += 1
             return
         table = self.tables.get(kind)
@@ -130,6 +133,8 @@ class RunState:
         """Take held-out losses from a log of a version that had no event of their own for them."""
         losses, step = record.get("losses"), record.get("step")
         if not isinstance(losses, dict) or not losses or not isinstance(step, int):
+            return
+        if abs(step) > MAX_STEP:
             return
         table = self.tables.setdefault("held_out_loss", Table())
         count = len(table)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 2000
 MAX_DEPTH = 6
+MAX_LEVELS = 50
 NAN = math.nan
 
 
@@ -192,21 +193,26 @@ def _flatten_items(
 
 
 def dump_json(content: object) -> str:
-    """Return JSON in ASCII, which has no half surrogate pairs; infinite numbers become null."""
+    """Return JSON in ASCII, which has no half surrogate pairs.
+
+    Infinite numbers, and what is nested too deeply, become null.
+    """
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return json.dumps(_without_infinity(content), separators=(",", ":"), allow_nan=False)
 
 
-def _without_infinity(value: object) -> object:
+def _without_infinity(value: object, levels: int = MAX_LEVELS) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if not levels:
+        return None
     if isinstance(value, dict):
-        return {key: _without_infinity(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_infinity(item) for item in value]
-    return value
+        return {key: _without_infinity(item, levels - 1) for key, item in value.items()}
+    return [_without_infinity(item, levels - 1) for item in value]
 
 
 def _rounded(value: float) -> float | None:

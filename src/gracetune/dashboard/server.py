@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gracetune.dashboard.guard import (
@@ -118,33 +118,11 @@ class DashboardServer:
         headers = {"cache-control": "no-cache"}
         return Response(data, headers=headers, media_type=TYPES.get(Path(name).suffix))
 
-    async def open_session(self, request: Request) -> Response:
-        """Exchange the token of the address for a cookie that scripts cannot read."""
-        body = await _read_json(request)
-        token = body.get("token") if isinstance(body, dict) else None
-        if token is not None and not (
-            isinstance(token, str) and self._credentials.accepts_token(token)
-        ):
-            return PlainTextResponse("the token is wrong\n", 401, NO_STORE)
-        headers = dict(request.scope["headers"])
-        if token is None and not self._credentials.accepts(headers):
-            return PlainTextResponse("a token is missing\n", 401, NO_STORE)
-        response = JSONResponse({"ok": True}, headers=NO_STORE)
-        response.set_cookie(
-            self._credentials.cookie_name,
-            self._credentials.session,
-            httponly=True,
-            samesite="strict",
-            secure=request.headers.get("origin", "").startswith("https://"),
-            path="/",
-        )
-        return response
-
     # Runs
 
     async def list_runs(self, _request: Request) -> Response:
-        """Return name and state of all runs."""
-        return _json({"runs": self._runs.heads()})
+        """Return name and state of all runs, and the key with which the page loads samples."""
+        return _json({"runs": self._runs.heads(), "media_key": self._credentials.media_key})
 
     async def show_run(self, request: Request) -> Response:
         """Return everything about a run, with a number of points that fits a page."""
@@ -188,7 +166,7 @@ class DashboardServer:
 
     async def _events(self, queue: asyncio.Queue[str | None]) -> AsyncIterator[str]:
         try:
-            yield "retry: 1000\nevent: hello\ndata: {}\n\n"
+            yield "event: hello\ndata: {}\n\n"
             while True:
                 try:
                     async with asyncio.timeout(HEARTBEAT_S):
@@ -209,12 +187,12 @@ class DashboardServer:
         body = await _read_json(request)
         problem = _check_request(body)
         if problem:
-            return JSONResponse({"error": problem}, 400, NO_STORE)
+            return _json({"error": problem}, 400)
         try:
             sent = await run_in_threadpool(_send, run.folder, body)
         except (GracetuneError, OSError) as error:
-            return JSONResponse({"error": str(error)}, 409, NO_STORE)
-        return JSONResponse(sent, headers=NO_STORE)
+            return _json({"error": str(error)}, 409)
+        return _json(sent)
 
     # Samples
 
@@ -297,8 +275,6 @@ async def _read(descriptor: int, start: int, stop: int) -> AsyncIterator[bytes]:
 
 
 def _send(folder: Path, body: Any) -> dict[str, object]:
-    if not (folder / "now").resolve().is_relative_to(folder.resolve()):
-        raise GracetuneError(f"{folder / 'now'} leads out of the run's folder.")
     number = new_request_id()
     arguments = {name: value for name, value in body.items() if name != "request"}
     listener = send_request(folder, str(body["request"]), arguments, "dashboard", number)
@@ -335,8 +311,8 @@ def _integer(text: str | None) -> int | None:
     return int(text) if text is not None and re.fullmatch(r"-?\d{1,15}", text) else None
 
 
-def _json(content: object) -> Response:
-    return Response(dump_json(content), headers=NO_STORE, media_type="application/json")
+def _json(content: object, status: int = 200) -> Response:
+    return Response(dump_json(content), status, NO_STORE, media_type="application/json")
 
 
 def _not_found() -> Response:

@@ -13,7 +13,9 @@ from PIL import Image
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-MAX_PIXELS = 64 * 1024 * 1024
+MAX_PIXELS = 16 * 1024 * 1024
+"""Enough for the contact sheet of a clip in 1920x1080. The decoded image takes 4 bytes per pixel,
+and twice that if it has transparency."""
 EDGE = 288
 """Longest edge of a thumbnail in pixels; twice the size in the grid, for sharp displays."""
 CACHE_NBYTES = 16 * 1024 * 1024
@@ -30,8 +32,10 @@ def make_thumbnail(descriptor: int, edge: int = EDGE) -> bytes | None:
                 if image.width * image.height > MAX_PIXELS:
                     return None
                 is_small = max(image.size) <= edge
-                small = image.convert("RGB")
-                small.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+                # A sample is RGB, and made smaller in place: there is no second copy of its size.
+                large = image if image.mode in ("RGB", "L") else image.convert("RGB")
+                large.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+                small = large.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             return None
     target = io.BytesIO()
@@ -47,7 +51,8 @@ class ThumbnailCache:
         self._nbytes = 0
         self._found: OrderedDict[Hashable, bytes] = OrderedDict()
         self._lock = threading.Lock()
-        self._decoders = threading.Semaphore(2)
+        self._decoder = threading.Lock()
+        """Held while an image is decoded: one at a time, so that memory has a limit."""
 
     def get(self, key: Hashable, open_file: Callable[[], int | None]) -> bytes | None:
         """Return a thumbnail, made from the file that `open_file` opens if it is not in memory."""
@@ -55,7 +60,7 @@ class ThumbnailCache:
             if key in self._found:
                 self._found.move_to_end(key)
                 return self._found[key]
-        with self._decoders:
+        with self._decoder:
             descriptor = open_file()
             data = None if descriptor is None else make_thumbnail(descriptor)
         if data is None:

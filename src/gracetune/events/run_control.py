@@ -39,6 +39,8 @@ VERBS = ("validate", "save", "stop", "log")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_REQUEST_NBYTES = 1 << 20
 """Size above which a request is refused unread."""
+MAX_DEPTH = 8
+"""Levels of lists and objects in the arguments of a request."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to save a checkpoint and stop: from a user or launcher (SIGINT, SIGTERM),
 a terminal that closes (SIGHUP), or a cluster whose time limit is near (SIGUSR1, SIGUSR2)."""
@@ -156,6 +158,8 @@ class RunControl:
         self._requests = os.fspath(self._folder / REQUESTS_FOLDER)
         self._verbs: tuple[str, ...] = VERBS
         self._open = False
+        self._stuck: set[str] = set()
+        """Paths that cannot be read or deleted; each is refused once, not after every step."""
 
     def open(self, pid: int, verbs: Iterable[str] = VERBS) -> None:
         """Start to accept requests to process `pid`; delete requests to an earlier run."""
@@ -191,39 +195,57 @@ class RunControl:
 
         A request that this run does not accept, or whose file is not one, has a `problem`.
         """
-        taken = []
-        for verb, path in self._paths.items():
+        taken = [self._take_empty(verb, path) for verb, path in self._paths.items()]
+        try:
+            # Files below an open folder: a link in its place leads nowhere.
+            folder = os.open(self._requests, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            taken.append(self._checked(Request(verb)))
-        try:
-            names = sorted(name for name in os.listdir(self._requests) if name.endswith(".json"))
+                names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+                # Hidden files are still being written.
+                taken += [self._take_file(folder, name) for name in names if name[0] != "."]
+            finally:
+                os.close(folder)
         except FileNotFoundError:
-            return taken
-        for name in names:
-            path = os.path.join(self._requests, name)
-            # Hidden files are still being written; a link or a pipe is not a request.
-            if not name.startswith(".") and stat.S_ISREG(os.lstat(path).st_mode):
-                taken.append(self._checked(self._take_file(path, name.removesuffix(".json"))))
-        return taken
-
-    def _take_file(self, path: str, number: str) -> Request:
-        problem, text = "", b""
-        try:
-            with open(path, "rb") as file:
-                text = file.read(MAX_REQUEST_NBYTES + 1)
+            pass
         except OSError as error:
-            problem = f"it cannot be read: {error.strerror}"
-        os.unlink(path)
-        if len(text) > MAX_REQUEST_NBYTES:
-            problem = f"it is larger than {MAX_REQUEST_NBYTES:,} bytes"
+            taken.append(self._refuse(Request(""), self._requests, error))
+        return [self._checked(request) for request in taken if request is not None]
+
+    def _take_empty(self, verb: str, path: str) -> Request | None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            self._stuck.discard(path)
+            return None
+        except OSError as error:  # a folder, or one that this process may not write to
+            return self._refuse(Request(verb), path, error)
+        return Request(verb)
+
+    def _take_file(self, folder: int, name: str) -> Request | None:
+        """Read and delete a request's file; None for a file that is gone or is not a plain one."""
+        number, problem = name.removesuffix(".json"), ""
         if not REQUEST_ID.fullmatch(number):
             number, problem = "", "its file name may have only letters, digits, '-' and '_'"
-        if problem:
-            return Request("", number, problem=problem)
-        return parse_request(text, number)
+        try:
+            if not stat.S_ISREG(os.lstat(name, dir_fd=folder).st_mode):
+                return None
+            text = _read_plain(name, folder)
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # Not deleted, so that it would be carried out again after every step.
+            return self._refuse(Request("", number), os.path.join(self._requests, name), error)
+        if len(text) > MAX_REQUEST_NBYTES:
+            problem = f"it is larger than {MAX_REQUEST_NBYTES:,} bytes"
+        return Request("", number, problem=problem) if problem else parse_request(text, number)
+
+    def _refuse(self, request: Request, path: str, error: OSError) -> Request | None:
+        if path in self._stuck:
+            return None
+        self._stuck.add(path)
+        problem = f"{path!r} cannot be read and deleted: {error.strerror}. Remove it yourself"
+        return replace(request, problem=problem)
 
     def _checked(self, request: Request) -> Request:
         if request.problem or request.verb in self._verbs:
@@ -232,7 +254,8 @@ class RunControl:
         problem = f"this run does not accept {request.verb!r}, only {known}"
         if request.verb == "validate":
             problem += "; set validation.enable_manual_validation: true"
-        return replace(request, problem=problem)
+        # An unknown verb is any text, which must not reach a terminal.
+        return replace(request, verb=request.verb if request.verb in VERBS else "", problem=problem)
 
     def close(self) -> None:
         """Stop accepting requests and delete pending ones.
@@ -242,7 +265,8 @@ class RunControl:
         if not self._open:
             return
         self._open = False
-        (self._folder / "listening.json").unlink(missing_ok=True)
+        with suppress(OSError):  # the run has ended; a listener that is dead accepts nothing
+            (self._folder / "listening.json").unlink()
         self.take_requests()
         with suppress(OSError):  # something that is not a request is in it
             (self._folder / REQUESTS_FOLDER).rmdir()
@@ -259,7 +283,14 @@ def parse_request(text: bytes, number: str) -> Request:
     arguments, source = found.get("arguments", {}), found.get("source", "")
     if not isinstance(arguments, dict) or not isinstance(source, str):
         return Request("", number, problem='"arguments" must be an object and "source" a text')
+    if _is_deep(arguments):
+        return Request("", number, problem='"arguments" is nested too deeply')
     return Request(found["request"], number, arguments, source)
+
+
+def _is_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deep(item, levels - 1) for item in items)
 
 
 def send_request(
@@ -294,9 +325,12 @@ def send_request(
             f"the run in {folder} does not accept {verb!r}, only "
             f"{', '.join(listener.verbs)}. {fix}".rstrip()
         )
+    requests = folder / "now" / REQUESTS_FOLDER
+    if requests.resolve() != folder.resolve() / "now" / REQUESTS_FOLDER:
+        raise ConfigError(f"{requests} is a link, or in one. Remove it, and start the run again.")
     number = request_id or new_request_id()
     request = {"request": verb, "arguments": dict(arguments or {}), "source": source}
-    write_text(folder / "now" / REQUESTS_FOLDER / f"{number}.json", json.dumps(request))
+    write_text(requests / f"{number}.json", json.dumps(request))
     return listener
 
 
@@ -312,7 +346,7 @@ def process_start_time(pid: int) -> int | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # there is none, or it ended while its file was read
         return None
     # The command's name is in brackets and may contain anything, so parse what follows it.
     state, *rest = text.rpartition(")")[2].split()
@@ -323,11 +357,30 @@ def read_listener(folder: Path) -> Listener | None:
     """Return the process that accepts requests in the folder `now` of a run, or None."""
     path = folder / "listening.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Listener(found["pid"], found["host"], found["birth"], tuple(found["verbs"]))
+        found = json.loads(_read_plain(path))
+        listener = Listener(found["pid"], found["host"], found["birth"], tuple(found["verbs"]))
+        texts = (listener.host, *listener.verbs)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("names must be texts")
+        if not (isinstance(listener.pid, int) and isinstance(listener.birth, int)):
+            raise TypeError("process ids must be numbers")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is damaged: it does not name a process. Remove it if no run uses the folder."
         ) from error
+    return listener
+
+
+def _read_plain(path: Path | str, folder: int | None = None) -> bytes:
+    """Return the contents of a plain file, below an open folder if there is one.
+
+    Links are not followed, and a pipe is not waited for. One byte more than the limit of a request
+    is read at most.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", os.fspath(path))
+        return file.read(MAX_REQUEST_NBYTES + 1)

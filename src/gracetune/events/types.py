@@ -265,6 +265,8 @@ class WeightsMoved:
     """Block -> relative distance; 0.01 means that the change is 1 % of the weights."""
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     """Block -> norm of its gradient in this step, before clipping; may be empty."""
+    weight_norms: Mapping[str, float] = field(default_factory=dict)
+    """Block -> norm of its trained weights; in full fine-tuning an estimate from a sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from gracetune.config.schema import PromptSection
 from gracetune.errors import GracetuneError
@@ -131,8 +131,9 @@ class RequestInbox:
         if ranks.is_main:
             try:
                 outcome = self._encode_here(request)
-            except (GracetuneError, ValidationError, torch.OutOfMemoryError, OSError) as error:
-                outcome = None, f"{str(error).splitlines()[0]}"
+            # Also a ValidationError, and errors of text encoders: a bad prompt never ends a run.
+            except (GracetuneError, ValueError, RuntimeError, OSError) as error:
+                outcome = None, str(error).partition("\n")[0] or type(error).__name__
         setup, text = ranks.broadcast(outcome)
         self._answer(request, step, text, accepted=setup is not None)
         return setup

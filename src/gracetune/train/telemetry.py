@@ -231,7 +231,8 @@ class Telemetry:
         if self._collections % MOVEMENT_EVERY == 0 or step >= self._total_steps:
             movement = self._recorder.movement
             distances = movement.distances()
-            moved = WeightsMoved(step, movement.measure, distances, records.grad_norms)
+            norms = records.grad_norms, movement.weight_norms()
+            moved = WeightsMoved(step, movement.measure, distances, *norms)
             self._moved = statistics.median(distances.values()) if distances else 0.0
             self._emit(moved)
         self._collections += 1

@@ -1,4 +1,4 @@
-"""Measure how far the trained weights of each block have moved, and their gradient norms.
+"""Measure how far the trained weights of each block have moved, their norms and gradient norms.
 
 For a LoRA, the change of a weight is dW = scale * B A. Its norm follows from two small matrices:
 
@@ -141,6 +141,19 @@ class WeightMovement:
         }
 
     @torch.no_grad()
+    def weight_norms(self) -> dict[str, float]:
+        """Return the norm of each block's trained weights. Waits for the device.
+
+        In full fine-tuning it is estimated from a sample, as the distance is.
+        """
+        weights = [_full(p) for p in self._parameters.values()] if not self._starts else []
+        for name, (index, _) in self._starts.items():
+            weight = self._parameters[name].detach()
+            weights.append(_sample(weight, index) * math.sqrt(weight.numel() / max(1, len(index))))
+        norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
+        return self.by_block(list(self._parameters), torch.stack(list(norms)).tolist())
+
+    @torch.no_grad()
     def gradient_norms(self, scale: Tensor) -> tuple[list[str], Tensor] | None:
         """Return the names of parameters with a gradient and its norm, times `scale`.
 
@@ -154,7 +167,7 @@ class WeightMovement:
         return names, torch.stack([norm.float() for norm in norms]) * scale
 
     def by_block(self, names: Sequence[str], norms: Sequence[float]) -> dict[str, float]:
-        """Return the gradient norm of each block, from those of its parameters."""
+        """Return the norm of each block, from those of its parameters."""
         squares: defaultdict[str, float] = defaultdict(float)
         for name, norm in zip(names, norms, strict=True):
             squares[self._blocks[name]] += norm**2

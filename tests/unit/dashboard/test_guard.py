@@ -1,7 +1,6 @@
 """Requests that are not explicitly allowed are refused, and the server goes on."""
 
 import asyncio
-import json
 import re
 import socket
 import threading
@@ -48,15 +47,16 @@ def scope(method="GET", path="/api/runs", headers=(), query=b""):
 
 @pytest.fixture
 def judge():
-    credentials = Credentials(1)
+    credentials = Credentials()
     one = Guard(None, credentials, ["127.0.0.1", "localhost", "dash.example.org"])
-    cookie = (b"cookie", f"{credentials.cookie_name}={credentials.session}".encode())
+    token = (b"x-gracetune-token", credentials.token.encode())
 
-    def check(*args, with_cookie=True, headers=(), **kwargs):
-        extra = [cookie] if with_cookie else []
+    def check(*args, with_token=True, headers=(), **kwargs):
+        extra = [token] if with_token else []
         found = one.check(scope(*args, headers=[*extra, *headers], **kwargs))
         return 200 if found is None else found[0]
 
+    check.credentials = credentials
     return check
 
 
@@ -64,10 +64,10 @@ JSON = (b"content-type", b"application/json")
 OWN = (b"origin", b"http://127.0.0.1:1")
 
 
-def test_every_route_and_method_is_refused_without_a_session(served):
+def test_every_route_and_method_is_refused_without_the_token(served):
     """All pairs of the table's paths and of methods, on a real socket."""
     public = {(rule.method, rule.path) for rule in ROUTES if rule.public}
-    assert public == {("GET", "/"), ("GET", "/static/{file}"), ("POST", "/session")}
+    assert public == {("GET", "/"), ("GET", "/static/{file}")}
     for rule in ROUTES:
         for method in METHODS:
             answer = served.ask(f"{method} {path_of(rule)} HTTP/1.1", token=False)
@@ -77,10 +77,10 @@ def test_every_route_and_method_is_refused_without_a_session(served):
                 assert status_of(answer) in (403, 404), (method, rule)
             else:
                 assert status_of(answer) in (401, 403, 405), (method, rule, answer)
-            assert b"lora" not in answer, "nothing of a run without a session"
+            assert b"lora" not in answer, "nothing of a run without the token"
 
 
-def test_every_route_answers_with_a_session(served):
+def test_every_route_answers_with_the_token(served):
     for rule in ROUTES:
         if rule.method == "GET" and rule.path not in ("/static/{file}", "/api/events"):
             assert served.status(path_of(rule)) == 200, rule
@@ -112,14 +112,35 @@ def test_every_response_has_the_security_headers(served):
     ],
 )
 def test_wrong_tokens_are_refused(judge, header):
-    assert judge(with_cookie=False, headers=[(b"authorization", header)]) == 401
+    assert judge(with_token=False, headers=[(b"authorization", header)]) == 401
 
 
-@pytest.mark.parametrize(
-    "cookie", [b"gracetune_dash_1=wrong", b"gracetune_dash_2=x", b"a=b; gracetune_dash_1=", b"=;;="]
-)
-def test_wrong_cookies_are_refused(judge, cookie):
-    assert judge(with_cookie=False, headers=[(b"cookie", cookie)]) == 401
+@pytest.mark.parametrize("token", [b"", b"wrong", b"\xff\xfe", b"\xed\xa0\x80"])
+def test_wrong_tokens_of_pages_are_refused(judge, token):
+    assert judge(with_token=False, headers=[(b"x-gracetune-token", token)]) == 401
+
+
+def test_the_media_key_opens_samples_and_nothing_else(judge):
+    """It is in addresses, which browsers keep in their history."""
+    query = f"t=1&key={judge.credentials.media_key}".encode()
+    for rule in ROUTES:
+        if rule.method == "GET" and not rule.public:
+            status = judge(path=path_of(rule), with_token=False, query=query)
+            assert status == (200 if rule.handler in ("sample_file", "thumbnail") else 401)
+            assert judge(path=path_of(rule), with_token=False, query=b"key=") == 401
+    headers = [JSON, OWN]
+    path = "/api/runs/r0/requests"
+    assert judge("POST", path, with_token=False, headers=headers, query=query) == 401
+
+
+def test_no_cookies_are_set_or_read(served):
+    """Browsers send them to all ports of a host, and so to other services of the machine."""
+    credentials = served.credentials
+    for path in ("/", "/api/runs", "/samples/r0/step-000060/000.png"):
+        assert b"set-cookie" not in served.ask(f"GET {path} HTTP/1.1").lower()
+    for value in (credentials.token, credentials.media_key):
+        head = f"GET /api/runs HTTP/1.1\r\nCookie: token={value}; x-gracetune-token={value}"
+        assert status_of(served.ask(head, token=False)) == 401
 
 
 @pytest.mark.parametrize(
@@ -274,7 +295,7 @@ def test_bodies_that_are_no_requests_are_refused(served, body):
     origin = f"Origin: http://{served.host}\r\nContent-Type: application/json"
     head = f"POST /api/runs/r0/requests HTTP/1.1\r\n{origin}\r\nContent-Length: {len(body)}"
     assert status_of(served.ask(head, body)) == 400
-    head = f"POST /session HTTP/1.1\r\n{origin}\r\nContent-Length: {len(body)}"
+    head = f"POST /api/runs/r0/requests HTTP/1.1\r\n{origin}\r\nContent-Length: {len(body)}"
     assert status_of(served.ask(head, body, token=False)) == 401
 
 
@@ -321,7 +342,7 @@ def test_websockets_are_refused(served):
         async def send(message):
             sent.append(message)
 
-        await Guard(None, Credentials(1))({"type": "websocket"}, None, send)
+        await Guard(None, Credentials())({"type": "websocket"}, None, send)
         return sent
 
     assert asyncio.run(connect()) == [{"type": "websocket.close", "code": 1008}]
@@ -333,15 +354,16 @@ def test_websockets_are_refused(served):
     [
         b"",
         b"GET / HTTP/1.1\r\nHost: loc",
-        b"POST /session HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
-        b'Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"tok',
+        b"POST /api/runs/r0/requests HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\n"
+        b"X-Gracetune-Token: TOKEN\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 50\r\n\r\n{"r',
     ],
 )
 def test_slow_clients_are_disconnected(served, monkeypatch, sent):
     monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.2)
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.2)
     with served.connect() as connection:
-        connection.sendall(sent)
+        connection.sendall(sent.replace(b"TOKEN", served.credentials.token.encode()))
         assert status_of(read_to_end(connection)) in (0, 413)
 
 
@@ -411,17 +433,3 @@ def try_stream(served):
             f"Authorization: Bearer {served.credentials.token}\r\n\r\n".encode()
         )
         return read_until(connection, b"\r\n").startswith(b"HTTP/1.1 200")
-
-
-def test_a_token_is_exchanged_for_a_cookie_that_scripts_cannot_read(served):
-    body = json.dumps({"token": served.credentials.token}).encode()
-    origin = f"Origin: http://{served.host}\r\nContent-Type: application/json"
-    head = f"POST /session HTTP/1.1\r\n{origin}\r\nContent-Length: {len(body)}"
-    answer = served.ask(head, body, token=False).decode()
-    assert status_of(answer.encode()) == 200
-    cookie = re.search(r"set-cookie: (.*)", answer)[1]
-    assert "HttpOnly" in cookie
-    assert "SameSite=strict" in cookie
-    assert served.credentials.token not in cookie
-    value = cookie.partition(";")[0]
-    assert status_of(served.ask(f"GET /api/runs HTTP/1.1\r\nCookie: {value}", token=False)) == 200

@@ -119,6 +119,11 @@ def test_a_pipe_in_place_of_the_log_does_not_block(tmp_path):
     assert LogTail(tmp_path / "events.jsonl").read().records == []
 
 
+def test_a_link_in_place_of_the_log_is_not_followed(log, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(log)
+    assert LogTail(tmp_path / "link.jsonl").read().records == []
+
+
 def test_numbers_that_are_not_json_are_damage(log):
     log.write_text('{"event": "step_done", "time": NaN}\n' + line(1))
     chunk = LogTail(log).read()

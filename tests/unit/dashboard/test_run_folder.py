@@ -234,6 +234,14 @@ def test_validations_with_odd_names_are_ignored(run, grid):
     assert SampleIndex(run).add(record) is None
 
 
+def test_links_inside_the_run_are_not_followed_either(run):
+    """Then no part of a path can become a link between a check and its use."""
+    (run / "inside").symlink_to(run / "validation")
+    assert open_inside(run, "validation", "step-000010", "000.png") is not None
+    assert open_inside(run, "inside", "step-000010", "000.png") is None
+    assert open_inside(run, "validation/step-000010", "000.png") is None
+
+
 def test_pipes_and_folders_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert open_inside(tmp_path, "pipe") is None
@@ -258,7 +266,34 @@ def test_credentials_in_settings_are_not_shown(tmp_path):
     assert dataset["caption_keep_tokens"] == 3
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\udc80"])
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in ("hf_token", "HF_TOKEN", "wandb_api_key", "secret", "password")),
+        *((name, True) for name in ("aws_secret_access_key", "hubToken", "webhook_url")),
+        *((name, False) for name in ("text_encoder", "tokenizer", "sigmas", "path")),
+    ],
+)
+def test_credentials_are_not_shown_wherever_they_are(tmp_path, name, is_secret):
+    """A `run.json` may be the user's own, with settings of other programs."""
+    (tmp_path / "run.json").write_text(json.dumps({name: "abc", "a": [{name: "abc", "b": 1}]}))
+    found = read_settings(tmp_path)
+    shown = "***" if is_secret else "abc"
+    assert found == {name: shown, "a": [{name: shown, "b": 1}]}
+
+
+def test_the_path_of_a_webhook_is_a_secret(tmp_path):
+    hooks = ["https://hooks.example.org/services/T1/B2/xyz"]
+    (tmp_path / "run.json").write_text(json.dumps({"logging": {"webhooks": hooks}}))
+    assert read_settings(tmp_path)["logging"]["webhooks"] == ["https://hooks.example.org/***"]
+
+
+def test_settings_that_are_nested_too_deeply_are_not_shown(tmp_path):
+    (tmp_path / "run.json").write_text("[" * 900 + "]" * 900)
+    assert read_settings(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\udc80", "[NaN]", '{"step": Infinity}'])
 def test_damaged_json_is_no_json(tmp_path, text):
     (tmp_path / "run.json").write_bytes(text.encode(errors="surrogatepass"))
     assert read_json(tmp_path, "run.json") is None

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -20,7 +22,7 @@ from gracetune.events.run_control import RunControl
 def client_of(*folders, plans=()):
     runs = LiveRuns(folders, plans)
     runs.read_all()
-    credentials = Credentials(80)
+    credentials = Credentials()
     app = DashboardServer(runs, credentials).build_app(["testserver"])
     headers = {"authorization": f"Bearer {credentials.token}", "origin": "http://testserver"}
     return TestClient(app, headers=headers)
@@ -89,11 +91,31 @@ def test_clips_and_sounds_are_served_with_their_types(tmp_path):
 def test_a_broken_or_huge_image_has_no_thumbnail(tmp_path):
     folder = write_run(tmp_path / "run", steps=1, total_steps=1, samples_every=1)
     (folder / "validation" / "step-000001" / "000.png").write_bytes(b"not an image")
-    Image.new("1", (9_000, 9_000)).save(folder / "validation" / "step-000001" / "001.png")
+    Image.new("1", (4_100, 4_100)).save(folder / "validation" / "step-000001" / "001.png")
     client = client_of(folder)
     assert client.get("/thumbnails/r0/step-000001/000.png").status_code == 404
     assert client.get("/thumbnails/r0/step-000001/001.png").status_code == 404
     assert client.get("/thumbnails/r0/step-000001/002.png").status_code == 200
+
+
+PEAK = """
+import os, resource, sys
+from gracetune.dashboard.thumbnails import make_thumbnail
+make_thumbnail(os.open(sys.argv[1], os.O_RDONLY))  # loads libraries
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert make_thumbnail(os.open(sys.argv[2], os.O_RDONLY))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(("mode", "limit_mib"), [("RGB", 80), ("RGBA", 145)])
+def test_the_largest_image_needs_little_memory(tmp_path, mode, limit_mib):
+    """The server is to stay below 200 MB."""
+    for name, edge in (("small", 300), ("large", 4096)):
+        Image.new(mode, (edge, edge)).save(tmp_path / name, "PNG", compress_level=1)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < limit_mib * 1024
 
 
 def test_a_plan_is_shown_like_a_run():
@@ -145,11 +167,14 @@ def test_arguments_of_requests_are_checked(synthetic_run, body):
     assert client_of(synthetic_run).post("/api/runs/r0/requests", json=body).status_code == 400
 
 
-def test_a_folder_of_requests_outside_the_run_is_not_written_to(tmp_path):
+@pytest.mark.parametrize("place", ["now", "now/requests"])
+def test_a_folder_of_requests_outside_the_run_is_not_written_to(tmp_path, place):
     folder = write_run(tmp_path / "run", steps=3, total_steps=9, ended=False)
     (tmp_path / "other").mkdir()
-    RunControl(tmp_path / "other").open(os.getpid())
-    (folder / "now").symlink_to(tmp_path / "other" / "now")
+    for one in (folder, tmp_path / "other"):
+        RunControl(one).open(os.getpid())
+    (folder / place).rename(folder / "old")
+    (folder / place).symlink_to(tmp_path / "other" / place)
     answer = client_of(folder).post("/api/runs/r0/requests", json={"request": "stop"})
     assert answer.status_code == 409
     assert not list((tmp_path / "other" / "now" / "requests").iterdir())
@@ -229,13 +254,3 @@ def test_a_page_that_falls_behind_is_cut_off(synthetic_run, monkeypatch):
         for number in range(300):
             served.runs._send("delta", {"text": "x" * 40_000, "number": number})
         read_until(stream, b"\r\n0\r\n\r\n")  # the stream ends in order
-
-
-def test_sessions_without_a_token_are_refused(synthetic_run):
-    client = client_of(synthetic_run)
-    assert client.post("/session", json={}).status_code == 200, "the header has the token"
-    client.headers.pop("authorization")
-    client.cookies.clear()
-    assert client.post("/session", json={}).status_code == 401
-    assert client.post("/session", json={"token": "wrong"}).status_code == 401
-    assert client.post("/session", json={"token": 7}).status_code == 401

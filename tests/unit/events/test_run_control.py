@@ -70,6 +70,8 @@ def test_a_request_has_arguments_an_id_and_a_source(tmp_path: Path) -> None:
         ("a.json", '{"request": 3}', 'the entry "request"'),
         ("a.json", '{"request": "save", "arguments": 3}', "must be an object"),
         ("a.json", '{"request": "dance"}', "does not accept 'dance'"),
+        ("a.json", '{"request": "\\u001b[2J"}', "does not accept '\\x1b[2J'"),
+        ("a.json", '{"request": "log", "arguments": {"a":' + "[" * 99 + "]" * 99 + "}}", "nested"),
         ("a b.json", '{"request": "save"}', "only letters"),
         ("a.json", '{"request": "save"}' + " " * MAX_REQUEST_NBYTES, "larger than"),
     ],
@@ -93,6 +95,59 @@ def test_links_pipes_and_files_being_written_are_not_requests(tmp_path: Path) ->
     (folder / ".d.json").write_text("{}")
     assert control.take_requests() == []
     assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize("content", [None, "kept"])
+def test_a_folder_in_place_of_a_request_is_refused_once(tmp_path: Path, content) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    (tmp_path / "now/save").mkdir()
+    if content:
+        (tmp_path / "now/save" / content).touch()
+    (tmp_path / "now/stop").touch()
+    refused, stop = control.take_requests()
+    assert (refused.verb, stop) == ("save", Request("stop"))
+    assert "cannot be read and deleted" in refused.problem
+    assert control.take_requests() == []
+    control.close()
+
+
+def test_a_request_that_cannot_be_deleted_is_not_carried_out(tmp_path: Path, monkeypatch) -> None:
+    """It would be carried out after every step."""
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    send_request(tmp_path, "save", request_id="a")
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("gracetune.events.run_control.os.unlink", fail)
+    assert {request.problem != "" for request in control.take_requests()} == {True}
+    assert control.take_requests() == []
+
+
+def test_a_request_that_is_withdrawn_meanwhile_is_not_taken(tmp_path: Path, monkeypatch) -> None:
+    control = RunControl(tmp_path)
+    control.open(os.getpid())
+    monkeypatch.setattr("gracetune.events.run_control.os.listdir", lambda _: ["gone.json"])
+    assert control.take_requests() == []
+
+
+@pytest.mark.parametrize("place", ["now", "now/requests"])
+def test_a_link_in_place_of_the_folder_leads_nowhere(tmp_path: Path, place: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        RunControl(folder).open(os.getpid())
+    (other / "now/requests/a.json").write_text('{"request": "stop"}')
+    (run / place).rename(run / "old")
+    (run / place).symlink_to(other / place)
+    with pytest.raises(ConfigError, match="is a link"):
+        send_request(run, "save")
+    if place != "now":
+        (refused,) = RunControl(run).take_requests()
+        assert "requests" in refused.problem
+    assert [path.name for path in (other / "now/requests").iterdir()] == ["a.json"]
 
 
 def test_a_run_that_cannot_validate_says_so(tmp_path: Path) -> None:
@@ -188,10 +243,28 @@ def test_unknown_verbs_and_folders_are_named(tmp_path: Path) -> None:
         send_request(tmp_path / "none", "stop")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "not json"])
+LISTENER = {"pid": 1, "host": "x", "birth": 1, "verbs": ["save"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", "not json", "[" * 100_000),
+        *(json.dumps(LISTENER | {name: "\0"}) for name in ("pid", "birth")),
+        *(json.dumps(LISTENER | {name: [3]}) for name in ("host", "verbs")),
+    ],
+)
 def test_a_damaged_listener_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "now").mkdir()
     (tmp_path / "now" / "listening.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"listening\.json"):
+        send_request(tmp_path, "stop")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_listener_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "now").mkdir()
+    os.mkfifo(tmp_path / "now" / "listening.json")
     with pytest.raises(ConfigError, match=r"listening\.json"):
         send_request(tmp_path, "stop")
 

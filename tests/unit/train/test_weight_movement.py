@@ -47,6 +47,24 @@ def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("kind", ["lora", "full fine-tuning"])
+def test_weight_norms_are_those_of_the_trained_weights(model, kind):
+    model.blocks[0].proj = nn.Linear(24, 400, bias=False)  # larger than a sample
+    model.blocks[0].out = nn.Linear(400, 24, bias=False)
+    norms, adapted = sampled_norms(model), {}
+    if kind == "lora":
+        section = AdapterSection(kind="lora", rank=3)
+        adapted = add_adapter({"": model}, section, ["proj", "out"], 0)
+    movement = WeightMovement(trained(model), adapted, norms)
+    expected = {}
+    for name, parameter in trained(model).items():
+        square = float(parameter.detach().square().sum())
+        expected[block_name(name)] = expected.get(block_name(name), 0.0) + square
+    tolerance = 1e-5 if kind == "lora" else 0.05
+    roots = {block: square**0.5 for block, square in expected.items()}
+    assert movement.weight_norms() == pytest.approx(roots, rel=tolerance)
+
+
 @pytest.mark.parametrize("section", KINDS, ids=lambda section: "-".join(map(str, section.values())))
 def test_the_distance_of_an_adapter_is_the_norm_of_its_change(model, section):
     norms, plain = (

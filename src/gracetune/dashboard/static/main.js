@@ -118,17 +118,13 @@ class Page {
       const overlaid = found.length === 1 || (!definition.stacked && widest <= MAX_OVERLAID);
       const groups = overlaid ? [["all", found]] : found.map(([run, lines]) => [run.id, [[run, lines]]]);
       const kept = new Map(groups.map(([key]) => [key, chartFor(key)]));
-      const parts = groups.map(([key, members]) => {
-        const chart = kept.get(key);
-        chart.log = log;
-        chart.pending = members;
-        return overlaid ? chart.element : h("div", { class: "sub" }, h("h4", {}, h("span", { class: "swatch", style: { color: runColor(this.store, members[0][0]) } }), members[0][0].name), chart.element);
-      });
+      for (const [key, members] of groups) Object.assign(kept.get(key), { log, pending: members });
+      const part = ([key, [[run]]]) => overlaid ? kept.get(key).element : h("div", { class: "sub" }, h("h4", {}, h("span", { class: "swatch", style: { color: runColor(this.store, run) } }), run.name), kept.get(key).element);
       const names = JSON.stringify(groups.map(([key, members]) => [key, members.map(([run]) => run.name)]));
       if (names !== panel.names) {
         panel.names = names;
         panel.element.classList.toggle("wide", !overlaid);
-        replace(body, parts, definition.best ? h("p", { class: "note best" }) : null);
+        replace(body, groups.map(part), definition.best ? h("p", { class: "note best" }) : null);
       }
       charts = kept;
       for (const chart of kept.values()) {
@@ -298,7 +294,14 @@ class Page {
 
   drawPanel(panel) {
     panel.stale = false;
-    const why = panel.draw();
+    let why = "";
+    try {
+      why = panel.draw();
+    } catch (error) {
+      // An event with unexpected contents; the other panels must go on.
+      console.error(error);
+      why = `This panel cannot be drawn: ${error.message}`;
+    }
     panel.why.textContent = why;
     panel.why.hidden = !why;
     panel.body.hidden = Boolean(why);
@@ -338,7 +341,8 @@ class Page {
   }
 
   setConnection(state) {
-    this.connection.textContent = state === "live" ? "live" : "connection lost, trying again";
+    const texts = { live: "live", lost: "connection lost, trying again", expired: "the dashboard was started again: open its new address" };
+    this.connection.textContent = texts[state];
     this.connection.dataset.state = state;
   }
 }

@@ -12,6 +12,7 @@ const STATES = {
   interrupted: ["stopped", "muted"],
   failed: ["failed", "bad"],
   killed: ["killed", "bad"],
+  unreadable: ["unreadable", "bad"],
   planned: ["planned", "muted"],
 };
 
@@ -86,14 +87,18 @@ export function findings(run) {
   const { state, text } = run.status;
   if (state === "killed") found.push({ check: "killed", level: "stopping", word: "ended", cause: text, step: run.status.step });
   if (state === "failed") found.push({ check: "failed", level: "stopping", word: "ended", cause: text, step: run.status.step });
+  if (state === "unreadable") found.push({ check: "unreadable", level: "stopping", word: "error", cause: text, step: run.status.step });
   if (state === "quiet") found.push({ check: "not heard of", level: "notice", cause: text, step: run.status.step });
-  if (run.non_finite?.length) {
-    const known = found.some((one) => /nan|finite/i.test(one.check) && one.level !== "ok");
-    if (!known) found.push({ check: "loss not finite", level: "stopping", cause: `The loss is NaN or infinite from step ${run.non_finite[0]} on.`, step: run.non_finite[0] });
-  }
+  const skipped = new Set((run.records.batch_skipped ?? []).map((event) => event.step));
+  const bad = (run.non_finite ?? []).filter((step) => !skipped.has(step));
+  const known = found.some((one) => /nan|finite/i.test(one.check) && one.level !== "ok");
+  if (bad.length && !known) found.push({ check: "loss not finite", level: "degraded", word: "error", cause: `The loss is NaN or infinite ${stepsText(bad)}.`, step: bad[0] });
+  if (skipped.size) found.push({ check: "batches skipped", level: "notice", cause: `The loss or the gradient was NaN or infinite ${stepsText([...skipped])}. These batches did not change the weights.`, step: Math.max(...skipped) });
   if (run.damaged) found.push({ check: "damaged log", level: "notice", cause: `${run.damaged} lines of events.jsonl are not events and were skipped.`, step: 0 });
   return found.sort(bySeverity);
 }
+
+const stepsText = (steps) => `at step ${steps[0]}${steps.length > 1 ? ` and ${steps.length - 1} more` : ""}`;
 
 function bySeverity(a, b) {
   return (LEVELS[a.level] ?? 2) - (LEVELS[b.level] ?? 2) || b.step - a.step;
@@ -118,8 +123,8 @@ function finding(one, several) {
   return h(
     "li",
     { class: `finding ${one.level}` },
-    h("div", { class: "finding-head" }, h("span", { class: "level", text: one.word ?? LEVEL_WORDS[one.level] ?? one.level }), h("strong", { text: one.check.replaceAll("_", " ") }), several ? h("span", { class: "where", text: one.run.name }) : null, one.step ? h("span", { class: "where", text: `step ${formatNumber(one.step)}` }) : null),
-    h("p", { class: "cause", text: one.cause }),
+    h("div", { class: "finding-head" }, h("span", { class: "level", text: one.word ?? LEVEL_WORDS[one.level] ?? one.level }), h("strong", { text: String(one.check).replaceAll("_", " ") }), several ? h("span", { class: "where", text: one.run.name }) : null, one.step ? h("span", { class: "where", text: `step ${formatNumber(one.step)}` }) : null),
+    h("p", { class: "cause", text: String(one.cause).replace(/[^.!?]$/, "$&.") }),
     one.action ? h("p", {}, h("b", {}, "Done: "), one.action) : null,
     one.advice ? h("p", {}, h("b", {}, "Change: "), one.advice) : null,
     one.over ? h("p", {}, h("b", {}, `Over since step ${formatNumber(one.over.step)}: `), one.over.cause) : null,

@@ -154,7 +154,12 @@ function unifiedCounters(run) {
   return found.filter((one) => one.values.some((value) => value > 0));
 }
 
-const stage = (run) => single(run, "unified_memory", "stage", "stage").concat(tableOf(run, "unified_memory") ? [] : single(run, "memory_used", "stage", "stage")).map((one) => ({ ...one, stepped: true }));
+function stage(run) {
+  const table = tableOf(run, "unified_memory");
+  // A run without a GPU logs the event too, with nothing but zeros in it.
+  if (table && !["headroom", "current", "peak"].some((column) => table.columns[column]?.some((value) => value))) return [];
+  return single(run, table ? "unified_memory" : "memory_used", "stage", "stage").map((one) => ({ ...one, stepped: true }));
+}
 
 const sensorsWhy = (sensor) => (run) => {
   const reason = Object.entries(run.latest.device_sensors?.unavailable ?? {}).find(([name]) => name.includes(sensor) || name === "gpus" || name === "gpu");
@@ -214,6 +219,7 @@ function movedSummary(run) {
 export const HEAT_MAPS = [
   { id: "moved", section: "learning", title: "How far each block has moved", format: formatPercent, rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "blocks")]; }, why: () => "This log does not say how far weights have moved." },
   { id: "block-gradients", section: "learning", title: "Gradient norm of each block", rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "grad_norms")]; }, why: () => "This log has no gradient norms of blocks." },
+  { id: "block-weights", section: "learning", title: "Weight norm of each block", rows: (run) => { const table = tableOf(run, "weights_moved"); return [table?.steps ?? [], columnsBelow(table, "weight_norms")]; }, why: () => "This log has no weight norms of blocks." },
   { id: "rates", section: "learning", title: "Learning rates of Automagic", format: formatCount, rows: rateRows, why: () => "The optimizer has one learning rate for all weights." },
 ];
 

@@ -40,18 +40,20 @@ export class SamplesPanel {
     return this.store.shown.filter((run) => run.samples?.length);
   }
 
-  // All prompts of all shown runs, those of the schedule first.
+  // All prompts of all shown runs, those of the schedule first; one prompt with two seeds is two.
   get prompts() {
     const found = new Map();
     for (const requested of [false, true]) {
       for (const run of this.runs) {
         for (const set of run.samples) {
           if (set.requested !== requested) continue;
-          for (const item of set.items) if (!found.has(item.prompt) && found.size < MAX_COLUMNS) found.set(item.prompt, found.size);
+          for (const item of set.items) if (!found.has(keyOf(item)) && found.size < MAX_COLUMNS) found.set(keyOf(item), { key: keyOf(item), text: item.prompt, seed: item.settings?.seed });
         }
       }
     }
-    return [...found.keys()];
+    const all = [...found.values()];
+    const repeated = new Set(all.map((one) => one.text).filter((text, index, texts) => texts.indexOf(text) !== index));
+    return all.map((one) => ({ ...one, text: repeated.has(one.text) ? `${one.text} (seed ${one.seed ?? "unknown"})` : one.text }));
   }
 
   get steps() {
@@ -70,7 +72,7 @@ export class SamplesPanel {
     const key = JSON.stringify([prompts, this.runs.map((run) => [run.id, run.name, run.samples.map((set) => [set.name, set.time, set.items.length])])]);
     if (key !== this.key) {
       this.key = key;
-      replace(this.promptSelect, prompts.map((prompt, index) => h("option", { value: String(index), text: prompt || "(empty prompt)" })));
+      replace(this.promptSelect, prompts.map((prompt, index) => h("option", { value: String(index), text: prompt.text || "(empty prompt)" })));
       this.drawGrid(steps, prompts);
     }
     this.select();
@@ -95,7 +97,7 @@ export class SamplesPanel {
         "table",
         { class: "sample-grid" },
         h("caption", { class: this.runs.length > 1 ? "" : "sr-only", text: `${run.name}: samples by step and prompt` }),
-        h("thead", {}, h("tr", {}, h("th", { scope: "col", text: "step" }), prompts.map((prompt) => h("th", { scope: "col", title: prompt }, h("span", { class: "column-head", text: prompt }))))),
+        h("thead", {}, h("tr", {}, h("th", { scope: "col", text: "step" }), prompts.map((prompt) => h("th", { scope: "col", title: prompt.text }, h("span", { class: "column-head", text: prompt.text }))))),
         h("tbody", {}, rows),
       );
     });
@@ -103,7 +105,7 @@ export class SamplesPanel {
   }
 
   cell(run, set, prompt, index) {
-    const item = set.items.find((one) => one.prompt === prompt);
+    const item = itemOf(set, prompt);
     if (!item) return null;
     const choose = () => {
       this.follow = set.step === this.steps[this.steps.length - 1];
@@ -112,7 +114,7 @@ export class SamplesPanel {
       this.select();
     };
     const image = item.image ? h("img", { src: this.source.thumbnail(run, set, item.image), alt: "", loading: "lazy", decoding: "async", onload: crispIfSmall }) : h("span", { class: "no-image", text: item.audio ? "audio" : "file" });
-    const button = h("button", { type: "button", class: "cell", tabindex: "-1", "aria-label": `step ${set.step}, ${prompt}`, onclick: choose }, image, item.video ? h("span", { class: "kind", text: "video" }) : null, item.audio ? h("span", { class: "kind", text: "audio" }) : null);
+    const button = h("button", { type: "button", class: "cell", tabindex: "-1", "aria-label": `step ${set.step}, ${prompt.text}`, onclick: choose }, image, item.video ? h("span", { class: "kind", text: "video" }) : null, item.audio ? h("span", { class: "kind", text: "audio" }) : null);
     this.cells.set(`${run.id} ${set.step} ${index}`, button);
     return button;
   }
@@ -161,14 +163,14 @@ export class SamplesPanel {
   }
 
   setAt(run, step, prompt) {
-    const sets = run.samples.filter((set) => set.step <= step && set.items.some((item) => item.prompt === prompt));
+    const sets = run.samples.filter((set) => set.step <= step && itemOf(set, prompt));
     return sets[sets.length - 1] ?? null;
   }
 
   large(run, set, prompt) {
-    const item = set.items.find((one) => one.prompt === prompt);
+    const item = itemOf(set, prompt);
     const url = (file) => this.source.sample(run, set, file);
-    const label = `step ${set.step}: ${prompt}`;
+    const label = `step ${set.step}: ${prompt.text}`;
     const media = [];
     const video = item.video && url(item.video);
     const audio = item.audio && url(item.audio);
@@ -184,7 +186,7 @@ export class SamplesPanel {
         "figcaption",
         {},
         h("strong", { text: this.runs.length > 1 ? `${run.name}, step ${formatNumber(set.step)}` : `step ${formatNumber(set.step)}` }),
-        h("span", { text: prompt }),
+        h("span", { text: prompt.text }),
         settings.length ? h("details", {}, h("summary", {}, "Settings"), h("dl", { class: "facts" }, settings.map(([name, value]) => [h("dt", { text: name }), h("dd", { text: String(value) })]))) : null,
       ),
     );
@@ -221,9 +223,12 @@ export class SamplesPanel {
     else if (event.key !== "ArrowUp" && event.key !== "ArrowDown") return;
     event.preventDefault();
     this.select();
-    announce(`step ${this.step}, prompt ${this.prompt + 1} of ${count}: ${this.prompts[this.prompt]}`);
+    announce(`step ${this.step}, prompt ${this.prompt + 1} of ${count}: ${this.prompts[this.prompt].text}`);
   }
 }
+
+const keyOf = (item) => JSON.stringify([item.prompt, item.settings?.seed ?? null]);
+const itemOf = (set, prompt) => set.items.find((item) => keyOf(item) === prompt.key);
 
 // Images of a few pixels, as those of the demo, are easier to judge with sharp edges.
 function crispIfSmall(event) {

@@ -3,6 +3,7 @@
 import { setHead } from "./store.js";
 
 const RELOAD_MS = 1000;
+const RECONNECT_MS = 1000;
 const MAX_ROWS = 4000;
 
 export class ReportSource {
@@ -34,33 +35,73 @@ export class LiveSource {
     this.reloading = new Map();
   }
 
-  // Exchange the token in the address for a session; return false if there is none.
+  // Take the token from the address, or after a reload from this tab's memory, which the browser,
+  // unlike a cookie, never sends anywhere. Return false if there is no valid one.
   async open() {
-    const token = new URLSearchParams(location.hash.slice(1)).get("token");
-    if (token) history.replaceState(null, "", location.pathname);
-    const answer = await fetch("/session", { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(token ? { token } : {}) });
-    return answer.ok;
+    const given = new URLSearchParams(location.hash.slice(1)).get("token");
+    if (given) history.replaceState(null, "", location.pathname);
+    try {
+      if (given) sessionStorage.setItem("gracetune-token", given);
+      this.token = given ?? sessionStorage.getItem("gracetune-token") ?? "";
+    } catch {
+      this.token = given ?? ""; // Storage is off: a reload needs the whole address again.
+    }
+    const answer = await this.fetch("/api/runs").catch(() => null); // not even a possible header
+    return answer?.ok ?? false;
+  }
+
+  fetch(path, options = {}) {
+    return fetch(path, { ...options, headers: { ...options.headers, "x-gracetune-token": this.token } });
   }
 
   async start(store, changed) {
     this.store = store;
     this.changed = changed;
-    const events = new EventSource("/api/events");
-    events.addEventListener("hello", () => this.loadAll());
-    events.addEventListener("runs", () => this.loadAll());
-    events.addEventListener("status", (event) => this.onStatus(JSON.parse(event.data)));
-    events.addEventListener("delta", (event) => this.onDelta(JSON.parse(event.data)));
-    events.onopen = () => this.onState("live");
-    events.onerror = () => this.onState("lost");
+    for (;;) {
+      const status = await this.follow().catch((error) => console.warn(error));
+      if (status === 401) {
+        this.onState("expired");
+        return;
+      }
+      this.onState("lost");
+      await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS));
+    }
+  }
+
+  // Read server-sent events until the stream ends; return the status code of the answer.
+  // EventSource would do it, but cannot send a header.
+  async follow() {
+    const answer = await this.fetch("/api/events");
+    if (!answer.ok) return answer.status;
+    this.onState("live");
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return answer.status;
+      const blocks = (text + value).split("\n\n");
+      text = blocks.pop();
+      for (const block of blocks) {
+        const [, kind, data] = block.match(/^event: (.*)\ndata: (.*)$/m) ?? [];
+        if (kind) this.onEvent(kind, JSON.parse(data));
+      }
+    }
+  }
+
+  onEvent(kind, content) {
+    if (kind === "status") this.onStatus(content);
+    else if (kind === "delta") this.onDelta(content);
+    else this.loadAll().catch(() => this.onState("lost"));
   }
 
   async loadAll() {
-    const { runs } = await this.get("/api/runs");
+    const { runs, media_key: key } = await this.get("/api/runs");
+    this.mediaKey = key;
     await Promise.all(runs.map((run) => this.load(run.id)));
   }
 
   async get(path) {
-    const answer = await fetch(path);
+    const answer = await this.fetch(path);
     if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
     return answer.json();
   }
@@ -98,7 +139,7 @@ export class LiveSource {
 
   async send(run, body) {
     try {
-      const answer = await fetch(`/api/runs/${run.id}/requests`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+      const answer = await this.fetch(`/api/runs/${run.id}/requests`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
       const text = await answer.text();
       return answer.headers.get("content-type")?.startsWith("application/json") ? JSON.parse(text) : { error: text };
     } catch {
@@ -107,10 +148,10 @@ export class LiveSource {
   }
 
   sample(run, set, file) {
-    return `/samples/${run.id}/${set.name}/${file}?t=${Math.round(set.time)}`;
+    return `/samples/${run.id}/${set.name}/${file}?t=${Math.round(set.time)}&key=${this.mediaKey}`;
   }
 
   thumbnail(run, set, file) {
-    return `/thumbnails/${run.id}/${set.name}/${file}?t=${Math.round(set.time)}`;
+    return `/thumbnails/${run.id}/${set.name}/${file}?t=${Math.round(set.time)}&key=${this.mediaKey}`;
   }
 }

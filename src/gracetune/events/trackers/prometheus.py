@@ -189,6 +189,7 @@ class PrometheusSink:
     def _(self, event: WeightsMoved) -> None:
         text = "Relative distance of a block's weights from the start."
         self._set_all("weights_moved", text, "block", event.blocks)
+        self._set_all("weight_norm", "Norm of a block's weights.", "block", event.weight_norms)
 
     @_record.register
     def _(self, event: BatchesFed) -> None:

@@ -114,7 +114,8 @@ def _detail_scalars(event: Event) -> dict[str, float]:
             return {f"held_out/{name}": p["loss"] for name, p in event.by_timestep.items()}
         case WeightsMoved():
             moved = {f"moved/{name}": value for name, value in event.blocks.items()}
-            return moved | {f"grad_norm/{name}": v for name, v in event.grad_norms.items()}
+            moved |= {f"grad_norm/{name}": v for name, v in event.grad_norms.items()}
+            return moved | {f"weight_norm/{name}": v for name, v in event.weight_norms.items()}
         case MemoryRoles():
             return {
                 f"memory_{tier}/{role}_gib": nbytes / GIB
