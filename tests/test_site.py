@@ -67,6 +67,12 @@ def test_every_argument_and_setting_of_the_reference_has_a_meaning():
         assert [row for row in rows if row.endswith("| ")] == [], name
 
 
+def test_hidden_options_are_not_in_the_reference():
+    page = (ROOT / "docs" / "reference-commands.md").read_text(encoding="utf-8")
+    assert "SUPPRESS" not in page
+    assert "--checkpointing" not in page, "`prove` uses it for its own processes"
+
+
 def test_tables_of_first_runs_have_a_row_for_each_machine():
     """`scripts/first_lora_tables.py` writes them; the slow tests compare the values."""
     import first_lora_tables
