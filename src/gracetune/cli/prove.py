@@ -58,6 +58,7 @@ PARTS = {
 CHOICES = ("diagnose", "gradients", "tuned_loop", "training")
 """Parts that `--only` selects; the others are computed from them."""
 NO_GPU = "there is no GPU that torch can use"
+UNKNOWN_GPU = "the machine could not be described, so it is not known whether it has a GPU"
 WARM_UP = 0.4
 """Share of the first steps that are left out of speeds: they compile, and the plan corrects
 itself."""
@@ -148,7 +149,8 @@ class Proof:
             )
         self._work.mkdir(parents=True, exist_ok=True)
         self._parts = {name: Part(name, title) for name, title in PARTS.items()}
-        self._has_gpu = False
+        self._has_gpu: bool | None = None
+        """None until the machine is described, and if that fails."""
 
     def run_parts(self) -> None:
         """Run every part; a part that fails does not stop the others."""
@@ -191,7 +193,7 @@ class Proof:
 
     def _machine(self) -> None:
         part = self._parts["machine"]
-        output = self._call(part, self._prove("--part", "machine"))
+        output = self._call(part, ["prove", *self._run_words(), "--part", "machine"])
         if output is None:
             return
         part.details = json.loads(output)
@@ -213,7 +215,7 @@ class Proof:
         part.details = {one["name"]: f"{one['status']}: {one['text']}" for one in _checks(output)}
         part.summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         part.status = "failed" if counts.get("fail") else "passed"
-        if not self._has_gpu:
+        if self._has_gpu is False:
             part.status = "skipped"
             part.summary = f"{NO_GPU}; checks of the host: {part.summary}"
 
@@ -223,8 +225,11 @@ class Proof:
         if output is None:
             return
         document = json.loads(output)
-        if not document["blocks"] and not self._has_gpu:
-            part.summary = f"{NO_GPU}, so that the run has no plan whose blocks could be compared"
+        if not document["blocks"]:
+            if self._has_gpu is False:
+                part.summary = f"{NO_GPU}, so the run has no plan whose blocks could be compared"
+            else:
+                part.status, part.summary = "failed", "no block was compared"
             return
         part.details = {
             "blocks": [
@@ -241,24 +246,34 @@ class Proof:
 
     def _tuned_loop(self, part: Part) -> None:
         if not self._has_gpu:
-            part.summary = NO_GPU
+            part.summary = NO_GPU if self._has_gpu is False else UNKNOWN_GPU
             return
+        errors = []
         for mode in ("without", "with"):
             one = Part(part.name, part.title)
-            words = self._prove("--part", "tuned_loop", *self._run_words()[1:])
+            words = ["prove", *self._run_words(), "--part", "tuned_loop"]
             words += ["--steps", str(self._args.steps)]
             if mode == "with":
                 words.append("--checkpointing")
             output = self._call(one, words)
             part.seconds += one.seconds
-            name = f"{mode} gradient checkpointing"
-            part.details[name] = one.summary if output is None else json.loads(output)
-        speeds = [one["samples_per_s"] for one in part.details.values() if isinstance(one, dict)]
-        if speeds:
+            found = {"error": one.summary} if output is None else json.loads(output)
+            if "unsupported" in found:
+                part.summary = found["unsupported"]
+                return
+            errors += [found["error"]] if "error" in found else []
+            part.details[f"{mode} gradient checkpointing"] = found
+        if speeds := [one["samples_per_s"] for one in self._timed_loops()]:
             part.status, part.summary = "measured", f"{max(speeds):.4g} samples/s"
+        elif errors:
+            part.status, part.summary = "failed", errors[0]
         else:
-            part.status = "failed"
-            part.summary = next(iter(part.details.values()))
+            part.status = "measured"
+            part.summary = "does not fit the GPU, with or without gradient checkpointing"
+
+    def _timed_loops(self) -> list[dict[str, Any]]:
+        """Return the tuned loops that have run to their end."""
+        return [one for one in self._parts["tuned_loop"].details.values() if "samples_per_s" in one]
 
     def _training(self, part: Part) -> None:
         words = ["train", *self._run_words(), "--resume", "none"]
@@ -306,7 +321,7 @@ class Proof:
             return
         plan = _last(self._events(), "run_described").get("plan")
         if plan is None:
-            part.summary = "the run has no memory plan" if self._has_gpu else NO_GPU
+            part.summary = NO_GPU if self._has_gpu is False else "the run has no memory plan"
             return
         accumulation = plan["accumulation"]
         seconds = plan["seconds"]["step"] * accumulation
@@ -323,7 +338,8 @@ class Proof:
             "streamed_blocks": sum(one["weights"] != "resident" for one in plan["blocks"]),
         }
         if not self._has_gpu:
-            part.summary = f"{NO_GPU}: its times would mean nothing"
+            reason = NO_GPU if self._has_gpu is False else UNKNOWN_GPU
+            part.summary = f"{reason}: times without one would mean nothing"
             return
         part.status = "measured"
         part.summary = (
@@ -332,21 +348,22 @@ class Proof:
         )
 
     def _comparison(self, part: Part) -> None:
-        loops = [one for one in self._parts["tuned_loop"].details.values() if isinstance(one, dict)]
-        training = self._parts["training"]
-        if not loops or not training.details:
-            part.summary = NO_GPU if not self._has_gpu else "one of the two was not measured"
+        training, tuned = self._parts["training"], self._parts["tuned_loop"]
+        if tuned.status != "measured" or not training.details:
+            part.summary = NO_GPU if self._has_gpu is False else "one of the two was not measured"
+            return
+        part.status = "measured"
+        speed = training.details["samples_per_s"]
+        loops = self._timed_loops()
+        if not loops:
+            part.summary = f"gracetune trains {speed:.4g} samples/s; the tuned loop does not fit"
             return
         best = max(loops, key=lambda one: one["samples_per_s"])
-        ratio = training.details["samples_per_s"] / best["samples_per_s"]
-        part.status = "measured"
+        ratio = speed / best["samples_per_s"]
         part.details = {"ours_to_tuned_loop": ratio, "best_tuned_loop": best}
         part.summary = f"gracetune trains {ratio:.2f} times as many samples per second"
 
     # Processes and files
-
-    def _prove(self, *words: str) -> list[str]:
-        return ["prove", self._args.run_file, *words]
 
     def _run_words(self) -> list[str]:
         """Return the run file and the settings that make it short and quiet."""
@@ -462,8 +479,11 @@ def _run_part(args: argparse.Namespace, run_file: RunFile) -> int:
         print(json.dumps(_describe_machine()))
         return 0
     from gracetune.events.console import console_sink
-    from gracetune.train.tuned_loop import time_tuned_loop
+    from gracetune.train.tuned_loop import time_tuned_loop, why_unsupported
 
+    if reason := why_unsupported(run_file):
+        print(json.dumps({"unsupported": reason}))
+        return 0
     result = time_tuned_loop(
         run_file,
         Path(run_file.output_dir),
