@@ -121,6 +121,9 @@ def measured():
             f"{loops[f'flux.96.{name}.images_s']:.2f}"
             for name in ("compiled", "eager_checkpointing")
         ),
+        "gracetune as planned (compiled, batch 4)": " and ".join(
+            f"{families[name]:.2f}" for name in ("flux_96_samples_s", "flux_plain_samples_s")
+        ),
         "LoRA on Wan2.2-14B": times("96", "48", "24", "12"),
         "The same with frozen weights computed in fp8": times("fp8_96", "fp8_12"),
         "The same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "
@@ -158,6 +161,9 @@ def test_the_figures_of_the_readme_match_the_result_files():
     for about, figure in rows:
         (known,) = [value for start, value in expected.items() if about.startswith(start)]
         assert figure == known, about
+    loops, families = figures("tuned_loop"), figures("families_step")
+    tuned = loops["flux.96.compiled.images_s"] / loops["flux.96.eager_checkpointing.images_s"]
+    assert f"the tuned loop is {tuned:.2f} and gracetune {families['flux_ratio']:.2f} times" in text
 
 
 def test_the_table_of_families_lists_every_miniature():

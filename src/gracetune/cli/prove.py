@@ -285,7 +285,11 @@ class Proof:
         described = next(line for line in events if line["event"] == "run_described")
         peaks = [line["device_peak"] for line in events if line["event"] == "memory_used"]
         health = [line for line in events if line["event"] == "health"]
-        problems = [one["problem"] for one in self._sample_records() if one["problem"]]
+        samples = self._sample_records()
+        problems = {one["number"]: one["problem"] for one in samples if one["problem"]}
+        # A model with random weights, or with a broken VAE, shows nothing before training either.
+        earlier = [one["number"] for one in self._sample_records(step=0) if one["problem"]]
+        new_problems = problems.keys() - set(earlier)
         measured = _speed(steps)
         part.details = {
             "steps": len(steps),
@@ -303,16 +307,21 @@ class Proof:
             },
             "health": [{"check": one["check"], "level": one["level"]} for one in health],
             "fallbacks": sum(bool(line.get("fallback")) for line in events),
-            "samples": len(self._sample_records()),
-            "empty_samples": len(problems),
+            "samples": len(samples),
+            "sample_problems": list(problems.values()),
+            "new_sample_problems": len(new_problems),
         }
         is_finite = all(isinstance(loss, float) and math.isfinite(loss) for loss in losses)
-        is_good = is_finite and not problems and len(steps) == self._args.steps
+        is_good = is_finite and not new_problems and len(steps) == self._args.steps
         part.status = "passed" if is_good else "failed"
         part.summary = (
             f"{len(steps)} steps, {measured['samples_per_s']:.4g} samples/s, "
-            f"{_count(len(self._sample_records()), 'sample')}, {len(problems)} of them empty"
+            f"{_count(len(samples), 'sample')}"
         )
+        if problems:
+            kinds = ", ".join(sorted(set(problems.values())))
+            when = "not before training" if new_problems else "as before training"
+            part.summary += f", {len(problems)} of them without an image ({kinds}; {when})"
 
     def _plan(self, part: Part) -> None:
         training = self._parts["training"]
@@ -425,15 +434,17 @@ class Proof:
 
         return list(read_events(self._output / "events.jsonl"))
 
-    def _sample_folders(self) -> list[Path]:
-        return sorted(self._output.glob("validation/step-*/"))
+    def _sample_folder(self, step: int | None = None) -> Path:
+        """Return the folder of the samples of a step; None is the last step."""
+        step = self._args.steps if step is None else step
+        return self._output / "validation" / f"step-{step:06d}"
 
-    def _sample_records(self) -> list[dict[str, Any]]:
-        """Return the records of the last validation's samples."""
-        folders = self._sample_folders()
-        if not folders:
+    def _sample_records(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Return the records of a validation's samples; empty if there was none at that step."""
+        file = self._sample_folder(step) / "samples.json"
+        if not file.exists():
             return []
-        text = (folders[-1] / "samples.json").read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
         records: list[dict[str, Any]] = json.loads(text)["samples"]
         return records
 
@@ -443,7 +454,7 @@ class Proof:
 
         found = []
         for one in self._sample_records()[:MAX_SAMPLES]:
-            file = self._sample_folders()[-1] / one["image"]
+            file = self._sample_folder() / one["image"]
             image = make_thumbnail(os.open(file, os.O_RDONLY), THUMBNAIL_EDGE)
             title = (
                 one["prompt"] if self._privacy.allows_captions else f"prompt {one['number'] + 1}"
