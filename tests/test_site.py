@@ -204,3 +204,5 @@ def test_links_to_threads_are_those_of_trainers():
     trainers = ("SimpleTuner", "ai-toolkit", "OneTrainer", "musubi-tuner")
     for name in trainers:
         assert any(name in link for link in links), name
+    asked = [symptom for symptom, text in entries().items() if "https://github.com/" in text]
+    assert len(asked) >= 33
