@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from document_commands import NEEDS, PAGES, ROOT, SHELLS, blocks, commands, missing_for
+from document_commands import NEEDS, PAGES, ROOT, SHELLS, WORDS, blocks, commands, missing_for
 
 from gracetune.config.checks import check_run
 from gracetune.config.load import load_run_text
@@ -129,6 +129,15 @@ def test_every_shell_command_is_executed_or_needs_something():
     for page in PAGES:
         for command in commands(page):
             assert missing_for(command) or command.split()[0] in known, f"{page.name}: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_what_its_commands_need(page):
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for command in commands(page):
+        need = missing_for(command)
+        words = next((words for start, words in WORDS.items() if need.startswith(start)), "")
+        assert re.search(words, prose), f"{command} needs {need}"
 
 
 def test_every_need_is_used_and_names_files_that_exist():
