@@ -139,7 +139,7 @@ class Proof:
             host="host" in include,
             captions="captions" in include,
         )
-        self._folder: Path = args.output
+        self._folder = Path(args.output)
         self._work = self._folder / "work"
         self._output = self._work / "run"
         if (self._output / "checkpoints").exists():

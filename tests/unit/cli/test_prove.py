@@ -266,6 +266,28 @@ def test_no_compared_block_is_a_failure_on_a_gpu(proof):
     assert result_of(made, "gradients")[0] == "skipped"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [("", "", "passed"), ("", "noise", "failed"), ("noise", "noise", "passed")],
+)
+def test_a_training_fails_if_its_samples_turn_into_noise(proof, before, after, status):
+    made = proof({"training": ""}, "--steps", "10")
+    run = made._output
+    for step, problem in ((0, before), (10, after)):
+        folder = run / "validation" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        record = {"samples": [{"number": 0, "problem": problem}]}
+        (folder / "samples.json").write_text(json.dumps(record))
+    step = {"event": "step_done", "loss": 1.0, "seconds": 0.5, "samples": 2}
+    events = [{"event": "run_described", "versions": {}}, *([step] * 10)]
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    part = made._parts["training"]
+    made._training(part)
+    assert part.status == status
+    assert part.details["samples_per_s"] == 4.0
+    assert ("as before training" in part.summary) == (before == "noise")
+
+
 def test_every_process_gets_the_users_settings(proof):
     made = proof({"machine": GPU}, "--set", "adapter.rank=8")
     for name in ("gradients", "tuned_loop", "training"):
