@@ -1,4 +1,4 @@
-# Each target does its own set-up. Needs Python 3.11 or newer; the tests also need a C compiler (cc).
+# Each target does its own set-up. Needs Python 3.11 to 3.13; the tests also need a C compiler (cc).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -176,8 +176,8 @@ $(RELEASE)/.installed: | $(STAMP)
 	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check twine
 	@touch $@
 
-release: wheels $(RELEASE)/.installed  ## build the release in dist/, and check contents, licences and an installation
-	$(BIN)/python scripts/licenses.py --check
+release: wheels $(RELEASE)/.installed $(TRACKERS)/.installed  ## build the release in dist/, and check contents, licences and an installation
+	$(TRACKERS)/bin/python scripts/licenses.py --check
 	$(RELEASE)/bin/python scripts/check_release.py
 
 # Needs root, debootstrap and qemu-user-static.

@@ -1,8 +1,10 @@
 """Compute the memory tables of the pages docs/first-lora-*.md, and write them between the markers.
 
-A row is the run file that `gracetune init` writes for a GPU of that size, planned with
-`gracetune plan`. Run it after changes to the planner, to machine figures or to the presets of
-`init`; it takes about five minutes. `--check` only compares:
+A row is the run file that `gracetune init` writes on a machine with a GPU of that size which
+computes in fp8, planned with `gracetune plan` for the batch size of the run file (the plan that
+`train` uses; `plan` prints it under "as written" if another batch size is faster). Run it after
+changes to the planner, to machine figures or to the presets of `init`; it takes seven minutes.
+`--check` only compares:
 
     .venv/bin/python scripts/first_lora_tables.py [--check]
 """
@@ -55,16 +57,17 @@ ROWS = (
 PAGES = {
     "first-lora-flux.md": RunRequest(
         folder="data", family="flux", goal="character", memory_gb=24, output_dir="run",
-        num_samples=20, captions=("a man", "a man in a park"), trigger_word="ohwx",
+        num_samples=20, captions=("a man", "a man in a park"), trigger_word="ohwx", has_fp8=True,
     ),
     "first-lora-wan.md": RunRequest(
         folder="data", family="wan22", goal="video", memory_gb=24, output_dir="run",
         num_samples=20, kind="video", frames=(81, 81), captions=("a dance", "a jump"),
+        has_fp8=True,
     ),
     "first-lora-edit.md": RunRequest(
         folder="data", family="qwen_image", goal="edit", memory_gb=24, output_dir="run",
         num_samples=40, captions=("make it winter", "make it night"), control_folder="before",
-        control_images=("1.png", "2.png"),
+        control_images=("1.png", "2.png"), has_fp8=True,
     ),
 }  # fmt: skip
 
@@ -72,10 +75,10 @@ PAGES = {
 def table(request: RunRequest) -> Iterator[str]:
     """Yield the lines of the table of one page."""
     yield (
-        "| GPU | size | batch | GPU memory | host memory | blocks streamed | samples/s | "
-        "time of the run |"
+        "| GPU | size | batch | frozen weights | GPU memory | host memory | blocks streamed | "
+        "samples/s | time of the run |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in ROWS:
         yield _line(row, replace(request, memory_gb=row.memory_gb))
 
@@ -88,16 +91,18 @@ def _line(row: Row, request: RunRequest) -> str:
     shown = str(size.resolution) + (f", {size.frames} frames" if request.kind == "video" else "")
     batch = int(str(values["train.batch_size"]))
     accumulation = int(str(values.get("train.gradient_accumulation_steps", 1)))
+    computed = str(values.get("model.frozen_compute", "bf16"))
     if found is None:
-        return f"| {row.name} | {shown} | {batch} | does not fit | | | | |"
+        return f"| {row.name} | {shown} | {batch} | {computed} | does not fit | | | | |"
     plan = found["plan"]
     streamed = sum(block["weights"] == "streamed" for block in plan["blocks"])
     steps = int(str(values["train.max_train_steps"]))
     seconds = steps * batch * accumulation / plan["samples_per_second"]
     batches = f"{batch} x {accumulation}" if accumulation > 1 else str(batch)
     return (
-        f"| {row.name} | {shown} | {batches} | {format_bytes(plan['device_total'])} | "
-        f"{format_bytes(plan['host_total'])} | {streamed} of {len(plan['blocks'])} | "
+        f"| {row.name} | {shown} | {batches} | {computed} | "
+        f"{format_bytes(plan['device_total'])} | {format_bytes(plan['host_total'])} | "
+        f"{streamed} of {len(plan['blocks'])} | "
         f"{plan['samples_per_second']:.3g} | {format_seconds(seconds)} for {steps} steps |"
     )
 

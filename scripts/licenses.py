@@ -2,7 +2,8 @@
 
 Reads the requirements in pyproject.toml and follows them through the metadata of the packages that
 are installed. `--check` exits with 1 if a package has a licence that is neither permissive nor in
-`REVIEWED`, so that a new dependency with another licence is noticed.
+`REVIEWED`, or if it is not installed and not in `KNOWN`, so that a new dependency is noticed. Run
+it where all extras are installed; `make release` uses the environment of the trackers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import re
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -27,18 +28,22 @@ PERMISSIVE = (
 RESTRICTED = r"\bA?GPL|LGPL|MPL|Mozilla|EPL|EUPL|CDDL|Proprietary|NVIDIA|Commercial|SSPL|BUSL"
 REVIEWED = {
     "certifi": "MPL-2.0 covers its own files, which are not changed",
-    "hypothesis": "MPL-2.0, used by tests only",
     "orjson": "MPL covers its own files, which are not changed",
     "soxr": "LGPL-2.1; linked dynamically as a package of its own, optional (audio)",
     "tqdm": "MPL covers its own files, which are not changed",
     "nvidia-ml-py": "BSD; the driver library that it calls is NVIDIA's",
-    "cuda-bindings": "NVIDIA's licence, which allows use and redistribution; tests only",
     "cupti-python": "NVIDIA's licence; optional (cupti)",
     "av": "BSD; its wheels contain FFmpeg with x264 and x265, which are GPL: gracetune does not "
     "ship them, and whoever redistributes an environment with them must follow the GPL",
 }
 """Packages whose licence is not purely permissive, or whose wheels contain others, and why that is
 acceptable for a package that only depends on them."""
+KNOWN = {
+    "bitsandbytes": "MIT",
+    "cupti-python": "NVIDIA's licence",
+}
+"""Licences, as their projects publish them, of packages that are of no use without a GPU, and so
+are not installed where the list is written."""
 NOT_HERE = "not installed here"
 
 
@@ -49,7 +54,13 @@ class Package:
     name: str
     version: str
     licence: str
-    needed_by: str
+    needed_by: frozenset[str]
+    """Extras that need it; an empty name is gracetune itself."""
+
+    @property
+    def users(self) -> str:
+        """`gracetune`, which all extras include, or the extras that need the package."""
+        return "gracetune" if "" in self.needed_by else ", ".join(sorted(self.needed_by))
 
     @property
     def is_permissive(self) -> bool:
@@ -69,11 +80,15 @@ def main() -> int:
         args.output.write_text(text, encoding="utf-8")
     elif not args.check:
         print(text, end="")
-    flagged = [one for one in packages if not one.is_permissive and one.name not in REVIEWED]
-    unknown = [one for one in flagged if one.licence != NOT_HERE]
+    unknown = to_review(packages)
     for one in unknown:
         print(f"look at {one.name} {one.version}: {one.licence}", file=sys.stderr)
     return 1 if args.check and unknown else 0
+
+
+def to_review(packages: list[Package]) -> list[Package]:
+    """Return the packages whose licence is not known to be acceptable."""
+    return [one for one in packages if not one.is_permissive and one.name not in REVIEWED]
 
 
 def collect() -> list[Package]:
@@ -97,7 +112,9 @@ def document(packages: list[Package]) -> list[str]:
         "This page is for whoever redistributes gracetune. gracetune itself is under the Apache "
         "License 2.0; its wheel contains uPlot (MIT) and no other package. `python "
         "scripts/licenses.py -o docs/licenses.md` wrote this list from the metadata of installed "
-        "packages; it covers the dependencies and all extras but `bench`, `dev` and `docs`.",
+        "packages; it covers the dependencies and all extras but `bench`, `dev` and `docs`. "
+        "Packages without a version were not installed, because they are of no use without a GPU; "
+        "their licences are those that they publish.",
         "",
         "## To look at",
         "",
@@ -107,13 +124,17 @@ def document(packages: list[Package]) -> list[str]:
     lines += [
         f"| {one.name} | {one.licence} | {REVIEWED.get(one.name, 'check it before you ship it')} |"
         for one in looked_at
-        if one.licence != NOT_HERE
     ]
-    lines += ["", "## All", "", "| package | version | licence | needed by |", "|---|---|---|---|"]
     lines += [
-        f"| {one.name} | {one.version} | {one.licence} | {one.needed_by or 'gracetune'} |"
-        for one in packages
+        "",
+        "## All",
+        "",
+        "The last column has all extras that need a package, or gracetune if it always does.",
+        "",
+        "| package | version | licence | needed by |",
+        "|---|---|---|---|",
     ]
+    lines += [f"| {one.name} | {one.version} | {one.licence} | {one.users} |" for one in packages]
     lines += [
         "",
         "With a CUDA build of torch, pip also installs NVIDIA's libraries (`nvidia-*`), under "
@@ -130,12 +151,17 @@ def _follow(
     if name == "gracetune" or (name, wanted) in seen:
         return
     seen.add((name, wanted))
+    if name in found:
+        users = found[name].needed_by | {extra}
+        found[name] = replace(found[name], needed_by=users)
     try:
         metadata = distribution(name)
     except PackageNotFoundError:
-        found.setdefault(name, Package(name, "", NOT_HERE, extra))
+        licence = KNOWN.get(name, NOT_HERE)
+        found.setdefault(name, Package(name, "", licence, frozenset({extra})))
         return
-    found.setdefault(name, Package(name, metadata.version, _licence(metadata.metadata), extra))
+    licence = _licence(metadata.metadata)
+    found.setdefault(name, Package(name, metadata.version, licence, frozenset({extra})))
     for text in metadata.requires or []:
         needed = Requirement(text)
         extras = requirement.extras or {""}

@@ -88,7 +88,8 @@ def commands_page() -> Iterator[str]:
     yield ""
     yield (
         "The exit code is 0 for success, 1 for a failure, 2 for a mistake in the arguments or the "
-        "run file, and 130 if the command was interrupted after it had saved its work."
+        "run file, 3 if `baseline compare` cannot decide, 130 if the command was interrupted after "
+        "it had saved its work, and 141 if its output pipe was closed, for example by `head`."
     )
     yield ""
     for name, (module, _) in VERBS.items():
@@ -252,7 +253,7 @@ def _command(parser: argparse.ArgumentParser, level: int, summary: str = "") -> 
         if isinstance(action, argparse._SubParsersAction):
             summaries = {one.dest: one.help or "" for one in action._choices_actions}
             nested += [(one, summaries.get(name, "")) for name, one in action.choices.items()]
-        elif not isinstance(action, argparse._HelpAction):
+        elif not (isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS):
             rows.append(f"| {_option(action)} | {_cell(_meaning(action, parser))} |")
     if not rows and not nested:
         yield "It has no arguments."

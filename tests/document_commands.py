@@ -28,6 +28,8 @@ NEEDS = {
     r"(hf|git) ": "a network",
     r"(docker|apptainer) ": "a container engine",
     r"(srun|sbatch) |GRACETUNE=": "Slurm (tests/distributed/test_slurm_nodes.py)",
+    r"accelerate launch --config_file accelerate_config_gh200.yaml": "a GH200 "
+    "(tests/e2e/test_launch_lines.py)",
     r"(torchrun|accelerate launch) ": "several GPUs (tests/e2e/test_launch_lines.py)",
     r"make ": "this repository",
     r"cp \S+ ComfyUI/": "ComfyUI (make test-comfyui)",
@@ -49,6 +51,22 @@ NEEDS = {
     r"gracetune cache inspect run.json 3f2a9c": "an entry with this key (tests/unit/cli)",
 }
 """What a command needs that a test of miniatures does not have, and where it is tested instead."""
+
+
+WORDS = {
+    "a network": r"network|connection|download|clone|install",
+    "a container engine": r"container engine",
+    "Slurm": r"Slurm",
+    "several GPUs": r"GPUs",
+    "two machines": r"machines",
+    "ComfyUI": r"ComfyUI",
+    "a GH200": r"GH200",
+    "a GPU": r"needs (a|its) GPU|without a GPU",
+    "a browser": r"browser",
+    "SimpleTuner or ai-toolkit": r"SimpleTuner|ai-toolkit",
+    "a fork": r"fork",
+}
+"""Words by which a page says that its commands need this, by the first words of a need."""
 
 
 class Block(NamedTuple):

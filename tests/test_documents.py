@@ -1,15 +1,19 @@
 """Commands, keys, files and figures in README and docs exist and are up to date."""
 
 import argparse
+import ast
 import importlib
 import itertools
 import json
 import re
 import shlex
+import tomllib
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from document_commands import PAGES, ROOT, commands
+import torch
+from document_commands import PAGES, ROOT, blocks, commands
 from fakes.miniatures import MINIATURES
 from pydantic import BaseModel
 
@@ -56,18 +60,106 @@ def test_every_named_key_exists(page):
     assert [key for key in keys if key[1] not in known[key[0]].model_fields] == []
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that raises errors; its subcommands have the same class."""
+
+    def error(self, message):
+        raise ValueError(f"{self.prog}: {message}")
+
+
+def parse(words):
+    """Parse a command with the program's own arguments; the first word is the verb."""
+    assert words[0] in VERBS, words
+    parser = Parser(prog=f"gracetune {words[0]}")
+    importlib.import_module(VERBS[words[0]][0]).add_arguments(parser)
+    parser.parse_args(words[1:])
+
+
+def parse_mention(span):
+    """Parse a command in a sentence, which may leave arguments out or name alternatives."""
+    text = re.sub(r"\\?\|[\w-]+|\.\.\.|[\[\]]", "", span)
+    words = ["8" if word == "N" else word for word in shlex.split(text)[1:]]
+    if len(words) == 1:
+        assert words[0] in {*VERBS, "--version"}, span
+        return None
+    for _ in range(5):
+        try:
+            return parse(words)
+        except ValueError as error:
+            missing = re.search(r"arguments are required: ([^,]+)", str(error))
+            if not missing:
+                raise
+            if re.fullmatch(r"ACTION|HOST|\{.*", missing[1]):
+                return None  # a command that only has subcommands
+            option = missing[1].split("/")[0]
+            words += [option, "X"] if option.startswith("-") else ["X"]
+    raise AssertionError(span)
+
+
 @each_page
 def test_every_command_can_be_parsed(page):
-    for span in spans(page):
-        if span.startswith("gracetune "):
-            assert span.split()[1] in {*VERBS, "--version"}, span
     for line in commands(page):
-        if not line.startswith("gracetune "):
+        if line.startswith("gracetune "):
+            parse(shlex.split(line.replace("[", "").replace("]", ""), comments=True)[1:])
+
+
+@each_page
+def test_every_command_in_a_sentence_can_be_parsed(page):
+    for span in spans(page):
+        if span.startswith("gracetune ") and "--help" not in span:
+            parse_mention(span)
+
+
+@pytest.mark.parametrize(
+    "span", ["gracetune plan RUN --explain", "gracetune host ai-toolkit start", "gracetune fly"]
+)
+def test_wrong_commands_in_sentences_are_found(span):
+    with pytest.raises((ValueError, AssertionError)):
+        parse_mention(span)
+
+
+@each_page
+def test_every_python_block_imports_what_exists(page):
+    for block in blocks(page):
+        if block.language != "python":
             continue
-        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)[1:]
-        parser = argparse.ArgumentParser(prog=line, exit_on_error=False)
-        importlib.import_module(VERBS[words[0]][0]).add_arguments(parser)
-        parser.parse_args(words[1:])
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("gracetune"):
+                module = importlib.import_module(node.module)
+                missing = [one.name for one in node.names if not hasattr(module, one.name)]
+                assert missing == [], f"{page.name}:{block.line}"
+
+
+def test_the_code_of_extending_runs(tmp_path, monkeypatch, capsys):
+    optimizer, reader = (
+        block.text for block in blocks(ROOT / "docs" / "extending.md") if block.language == "python"
+    )
+    names = {}
+    exec(optimizer, names)
+    weight = torch.nn.Parameter(torch.ones(2))
+    built = names["build"]([{"params": [weight]}], SimpleNamespace(lr=0.5), 0)
+    weight.sum().backward()
+    built.step()
+    assert weight.tolist() == [0.5, 0.5]
+    log = tmp_path / "runs" / "mine" / "events.jsonl"
+    log.parent.mkdir(parents=True)
+    events = [{"event": "notice"}, {"event": "step_done", "step": 3, "loss": 0.25}]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    monkeypatch.chdir(tmp_path)
+    exec(reader, {})
+    assert capsys.readouterr().out == "3 0.25\n"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/install.md"])
+def test_the_table_of_extras_is_complete(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    table = text.partition("| extra | adds |")[2].partition("\n\n")[0]
+    named = [
+        extra for row in re.findall(r"^\| (`.+?) \|", table, re.M) for extra in row.split(", ")
+    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].keys() - {"bench", "dev", "docs"}
+    assert sorted(name.strip("`") for name in named) == sorted(extras)
 
 
 @each_page
@@ -121,6 +213,9 @@ def measured():
             f"{loops[f'flux.96.{name}.images_s']:.2f}"
             for name in ("compiled", "eager_checkpointing")
         ),
+        "gracetune as planned (compiled, batch 4)": " and ".join(
+            f"{families[name]:.2f}" for name in ("flux_96_samples_s", "flux_plain_samples_s")
+        ),
         "LoRA on Wan2.2-14B": times("96", "48", "24", "12"),
         "The same with frozen weights computed in fp8": times("fp8_96", "fp8_12"),
         "The same in 12 GB against RamTorch": f"{wan['12_to_ramtorch']:.1f}, "
@@ -158,6 +253,9 @@ def test_the_figures_of_the_readme_match_the_result_files():
     for about, figure in rows:
         (known,) = [value for start, value in expected.items() if about.startswith(start)]
         assert figure == known, about
+    loops, families = figures("tuned_loop"), figures("families_step")
+    tuned = loops["flux.96.compiled.images_s"] / loops["flux.96.eager_checkpointing.images_s"]
+    assert f"the tuned loop is {tuned:.2f} and gracetune {families['flux_ratio']:.2f} times" in text
 
 
 def test_the_table_of_families_lists_every_miniature():

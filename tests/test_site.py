@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from document_commands import NEEDS, PAGES, ROOT, SHELLS, blocks, commands, missing_for
+from document_commands import NEEDS, PAGES, ROOT, SHELLS, WORDS, blocks, commands, missing_for
 
 from gracetune.config.checks import check_run
 from gracetune.config.load import load_run_text
@@ -67,6 +67,12 @@ def test_every_argument_and_setting_of_the_reference_has_a_meaning():
         assert [row for row in rows if row.endswith("| ")] == [], name
 
 
+def test_hidden_options_are_not_in_the_reference():
+    page = (ROOT / "docs" / "reference-commands.md").read_text(encoding="utf-8")
+    assert "SUPPRESS" not in page
+    assert "--checkpointing" not in page, "`prove` uses it for its own processes"
+
+
 def test_tables_of_first_runs_have_a_row_for_each_machine():
     """`scripts/first_lora_tables.py` writes them; the slow tests compare the values."""
     import first_lora_tables
@@ -123,6 +129,15 @@ def test_every_shell_command_is_executed_or_needs_something():
     for page in PAGES:
         for command in commands(page):
             assert missing_for(command) or command.split()[0] in known, f"{page.name}: {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_what_its_commands_need(page):
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for command in commands(page):
+        need = missing_for(command)
+        words = next((words for start, words in WORDS.items() if need.startswith(start)), "")
+        assert re.search(words, prose), f"{command} needs {need}"
 
 
 def test_every_need_is_used_and_names_files_that_exist():
@@ -198,3 +213,5 @@ def test_links_to_threads_are_those_of_trainers():
     trainers = ("SimpleTuner", "ai-toolkit", "OneTrainer", "musubi-tuner")
     for name in trainers:
         assert any(name in link for link in links), name
+    asked = [symptom for symptom, text in entries().items() if "https://github.com/" in text]
+    assert len(asked) >= 33

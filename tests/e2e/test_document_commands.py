@@ -1,5 +1,7 @@
 """Execute the commands of the README and the documentation, on miniatures (make test-documents).
 
+The commands of a few pages that need no published model run in every test run (`QUICK`).
+
 Each page has a folder of its own with everything that the page assumes: images, clips, run files,
 runs and adapters. Its commands run in their order, as they are written; only sizes and numbers of
 steps are lowered (`shortened`). The published models are miniatures on a local server that speaks
@@ -21,7 +23,9 @@ from PIL import Image
 
 from gracetune.cli.main import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
+QUICK = ("ai-toolkit.md", "dashboard.md", "data-sources.md", "install.md", "preparing-data.md")
+"""Pages whose commands take a few seconds altogether, with the model `tiny` at most."""
 
 HUB = {
     "black-forest-labs/FLUX.1-dev": "flux",
@@ -197,10 +201,21 @@ def write_clips(folder):
 
 
 @pytest.fixture
-def folder(tmp_path, flux_lora, miniature, monkeypatch):
-    """Return a folder with everything that pages assume."""
+def small_folder(tmp_path, monkeypatch):
+    """Return a folder with images, a run file of `tiny` and a job, but no published model."""
     place = tmp_path / "work"
     write_images(place / "my" / "images", 6)
+    (place / "mine.yaml").write_text(yaml.safe_dump(RUN))
+    for name in ("job.yaml", "my_job.yaml"):
+        (place / name).write_text(yaml.safe_dump(JOB))
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture
+def folder(small_folder, flux_lora, miniature):
+    """Return a folder with everything that pages assume."""
+    place = small_folder
     write_clips(place / "my" / "clips")
     write_images(place / "winter" / "after", 4, "make it winter")
     write_images(place / "winter" / "before", 4, None)
@@ -213,7 +228,6 @@ def folder(tmp_path, flux_lora, miniature, monkeypatch):
         shutil.copy(flux_lora, place / name)
     shutil.copytree(miniature("flux"), place / "models" / "flux")
     shutil.copy(ROOT / "examples" / "flux2-lora.json", place)
-    (place / "mine.yaml").write_text(yaml.safe_dump(RUN))
     datasets = [{"instance_data_dir": "images", "resolution": 32}]
     run = RUN | {"output_dir": "runs/run", "datasets": datasets}
     (place / "run.json").write_text(json.dumps(run))
@@ -227,10 +241,7 @@ def folder(tmp_path, flux_lora, miniature, monkeypatch):
         (where / "config.json").write_text(json.dumps(config))
         (where / "multidatabackend.json").write_text(json.dumps([DATASET, text_embeds]))
     (place / "lycoris_config.json").write_text(json.dumps({"algo": "lokr", "factor": 4}))
-    for name in ("job.yaml", "my_job.yaml"):
-        (place / name).write_text(yaml.safe_dump(JOB))
     (place / "cache" / "vae").mkdir(parents=True)
-    monkeypatch.chdir(place)
     return place
 
 
@@ -246,14 +257,27 @@ def uses_runs(page, names=("mine", "other")):
     return [name for name in names if f"runs/{name}" in text and not trains]
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_the_commands_of_a_quick_page_run(name, small_folder, capsys):
+    run_commands(ROOT / "docs" / name, capsys)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if executed(page)], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if executed(page) and page.name not in QUICK],
+    ids=lambda page: page.name,
 )
 def test_the_commands_of_a_page_run(page, folder, hub, capsys):
-    for name in uses_runs(page):
-        assert main(["train", "mine.yaml", "--set", f"output_dir=runs/{name}"]) == 0
     if "cache inspect run.json" in page.read_text(encoding="utf-8"):
         assert main(["cache", "build", "run.json"]) == 0
+    run_commands(page, capsys)
+
+
+def run_commands(page, capsys):
+    """Run the commands of a page in their order, and check their exit codes."""
+    for name in uses_runs(page):
+        assert main(["train", "mine.yaml", "--set", f"output_dir=runs/{name}"]) == 0
     for command in executed(page):
         words = shortened(command, page.name)
         code = main(words)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     start.set_defaults(run_action=_run)
     start.add_argument("words", nargs="*", metavar="-- ARGUMENT", help="for simpletuner itself")
-    _add_ai_toolkit(hosts.add_parser("ai-toolkit", help="ai-toolkit, as git clones it"))
+    _add_ai_toolkit(hosts.add_parser("ai-toolkit", help="a git clone of ai-toolkit"))
 
 
 def _add_ai_toolkit(parser: argparse.ArgumentParser) -> None:

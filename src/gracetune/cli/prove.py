@@ -58,6 +58,7 @@ PARTS = {
 CHOICES = ("diagnose", "gradients", "tuned_loop", "training")
 """Parts that `--only` selects; the others are computed from them."""
 NO_GPU = "there is no GPU that torch can use"
+UNKNOWN_GPU = "the machine could not be described, so it is not known whether it has a GPU"
 WARM_UP = 0.4
 """Share of the first steps that are left out of speeds: they compile, and the plan corrects
 itself."""
@@ -138,7 +139,7 @@ class Proof:
             host="host" in include,
             captions="captions" in include,
         )
-        self._folder: Path = args.output
+        self._folder = Path(args.output)
         self._work = self._folder / "work"
         self._output = self._work / "run"
         if (self._output / "checkpoints").exists():
@@ -148,7 +149,8 @@ class Proof:
             )
         self._work.mkdir(parents=True, exist_ok=True)
         self._parts = {name: Part(name, title) for name, title in PARTS.items()}
-        self._has_gpu = False
+        self._has_gpu: bool | None = None
+        """None until the machine is described, and if that fails."""
 
     def run_parts(self) -> None:
         """Run every part; a part that fails does not stop the others."""
@@ -191,7 +193,7 @@ class Proof:
 
     def _machine(self) -> None:
         part = self._parts["machine"]
-        output = self._call(part, self._prove("--part", "machine"))
+        output = self._call(part, ["prove", *self._run_words(), "--part", "machine"])
         if output is None:
             return
         part.details = json.loads(output)
@@ -213,7 +215,7 @@ class Proof:
         part.details = {one["name"]: f"{one['status']}: {one['text']}" for one in _checks(output)}
         part.summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         part.status = "failed" if counts.get("fail") else "passed"
-        if not self._has_gpu:
+        if self._has_gpu is False:
             part.status = "skipped"
             part.summary = f"{NO_GPU}; checks of the host: {part.summary}"
 
@@ -223,8 +225,11 @@ class Proof:
         if output is None:
             return
         document = json.loads(output)
-        if not document["blocks"] and not self._has_gpu:
-            part.summary = f"{NO_GPU}, so that the run has no plan whose blocks could be compared"
+        if not document["blocks"]:
+            if self._has_gpu is False:
+                part.summary = f"{NO_GPU}, so the run has no plan whose blocks could be compared"
+            else:
+                part.status, part.summary = "failed", "no block was compared"
             return
         part.details = {
             "blocks": [
@@ -241,24 +246,34 @@ class Proof:
 
     def _tuned_loop(self, part: Part) -> None:
         if not self._has_gpu:
-            part.summary = NO_GPU
+            part.summary = NO_GPU if self._has_gpu is False else UNKNOWN_GPU
             return
+        errors = []
         for mode in ("without", "with"):
             one = Part(part.name, part.title)
-            words = self._prove("--part", "tuned_loop", *self._run_words()[1:])
+            words = ["prove", *self._run_words(), "--part", "tuned_loop"]
             words += ["--steps", str(self._args.steps)]
             if mode == "with":
                 words.append("--checkpointing")
             output = self._call(one, words)
             part.seconds += one.seconds
-            name = f"{mode} gradient checkpointing"
-            part.details[name] = one.summary if output is None else json.loads(output)
-        speeds = [one["samples_per_s"] for one in part.details.values() if isinstance(one, dict)]
-        if speeds:
+            found = {"error": one.summary} if output is None else json.loads(output)
+            if "unsupported" in found:
+                part.summary = found["unsupported"]
+                return
+            errors += [found["error"]] if "error" in found else []
+            part.details[f"{mode} gradient checkpointing"] = found
+        if speeds := [one["samples_per_s"] for one in self._timed_loops()]:
             part.status, part.summary = "measured", f"{max(speeds):.4g} samples/s"
+        elif errors:
+            part.status, part.summary = "failed", errors[0]
         else:
-            part.status = "failed"
-            part.summary = next(iter(part.details.values()))
+            part.status = "measured"
+            part.summary = "does not fit the GPU, with or without gradient checkpointing"
+
+    def _timed_loops(self) -> list[dict[str, Any]]:
+        """Return the tuned loops that have run to their end."""
+        return [one for one in self._parts["tuned_loop"].details.values() if "samples_per_s" in one]
 
     def _training(self, part: Part) -> None:
         words = ["train", *self._run_words(), "--resume", "none"]
@@ -270,7 +285,11 @@ class Proof:
         described = next(line for line in events if line["event"] == "run_described")
         peaks = [line["device_peak"] for line in events if line["event"] == "memory_used"]
         health = [line for line in events if line["event"] == "health"]
-        problems = [one["problem"] for one in self._sample_records() if one["problem"]]
+        samples = self._sample_records()
+        problems = {one["number"]: one["problem"] for one in samples if one["problem"]}
+        # A model with random weights, or with a broken VAE, shows nothing before training either.
+        earlier = [one["number"] for one in self._sample_records(step=0) if one["problem"]]
+        new_problems = problems.keys() - set(earlier)
         measured = _speed(steps)
         part.details = {
             "steps": len(steps),
@@ -288,16 +307,21 @@ class Proof:
             },
             "health": [{"check": one["check"], "level": one["level"]} for one in health],
             "fallbacks": sum(bool(line.get("fallback")) for line in events),
-            "samples": len(self._sample_records()),
-            "empty_samples": len(problems),
+            "samples": len(samples),
+            "sample_problems": list(problems.values()),
+            "new_sample_problems": len(new_problems),
         }
         is_finite = all(isinstance(loss, float) and math.isfinite(loss) for loss in losses)
-        is_good = is_finite and not problems and len(steps) == self._args.steps
+        is_good = is_finite and not new_problems and len(steps) == self._args.steps
         part.status = "passed" if is_good else "failed"
         part.summary = (
             f"{len(steps)} steps, {measured['samples_per_s']:.4g} samples/s, "
-            f"{_count(len(self._sample_records()), 'sample')}, {len(problems)} of them empty"
+            f"{_count(len(samples), 'sample')}"
         )
+        if problems:
+            kinds = ", ".join(sorted(set(problems.values())))
+            when = "not before training" if new_problems else "as before training"
+            part.summary += f", {len(problems)} of them without an image ({kinds}; {when})"
 
     def _plan(self, part: Part) -> None:
         training = self._parts["training"]
@@ -306,7 +330,7 @@ class Proof:
             return
         plan = _last(self._events(), "run_described").get("plan")
         if plan is None:
-            part.summary = "the run has no memory plan" if self._has_gpu else NO_GPU
+            part.summary = NO_GPU if self._has_gpu is False else "the run has no memory plan"
             return
         accumulation = plan["accumulation"]
         seconds = plan["seconds"]["step"] * accumulation
@@ -323,7 +347,8 @@ class Proof:
             "streamed_blocks": sum(one["weights"] != "resident" for one in plan["blocks"]),
         }
         if not self._has_gpu:
-            part.summary = f"{NO_GPU}: its times would mean nothing"
+            reason = NO_GPU if self._has_gpu is False else UNKNOWN_GPU
+            part.summary = f"{reason}: times without one would mean nothing"
             return
         part.status = "measured"
         part.summary = (
@@ -332,21 +357,22 @@ class Proof:
         )
 
     def _comparison(self, part: Part) -> None:
-        loops = [one for one in self._parts["tuned_loop"].details.values() if isinstance(one, dict)]
-        training = self._parts["training"]
-        if not loops or not training.details:
-            part.summary = NO_GPU if not self._has_gpu else "one of the two was not measured"
+        training, tuned = self._parts["training"], self._parts["tuned_loop"]
+        if tuned.status != "measured" or not training.details:
+            part.summary = NO_GPU if self._has_gpu is False else "one of the two was not measured"
+            return
+        part.status = "measured"
+        speed = training.details["samples_per_s"]
+        loops = self._timed_loops()
+        if not loops:
+            part.summary = f"gracetune trains {speed:.4g} samples/s; the tuned loop does not fit"
             return
         best = max(loops, key=lambda one: one["samples_per_s"])
-        ratio = training.details["samples_per_s"] / best["samples_per_s"]
-        part.status = "measured"
+        ratio = speed / best["samples_per_s"]
         part.details = {"ours_to_tuned_loop": ratio, "best_tuned_loop": best}
         part.summary = f"gracetune trains {ratio:.2f} times as many samples per second"
 
     # Processes and files
-
-    def _prove(self, *words: str) -> list[str]:
-        return ["prove", self._args.run_file, *words]
 
     def _run_words(self) -> list[str]:
         """Return the run file and the settings that make it short and quiet."""
@@ -408,15 +434,17 @@ class Proof:
 
         return list(read_events(self._output / "events.jsonl"))
 
-    def _sample_folders(self) -> list[Path]:
-        return sorted(self._output.glob("validation/step-*/"))
+    def _sample_folder(self, step: int | None = None) -> Path:
+        """Return the folder of the samples of a step; None is the last step."""
+        step = self._args.steps if step is None else step
+        return self._output / "validation" / f"step-{step:06d}"
 
-    def _sample_records(self) -> list[dict[str, Any]]:
-        """Return the records of the last validation's samples."""
-        folders = self._sample_folders()
-        if not folders:
+    def _sample_records(self, step: int | None = None) -> list[dict[str, Any]]:
+        """Return the records of a validation's samples; empty if there was none at that step."""
+        file = self._sample_folder(step) / "samples.json"
+        if not file.exists():
             return []
-        text = (folders[-1] / "samples.json").read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
         records: list[dict[str, Any]] = json.loads(text)["samples"]
         return records
 
@@ -426,7 +454,7 @@ class Proof:
 
         found = []
         for one in self._sample_records()[:MAX_SAMPLES]:
-            file = self._sample_folders()[-1] / one["image"]
+            file = self._sample_folder() / one["image"]
             image = make_thumbnail(os.open(file, os.O_RDONLY), THUMBNAIL_EDGE)
             title = (
                 one["prompt"] if self._privacy.allows_captions else f"prompt {one['number'] + 1}"
@@ -462,8 +490,11 @@ def _run_part(args: argparse.Namespace, run_file: RunFile) -> int:
         print(json.dumps(_describe_machine()))
         return 0
     from gracetune.events.console import console_sink
-    from gracetune.train.tuned_loop import time_tuned_loop
+    from gracetune.train.tuned_loop import time_tuned_loop, why_unsupported
 
+    if reason := why_unsupported(run_file):
+        print(json.dumps({"unsupported": reason}))
+        return 0
     result = time_tuned_loop(
         run_file,
         Path(run_file.output_dir),

@@ -220,7 +220,8 @@ def _activation_reason(plan: Plan) -> str:
     seconds = plan.seconds
     parts = []
     if seconds.recompute:
-        parts.append(f"recomputing takes {seconds.recompute / seconds.step:.0%} of the step")
+        share = max(seconds.recompute, 0.0) / seconds.step
+        parts.append(f"recomputing takes {share:.0%} of the step")
     if plan.host.activations:
         wait = seconds.wait_activations / seconds.step
         parts.append(
@@ -323,7 +324,8 @@ def _seconds(plan: Plan) -> Iterator[str]:
             continue
         if name == "managed memory" and not part:
             continue
-        yield f"  {name:<22}{format_seconds(part):>9}{part / s.step:>7.1%}"
+        shown = max(part, 0.0)  # a difference of two times, such as recomputing, may be below zero
+        yield f"  {name:<22}{format_seconds(shown):>9}{shown / s.step:>7.1%}"
 
 
 def _plan_json(plan: Plan, budget: PlanBudget) -> dict[str, object]:

@@ -2,14 +2,15 @@
 
 `gracetune prove` runs it. The loop has the model of diffusers with peft's LoRA and nothing of
 gracetune's plan: weights on the GPU in the run's dtype, bf16 autocast, blocks compiled with
-diffusers' `compile_repeated_blocks`, fused AdamW, and gradient checkpointing on or off. It reads
-batches of the run's own dataset, once, before the clock starts; so it never waits for data.
+diffusers' `compile_repeated_blocks`, the fastest attention backend, fused AdamW, and gradient
+checkpointing on or off. It reads batches of the run's own dataset, once, before the clock starts;
+so it never waits for data, and it waits for the GPU only after the last step. The batch size is
+that of the run file: a larger or smaller one, which might be faster, is not tried.
 """
 
 from __future__ import annotations
 
 import time
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,17 @@ from gracetune.cache.batch_transfer import build_batch_transfer
 from gracetune.data.pipeline import DataPipeline
 from gracetune.errors import ConfigError
 from gracetune.events.run_control import reserve_folder
+from gracetune.models.attention_backends import (
+    AttentionRecorder,
+    choose_backend,
+    current_backend,
+    dispatched_processors,
+    drop_incapable_backends,
+    find_backend,
+    stopwatch_for,
+    switch_backend,
+    time_attention,
+)
 from gracetune.models.family import load_family, transformers_of
 from gracetune.train import objective
 from gracetune.train.experts import build_expert_schedule, expected_token_counts
@@ -41,6 +53,16 @@ WARMUP_ROUNDS = 2
 """Times that every batch is trained before the clock starts, so that all graphs are compiled."""
 
 
+def why_unsupported(run: RunFile) -> str:
+    """Return why the loop cannot train what a run trains; empty if it can."""
+    if run.adapter is None or run.adapter.kind != "lora":
+        kind = "none" if run.adapter is None else run.adapter.kind
+        return f"the tuned loop trains a LoRA with peft, and the run has adapter.kind: {kind}"
+    if run.model.quantize != "none":
+        return f"the tuned loop has plain weights, and the run has quantize: {run.model.quantize}"
+    return ""
+
+
 def time_tuned_loop(
     run: RunFile,
     folder: Path,
@@ -51,17 +73,12 @@ def time_tuned_loop(
     device: torch.device,
     compiles: bool = True,
 ) -> dict[str, Any]:
-    """Train some steps as a plain loop does; return its speed and its peak of device memory."""
-    if run.adapter is None or run.adapter.kind != "lora":
-        raise ConfigError(
-            "the tuned loop trains a LoRA with peft, and the run has adapter.kind: "
-            f"{'none' if run.adapter is None else run.adapter.kind}. Set adapter.kind: lora."
-        )
-    if run.model.quantize != "none":
-        raise ConfigError(
-            f"model.quantize is {run.model.quantize}, and the tuned loop has plain weights. "
-            "Set model.quantize: none."
-        )
+    """Train some steps as a plain loop does; return its speed and its peak of device memory.
+
+    If the model does not fit on the device, the result has `fits: False` and no speed.
+    """
+    if reason := why_unsupported(run):
+        raise ConfigError(f"{reason}. Set adapter.kind: lora and model.quantize: none.")
     folder.mkdir(parents=True, exist_ok=True)
     with reserve_folder(folder, lambda _: None):
         family = load_family(run.model, emit)
@@ -74,16 +91,25 @@ def time_tuned_loop(
         family.to(torch.device("cpu"))
         # Of two experts, which have the same shape, the loop trains one.
         expert = "" if schedule is None else schedule.expert_at(0).expert or ""
-        transformer: Any = transformers_of(family.transformer)[expert].to(device).train()
-        if checkpointing:
-            transformer.enable_gradient_checkpointing()
-        is_compiled = compiles and _compile_blocks(transformer)
-        step = _make_step(run, family, transformer, device)
+        transformer: Any = transformers_of(family.transformer)[expert]
+        result = {"gradient_checkpointing": checkpointing, "batch_size": run.train.batch_size}
+        try:
+            transformer.to(device).train()
+            if run.model.attention_mechanism == "auto" and device.type == "cuda":
+                _choose_attention(family, transformer, batches, device)
+            if checkpointing:
+                transformer.enable_gradient_checkpointing()
+            is_compiled = compiles and _compile_blocks(transformer)
+            step = _make_step(run, family, transformer, device)
+            timed = _time_steps(step, batches, steps, device)
+        except torch.OutOfMemoryError:
+            return {"fits": False, **result}
         return {
-            **_time_steps(step, batches, steps, device),
+            "fits": True,
+            **timed,
             "compiled": is_compiled,
-            "gradient_checkpointing": checkpointing,
-            "batch_size": run.train.batch_size,
+            "attention": current_backend(transformer),
+            **result,
         }
 
 
@@ -102,6 +128,29 @@ def _load_batches(
             iterator.close()
     finally:
         pipeline.close()
+
+
+def _choose_attention(
+    family: Family, transformer: nn.Module, batches: Sequence[Batch], device: torch.device
+) -> None:
+    """Switch to the attention backend that is fastest for these batches."""
+    if not dispatched_processors(transformer):
+        return
+    recorder = AttentionRecorder()
+    for batch in batches:
+        x0, conditioning = family.split_encoded(batch.latents)
+        timesteps = torch.full((len(x0),), 0.5, device=device)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16), recorder:
+            family.predict(transformer, x0, timesteps, {**batch.text, **conditioning})
+    calls = recorder.heaviest_calls()
+    stopwatch = stopwatch_for(device)
+    timings = drop_incapable_backends(
+        time_attention(calls, device, stopwatch),
+        lambda: recorder.other_calls(calls),
+        device,
+        stopwatch,
+    )
+    switch_backend(transformer, find_backend(choose_backend(timings)))
 
 
 def _compile_blocks(transformer: Any) -> bool:
@@ -156,20 +205,18 @@ def _time_steps(
         for batch in batches:
             step(batch)
     wait()
-    seconds, losses, samples = [], [], 0
+    samples = 0
     started_at = time.perf_counter()
     for number in range(steps):
         batch = batches[number % len(batches)]
-        before = time.perf_counter()
-        losses.append(step(batch))
-        wait()
-        seconds.append(time.perf_counter() - before)
+        loss = step(batch)
         samples += len(batch)
-    total = time.perf_counter() - started_at
+    wait()  # once: waiting after each step would leave the GPU idle while the next is launched
+    seconds = time.perf_counter() - started_at
     return {
         "steps": steps,
-        "seconds_per_step": median(seconds),
-        "samples_per_s": samples / total,
+        "seconds_per_step": seconds / steps,
+        "samples_per_s": samples / seconds,
         "device_peak_bytes": torch.cuda.max_memory_reserved(device) if is_cuda else 0,
-        "last_loss": float(losses[-1]),
+        "last_loss": float(loss),
     }

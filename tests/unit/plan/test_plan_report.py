@@ -91,6 +91,15 @@ def test_reasons_match_the_plan() -> None:
     assert any("to the host and back" in reason for reason in reasons(moved, heading.budget))
 
 
+def test_times_are_never_below_zero() -> None:
+    found, heading = planned(10**6)
+    seconds = replace(found.best.seconds, recompute=-1e-4 * found.best.seconds.step)
+    small = replace(found, best=replace(found.best, seconds=seconds))
+    text = "\n".join(report_lines(small, heading))
+    assert "recomputing takes 0% of the step" in text
+    assert " -" not in text.partition("one micro-batch")[2].partition("why:")[0]
+
+
 def test_the_report_explains_a_slightly_faster_alternative() -> None:
     found, heading = planned(1200, samples=4)
     (slow, fast), batch = found.others[:2], found.best.batch

@@ -375,7 +375,7 @@ PROCESS_UNSUPPORTED: Mapping[str, Unsupported] = {
     "adapter": Unsupported(_OTHER_ADAPTER),
     "slider": Unsupported("sliders are not supported"),
     "do_lorm": Unsupported("LoRM is not supported; it is left out"),
-    "torch_profiler": Unsupported("use `gracetune plan --explain` to see where time goes"),
+    "torch_profiler": Unsupported("use `gracetune plan` to see where time goes"),
 }
 
 NETWORK_NOT_NEEDED: Mapping[str, str] = {
