@@ -3,24 +3,28 @@
 Throttling is planted at the sensors; all other faults are real. Those that take long are `slow`.
 """
 
-import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes.two_streams import (
+    CHANNELS,
+    VIDEO_TARGETS,
+    TwoStreamTransformer,
+    install_two_streams,
+)
 from fork_process import run_python
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from gracetune.errors import RunFailedError
-from gracetune.events.types import HealthChanged, HeldOutLoss, StepDone, StepTimes
+from gracetune.events.types import HealthChanged, HeldOutLoss, LossParts, StepDone, StepTimes
 from gracetune.memory.sensors import SensorReading
-from gracetune.models import tiny
-from gracetune.train import build
 from gracetune.train.run import run_training
 
 EVERY_STEP = {"interval_s": 0.0}
@@ -105,35 +109,44 @@ def test_a_dead_dataset(train, tmp_path, tiny_run):
     assert "black, blank or silent" in event.cause
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoStreams(tiny.Tiny):
-    """A model with a video and an audio stream, whose sound gets no gradient."""
-
-    def part_losses(self, predicted, target):
-        squared = (predicted.float() - target.float()).square()
-        return {"video": squared[:, :32].mean((1, 2, 3)), "audio": squared[:, 32:].mean((1, 2, 3))}
-
-    def predict(self, transformer, noisy, sigmas, conditions):
-        velocity = super().predict(transformer, noisy, sigmas, conditions)
-        sound = self._silent(velocity[:, 32:])
-        return torch.cat([velocity[:, :32], sound], 1)
-
-    @staticmethod
-    def _silent(sound):
-        return 0 * sound.detach()
+@pytest.fixture
+def two_streams(tmp_path, monkeypatch):
+    """Install a family with a video and an audio stream."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    install_two_streams(tmp_path / "site")
+    return {"family": "two_streams"}
 
 
-@pytest.mark.slow
-def test_an_untrained_audio_stream(train, monkeypatch):
-    def load(section, *_, **__):
-        return TwoStreams(tiny.load(section).transformer)
-
-    monkeypatch.setattr(build, "load_family", load)
-    steps = {"max_train_steps": 120, "batch_size": 8}
-    found = train(train=steps, optimizer={"lr": 3e-3}, logging={"every": 10})
-    event = found["part_untrained"][0]
-    assert "the audio part of the model is not trained" in event.cause
+def test_an_untrained_audio_stream(train, two_streams):
+    found = train(
+        model=two_streams,
+        adapter=LORA | {"targets": VIDEO_TARGETS},
+        train={"max_train_steps": 4},
+    )
+    (event,) = found["part_untrained"]
+    assert "the audio part of the model is not trained: none of its 24 weights" in event.cause
     assert "adapter.targets include the audio blocks" in event.advice
+
+
+def test_trained_streams_are_fine(train, two_streams, recorder):
+    found = train(model=two_streams, adapter=LORA, train={"max_train_steps": 60})
+    assert "part_untrained" not in found
+    assert recorder.of(LossParts)[-1].by_part.keys() == {"video", "audio"}
+
+
+def test_an_audio_stream_whose_gradient_gets_lost(train, two_streams, monkeypatch):
+    """Let the gradient of the audio get lost, as in a forward pass that detaches it."""
+    forward = TwoStreamTransformer.forward
+
+    def detached(self, *args):
+        video, audio = forward(self, *args).split(list(CHANNELS.values()), 1)
+        return torch.cat([video, 0 * audio + audio.detach()], 1)
+
+    monkeypatch.setattr(TwoStreamTransformer, "forward", detached)
+    found = train(model=two_streams, adapter=LORA, train={"max_train_steps": 4})
+    (event,) = found["part_untrained"]
+    assert "the audio part of the model is not trained" in event.cause
+    assert "have a zero gradient" in event.cause
 
 
 class HotGpu:

@@ -40,6 +40,8 @@ HEALTH_CHECKS = (
     "timestep_shift",
     "samples_empty",
     "samples_same",
+    "text_embeddings",
+    "validation_prompts",
     "captions",
     "few_samples",
     "duplicates",
@@ -47,7 +49,9 @@ HEALTH_CHECKS = (
     "small_batches",
     "latents_scale",
     "warmup",
+    "batch_ramp",
     "clipping",
+    "skipped_steps",
     "data_waits",
     "weight_waits",
     "slow_down",
@@ -58,6 +62,7 @@ HEALTH_CHECKS = (
     "device_memory",
     "device_shared",
     "loader_stalled",
+    "step_stalled",
     "previous_run",
 )
 """Names of the health checks that a run file can leave out."""

@@ -153,10 +153,10 @@ class WeightMovement:
         norms = torch._foreach_norm(gradients)
         return names, torch.stack([norm.float() for norm in norms]) * scale
 
-    def by_block(self, names: Sequence[str], norms: Sequence[float]) -> dict[str, float]:
+    def by_block(self, norms: Mapping[str, float]) -> dict[str, float]:
         """Return the gradient norm of each block, from those of its parameters."""
         squares: defaultdict[str, float] = defaultdict(float)
-        for name, norm in zip(names, norms, strict=True):
+        for name, norm in norms.items():
             squares[self._blocks[name]] += norm**2
         return {block: math.sqrt(squares[block]) for block in self._order if block in squares}
 
