@@ -232,19 +232,27 @@ class WindowMean(NamedTuple):
     """Standard error of the mean."""
 
     def rise_to(self, later: WindowMean) -> float:
-        """Return by how many standard errors a later mean is above this one."""
-        error = math.hypot(self.error, later.error)
-        return (later.mean - self.mean) / max(error, 1e-9 * abs(self.mean), 1e-30)
+        """Return by how many standard errors a later mean is above this one.
+
+        A window that is low by chance often varies little, too. So its error counts as no less than
+        that of the other window, relative to the means.
+        """
+        error = math.hypot(
+            later.error, max(self.error, later.error * self.mean / max(later.mean, 1e-30))
+        )
+        return (later.mean - self.mean) / max(error, 1e-30)
 
 
 class LossWindows:
     """Means of the training loss over windows of steps; the loss of one step is mostly noise.
 
-    A window has at least `SAMPLES` samples and `STEPS` steps, and a share of all samples so far, up
-    to `MOST`: the more windows there are, the further the lowest is below the others by chance.
+    A window has at least `SAMPLES` samples and `STEPS` steps, and so many samples that the error of
+    its mean is about `ERROR`. It has a share of all samples so far, too, up to `MOST`: the more
+    windows there are, the further the lowest is below the others by chance.
     """
 
-    SAMPLES, STEPS, SHARE, MOST = 200, 10, 0.05, 2000
+    SAMPLES, STEPS, ERROR, SHARE, MOST = 100, 10, 0.05, 0.05, 2000
+    GROWTH, ERRORS = 1.5, 4.0
 
     def __init__(self) -> None:
         self.first: WindowMean | None = None
@@ -252,7 +260,10 @@ class LossWindows:
         """The window with the lowest mean so far, of those that do not overlap."""
         self._recent: deque[tuple[int, float, int]] = deque()
         """Steps of the current window: number, loss and samples."""
-        self._samples = self._total = self._unused = 0
+        self._samples = self._total = self._unused = self._unchecked = 0
+        self._least = 0.0
+        """Samples of a window, as far as its error is concerned; 0 before `SAMPLES` were seen."""
+        self._grown: tuple[WindowMean, WindowMean] | None = None
 
     def add(self, done: StepDone) -> None:
         """Add the loss of a step; values that are not finite are left out."""
@@ -262,15 +273,29 @@ class LossWindows:
         self._samples += done.samples
         self._total += done.samples
         self._unused += 1
-        needed = max(self.SAMPLES, min(self.SHARE * self._total, self.MOST))
+        self._unchecked += 1
+        if not self._least and self._samples >= self.SAMPLES and len(self._recent) >= self.STEPS:
+            relative = self.current.error / max(self.current.mean, 1e-30)
+            self._least = max(self.SAMPLES, self._samples * (relative / self.ERROR) ** 2)
+        needed = min(max(self._least or self.SAMPLES, self.SHARE * self._total), self.MOST)
         while len(self._recent) > self.STEPS and self._samples - self._recent[0][2] >= needed:
             self._samples -= self._recent.popleft()[2]
-        if self._samples < needed or self._unused < max(self.STEPS, len(self._recent)):
+        count = len(self._recent)
+        if not self._least or self._samples < needed or 4 * self._unchecked < count:
             return
-        self._unused, window = 0, self.current
-        self.first = self.first or window
-        if self.lowest is None or window.mean < self.lowest.mean:
-            self.lowest = window
+        self._unchecked, window = 0, self.current
+        lowest = self.lowest or window
+        if window.mean > self.GROWTH * lowest.mean and lowest.rise_to(window) > self.ERRORS:
+            self._grown = lowest, window
+        if self._unused >= count:
+            self._unused = 0
+            self.first = self.first or window
+            self.lowest = min(lowest, window, key=lambda one: one.mean)
+
+    def take_growth(self) -> tuple[WindowMean, WindowMean] | None:
+        """Return the lowest and a later window that is clearly above it, since the last call."""
+        grown, self._grown = self._grown, None
+        return grown
 
     @property
     def current(self) -> WindowMean:
@@ -290,7 +315,7 @@ class LearningRateHigh:
     """
 
     name = "learning_rate_high"
-    GROWTH, ERRORS, FAR, TOO_FAR = 1.5, 4.0, 0.5, 2.0
+    FAR, TOO_FAR = 0.5, 2.0
     EXPLODED, EXPLODED_GROWTH, EXPLODED_STEPS = 4.0, 3.0, 3
     HELD_OUT_RISE = 1.02
 
@@ -321,24 +346,22 @@ class LearningRateHigh:
         full = [losses for losses in self._losses.values() if losses.first is not None]
         if not measured.steps or not full:
             return UNKNOWN
-        grown = (self._grown(losses, advice) for losses in full)
-        return next(filter(None, grown), None) or self._moved_far(full, advice) or FINE
+        grown = [one for losses in full if (one := losses.take_growth()) is not None]
+        return self._grown(grown, advice) or self._moved_far(full, advice) or FINE
 
-    def _grown(self, losses: LossWindows, advice: str) -> Finding | None:
-        lowest, now = losses.lowest, losses.current
-        assert lowest is not None
-        growth = now.mean / max(lowest.mean, 1e-30)
-        if growth < self.GROWTH or lowest.rise_to(now) < self.ERRORS:
-            return None
-        if growth < self.EXPLODED_GROWTH and self._held_out_is_fine(lowest.step):
-            return None
-        return Finding(
-            f"the training loss has grown from {lowest.mean:.4g} (step {lowest.step}) to "
-            f"{now.mean:.4g}: the learning rate is too high",
-            advice,
-            values={"loss": now.mean, "best": lowest.mean, "moved": self._moved},
-            kind="grown",
-        )
+    def _grown(self, found: Sequence[tuple[WindowMean, WindowMean]], advice: str) -> Finding | None:
+        for lowest, now in found:
+            growth = now.mean / max(lowest.mean, 1e-30)
+            if growth < self.EXPLODED_GROWTH and self._held_out_is_fine(lowest.step):
+                continue
+            return Finding(
+                f"the training loss has grown from {lowest.mean:.4g} (step {lowest.step}) to "
+                f"{now.mean:.4g} (step {now.step}): the learning rate is too high",
+                advice,
+                values={"loss": now.mean, "best": lowest.mean, "moved": self._moved},
+                kind="grown",
+            )
+        return None
 
     def _held_out_is_fine(self, since: int) -> bool:
         """Return True if a held-out loss after a step shows that the model has not become worse."""
