@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from gracetune.train.health_checks import Measurements, NoFinding, RunFacts, SamplesSeen
 
 
+MIN_TEXTS = 3
+"""Different captions without which their embeddings are not compared."""
+STOP_WORDS = frozenset(
+    "and are for from has her his into its over that the thei this unde with".split()
+    + "das der des die les los und".split()
+)
+"""First letters of words that say nothing about an image."""
+
+
 def dataset_facts(
     name: str,
     samples: Sequence[Sample],
@@ -546,26 +555,6 @@ def prompt_problem(
 def _content_words(text: str) -> set[str]:
     """Return the first letters of words in Latin script; other scripts may not separate words."""
     return {word[:4] for word in re.findall(r"[a-zà-ɏ]{3,}", text.lower())} - STOP_WORDS
-
-
-MIN_TEXTS = 3
-"""Different captions without which their embeddings are not compared."""
-STOP_WORDS = {
-    "and",
-    "are",
-    "for",
-    "from",
-    "has",
-    "her",
-    "his",
-    "its",
-    "the",
-    "that",
-    "thei",
-    "this",
-}
-STOP_WORDS |= {"with", "into", "over", "unde", "der", "die", "das", "und", "les", "des", "los"}
-"""First letters of words that say nothing about an image."""
 
 
 class SamplesSame:
