@@ -536,7 +536,8 @@ class HealthSection(Section):
     """Factor by which steps may become slower than the first ones of the run before it is
     reported."""
     stall_s: PositiveFloat = 120
-    """Seconds without the end of a step after which the run reports what it waits for."""
+    """Seconds that a step may wait for a batch, or take altogether, before the run reports what it
+    waits for. A step may also take three times as long as the longest one before it."""
     disk_min_gb: Annotated[float, Field(ge=0)] = 1.0
     """GiB of disk space below which the run reports that space runs out."""
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 MIN_TEXTS = 3
 """Different captions without which their embeddings are not compared."""
-STOP_WORDS = frozenset(
-    "and are for from has her his into its over that the thei this unde with".split()
-    + "das der des die les los und".split()
+STOP_WORDS = re.compile(
+    "and|are|for|from|has|her|his|into|its|over|that|the|their|this|under|with"
+    "|das|der|des|die|les|los|und"
 )
-"""First letters of words that say nothing about an image."""
+"""Words that say nothing about an image."""
 
 
 def dataset_facts(
@@ -554,7 +554,8 @@ def prompt_problem(
 
 def _content_words(text: str) -> set[str]:
     """Return the first letters of words in Latin script; other scripts may not separate words."""
-    return {word[:4] for word in re.findall(r"[a-zà-ɏ]{3,}", text.lower())} - STOP_WORDS
+    words = re.findall(r"[a-zà-ɏ]{3,}", text.lower())
+    return {word.removesuffix("s")[:4] for word in words if not STOP_WORDS.fullmatch(word)}
 
 
 class SamplesSame:

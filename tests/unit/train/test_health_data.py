@@ -198,6 +198,8 @@ def test_text_embeddings_that_differ_are_fine():
         (["a dog", "Ohwx on a hill"], ["ohwx man"], ["ohwx"], ""),
         (["a portrait of a knight"], ["screenshot of a chart"], [], "a word of any caption"),
         (["two circles"], ["the circle"], [], ""),
+        (["the dog"], ["many dogs"], [], ""),
+        (["the dog with the hat"], ["the cat with this bow"], [], "a word of any caption"),
         (["\u4e00\u53ea\u732b"], ["\u732b"], [], ""),  # words are not separated
         (["a knight"], ["", " "], [], ""),
         ([], ["a chart"], ["ohwx"], ""),
