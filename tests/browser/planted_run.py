@@ -79,26 +79,12 @@ def dataset_dead(folder):
 
 
 def part_untrained(folder):
-    """Let the gradient of one half of the output, called audio, get lost."""
-    from gracetune.models import tiny
+    """Leave the audio blocks of a model with a video and an audio stream out of the adapter."""
+    from fakes.two_streams import VIDEO_TARGETS, install_two_streams
 
-    family = tiny.Tiny
-    predict = family.predict
-
-    def without_audio(self, *args, **kwargs):
-        video, audio = predict(self, *args, **kwargs).chunk(2, dim=1)
-        return torch.cat([video, audio.detach()], 1)
-
-    def part_losses(self, predicted, target):
-        errors = (predicted - target).square().chunk(2, dim=1)
-        return {name: part.flatten(1).mean(1) for name, part in zip(PARTS, errors, strict=True)}
-
-    mock.patch.object(family, "predict", without_audio).start()
-    mock.patch.object(family, "part_losses", part_losses, create=True).start()
-    return settings(folder, train={"max_train_steps": 150, "batch_size": 8})
-
-
-PARTS = ("video", "audio")
+    install_two_streams(folder / "site")
+    adapter = {"rank": 2, "targets": VIDEO_TARGETS}
+    return settings(folder, model={"family": "two_streams"}, adapter=adapter)
 
 
 def page_cache(folder):
@@ -330,6 +316,52 @@ def device_shared(folder):
     return settings(folder, train={"max_train_steps": 300, "batch_size": 8})
 
 
+def text_encoder_dead(folder):
+    """Clear the weights of the text encoders, so that they put out zeros."""
+    model = miniature(folder)
+    from safetensors.torch import load_file, save_file
+
+    for path in model.glob("text_encoder*/*.safetensors"):
+        weights = {name: torch.zeros_like(one) for name, one in load_file(path).items()}
+        save_file(weights, path, {"format": "pt"})
+    return settings(
+        folder,
+        model={"family": "sd3", "path": str(model)},
+        adapter={"rank": 2},
+        datasets=[miniature_data(folder)],
+        train={"max_train_steps": 6, "batch_size": 2},
+        logging={"every": 1},
+    )
+
+
+def prompts_unrelated(folder):
+    """Forget the trigger word in the prompts."""
+    data = SHAPES | {"instance_data_dir": str(folder / "data"), "trigger_word": "ohwx"}
+    validation = {"every": 40, "prompts": PROMPTS, "sample_steps": 1}
+    return settings(folder, datasets=[data], validation=validation)
+
+
+def ramp_long(folder):
+    ramp = {"enable_batch_size_rampup": True, "initial_effective_batch_size": 8}
+    ramp |= {"target_effective_batch_size": 64, "batch_rampup_steps": 5000}
+    return settings(folder, gh200_optimizations=ramp)
+
+
+def step_skipped(folder):
+    """Let the loss of every eighth step be infinite, as with a kernel that overflows at times."""
+    from gracetune.train import objective
+
+    sample_losses, calls = objective.sample_losses, [0]
+
+    def overflowing(*args):
+        calls[0] += 1
+        return sample_losses(*args) * (float("inf") if calls[0] % 8 == 0 else 1.0)
+
+    mock.patch.object(objective, "sample_losses", overflowing).start()
+    train = {"max_train_steps": 160, "batch_size": 8, "skip_bad_batches": True}
+    return settings(folder, train=train)
+
+
 def with_data(folder, data, train=None, **dataset):
     """Return a run file that trains on one folder of images."""
     section = {"id": data.name, "type": "local", "resolution": 24, "instance_data_dir": str(data)}
@@ -367,7 +399,8 @@ MORE_FAULTS = {
     for function in (
         *(loss_explodes, learning_rate_low, captions_missing, captions_same, captions_dropped),
         *(file_corrupt, files_copied, few_samples, batches_small, latents_unscaled, warmup_long),
-        *(gradients_clipped, average_frozen, samples_noise, device_shared),
+        *(gradients_clipped, average_frozen, samples_noise, device_shared, text_encoder_dead),
+        *(prompts_unrelated, ramp_long, step_skipped),
     )
 }
 

@@ -37,6 +37,10 @@ WORDS = {
     "gradients_clipped": ("every step clips its gradients", "Raise train.max_grad_norm"),
     "average_frozen": ("training has no effect on them", "train.ema_decay"),
     "samples_noise": ("samples of step 0 are noise", "scaling_factor"),
+    "text_encoder_dead": ("the text encoder puts out zeros", "Check the text encoders"),
+    "prompts_unrelated": ("no validation prompt has the trigger word 'ohwx'", "[trigger]"),
+    "ramp_long": ("the ramp of the batch size is longer than the run", "batch_rampup_steps"),
+    "step_skipped": ("steps were skipped", "batch_skipped"),
     "device_shared": ("another process computes on GPU 0", "CUDA_VISIBLE_DEVICES"),
 }
 """Fault -> parts of its cause and of the advice."""

@@ -78,14 +78,15 @@ def test_a_loader_that_hangs_ends_the_run_with_a_checkpoint(
 
 @pytest.fixture
 def bad_batch(monkeypatch):
-    """Let the latents of one batch be NaN, from the given call of the loader on."""
+    """Let the latents of the samples with these captions be NaN."""
     load = DataPipeline.load
 
     def poison(*names):
         def loading(self, draws):
             batch = load(self, draws)
-            if any(draw.sample.caption in names for draw in draws):
-                batch.latents.fill_(torch.nan)
+            for place, draw in enumerate(draws):
+                if draw.sample.caption in names:
+                    batch.latents[place] = torch.nan
             return batch
 
         monkeypatch.setattr(DataPipeline, "load", loading)
@@ -113,7 +114,9 @@ def test_a_bad_batch_ends_the_run_and_earlier_checkpoints_are_kept(
         run_training(bad_run(tiny_run, tmp_path, 8), sinks=[recorder])
     (event,) = of_check(recorder, "not_finite")
     assert event.level == "stopping"
-    assert "a sample of this step is bad" in event.cause
+    assert "the latents of 003.png are not finite" in event.cause
+    assert "learning rate" not in event.cause
+    assert "optimizer.lr" not in event.advice
     for saved in recorder.of(CheckpointSaved):
         assert all(torch.isfinite(w).all() for w in weights(tmp_path / "run", saved.step).values())
 

@@ -3,29 +3,36 @@
 Throttling is planted at the sensors; all other faults are real. Those that take long are `slow`.
 """
 
-import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes.two_streams import (
+    CHANNELS,
+    VIDEO_TARGETS,
+    TwoStreamTransformer,
+    install_two_streams,
+)
 from fork_process import run_python
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gracetune.errors import RunFailedError
-from gracetune.events.types import HealthChanged, HeldOutLoss, StepDone, StepTimes
+from gracetune.config.load import load_run_file
+from gracetune.errors import DataError, RunFailedError
+from gracetune.events.types import HealthChanged, HeldOutLoss, LossParts, StepDone, StepTimes
 from gracetune.memory.sensors import SensorReading
-from gracetune.models import tiny
-from gracetune.train import build
 from gracetune.train.run import run_training
 
 EVERY_STEP = {"interval_s": 0.0}
 """Telemetry that looks at every step, instead of once a second."""
 LORA = {"rank": 4}
+OF_THE_MACHINE = {"slow_down", "data_waits", "page_cache", "host_memory", "disk_space"}
+"""Checks that another process, which uses the CPU or the disk, can trigger in a healthy run."""
 
 
 @pytest.fixture
@@ -61,8 +68,7 @@ def noise(seed, size=24):
 def test_a_healthy_run_has_no_findings(train):
     section = {"every": 15, "holdout": 0.2, "sample_steps": 2, "prompts": ["a red circle"]}
     found = train(adapter=LORA, train={"max_train_steps": 30}, validation=section)
-    # Another process of the machine may use the CPU or the disk; that is not the run's fault.
-    assert not found.keys() - {"slow_down", "data_waits", "page_cache", "host_memory", "disk_space"}
+    assert not found.keys() - OF_THE_MACHINE
 
 
 def test_a_wrong_timestep_shift(train):
@@ -105,35 +111,44 @@ def test_a_dead_dataset(train, tmp_path, tiny_run):
     assert "black, blank or silent" in event.cause
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoStreams(tiny.Tiny):
-    """A model with a video and an audio stream, whose sound gets no gradient."""
-
-    def part_losses(self, predicted, target):
-        squared = (predicted.float() - target.float()).square()
-        return {"video": squared[:, :32].mean((1, 2, 3)), "audio": squared[:, 32:].mean((1, 2, 3))}
-
-    def predict(self, transformer, noisy, sigmas, conditions):
-        velocity = super().predict(transformer, noisy, sigmas, conditions)
-        sound = self._silent(velocity[:, 32:])
-        return torch.cat([velocity[:, :32], sound], 1)
-
-    @staticmethod
-    def _silent(sound):
-        return 0 * sound.detach()
+@pytest.fixture
+def two_streams(tmp_path, monkeypatch):
+    """Install a family with a video and an audio stream."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    install_two_streams(tmp_path / "site")
+    return {"family": "two_streams"}
 
 
-@pytest.mark.slow
-def test_an_untrained_audio_stream(train, monkeypatch):
-    def load(section, *_, **__):
-        return TwoStreams(tiny.load(section).transformer)
-
-    monkeypatch.setattr(build, "load_family", load)
-    steps = {"max_train_steps": 120, "batch_size": 8}
-    found = train(train=steps, optimizer={"lr": 3e-3}, logging={"every": 10})
-    event = found["part_untrained"][0]
-    assert "the audio part of the model is not trained" in event.cause
+def test_an_untrained_audio_stream(train, two_streams):
+    found = train(
+        model=two_streams,
+        adapter=LORA | {"targets": VIDEO_TARGETS},
+        train={"max_train_steps": 4},
+    )
+    (event,) = found["part_untrained"]
+    assert "the audio part of the model is not trained: none of its 24 weights" in event.cause
     assert "adapter.targets include the audio blocks" in event.advice
+
+
+def test_trained_streams_are_fine(train, two_streams, recorder):
+    found = train(model=two_streams, adapter=LORA, train={"max_train_steps": 60})
+    assert "part_untrained" not in found
+    assert recorder.of(LossParts)[-1].by_part.keys() == {"video", "audio"}
+
+
+def test_an_audio_stream_whose_gradient_gets_lost(train, two_streams, monkeypatch):
+    """Let the gradient of the audio get lost, as in a forward pass that detaches it."""
+    forward = TwoStreamTransformer.forward
+
+    def detached(self, *args):
+        video, audio = forward(self, *args).split(list(CHANNELS.values()), 1)
+        return torch.cat([video, 0 * audio + audio.detach()], 1)
+
+    monkeypatch.setattr(TwoStreamTransformer, "forward", detached)
+    found = train(model=two_streams, adapter=LORA, train={"max_train_steps": 4})
+    (event,) = found["part_untrained"]
+    assert "the audio part of the model is not trained" in event.cause
+    assert "have a zero gradient" in event.cause
 
 
 class HotGpu:
@@ -164,28 +179,83 @@ def test_overfitting(train, tmp_path, recorder):
     assert f"Use the adapter of step {best}" in event.advice
 
 
+@pytest.fixture
+def train_sd3(train, miniature, tmp_path):
+    """Return a function that trains an SD3 miniature some of whose weights are changed."""
+
+    def call(change, pattern, **sections):
+        model = shutil.copytree(miniature("sd35-medium"), tmp_path / "model")
+        for file in model.glob(pattern):
+            weights = load_file(file)
+            change(weights)
+            save_file(weights, file, {"format": "pt"})
+        data = images(tmp_path / "data", 4, noise, size=64) | {"resolution": 64}
+        return train(
+            model={"family": "sd3", "path": str(model)},
+            datasets=[data],
+            adapter=LORA,
+            train={"max_train_steps": 2, "batch_size": 1, "ema_decay": 0},
+            **sections,
+        )
+
+    return call
+
+
 @pytest.mark.slow
-def test_a_black_vae(train, miniature, tmp_path):
-    model = shutil.copytree(miniature("sd35-medium"), tmp_path / "model")
-    file = next((model / "vae").glob("*.safetensors"))
-    weights = load_file(file)
-    weights["decoder.conv_out.weight"].zero_()
-    weights["decoder.conv_out.bias"].fill_(-1)
-    save_file(weights, file, {"format": "pt"})
-    data = images(tmp_path / "data", 4, noise, size=64) | {"resolution": 64}
+def test_a_black_vae(train_sd3, tmp_path):
+    def blacken(weights):
+        weights["decoder.conv_out.weight"].zero_()
+        weights["decoder.conv_out.bias"].fill_(-1)
+
     section = {"every": 2, "sample_steps": 1, "prompts": ["one", "two"]}
-    found = train(
-        model={"family": "sd3", "path": str(model)},
-        datasets=[data],
-        adapter=LORA,
-        train={"max_train_steps": 2, "batch_size": 1, "ema_decay": 0},
-        validation=section,
-    )
-    event = found["samples_empty"][0]
+    event = train_sd3(blacken, "vae/*.safetensors", validation=section)["samples_empty"][0]
     assert "2 of 2 samples of step 0 are black" in event.cause
     assert "VAE" in event.cause
     record = json.loads((tmp_path / "run/validation/step-000000/samples.json").read_text())
     assert [one["problem"] for one in record["samples"]] == ["black", "black"]
+
+
+@pytest.mark.slow
+def test_a_vae_that_overflows(train_sd3):
+    def overflow(weights):
+        weights["encoder.conv_out.bias"].fill_(torch.inf)
+
+    with pytest.raises(DataError, match="the VAE encodes it to values that are not finite"):
+        train_sd3(overflow, "vae/*.safetensors")
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_are_no_high_learning_rate(train_sd3, recorder):
+    def break_one(weights):
+        weights["proj_out.bias"].fill_(torch.nan)
+
+    with pytest.raises(RunFailedError, match=r"Check the weights in model\.path"):
+        train_sd3(break_one, "transformer/*.safetensors", logging={"every": 1})
+    (event,) = [one for one in recorder.of(HealthChanged) if one.check == "not_finite"]
+    assert "no weight had been changed before, so the learning rate is not the cause" in event.cause
+
+
+@pytest.mark.slow
+def test_a_text_encoder_that_puts_out_zeros(train_sd3):
+    def clear(weights):
+        for weight in weights.values():
+            weight.zero_()
+
+    (event,) = train_sd3(clear, "text_encoder*/*.safetensors")["text_embeddings"]
+    assert "the text encoder puts out zeros" in event.cause
+    assert "prompts have no effect" in event.cause
+
+
+@pytest.mark.slow
+def test_the_demo_has_no_findings(train):
+    demo = load_run_file(Path(__file__).parents[2] / "examples/demo.json").run
+    section = demo.validation.model_dump(exclude_unset=True) | {"every": 60, "sample_steps": 2}
+    found = train(
+        train=demo.train.model_dump(exclude_unset=True) | {"max_train_steps": 180},
+        optimizer=demo.optimizer.model_dump(exclude_unset=True) | {"warmup_steps": 20},
+        validation=section,
+    )
+    assert not found.keys() - OF_THE_MACHINE
 
 
 @pytest.mark.slow

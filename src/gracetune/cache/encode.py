@@ -69,6 +69,7 @@ A larger batch is not faster, and a VAE needs hundreds of bytes per pixel.
 """
 AUTO_TILE_PIXELS = 2048 * 2048
 """Pixels of an image or a video frame above which `vae_tiling: auto` encodes in tiles."""
+NOT_FINITE = "the VAE encodes it to values that are not finite"
 POLL_S = 0.05
 """Seconds between two checks whether another rank has written its list of unreadable samples."""
 
@@ -303,8 +304,13 @@ def fill_latents(
             bad |= {key: x for key, x in decoded if isinstance(x, str)}
             good = [(key, x) for key, x in decoded if not isinstance(x, str)]
             for part, latents in in_parts(good):
-                pairs = zip(part, latents.cpu(), strict=True)
-                store.put_many({key: {"latents": latent.clone()} for (key, _), latent in pairs})
+                on_host = latents.cpu()
+                is_finite = on_host.flatten(1).isfinite().all(1).tolist()
+                encoded = list(zip(part, on_host, is_finite, strict=True))
+                bad |= {key: NOT_FINITE for (key, _), _, finite in encoded if not finite}
+                store.put_many(
+                    {key: {"latents": one.clone()} for (key, _), one, finite in encoded if finite}
+                )
             ranks.report_progress("encoding latents", progress.advance(len(chunk)))
     bad = ranks.exchange("encoding latents", bad, lambda: sum(store.has(missing)))
     if not bad:

@@ -40,6 +40,8 @@ HEALTH_CHECKS = (
     "timestep_shift",
     "samples_empty",
     "samples_same",
+    "text_embeddings",
+    "validation_prompts",
     "captions",
     "few_samples",
     "duplicates",
@@ -47,7 +49,9 @@ HEALTH_CHECKS = (
     "small_batches",
     "latents_scale",
     "warmup",
+    "batch_ramp",
     "clipping",
+    "skipped_steps",
     "data_waits",
     "weight_waits",
     "slow_down",
@@ -58,6 +62,7 @@ HEALTH_CHECKS = (
     "device_memory",
     "device_shared",
     "loader_stalled",
+    "step_stalled",
     "previous_run",
 )
 """Names of the health checks that a run file can leave out."""
@@ -531,7 +536,8 @@ class HealthSection(Section):
     """Factor by which steps may become slower than the first ones of the run before it is
     reported."""
     stall_s: PositiveFloat = 120
-    """Seconds without the end of a step after which the run reports what it waits for."""
+    """Seconds that a step may wait for a batch, or take altogether, before the run reports what it
+    waits for. A step may also take three times as long as the longest one before it."""
     disk_min_gb: Annotated[float, Field(ge=0)] = 1.0
     """GiB of disk space below which the run reports that space runs out."""
 

@@ -120,6 +120,10 @@ EXTREME_TEXTS = 64
 """Number of captions with most characters, of which the one with most tokens is planned for."""
 
 
+SOME_TEXTS = 4
+"""Number of long and of short captions whose embeddings the health checks look at."""
+
+
 TOKEN_DIMS = 3
 """Dimensions of a batch of embedded tokens: samples, tokens, features."""
 
@@ -245,6 +249,12 @@ class DataPipeline:
     def _read_extreme_texts(self) -> list[dict[str, Tensor]]:
         entries = self._reader.read_texts(self._extreme_texts)
         return [self._family.stack_text([entry]) for entry in entries]
+
+    def some_texts(self) -> dict[str, Entry]:
+        """Read the embeddings of a few captions, by name: some of the longest and the shortest."""
+        names = [name for name in self._extreme_texts if name != EMPTY_PROMPT]
+        names = list(dict.fromkeys([*names[:SOME_TEXTS], *names[-SOME_TEXTS:]]))
+        return dict(zip(names, self._reader.read_texts(names), strict=True)) if names else {}
 
     def load_sizes(self, sizes: Collection[Shape]) -> dict[Shape, Batch]:
         """Read a batch of one sample of each of these sizes; see `load`."""

@@ -29,7 +29,6 @@ from gracetune.train.health_checks import (
     Overfitting,
     PartUntrained,
     RunFacts,
-    SamplesEmpty,
     TimestepShift,
     WeightsStill,
 )
@@ -39,12 +38,20 @@ from gracetune.train.health_data import (
     FewSamples,
     GradientsClipped,
     LatentsScale,
+    RampLong,
+    SamplesEmpty,
     SamplesSame,
+    SkippedSteps,
     SmallBatches,
+    TextEmbeddings,
     UnreadableFiles,
+    ValidationPrompts,
     WarmupLong,
     dataset_facts,
     held_out_copies,
+    prompt_problem,
+    ramp_end,
+    text_problem,
 )
 from gracetune.train.health_machine import (
     DataWaits,
@@ -57,12 +64,12 @@ from gracetune.train.health_machine import (
     Throttling,
     WeightWaits,
 )
-from gracetune.train.step_recorder import NUM_TIMESTEP_RANGES, timestep_range
+from gracetune.train.step_recorder import NUM_TIMESTEP_RANGES, PartedFamily, timestep_range
 from gracetune.train.timesteps import TimestepWindow, cdf_at_edges, intersect, shift_for
 from gracetune.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from gracetune.cache.batch_transfer import PrefetchDepth
     from gracetune.config.schema import HealthSection, RunFile, TrainSection
@@ -76,6 +83,8 @@ if TYPE_CHECKING:
     from gracetune.train.health_checks import Check, Measurements
     from gracetune.train.step_recorder import StepRecorder
 
+MEMORY_CHECKS = ("host_memory", "device_memory")
+"""Checks whose problems the run can cope with, because it can free memory."""
 LEVELS: tuple[HealthLevel, ...] = ("ok", "notice", "degraded", "stopping")
 """Levels of a check, in rising order."""
 RECOVERY_LOOKS = 3
@@ -92,6 +101,8 @@ class Decision:
     """None if the problem is over."""
     before: HealthLevel = "ok"
     """The level until now."""
+    is_new_cause: bool = False
+    """True if the level is the same as before, for another cause."""
 
 
 class HealthMonitor:
@@ -102,7 +113,8 @@ class HealthMonitor:
         self._settings = settings
         self._levels: dict[str, HealthLevel] = {}
         self._fine: dict[str, int] = {}
-        self._last: dict[str, Finding] = {}
+        self._kinds: dict[str, set[str]] = {}
+        """Kinds of problems that were reported since the check was last `ok`."""
 
     @property
     def levels(self) -> Mapping[str, HealthLevel]:
@@ -126,14 +138,15 @@ class HealthMonitor:
         return decisions
 
     def _problem(self, name: str, found: Finding) -> Decision | None:
-        level = self._allowed(found.level)
+        level = self._allowed(name, found.level)
         self._fine[name] = 0
-        before = self._levels.get(name, "ok")
-        if LEVELS.index(level) <= LEVELS.index(before):
-            # A problem that eases is not over. Degrading again may help if it stays as bad.
-            return None
-        self._levels[name], self._last[name] = level, found
-        return Decision(name, level, replace(found, level=level), before)
+        before, kinds = self._levels.get(name, "ok"), self._kinds.setdefault(name, set())
+        is_new_cause = level == before and found.kind not in kinds
+        if LEVELS.index(level) <= LEVELS.index(before) and not is_new_cause:
+            return None  # a problem that eases is not over
+        kinds.add(found.kind)
+        self._levels[name] = level
+        return Decision(name, level, replace(found, level=level), before, is_new_cause)
 
     def _no_problem(self, name: str) -> Decision | None:
         if self._levels.get(name, "ok") == "ok":
@@ -142,12 +155,14 @@ class HealthMonitor:
         if self._fine[name] < RECOVERY_LOOKS:
             return None
         before, self._levels[name] = self._levels[name], "ok"
+        self._kinds[name].clear()
         return Decision(name, "ok", None, before)
 
-    def _allowed(self, level: HealthLevel) -> HealthLevel:
+    def _allowed(self, name: str, level: HealthLevel) -> HealthLevel:
         if level == "stopping" and not self._settings.stop:
             level = "degraded"
-        return "notice" if level == "degraded" and not self._settings.degrade else level
+        can_degrade = self._settings.degrade and name in MEMORY_CHECKS
+        return "notice" if level == "degraded" and not can_degrade else level
 
 
 def health_event(step: int, decision: Decision, action: str = "") -> HealthChanged:
@@ -167,11 +182,13 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
         LearningRateHigh(facts),
         WeightsStill(facts),
         DatasetDead(facts),
-        PartUntrained(),
+        PartUntrained(facts),
         Overfitting(),
         TimestepShift(facts),
         SamplesEmpty(facts),
         SamplesSame(),
+        TextEmbeddings(facts),
+        ValidationPrompts(facts),
         CaptionsUseless(facts),
         FewSamples(facts),
         CopiesInData(facts),
@@ -179,6 +196,8 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
         SmallBatches(facts),
         LatentsScale(),
         WarmupLong(facts),
+        RampLong(facts),
+        SkippedSteps(),
         GradientsClipped(facts),
         DataWaits(facts, settings.wait_share),
         WeightWaits(settings.wait_share),
@@ -196,12 +215,11 @@ def build_checks(facts: RunFacts, settings: HealthSection) -> list[Check]:
 # Acting
 
 
-HEALTH = "a health check"
-"""Reason for which the remedies shorten prefetching."""
-
-
 class Remedies:
-    """Actions with which a run continues with less memory. All ranks act together."""
+    """Actions with which a run continues with less memory. All ranks act together.
+
+    They are for the checks of `MEMORY_CHECKS`; nothing is done about the problems of others.
+    """
 
     def __init__(
         self,
@@ -218,11 +236,12 @@ class Remedies:
 
     def apply(self, check: str, reason: str) -> str:
         """Free memory because of a problem; return what was done, empty if nothing can be."""
-        done = [self._shorten_prefetch()]
-        if check == "device_memory":
-            done.append(self._reduce_plan(reason))
-        elif check == "host_memory":
-            done.append(self._trim_host_memory())
+        if check not in MEMORY_CHECKS:
+            return ""
+        done = [
+            self._shorten_prefetch(check),
+            self._reduce_plan(reason) if check == "device_memory" else self._trim_host_memory(),
+        ]
         return "; ".join(filter(None, done))
 
     def undo(self, check: str) -> str:
@@ -230,15 +249,17 @@ class Remedies:
 
         A smaller plan stays: a larger one would fill the device again.
         """
+        if check not in MEMORY_CHECKS:
+            return ""
         if check == "host_memory":
             self._pipeline.restore()
         depth = self._prefetch()
-        return f"prefetches {depth.batches} batches again" if depth.lengthen(HEALTH) else ""
+        return f"prefetches {depth.batches} batches again" if depth.lengthen(check) else ""
 
-    def _shorten_prefetch(self) -> str:
+    def _shorten_prefetch(self, check: str) -> str:
         depth = self._prefetch()
         before = depth.batches
-        return f"prefetches 1 batch instead of {before}" if depth.shorten(HEALTH) else ""
+        return f"prefetches 1 batch instead of {before}" if depth.shorten(check) else ""
 
     def _reduce_plan(self, reason: str) -> str:
         if self._controller is None:
@@ -271,9 +292,14 @@ class StallWatch:
     """A thread that reports when no step ends for a long time, and what the run waits for.
 
     The main thread cannot do this: it hangs, for example in a read from a dead network disk.
+
+    A step that waits for a batch has stalled after `limit_s`. A step that computes may take as long
+    as earlier ones did, and the first one compiles: it has stalled after a multiple of that.
     """
 
     INTERVAL_S = 1.0
+    FIRST_STEP, LONGEST_STEP = 15, 3
+    """The first step may take so many times `limit_s`, later ones so many times the longest."""
 
     def __init__(
         self,
@@ -281,15 +307,20 @@ class StallWatch:
         limit_s: float,
         recorder: StepRecorder,
         clock: Callable[[], float] = time.monotonic,
+        checks: Collection[str] = ("loader_stalled", "step_stalled"),
     ) -> None:
-        """`limit_s` is the time without the end of a step after which a stall is reported."""
+        """`limit_s` is `health.stall_s`. `checks` are those that are not ignored."""
         self._emit = emit
         self._limit_s = limit_s
         self._recorder = recorder
         self._clock = clock
+        self._checks = checks
         self._step = 0
         self._since: float | None = None
-        self._is_stalled = False
+        self._longest: float | None = None
+        """Seconds of the longest step so far; None before the end of the first."""
+        self._stalled = ""
+        """The check that has reported a stall; empty if there is none."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gracetune-stalls", daemon=True)
 
@@ -299,11 +330,13 @@ class StallWatch:
 
     def step_done(self, step: int) -> None:
         """Note that a step is done, or that work between steps is."""
-        self._step, self._since = step, self._clock()
-        if self._is_stalled:
-            self._is_stalled = False
-            text = "steps are done again"
-            self._emit(HealthChanged(step, "loader_stalled", "ok", text))
+        now = self._clock()
+        if self._since is not None and step > self._step:
+            self._longest = max(self._longest or 0.0, now - self._since)
+        self._step, self._since = step, now
+        if self._stalled:
+            text, check, self._stalled = "steps are done again", self._stalled, ""
+            self._emit(HealthChanged(step, check, "ok", text))
 
     def pause(self) -> None:
         """Stop the clock until the next step: validations and checkpoints take their time."""
@@ -318,26 +351,36 @@ class StallWatch:
     def look(self) -> None:
         """Report a stall, if there is a new one."""
         since, waiting = self._since, self._recorder.waiting_since
-        if self._is_stalled or since is None:
+        if self._stalled or since is None:
             return
-        stalled = self._clock() - since
-        if stalled < self._limit_s:
-            return
-        self._is_stalled = True
         step = self._step + 1
+        stalled = self._clock() - (since if waiting is None else max(since, waiting))
+        if stalled < (self._step_limit() if waiting is None else self._limit_s):
+            return
         if waiting is not None:
+            self._stalled = "loader_stalled"
             cause = (
                 f"the data loader has stalled: step {step} has waited for a batch for "
-                f"{format_seconds(self._clock() - waiting)}"
+                f"{format_seconds(stalled)}"
             )
             advice = (
                 "Check the disk or network that the data and the cache are on. After "
                 "datasets[].timeout_s the run ends with the name of the file."
             )
         else:
-            cause = f"step {step} has not ended for {format_seconds(stalled)}"
+            self._stalled = "step_stalled"
+            cause = (
+                f"step {step} has not ended for {format_seconds(stalled)}; the data are there, "
+                f"and it is in this phase: {self._recorder.phase}"
+            )
             advice = "Check the GPU (nvidia-smi) and, with several ranks, the other ranks."
-        self._emit(HealthChanged(self._step, "loader_stalled", "notice", cause, "", advice))
+        if self._stalled in self._checks:
+            self._emit(HealthChanged(self._step, self._stalled, "notice", cause, "", advice))
+
+    def _step_limit(self) -> float:
+        if self._longest is None:
+            return self.FIRST_STEP * self._limit_s
+        return max(self._limit_s, self.LONGEST_STEP * self._longest)
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL_S):
@@ -358,6 +401,8 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
     held_out = [draw.sample for draws in pipeline.held_out_draws for draw in draws]
     draws_by_size, batch_size = pipeline.order.draws_by_size(), run.train.batch_size
     batches = sum(-(-draws // batch_size) for draws in draws_by_size.values())
+    is_parted = isinstance(state.family, PartedFamily)
+    validation = session.validation if run.validation.prompts else None
     return RunFacts(
         total_steps=run.train.max_train_steps,
         start_step=start_step,
@@ -389,6 +434,15 @@ def run_facts(session: Session, start_step: int) -> RunFacts:
         batch_size=batch_size,
         batch_fill=sum(draws_by_size.values()) / max(1, batches * batch_size),
         max_grad_norm=run.train.max_grad_norm,
+        weights=[name for name, _ in state.transformer.named_parameters()] if is_parted else [],
+        trained=list(state.parameters) if is_parted else [],
+        ramp=None if session.ramp is None else ramp_end(session.ramp, run.train.max_train_steps),
+        text_problem=text_problem(pipeline.some_texts()),
+        prompt_problem=prompt_problem(
+            () if validation is None else validation.prompts,
+            (sample.caption for sample in pipeline.train_samples),
+            [section.trigger_word for section in run.datasets if section.trigger_word],
+        ),
     )
 
 

@@ -9,11 +9,12 @@ from their findings.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
         StepTimes,
         WeightsMoved,
     )
+
+    RangeLosses = Mapping[str, Mapping[str, float]]
+    """Range of timesteps -> mean `loss` and number of `samples`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,16 @@ class RunFacts:
     """Mean number of samples in a batch, as a share of `batch_size`."""
     max_grad_norm: float = 0.0
     """Norm that gradients are clipped to; 0: none."""
+    weights: Sequence[str] = ()
+    """Names of the model's weights; empty unless its output has several parts."""
+    trained: Sequence[str] = ()
+    """Names of the trained weights; empty unless the output has several parts."""
+    ramp: tuple[int, int] | None = None
+    """Samples in the last step of the run and at the end of the batch-size ramp; None: no ramp."""
+    text_problem: str = ""
+    """What is wrong with the text embeddings of the data; empty if nothing is."""
+    prompt_problem: str = ""
+    """Why validation prompts do not show what is trained; empty if they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +136,12 @@ class Measurements:
     sensors: DeviceSensors | None = None
     memory: MemoryUsed | None = None
     held_out: HeldOutLoss | None = None
+    held_out_samples: Sequence[float] = ()
+    """Held-out losses of single samples and timesteps, always in the same order."""
+    part_losses: Mapping[str, RangeLosses] = field(default_factory=dict)
+    """Part of the output -> range of timesteps -> mean loss and number of samples."""
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+    """Trained weight -> norm of its gradient; only if `moved` is not None."""
     samples: SamplesSeen | None = None
     alloc_retries: int = 0
     """How often torch's allocator had to free cached memory and try again, since the start."""
@@ -146,6 +166,9 @@ class Finding:
     advice: str
     level: HealthLevel = "notice"
     values: Mapping[str, float] = field(default_factory=dict)
+    kind: str = ""
+    """What tells this problem from others of the same check, such as the name of a dataset: another
+    kind is reported even if the level stays the same."""
 
 
 class Check(Protocol):
@@ -168,8 +191,10 @@ class GradientSpikes:
     FACTOR, RECENT, COUNT, HISTORY = 10.0, 50, 3, 200
 
     def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=self.HISTORY)
-        self._spikes: deque[tuple[int, float]] = deque(maxlen=self.RECENT)
+        self._norms: dict[str, deque[float]] = {}
+        """Norms of the last steps of each expert, spikes included: norms that stay high raise the
+        median, and are no spikes any more."""
+        self._spikes: deque[tuple[int, float, float]] = deque(maxlen=self.RECENT)
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Count the spikes of the last steps."""
@@ -178,48 +203,108 @@ class GradientSpikes:
         for done in measured.steps:
             if not math.isfinite(done.grad_norm):
                 continue
-            if len(self._norms) >= 20:
-                factor = done.grad_norm / max(statistics.median(self._norms), 1e-30)
-                if factor > self.FACTOR:
-                    self._spikes.append((done.step, factor))
-                    continue  # a spike is not part of the history that it is compared with
-            self._norms.append(done.grad_norm)
-        recent = [(s, f) for s, f in self._spikes if s > measured.step - self.RECENT]
+            norms = self._norms.setdefault(done.expert, deque(maxlen=self.HISTORY))
+            if len(norms) >= 20:
+                median = max(statistics.median(norms), 1e-30)
+                if done.grad_norm > self.FACTOR * median:
+                    self._spikes.append((done.step, done.grad_norm / median, median))
+            norms.append(done.grad_norm)
+        recent = [one for one in self._spikes if one[0] > measured.step - self.RECENT]
         if len(recent) < self.COUNT:
             return FINE
-        worst = max(factor for _, factor in recent)
+        _, worst, median = max(recent, key=lambda one: one[1])
         return Finding(
             f"the gradient norm spiked in {len(recent)} of the last {self.RECENT} steps, up to "
-            f"{worst:.0f} times its median of {statistics.median(self._norms):.3g}",
+            f"{worst:.0f} times its median of {median:.3g}",
             "Look at the samples of these steps; lower optimizer.lr, or train.max_grad_norm to "
             "limit what one step can do.",
             values={"spikes": len(recent), "factor": worst},
         )
 
 
-class SmoothedLoss:
-    """An exponential moving average of the training loss, which is noisy from step to step."""
+class WindowMean(NamedTuple):
+    """The mean loss of a window of steps."""
 
-    DECAY, WARMUP = 0.95, 10
+    step: int
+    """The last step of the window."""
+    mean: float
+    error: float
+    """Standard error of the mean."""
+
+    def rise_to(self, later: WindowMean) -> float:
+        """Return by how many standard errors a later mean is above this one.
+
+        A window that is low by chance often varies little, too. So its error counts as no less than
+        that of the other window, relative to the means.
+        """
+        error = math.hypot(
+            later.error, max(self.error, later.error * self.mean / max(later.mean, 1e-30))
+        )
+        return (later.mean - self.mean) / max(error, 1e-30)
+
+
+class LossWindows:
+    """Means of the training loss over windows of steps; the loss of one step is mostly noise.
+
+    A window has at least `SAMPLES` samples and `STEPS` steps, and so many samples that the error of
+    its mean is about `ERROR`. It has a share of all samples so far, too, up to `MOST`: the more
+    windows there are, the further the lowest is below the others by chance.
+    """
+
+    SAMPLES, STEPS, ERROR, SHARE, MOST = 100, 10, 0.05, 0.05, 2000
+    GROWTH, ERRORS = 1.5, 4.0
 
     def __init__(self) -> None:
-        self.value = 0.0
-        self.count = 0
-        self.first = 0.0
-        """The average after the first steps."""
-        self.best, self.best_step = math.inf, 0
+        self.first: WindowMean | None = None
+        self.lowest: WindowMean | None = None
+        """The window with the lowest mean so far, of those that do not overlap."""
+        self._recent: deque[tuple[int, float, int]] = deque()
+        """Steps of the current window: number, loss and samples."""
+        self._samples = self._total = self._unused = self._unchecked = 0
+        self._least = 0.0
+        """Samples of a window, as far as its error is concerned; 0 before `SAMPLES` were seen."""
+        self._grown: tuple[WindowMean, WindowMean] | None = None
 
-    def add(self, step: int, loss: float) -> None:
+    def add(self, done: StepDone) -> None:
         """Add the loss of a step; values that are not finite are left out."""
-        if not math.isfinite(loss):
+        if not math.isfinite(done.loss):
             return
-        self.count += 1
-        decay = min(self.DECAY, 1 - 1 / self.count)  # a plain mean at first
-        self.value = decay * self.value + (1 - decay) * loss
-        if self.count == self.WARMUP:
-            self.first = self.value
-        if self.count >= self.WARMUP and self.value < self.best:
-            self.best, self.best_step = self.value, step
+        self._recent.append((done.step, done.loss, done.samples))
+        self._samples += done.samples
+        self._total += done.samples
+        self._unused += 1
+        self._unchecked += 1
+        if not self._least and self._samples >= self.SAMPLES and len(self._recent) >= self.STEPS:
+            relative = self.current.error / max(self.current.mean, 1e-30)
+            self._least = max(self.SAMPLES, self._samples * (relative / self.ERROR) ** 2)
+        needed = min(max(self._least or self.SAMPLES, self.SHARE * self._total), self.MOST)
+        while len(self._recent) > self.STEPS and self._samples - self._recent[0][2] >= needed:
+            self._samples -= self._recent.popleft()[2]
+        count = len(self._recent)
+        if not self._least or self._samples < needed or 4 * self._unchecked < count:
+            return
+        self._unchecked, window = 0, self.current
+        lowest = self.lowest or window
+        if window.mean > self.GROWTH * lowest.mean and lowest.rise_to(window) > self.ERRORS:
+            self._grown = lowest, window
+        if self._unused >= count:
+            self._unused = 0
+            self.first = self.first or window
+            self.lowest = min(lowest, window, key=lambda one: one.mean)
+
+    def take_growth(self) -> tuple[WindowMean, WindowMean] | None:
+        """Return the lowest and a later window that is clearly above it, since the last call."""
+        grown, self._grown = self._grown, None
+        return grown
+
+    @property
+    def current(self) -> WindowMean:
+        """The window of the last steps; before the first is full, all steps so far."""
+        losses, count = [loss for _, loss, _ in self._recent], max(1, len(self._recent))
+        step, mean = self._recent[-1][0] if losses else 0, math.fsum(losses) / count
+        squares = math.fsum((loss - mean) ** 2 for loss in losses)
+        error = math.sqrt(squares / (count - 1) / count) if count > 1 else math.inf
+        return WindowMean(step, mean, error)
 
 
 class LearningRateHigh:
@@ -230,52 +315,77 @@ class LearningRateHigh:
     """
 
     name = "learning_rate_high"
-    GROWTH, FAR, TOO_FAR = 1.5, 0.5, 2.0
+    FAR, TOO_FAR = 0.5, 2.0
     EXPLODED, EXPLODED_GROWTH, EXPLODED_STEPS = 4.0, 3.0, 3
+    HELD_OUT_RISE = 1.02
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
-        self._loss = SmoothedLoss()
+        self._losses: dict[str, LossWindows] = {}
+        """Losses of each expert, whose timesteps and so losses differ."""
         self._recent: deque[float] = deque(maxlen=self.EXPLODED_STEPS)
         self._first: tuple[int, float] | None = None
         self._moved = 0.0
+        self._held_out: dict[int, float] = {}
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
-        """Compare the smoothed loss with its lowest value, and the weights with the start."""
-        loss = self._loss
+        """Compare the last losses with the lowest ones, and the weights with the start."""
         for done in measured.steps:
-            loss.add(done.step, done.loss)
+            self._losses.setdefault(done.expert, LossWindows()).add(done)
             self._recent.append(done.loss)
             self._first = self._first or (done.step, done.loss)
         if measured.moved is not None and measured.moved.blocks:
             self._moved = statistics.median(measured.moved.blocks.values())
+        if measured.held_out is not None:
+            self._held_out[measured.held_out.step] = held_out_mean(measured.held_out)
         lr = "" if self._facts.lr is None else f" optimizer.lr is {self._facts.lr:g}."
         advice = f"Lower optimizer.lr, for example to a tenth, and start over.{lr}"
-        exploded = self._exploded(advice)
-        if exploded is not None:
-            return exploded
-        if not measured.steps or loss.count < 2 * loss.WARMUP:
+        found = self._exploded(advice)
+        if found is not None:
+            return found
+        full = [losses for losses in self._losses.values() if losses.first is not None]
+        if not measured.steps or not full:
             return UNKNOWN
-        growth = loss.value / max(loss.best, 1e-30)
-        values = {"loss": loss.value, "best": loss.best, "moved": self._moved}
-        if growth > self.GROWTH:
+        grown = [one for losses in full if (one := losses.take_growth()) is not None]
+        return self._grown(grown, advice) or self._moved_far(full, advice) or FINE
+
+    def _grown(self, found: Sequence[tuple[WindowMean, WindowMean]], advice: str) -> Finding | None:
+        for lowest, now in found:
+            growth = now.mean / max(lowest.mean, 1e-30)
+            if growth < self.EXPLODED_GROWTH and self._held_out_is_fine(lowest.step):
+                continue
             return Finding(
-                f"the training loss has grown from {loss.best:.4g} (step {loss.best_step}) to "
-                f"{loss.value:.4g}: the learning rate is too high",
+                f"the training loss has grown from {lowest.mean:.4g} (step {lowest.step}) to "
+                f"{now.mean:.4g} (step {now.step}): the learning rate is too high",
                 advice,
-                values=values,
+                values={"loss": now.mean, "best": lowest.mean, "moved": self._moved},
+                kind="grown",
             )
-        has_not_fallen = loss.value > 0.98 * loss.first
+        return None
+
+    def _held_out_is_fine(self, since: int) -> bool:
+        """Return True if a held-out loss after a step shows that the model has not become worse."""
+        latest = max(self._held_out, default=0)
+        before = [loss for step, loss in self._held_out.items() if step < latest]
+        if latest <= since or not before:
+            return False
+        return self._held_out[latest] <= self.HELD_OUT_RISE * min(before)
+
+    def _moved_far(self, full: Sequence[LossWindows], advice: str) -> Finding | None:
+        has_not_fallen = all(
+            one.first is not None and one.current.mean > 0.98 * one.first.mean for one in full
+        )
         limit = self.FAR if has_not_fallen else self.TOO_FAR
-        if self._facts.is_adapter and self._moved > limit:
-            and_loss = ", and the loss has not fallen" if has_not_fallen else ""
-            return Finding(
-                f"the adapter has changed the weights of its blocks by {self._moved:.0%} (median)"
-                f"{and_loss}: the learning rate is too high",
-                advice,
-                values=values,
-            )
-        return FINE
+        if not self._facts.is_adapter or self._moved <= limit:
+            return None
+        and_loss = ", and the loss has not fallen" if has_not_fallen else ""
+        return Finding(
+            f"the adapter has changed the weights of its blocks by {self._moved:.0%} (median)"
+            f"{and_loss}: the learning rate is too high",
+            advice,
+            values={"moved": self._moved},
+            kind="moved",
+        )
 
     def _exploded(self, advice: str) -> Finding | None:
         """Compare the last losses with the first one, which the first update has not changed."""
@@ -291,6 +401,7 @@ class LearningRateHigh:
             "too high",
             advice,
             values={"loss": self._recent[-1], "first": first, "moved": self._moved},
+            kind="grown",
         )
 
 
@@ -305,12 +416,15 @@ class WeightsStill:
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
+        self._gradients: Mapping[str, float] = {}
+        """Gradient norm of each block, as last measured."""
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Compare the distances of blocks with the least that training would cause."""
         moved = measured.moved
         if moved is None or not moved.blocks:
             return UNKNOWN
+        self._gradients = moved.grad_norms or self._gradients
         trained = moved.step - max(self._facts.start_step, self._facts.warmup_steps)
         if trained < min(self.MIN_STEPS, max(1, self._facts.total_steps // 2)):
             return UNKNOWN
@@ -318,6 +432,16 @@ class WeightsStill:
         what = "the adapter" if moved.measure == "adapter" else "the model"
         farthest = max(moved.blocks.values())
         lr = "" if self._facts.lr is None else f" (it is {self._facts.lr:g})"
+        if farthest < least and self._gradients and not any(self._gradients.values()):
+            return Finding(
+                f"{what} does not move, because all of its gradients are zero: the loss does not "
+                f"depend on the trained weights of any of the {len(self._gradients)} blocks",
+                "The learning rate has no part in this. Check that masks do not exclude everything "
+                "(datasets[].mask_data_dir, mask_invert), and that adapter.targets name modules "
+                "that the model uses.",
+                values={"farthest": farthest},
+                kind="zero gradients",
+            )
         if farthest < least:
             return Finding(
                 f"{what} does not move: after {moved.step} steps, the largest change of a block is "
@@ -325,6 +449,7 @@ class WeightsStill:
                 f"Raise optimizer.lr{lr}: 1e-4 is usual for a LoRA with AdamW. Check "
                 "adapter.alpha, which scales the adapter, and optimizer.warmup_steps.",
                 values={"farthest": farthest},
+                kind="still",
             )
         total = self._facts.total_steps
         at_end = farthest * total / moved.step
@@ -336,15 +461,17 @@ class WeightsStill:
                 f"Raise optimizer.lr{lr}: 1e-4 is usual for a LoRA with AdamW. Check "
                 "adapter.alpha, which scales the adapter.",
                 values={"farthest": farthest, "at_end": at_end},
+                kind="slow",
             )
         still = [name for name, distance in moved.blocks.items() if distance == 0]
         if still and len(still) < len(moved.blocks):
             return Finding(
                 f"{len(still)} of {len(moved.blocks)} trained blocks do not move at all: "
-                f"{_listed(still)}",
+                f"{listed(still)}",
                 "Their gradients are zero. Check adapter.targets, and train.experts for a model "
                 "with two transformers.",
                 values={"still": len(still)},
+                kind="blocks",
             )
         return FINE
 
@@ -371,11 +498,8 @@ class DatasetDead:
                 recent = self._recent.setdefault(name, deque(maxlen=8))
                 recent.append((part["loss"], part["samples"]))
         self._spread.update(measured.latent_spread)
-        for name in self._shares:
-            found = self._never_drawn(name) or self._flat(name) or self._no_loss(name)
-            if found is not None:
-                return found
-        return FINE
+        found = (self._never_drawn(n) or self._flat(n) or self._no_loss(n) for n in self._shares)
+        return all_of(one for one in found if one is not None)
 
     def _never_drawn(self, name: str) -> Finding | None:
         total, share = sum(self._counts.values()), self._shares[name]
@@ -388,6 +512,7 @@ class DatasetDead:
             f"Check datasets[].repeats and weight of {name!r}, and train.batch_size: a bucket with "
             "fewer samples is drawn in smaller batches.",
             values={"samples": 0, "expected": expected},
+            kind=name,
         )
 
     def _flat(self, name: str) -> Finding | None:
@@ -403,6 +528,7 @@ class DatasetDead:
             f"Look at the files of {name!r}: `gracetune data check`; remove the dataset, or fix "
             "its instance_data_dir.",
             values={"spread": spread},
+            kind=name,
         )
 
     def _no_loss(self, name: str) -> Finding | None:
@@ -418,6 +544,7 @@ class DatasetDead:
                 f"Check that the masks of {name!r} do not exclude everything "
                 "(datasets[].mask_invert), and that its files are neither blank nor all the same.",
                 values={"loss": mean},
+                kind=name,
             )
         return None
 
@@ -430,103 +557,154 @@ class DatasetDead:
 
 
 class PartUntrained:
-    """A part of the model's output, such as sound, whose loss does not fall while others' do."""
+    """A part of the model's output, such as audio, that is not trained while others are.
+
+    Weights belong to a part if a word of their name does, as in `blocks.3.audio_attn.to_q`.
+    """
 
     name = "part_untrained"
-    MIN_WINDOWS, FELL, STAYED = 6, 0.9, 0.97
+    WINDOWS, FELL, STAYED, ERRORS = 20, 0.1, 0.03, 4.0
 
-    def __init__(self) -> None:
-        self._history: dict[str, list[tuple[float, float]]] = {}
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
+        self._first: list[Mapping[str, RangeLosses]] = []
+        self._last: deque[Mapping[str, RangeLosses]] = deque(maxlen=self.WINDOWS)
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
-        """Compare the latest losses of parts with their first ones."""
-        silent = self._without_gradient(measured)
-        if silent is not None:
-            return silent
-        if measured.losses is None or len(measured.losses.by_part) < 2:
+        """Look at the trained weights of each part, at their gradients, then at the losses."""
+        parts = measured.part_losses
+        if len(parts) < 2:
             return UNKNOWN
-        for name, part in measured.losses.by_part.items():
-            if part["samples"]:
-                self._history.setdefault(name, []).append((part["loss"], part["samples"]))
-        if any(len(history) < self.MIN_WINDOWS for history in self._history.values()):
-            return UNKNOWN
-        ratios = {name: self._ratio(history) for name, history in self._history.items()}
-        best = min(ratios, key=lambda name: ratios[name])
-        worst = max(ratios, key=lambda name: ratios[name])
-        if ratios[best] > self.FELL or ratios[worst] < self.STAYED:
-            return FINE
-        first, last = self._ends(self._history[worst])
+        gradients = measured.grad_norms
+        found = [self._structure(name) or self._no_gradient(name, gradients) for name in parts]
+        known = [one for one in found if one is not None]
+        if known:
+            return all_of(known)
+        (self._first if len(self._first) < self.WINDOWS else self._last).append(parts)
+        return self._compare(list(parts)) if len(self._last) == self.WINDOWS else UNKNOWN
+
+    def _structure(self, name: str) -> Finding | None:
+        weights = _weights_of(name, self._facts.weights)
+        if not weights or _weights_of(name, self._facts.trained):
+            return None
         return Finding(
-            f"the {worst} part of the model is not trained: its loss went from {first:.4g} to "
-            f"{last:.4g}, while that of {best} fell by {1 - ratios[best]:.0%}",
-            f"Check that adapter.targets include the {worst} blocks, and that the data have "
-            f"{worst} at all.",
-            values={"first": first, "last": last},
+            f"the {name} part of the model is not trained: none of its {len(weights)} weights, "
+            f"such as {weights[0]}, is adapted or trained",
+            f"Check that adapter.targets include the {name} blocks. If that is intended, "
+            "add part_untrained to health.ignore.",
+            values={"weights": len(weights)},
+            kind=name,
         )
 
-    def _without_gradient(self, measured: Measurements) -> Finding | None:
-        """Find a part whose blocks, named after it, have no gradient at all."""
-        moved, losses = measured.moved, measured.losses
-        if moved is None or losses is None or len(losses.by_part) < 2:
+    def _no_gradient(self, name: str, gradients: Mapping[str, float]) -> Finding | None:
+        own = _weights_of(name, gradients)
+        if not own or any(gradients[weight] for weight in own):
             return None
-        for name in losses.by_part:
-            norms = [norm for block, norm in moved.grad_norms.items() if name in block]
-            if norms and not any(norms):
-                return Finding(
-                    f"the {name} part of the model is not trained: all {len(norms)} of its blocks "
-                    "have a zero gradient",
-                    f"Check that the data have {name} at all, and that its loss is not masked.",
-                    values={"blocks": len(norms)},
-                )
-        return None
+        return Finding(
+            f"the {name} part of the model is not trained: all {len(own)} of its trained weights "
+            "have a zero gradient",
+            f"Check that the data have {name} at all, and that its loss is not masked.",
+            values={"weights": len(own)},
+            kind=name,
+        )
 
-    @classmethod
-    def _ends(cls, history: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        length = max(2, len(history) // 4)
-        return _weighted_mean(history[:length]), _weighted_mean(history[-length:])
+    def _compare(self, parts: Sequence[str]) -> Finding | NoFinding:
+        """Find a part whose loss has fallen by far less than half as much as another's.
 
-    @classmethod
-    def _ratio(cls, history: Sequence[tuple[float, float]]) -> float:
-        first, last = cls._ends(history)
-        return last / first if first > 0 else 1.0
+        The difference must exceed its standard error several times, because losses are noisy.
+        """
+        falls = {name: self._fall(name) for name in parts}
+        best = max(parts, key=lambda name: falls[name][0])
+        worst = min(parts, key=lambda name: falls[name][0])
+        (most, error), (least, own_error) = falls[best], falls[worst]
+        if most < max(self.FELL, self.ERRORS * error) or least > self.STAYED + own_error:
+            return FINE
+        if most / 2 - least < self.ERRORS * math.hypot(error / 2, own_error):
+            return FINE
+        return Finding(
+            f"the {worst} part of the model does not learn: its loss fell by {least:.1%}, while "
+            f"that of {best} fell by {most:.0%}",
+            f"Check that adapter.targets include the {worst} blocks, and that the data have "
+            f"{worst} at all.",
+            values={"fall": least, "other": most},
+            kind=worst,
+        )
+
+    def _fall(self, name: str) -> tuple[float, float]:
+        """Return by which share the loss of a part has fallen, and its standard error.
+
+        Ranges of timesteps have very different losses. Each counts equally at both ends, so that
+        the timesteps that were drawn make no difference.
+        """
+        ends = [[one.get(name, {}) for one in end] for end in (self._first, self._last)]
+        ranges = set.intersection(*({key for one in end for key in one} for end in ends))
+        means = [
+            [_mean_and_error(one[key] for one in end if key in one) for key in ranges]
+            for end in ends
+        ]
+        (first, last), (first_error, last_error) = (
+            [math.fsum(mean for mean, _ in end) for end in means],
+            [math.hypot(*(error for _, error in end)) for end in means],
+        )
+        if not ranges or first <= 0:
+            return 0.0, math.inf
+        ratio = last / first
+        return 1 - ratio, math.hypot(last_error, ratio * first_error) / first
 
 
 class Overfitting:
     """A loss on held-out samples that rises while the training loss falls."""
 
     name = "overfitting"
-    RISE, AFTER = 1.02, 2
+    RISE, UNKNOWN_RISE, AFTER, ERRORS = 1.02, 1.05, 2, 2.0
+    """`UNKNOWN_RISE` is for a best step of an earlier process, whose single losses are unknown."""
 
     def __init__(self) -> None:
-        self._train = SmoothedLoss()
-        self._seen: list[tuple[int, float, float]] = []
+        self._train = LossWindows()
+        self._seen: dict[int, tuple[float, Sequence[float], WindowMean | None]] = {}
+        """Step -> held-out loss, its single losses, and the training loss; the last two are unknown
+        for a step of an earlier process, the last one for step 0."""
 
     def look(self, measured: Measurements) -> Finding | NoFinding:
         """Compare the held-out loss with the lowest one so far."""
         for done in measured.steps:
-            self._train.add(done.step, done.loss)
-        held_out = measured.held_out
-        if held_out is None:
+            self._train.add(done)
+        event = measured.held_out
+        if event is None:
             return UNKNOWN
-        mean = sum(held_out.losses.values()) / len(held_out.losses)
-        if self._train.count:
-            self._seen.append((held_out.step, mean, self._train.value))
+        # A requested validation may repeat a step.
+        mean, now = held_out_mean(event), self._train.current
+        self._seen[event.step] = mean, measured.held_out_samples, now if now.step else None
+        if event.best_step < min(self._seen):
+            self._seen[event.best_step] = event.best_loss, (), None
+        best_step = min(self._seen, key=lambda step: self._seen[step][0])
+        after = sorted(step for step in self._seen if step > best_step)[-self.AFTER :]
         if len(self._seen) <= self.AFTER:
             return UNKNOWN
-        best_step, best, train_then = min(self._seen, key=lambda one: one[1])
-        after = [loss for step, loss, _ in self._seen if step > best_step]
-        is_rising = len(after) >= self.AFTER and min(after[-self.AFTER :]) > self.RISE * best
-        if not is_rising or self._train.value > 1.02 * train_then:
+        best, _, then = self._seen[best_step]
+        if len(after) < self.AFTER or not all(self._has_risen(best_step, step) for step in after):
             return FINE
+        then = then or self._train.first or now
+        if now.mean > 1.02 * then.mean and then.rise_to(now) > self.ERRORS:
+            return FINE  # training has become worse, too
         return Finding(
             f"the model overfits since step {best_step}: the loss on held-out samples has risen "
-            f"from {best:.4g} to {mean:.4g}, while the training loss went from {train_then:.4g} to "
-            f"{self._train.value:.4g}",
+            f"from {best:.4g} to {mean:.4g}, while the training loss went from {then.mean:.4g} to "
+            f"{now.mean:.4g}",
             f"Use the adapter of step {best_step} (adapters/ in the run's folder has that of every "
             "checkpoint) and stop; or train with more samples, a lower optimizer.lr or a smaller "
             "adapter.rank.",
             values={"best_step": best_step, "best": best, "held_out": mean},
         )
+
+    def _has_risen(self, best_step: int, step: int) -> bool:
+        """Compare two validations, sample by sample if possible: their noise is the same."""
+        (best, before, _), (loss, after, _) = self._seen[best_step], self._seen[step]
+        if len(before) != len(after) or len(before) < 2:
+            return loss > self.UNKNOWN_RISE * best
+        rises = [b - a for a, b in zip(before, after, strict=True)]
+        error = statistics.stdev(rises) / math.sqrt(len(rises))
+        return loss > self.RISE * best and statistics.fmean(rises) > self.ERRORS * error
 
 
 class TimestepShift:
@@ -564,77 +742,43 @@ class TimestepShift:
         )
 
 
-class SamplesEmpty:
-    """Validation samples that show nothing: black, of one colour, noise, silent or not finite."""
-
-    name = "samples_empty"
-
-    def __init__(self, facts: RunFacts) -> None:
-        self._is_pretrained = facts.is_pretrained
-        self._shown_step: int | None = None
-
-    def look(self, measured: Measurements) -> Finding | NoFinding:
-        """Count the samples of the latest validation that show nothing."""
-        seen = measured.samples
-        if seen is not None and seen.failed:
-            return Finding(
-                f"no samples of step {seen.step} could be generated: {seen.failed}",
-                "Lower validation.width, height or frames, or plan.device_memory. Training goes "
-                "on without samples.",
-            )
-        if seen is None or not seen.count:
-            return UNKNOWN
-        noisy = [one for one in seen.problems if one.problem == "noise"]
-        if 2 * len(noisy) >= seen.count:
-            return self._noise(seen, len(noisy))
-        if 2 * len(seen.problems) < seen.count:
-            self._shown_step = seen.step
-            return FINE
-        kinds = Counter(one.problem for one in seen.problems)
-        (kind, _), *_others = kinds.most_common()
-        text = f"{len(seen.problems)} of {seen.count} samples of step {seen.step} are {kind}"
-        if seen.step == 0:
-            return Finding(
-                f"{text} before training: the VAE's output is broken, not the training",
-                "Check the VAE in model.path: other files, or weights that overflow. Samples from "
-                "the base model must look right: gracetune sample --prompt.",
-                values={"empty": len(seen.problems)},
-            )
-        return Finding(
-            f"{text}: the model or its VAE puts out nothing",
-            "If the samples of step 0 are empty too, the VAE in model.path is broken; otherwise "
-            "lower optimizer.lr, and validation.guidance if it is above 10.",
-            values={"empty": len(seen.problems)},
-        )
-
-    def _noise(self, seen: SamplesSeen, count: int) -> Finding | NoFinding:
-        """Judge samples of noise, which a model that is trained from the start begins with."""
-        text = f"{count} of {seen.count} samples of step {seen.step} are noise"
-        if self._shown_step is not None:
-            return Finding(
-                f"{text}, and those of step {self._shown_step} were not: training has destroyed "
-                "the model",
-                f"Use a checkpoint of step {self._shown_step} or earlier, and lower optimizer.lr.",
-                values={"noise": count},
-            )
-        if not self._is_pretrained:
-            return UNKNOWN
-        return Finding(
-            f"{text}: the model, its VAE or the scale of its latents is wrong",
-            "Samples from the base model must look right: gracetune sample --prompt. Check the "
-            "files in model.path, the VAE's scaling_factor, and validation.sample_steps.",
-            values={"noise": count},
-        )
-
-
 # Helpers
 
 
-def _listed(names: Iterable[str], limit: int = 4) -> str:
+def listed(names: Iterable[str], limit: int = 4) -> str:
+    """Return the first few of several names as text."""
     named = list(names)
     more = f" and {len(named) - limit} more" if len(named) > limit else ""
     return ", ".join(named[:limit]) + more
 
 
-def _weighted_mean(parts: Sequence[tuple[float, float]]) -> float:
-    return sum(value * count for value, count in parts) / sum(count for _, count in parts)
+def all_of(findings: Iterable[Finding]) -> Finding | NoFinding:
+    """Return several findings of a check as one; `FINE` if there are none."""
+    found = list(findings)
+    if len(found) < 2:
+        return found[0] if found else FINE
+    return replace(
+        found[0],
+        cause="; ".join(one.cause for one in found),
+        advice=" ".join(dict.fromkeys(one.advice for one in found)),
+        kind=", ".join(one.kind for one in found),
+    )
+
+
+def held_out_mean(event: HeldOutLoss) -> float:
+    """Return the mean of the held-out losses of all trained transformers."""
+    return math.fsum(event.losses.values()) / len(event.losses)
+
+
+def _weights_of(part: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if part in re.split(r"[._]", name)]
+
+
+def _mean_and_error(windows: Iterable[Mapping[str, float]]) -> tuple[float, float]:
+    """Return the mean loss of several windows, weighted by samples, and its standard error."""
+    found = [(one["loss"], one["samples"]) for one in windows]
+    total = sum(count for _, count in found)
+    mean = sum(loss * count for loss, count in found) / total
+    if len(found) < 2:
+        return mean, math.inf
+    return mean, math.sqrt(sum((count * (loss - mean)) ** 2 for loss, count in found)) / total

@@ -216,7 +216,8 @@ class DiskSpace:
             return Finding(f"{text} takes {format_bytes(int(need))}", advice, values=values)
         if host.get("cache_free", math.inf) < self._least:
             cause = f"{format_bytes(int(host['cache_free']))} are free on the disk of the cache"
-            return Finding(cause, "Free some space, or move cache_config.cache_dir.", values=values)
+            advice = "Free some space, or move cache_config.cache_dir."
+            return Finding(cause, advice, values=values, kind="cache")
         return FINE
 
 
@@ -299,6 +300,7 @@ class HostMemory:
             "host memory does not suffice for all processes",
             self._advice(),
             values={"swapped_in_per_s": rate},
+            kind="swap",
         )
 
     def _advice(self) -> str:

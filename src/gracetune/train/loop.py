@@ -504,7 +504,7 @@ def _try_to_validate(
     try:
         result = validate(session.state, validation, step)
         session.emit(result.event)
-        telemetry.add_held_out(step, result.event.losses, result.held_out)
+        telemetry.add_held_out(step, result.held_out)
         telemetry.after_validation(result.seen)
     except ValidationWriteError as error:
         if step == 0:  # nothing is lost yet, and later samples could not be written either
@@ -652,11 +652,7 @@ class MetricsBuffer:
             raise self._diverged(step, loss, norm)
 
     def _diverged(self, step: int, loss: float, norm: float) -> RunFailedError:
-        advice = (
-            "Lower optimizer.lr or train.max_grad_norm and start over in another output_dir; if "
-            "single files are bad, set train.skip_bad_batches: true."
-        )
-        self.telemetry.diverged(step, loss, norm, advice, self._losses or (loss, loss))
+        advice = self.telemetry.diverged(step, loss, norm, self._losses or (loss, loss))
         return RunFailedError(
             f"training diverged at step {step}: the loss is {loss} and the gradient norm "
             f"is {norm}. {advice} Checkpoints saved before are kept."

@@ -13,7 +13,8 @@ import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from gracetune.train.export import AdaptedModules
 
 NUM_TIMESTEP_RANGES = 4
+MARKS = {
+    "begin": "forward and backward",
+    "gradients": "summing gradients over ranks",
+    "reduced": "the optimizer's update",
+    "updated": "reading results from the device, logging and checks",
+}
+"""Mark of a step -> the phase that begins with it, in words."""
 PHASES = ("gradients", "reduced", "updated")
 """Marks of a step, in order, after `begin`: the micro-batches are done; gradients are summed over
 ranks; the weights are updated."""
@@ -95,11 +103,13 @@ class StepRecords:
     by_dataset: LossTable = field(default_factory=LossTable)
     by_timestep: LossTable = field(default_factory=LossTable)
     by_part: LossTable = field(default_factory=LossTable)
+    by_part_range: LossTable = field(default_factory=LossTable)
+    """Losses of the parts of the output by range of timesteps, named `audio t0.25-0.50`."""
     by_expert: LossTable = field(default_factory=LossTable)
     latent_spread: LossTable = field(default_factory=LossTable)
     """Standard deviation of the latents of a few samples over positions, by dataset; 0: flat."""
     grad_norms: dict[str, float] = field(default_factory=dict)
-    """Gradient norm of each block in one of the steps; may be empty."""
+    """Gradient norm of each trained weight in one of the steps; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,24 @@ class _Losses:
     losses: Tensor
     expert: str
     spread: Tensor | None
+    inputs: Tensor
+    """Sums over the latents and over the text embeddings of each sample; not finite if a value is
+    not."""
+    parts: Mapping[str, Tensor]
+    """Losses of the parts of the output; empty if it has one."""
+
+
+class NotFinite(NamedTuple):
+    """The first micro-batch with a loss that is not finite."""
+
+    files: tuple[str, ...]
+    """The files of its samples."""
+    bad: tuple[str, ...]
+    """Those with a loss that is not finite."""
+    latents: tuple[str, ...]
+    """Those whose latents are not finite."""
+    texts: tuple[str, ...]
+    """Those whose text embeddings are not finite."""
 
 
 class NoRecorder:
@@ -146,12 +174,14 @@ class StepRecorder:
         """Time of the clock at which the step began to wait for a batch; None while it does not."""
         self.data_failed = False
         """True if a batch could not be loaded, which ends the run."""
+        self.phase = "before the first step"
+        """What the CPU does now, in words."""
         self._is_cuda = device.type == "cuda"
         self._parted = family if isinstance(family, PartedFamily) else None
         self._split = family.split_encoded
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
         self._losses: list[_Losses] = []
-        self._parts: list[Mapping[str, Tensor]] = []
+        self._parts: Mapping[str, Tensor] = {}
         self._gradients: tuple[list[str], Tensor] | None = None
         self._data_s = 0.0
 
@@ -159,6 +189,7 @@ class StepRecorder:
 
     def mark(self, name: str) -> None:
         """Mark the end of a phase of the step; `begin` marks its start."""
+        self.phase = MARKS[name]
         if not self._is_cuda:
             self._marks.append((name, time.perf_counter()))
             return
@@ -188,20 +219,22 @@ class StepRecorder:
         self, batch: Batch, timesteps: Tensor, losses: Tensor, expert: Expert | None
     ) -> None:
         """Keep the losses of a micro-batch that is trained on; nothing is read from the device."""
+        parts, self._parts = self._parts, {}
         if not losses.requires_grad:
             return
         spread = None
         if not self._losses:  # of one micro-batch only, because it is another kernel
             x0, _ = self._split(batch.latents)
             spread = x0.detach().float().flatten(2).std(2).mean(1)
-        kept = _Losses(batch.samples, timesteps, losses.detach(), expert or "", spread)
-        self._losses.append(kept)
+        inputs = torch.stack([_sums(batch, [batch.latents]), _sums(batch, batch.text.values())])
+        values = (batch.samples, timesteps, losses.detach(), expert or "", spread, inputs, parts)
+        self._losses.append(_Losses(*values))
 
     def add_parts(self, predicted: Tensor, target: Tensor) -> None:
         """Keep the loss of each part of the output, if the family has several."""
         if self._parted is not None and predicted.requires_grad:
             with torch.no_grad():
-                self._parts.append(self._parted.part_losses(predicted.detach(), target))
+                self._parts = self._parted.part_losses(predicted.detach(), target)
 
     def add_gradients(self, scale: Tensor) -> None:
         """Keep the gradient norms of one step, if they are wanted; `scale` as for clipping."""
@@ -216,6 +249,18 @@ class StepRecorder:
         last = self._losses[-num_micro_batches:]
         return tuple(sample.key for one in last for sample in one.samples)
 
+    def first_not_finite(self) -> NotFinite | None:
+        """Return the first micro-batch since the last `take` with a loss that is not finite."""
+        for one in self._losses:
+            is_bad = [not ok for ok in one.losses.isfinite().tolist()]
+            if any(is_bad):
+                latents, texts = (~one.inputs.isfinite()).tolist()
+                files = tuple(sample.key for sample in one.samples)
+                return NotFinite(
+                    files, *(tuple(compress(files, f)) for f in (is_bad, latents, texts))
+                )
+        return None
+
     def take(self) -> StepRecords:
         """Return everything since the last call. The device must have finished the steps."""
         records = StepRecords(seconds=self._take_seconds())
@@ -223,7 +268,7 @@ class StepRecorder:
         self._take_losses(records)
         if self._gradients is not None:
             names, norms = self._gradients
-            records.grad_norms = self.movement.by_block(names, norms.tolist())
+            records.grad_norms = dict(zip(names, norms.tolist(), strict=True))
             self._gradients = None
         return records
 
@@ -246,7 +291,6 @@ class StepRecorder:
 
     def _take_losses(self, records: StepRecords) -> None:
         kept, self._losses = self._losses, []
-        parts, self._parts = self._parts, []
         if not kept:
             return
         losses = torch.cat([one.losses for one in kept]).tolist()
@@ -258,11 +302,15 @@ class StepRecorder:
             records.by_timestep.add(timestep_range(timestep), loss)
             if one.expert:
                 records.by_expert.add(one.expert, loss)
-            if not parts and len(kinds) > 1:
+            if self._parted is None and len(kinds) > 1:
                 records.by_part.add(sample.kind, loss)
-        for name in dict.fromkeys(name for one in parts for name in one):
-            for loss in torch.cat([one[name] for one in parts if name in one]).tolist():
+        for name in dict.fromkeys(name for one in kept for name in one.parts):
+            having = [one for one in kept if name in one.parts]
+            values = torch.cat([one.parts[name] for one in having]).tolist()
+            places = torch.cat([one.timesteps for one in having]).tolist()
+            for loss, timestep in zip(values, places, strict=True):
                 records.by_part.add(name, loss)
+                records.by_part_range.add(f"{name} {timestep_range(timestep)}", loss)
         for one in kept:
             if one.spread is not None:
                 for sample, spread in zip(one.samples, one.spread.tolist(), strict=True):
@@ -293,12 +341,22 @@ def merge_records(records: Sequence[StepRecords], shard_size: int = 1) -> StepRe
     first = records[0]
     parts = [record.grad_norms for record in records[:shard_size]]
     first.grad_norms = {
-        block: math.sqrt(sum(norms.get(block, 0.0) ** 2 for norms in parts)) for block in parts[0]
+        name: math.sqrt(sum(norms.get(name, 0.0) ** 2 for norms in parts)) for name in parts[0]
     }
     for other in records[1:]:
-        for name in ("by_dataset", "by_timestep", "by_part", "by_expert", "latent_spread"):
+        tables = ("by_dataset", "by_timestep", "by_part", "by_part_range", "by_expert")
+        for name in (*tables, "latent_spread"):
             getattr(first, name).merge(getattr(other, name))
     return first
+
+
+def _sums(batch: Batch, tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of all values of each sample; not finite if one of them is not."""
+    total = torch.zeros(len(batch), device=batch.latents.device)
+    for tensor in tensors:
+        if tensor.is_floating_point() and len(tensor) == len(batch):
+            total = total + tensor.detach().flatten(1).sum(1, dtype=torch.float32)
+    return total
 
 
 def _elapsed(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

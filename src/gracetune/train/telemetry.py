@@ -47,7 +47,7 @@ from gracetune.train.health import (
     health_event,
     run_facts,
 )
-from gracetune.train.health_checks import LearningRateHigh, Measurements
+from gracetune.train.health_checks import LearningRateHigh, Measurements, listed
 from gracetune.train.step_recorder import TIMESTEP_RANGES, StepRecorder, merge_records
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from gracetune.train.health_checks import SamplesSeen
     from gracetune.train.last_seen import LastSeen
     from gracetune.train.step_recorder import StepRecords
+    from gracetune.train.validate import HeldOutLosses
 
 INTERVAL_S = 1.0
 """Seconds between two collections; only the losses of steps are logged more often."""
@@ -112,15 +113,15 @@ class Telemetry:
         self._collections = 0
         self._pending: list[StepDone] = []
         self._stalled_s = self._moved = 0.0
-        self._held_out: HeldOutLoss | None = None
-        self._samples: SamplesSeen | None = None
+        self._held_out: tuple[HeldOutLoss, list[float]] | None = None
         self._best = _best_held_out(session, start_step)
         self._noted_at = -float("inf")
         self._phase = ""
         self._last_seen = last_seen
         self._watch: StallWatch | None = None
-        if self._ranks.is_main and _is_on("loader_stalled", session):
-            self._watch = StallWatch(self._emit, settings.stall_s, recorder)
+        if self._ranks.is_main and settings.enabled:
+            stalls = {"loader_stalled", "step_stalled"} - set(settings.ignore)
+            self._watch = StallWatch(self._emit, settings.stall_s, recorder, checks=stalls)
 
     def start(self, step: int, prefetch: Callable[[], PrefetchDepth]) -> None:
         """Describe the run in the log and start to watch it; `prefetch` returns the depth."""
@@ -163,24 +164,24 @@ class Telemetry:
         measured = self._measure(done[-1].step, memory)
         self._look(measured)
 
-    def add_held_out(
-        self, step: int, losses: Mapping[str, float], by_timestep: Mapping[str, Mapping[str, float]]
-    ) -> None:
+    def add_held_out(self, step: int, found: HeldOutLosses) -> None:
         """Log the loss on held-out samples, with the best step so far."""
-        if not losses:
+        if not found.means:
             return
-        mean = sum(losses.values()) / len(losses)
+        mean = sum(found.means.values()) / len(found.means)
         if self._best is None or mean < self._best[1]:
             self._best = step, mean
-        samples = int(sum(part["samples"] for part in by_timestep.values()))
-        self._held_out = HeldOutLoss(step, losses, by_timestep, samples, *self._best)
-        self._emit(self._held_out)
+        event = HeldOutLoss(step, found.means, found.by_timestep, len(found.single), *self._best)
+        self._held_out = event, found.single
+        self._emit(event)
 
     def after_validation(self, seen: SamplesSeen) -> None:
         """Look at the samples of a validation and at the held-out loss at once."""
-        self._samples = seen
-        self._look(Measurements(seen.step, held_out=self._held_out, samples=seen))
-        self._held_out = self._samples = None
+        held_out, single = self._held_out or (None, [])
+        self._held_out = None
+        self._look(
+            Measurements(seen.step, held_out=held_out, held_out_samples=single, samples=seen)
+        )
 
     def skipped(self, step: int, loss: float, grad_norm: float, micro_batches: int) -> BatchSkipped:
         """Return the event of a step that was skipped, with the files of this rank's samples."""
@@ -190,22 +191,50 @@ class Telemetry:
         return BatchSkipped(step, loss, grad_norm, files, len(skips.up_to(step)))
 
     def diverged(
-        self, step: int, loss: float, grad_norm: float, advice: str, losses: tuple[float, float]
-    ) -> None:
-        """Log that the loss or the gradient is not finite, which ends the run.
+        self, step: int, loss: float, grad_norm: float, losses: tuple[float, float]
+    ) -> str:
+        """Log that the loss or the gradient is not finite, which ends the run; return the advice.
 
         `losses` are the first loss of this process and the last that was finite.
         """
+        why, advice = self._why_diverged(step, losses)
         cause = (
             f"training diverged: the loss is {loss} and the gradient norm {grad_norm} at step "
-            f"{step}; {self._why_diverged(losses)}"
+            f"{step}; {why}"
         )
         action = "the run ends; checkpoints saved before are kept"
         values = {"loss": loss, "grad_norm": grad_norm}
         self._emit(HealthChanged(step, "not_finite", "stopping", cause, action, advice, values))
+        return advice
 
-    def _why_diverged(self, losses: tuple[float, float]) -> str:
-        """Say what is known about the cause of a loss that is not finite."""
+    def _why_diverged(self, step: int, losses: tuple[float, float]) -> tuple[str, str]:
+        """Return what is known about the cause of a loss that is not finite, and advice."""
+        batches = [one for one in self._ranks.gather(self._recorder.first_not_finite()) if one]
+        files, bad, latents, texts = (
+            list(dict.fromkeys(name for one in batches for name in one[place]))
+            for place in range(4)
+        )
+        rest = "Delete the cache after a change, and start over in another output_dir."
+        skip = "If single files are bad, set train.skip_bad_batches: true."
+        if latents:
+            why = f"the latents of {listed(latents)} are not finite"
+            return why, f"Check these files and the VAE in model.path. {rest} {skip}"
+        if texts:
+            why = f"the text embeddings of {listed(texts)} are not finite"
+            return why, f"Check these captions and the text encoders in model.path. {rest} {skip}"
+        if step == 1:
+            why = "no weight had been changed before, so the learning rate is not the cause"
+            which = "" if len(bad) == len(files) else f", and the files {listed(bad)}"
+            return why, f"Check the weights in model.path, its precision{which}. {skip}"
+        return self._why_trained(losses, files, bad), (
+            "Lower optimizer.lr or train.max_grad_norm and start over in another output_dir. "
+            f"{skip}"
+        )
+
+    def _why_trained(
+        self, losses: tuple[float, float], files: Sequence[str], bad: Sequence[str]
+    ) -> str:
+        """Return what is known about a loss that is not finite after the first step."""
         if self._moved > FAR:  # as last measured: by now, the weights may not be finite either
             moved = f"by {self._moved:.0%} (median)"
             return f"the weights of its blocks have moved {moved}: the learning rate is too high"
@@ -214,7 +243,13 @@ class Telemetry:
             return (
                 f"the loss had grown from {first:.4g} to {last:.4g}: the learning rate is too high"
             )
-        return "the learning rate is too high, or a sample of this step is bad"
+        if len(bad) < len(files):
+            return (
+                f"the loss of {len(bad)} of {len(files)} samples is not finite: {listed(bad)}; "
+                "these samples are bad, or the learning rate is too high"
+            )
+        which = f" ({listed(bad)})" if bad else ""
+        return f"the learning rate is too high, or a sample of this step{which} is bad"
 
     def _measure(self, step: int, memory: MemoryUsed) -> Measurements:
         session = self._session
@@ -231,7 +266,7 @@ class Telemetry:
         if self._collections % MOVEMENT_EVERY == 0 or step >= self._total_steps:
             movement = self._recorder.movement
             distances = movement.distances()
-            norms = records.grad_norms, movement.weight_norms()
+            norms = movement.by_block(records.grad_norms), movement.weight_norms()
             moved = WeightsMoved(step, movement.measure, distances, *norms)
             self._moved = statistics.median(distances.values()) if distances else 0.0
             self._emit(moved)
@@ -248,6 +283,8 @@ class Telemetry:
             moved,
             sensors,
             memory,
+            part_losses=_nested(records.by_part_range.means()),
+            grad_norms=records.grad_norms,
             alloc_retries=session.batch_transfer.alloc_retries,
         )
 
@@ -291,11 +328,19 @@ class Telemetry:
         )
 
     def _read_sensors(self, step: int) -> DeviceSensors:
-        """Read the sensors of all ranks; of host values, those of the fullest machine count."""
+        """Read the sensors of all ranks.
+
+        Of host values, those of the machine with least memory count; of the output's disk, those of
+        the main rank, which writes to it; of the disks of caches, those of the fullest.
+        """
         readings = self._ranks.gather(self._sensors.read())
-        fullest = min(readings, key=_memory_share)
+        host = dict(min(readings, key=_memory_share).host)
+        host.pop("output_free", None)
+        host |= {k: v for k, v in readings[0].host.items() if k == "output_free"}
+        caches = [one.host["cache_free"] for one in readings if "cache_free" in one.host]
+        host |= {"cache_free": min(caches)} if caches else {}
         gpus = tuple({"rank": rank, **gpu} for rank, one in enumerate(readings) for gpu in one.gpus)
-        return DeviceSensors(step, gpus, fullest.host, readings[0].unavailable)
+        return DeviceSensors(step, gpus, host, readings[0].unavailable)
 
     # Health
 
@@ -304,7 +349,7 @@ class Telemetry:
         decisions = self._monitor.look(measured) if self._ranks.is_main else []
         for decision in self._ranks.broadcast(decisions):
             decided, action = self._act(decision)
-            if decided.level != decision.before:
+            if decided.level != decision.before or decided.is_new_cause:
                 self._emit(health_event(measured.step, decided, action))
 
     def _act(self, decision: Decision) -> tuple[Decision, str]:
@@ -324,9 +369,15 @@ class Telemetry:
         return decision, ""
 
 
-def _is_on(check: str, session: Session) -> bool:
-    settings = session.state.run.health
-    return settings.enabled and check not in settings.ignore
+def _nested(
+    table: Mapping[str, Mapping[str, float]],
+) -> dict[str, dict[str, Mapping[str, float]]]:
+    """Return losses that are named `audio t0.25-0.50` by part, then by range of timesteps."""
+    found: dict[str, dict[str, Mapping[str, float]]] = {}
+    for name, mean in table.items():
+        part, _, timesteps = name.rpartition(" ")
+        found.setdefault(part, {})[timesteps] = mean
+    return found
 
 
 def _folder(session: Session) -> Path:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -99,9 +99,19 @@ class ValidationResult:
     """The event of a validation, with what telemetry and health checks need besides."""
 
     event: Validated
-    held_out: Mapping[str, Mapping[str, float]]
-    """Held-out loss by range of timesteps: `{"loss": mean, "samples": count}`."""
+    held_out: HeldOutLosses
     seen: SamplesSeen
+
+
+class HeldOutLosses(NamedTuple):
+    """Losses on held-out samples; those of different steps can be compared."""
+
+    means: dict[str, float]
+    """Mean loss by name: one for each trained transformer."""
+    by_timestep: dict[str, dict[str, float]]
+    """Mean by range of timesteps: `{"loss": mean, "samples": count}`."""
+    single: list[float]
+    """All losses, in a fixed order."""
 
 
 def grid_path(folder: Path, step: int) -> Path:
@@ -116,7 +126,7 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
     state.transformer.eval()
     try:
         with torch.no_grad(), state.averaged_weights():
-            losses, by_timestep = held_out_loss(state, validation.held_out)
+            held_out = held_out_loss(state, validation.held_out)
             records = _write_samples(state, validation, step)
     finally:
         state.transformer.train(was_training)
@@ -124,7 +134,7 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
         step=step,
         grid=str(validation.grid_path(step)),
         prompts=validation.prompts,
-        losses=losses,
+        losses=held_out.means,
         seconds=time.monotonic() - started_at,
         request=validation.request_id,
     )
@@ -134,7 +144,7 @@ def validate(state: TrainState, validation: ValidationSetup, step: int) -> Valid
     digests = tuple(str(one["digest"]) for one in records)
     prompts = tuple(str(one["prompt"]) for one in records)
     seen = SamplesSeen(step, len(records), problems, prompts, digests)
-    return ValidationResult(event, by_timestep, seen)
+    return ValidationResult(event, held_out, seen)
 
 
 def _write_samples(
@@ -339,26 +349,24 @@ MIN_HELD_OUT_TIMESTEPS = 8
 """Held-out samples are measured at no fewer timesteps than this, together."""
 
 
-def held_out_loss(
-    state: TrainState, batches: Sequence[Batch]
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return the mean loss on held-out samples by name, and by range of timesteps.
+def held_out_loss(state: TrainState, batches: Sequence[Batch]) -> HeldOutLosses:
+    """Measure the loss on held-out samples.
 
-    There is one name for each trained transformer: Wan 2.2 has two, other models one. Timesteps are
+    There is one mean for each trained transformer: Wan 2.2 has two, other models one. Timesteps are
     spread evenly over the samples and the noise has a fixed seed, so that the values of different
     steps can be compared. The ranges of timesteps need more values than a few samples give, so that
     these are measured several times; the first time alone counts for the mean. Each rank computes
     the losses of some batches.
     """
     if not batches:
-        return {}, {}
+        return HeldOutLosses({}, {}, [])
     ranks, total = state.ranks, sum(len(batch) for batch in batches)
     rounds = -(-MIN_HELD_OUT_TIMESTEPS // total)
     turns = [SINGLE_TRANSFORMER]
     if state.expert_schedule is not None:
         turns = [ExpertTurn(*item) for item in state.expert_schedule.windows.items()]
     means: dict[str, float] = {}
-    by_timestep = LossTable()
+    by_timestep, single = LossTable(), []
     for turn in turns:
         own: dict[int, tuple[list[float], list[float]]] = {}
         out_of_memory = ""
@@ -373,10 +381,11 @@ def held_out_loss(
         # In the order of their numbers, so that the result does not depend on the ranks.
         first = [loss for index in range(len(batches)) for loss in merged[index][0]]
         means[name] = float(torch.tensor(first).mean())
-        for values, timesteps in merged.values():
+        for _, (values, timesteps) in sorted(merged.items()):
+            single += values
             for loss, timestep in zip(values, timesteps, strict=True):
                 by_timestep.add(timestep_range(timestep), loss)
-    return means, dict(sorted(by_timestep.means().items()))
+    return HeldOutLosses(means, dict(sorted(by_timestep.means().items())), single)
 
 
 def _own_held_out_losses(

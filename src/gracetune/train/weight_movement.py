@@ -151,7 +151,8 @@ class WeightMovement:
             weight = self._parameters[name].detach()
             weights.append(_sample(weight, index) * math.sqrt(weight.numel() / max(1, len(index))))
         norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
-        return self.by_block(list(self._parameters), torch.stack(list(norms)).tolist())
+        by_name = zip(self._parameters, torch.stack(list(norms)).tolist(), strict=True)
+        return self.by_block(dict(by_name))
 
     @torch.no_grad()
     def gradient_norms(self, scale: Tensor) -> tuple[list[str], Tensor] | None:
@@ -166,10 +167,10 @@ class WeightMovement:
         norms = torch._foreach_norm(gradients)
         return names, torch.stack([norm.float() for norm in norms]) * scale
 
-    def by_block(self, names: Sequence[str], norms: Sequence[float]) -> dict[str, float]:
+    def by_block(self, norms: Mapping[str, float]) -> dict[str, float]:
         """Return the norm of each block, from those of its parameters."""
         squares: defaultdict[str, float] = defaultdict(float)
-        for name, norm in zip(names, norms, strict=True):
+        for name, norm in norms.items():
             squares[self._blocks[name]] += norm**2
         return {block: math.sqrt(squares[block]) for block in self._order if block in squares}
 

@@ -191,6 +191,20 @@ def test_a_sample_with_one_unreadable_variant_is_unreadable(recorder):
     assert lost == [(sample, "read error")]
 
 
+def test_a_sample_whose_latents_are_not_finite_is_left_out(recorder):
+    store, encode = DictStore(), FakeVae()
+
+    def overflow(pixels):
+        latents = encode(pixels)
+        latents[pixels[:, 0, 0, 0] > 0.9] = torch.nan  # the brightest image
+        return latents
+
+    some = items(["1", "2", "255"], ColourSource())
+    lost = fill_latents(store, some, overflow, "e", recorder)
+    assert lost == [(some[2].sample, "the VAE encodes it to values that are not finite")]
+    assert store.has([latent_key(one.sample, one.size, "e") for one in some]) == [True, True, False]
+
+
 def test_progress_reports_seconds_and_ends_at_the_total(recorder):
     fill_latents(
         DictStore(), items([f"{n}" for n in range(70)], ColourSource()), FakeVae(), "e", recorder

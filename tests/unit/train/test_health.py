@@ -24,21 +24,19 @@ NOW = Measurements(7)
 class Scripted:
     """A check that returns given results, one at each look."""
 
-    name = "host_memory"
-
-    def __init__(self, *results):
-        self._results = list(results)
+    def __init__(self, *results, name="host_memory"):
+        self._results, self.name = list(results), name
 
     def look(self, measured):
         return self._results.pop(0)
 
 
-def found(level):
-    return Finding("memory is low", "End other processes.", level)
+def found(level, kind=""):
+    return Finding("memory is low", "End other processes.", level, kind=kind)
 
 
-def levels(results, **settings):
-    monitor = HealthMonitor([Scripted(*results)], HealthSection(**settings))
+def levels(results, name="host_memory", **settings):
+    monitor = HealthMonitor([Scripted(*results, name=name)], HealthSection(**settings))
     return [[decision.level for decision in monitor.look(NOW)] for _ in results]
 
 
@@ -58,9 +56,20 @@ def test_degrading_and_stopping_can_be_turned_off():
     assert levels([found("stopping")], stop=False, degrade=False) == [["notice"]]
 
 
+def test_only_memory_can_be_degraded():
+    assert levels([found("stopping")], "disk_space", stop=False) == [["notice"]]
+
+
+def test_another_cause_is_reported_once_at_the_same_level():
+    results = [found("notice", kind) for kind in ("a", "a", "a, b", "a", "a, b")]
+    assert levels(results, "dataset_dead") == [["notice"], [], ["notice"], [], []]
+    again = [*results[:1], *[FINE] * RECOVERY_LOOKS, *results[:1]]
+    assert levels(again, "dataset_dead")[-1] == ["notice"]
+
+
 def test_checks_can_be_left_out_and_have_the_names_of_the_schema():
     names = [check.name for check in build_checks(RunFacts(10), HealthSection())]
-    assert set(names) | {"loader_stalled", "previous_run"} == set(HEALTH_CHECKS)
+    assert set(names) | {"loader_stalled", "step_stalled", "previous_run"} == set(HEALTH_CHECKS)
     ignored = HealthSection(ignore=("overfitting",))
     assert [c.name for c in build_checks(RunFacts(10), ignored)] == [
         name for name in names if name != "overfitting"
@@ -98,6 +107,19 @@ def test_a_full_device_prefetches_less_and_uses_a_smaller_plan():
     assert (depth.batches, depth.max_nbytes) == (4, 1000)
 
 
+def test_remedies_belong_to_their_check():
+    depth = PrefetchDepth(4, 1000)
+    remedy = remedies(depth=depth)
+    assert remedy.apply("disk_space", "it is full") == ""
+    assert depth.batches == 4
+    remedy.apply("host_memory", "it is full")
+    remedy.apply("device_memory", "it is full")
+    for over in ("gradient_spikes", "device_memory"):
+        assert remedy.undo(over) == ""
+        assert depth.batches == 1
+    assert remedy.undo("host_memory") == "prefetches 4 batches again"
+
+
 def test_a_ring_is_shrunk_before_the_plan_changes():
     controller = Controller(shrinks=True, reduces=True)
     assert "weight ring" in remedies(controller).apply("device_memory", "it is full")
@@ -126,9 +148,40 @@ def test_a_stall_is_reported_once_with_what_is_waited_for(recorder):
     watch.look()
     (event,) = recorder.of(HealthChanged)
     assert (event.check, event.level, event.step) == ("loader_stalled", "notice", 3)
-    assert "step 4 has waited for a batch for 1m00s" in event.cause
+    assert "the data loader has stalled: step 4 has waited for a batch for 1m00s" in event.cause
     watch.step_done(4)
     assert [e.level for e in recorder.of(HealthChanged)] == ["notice", "ok"]
+
+
+def test_a_step_that_computes_too_long_names_its_phase(recorder):
+    clock = [0.0]
+    busy = SimpleNamespace(waiting_since=None, phase="forward and backward")
+    watch = StallWatch(recorder, 60.0, busy, lambda: clock[0])
+    watch.step_done(0)
+    clock[0] = 200.0  # the first step compiles
+    watch.look()
+    watch.step_done(1)
+    clock[0] = 200.0 + 3 * 200 - 1  # another shape may be compiled
+    watch.look()
+    assert recorder.events == []
+    clock[0] += 2
+    watch.look()
+    (event,) = recorder.of(HealthChanged)
+    assert event.check == "step_stalled"
+    assert "step 2 has not ended for 10m01s" in event.cause
+    assert "forward and backward" in event.cause
+    watch.step_done(2)
+    assert [(e.check, e.level) for e in recorder.of(HealthChanged)][1:] == [("step_stalled", "ok")]
+
+
+def test_a_first_step_that_never_ends_is_a_stall(recorder):
+    clock = [0.0]
+    busy = SimpleNamespace(waiting_since=None, phase="forward and backward")
+    watch = StallWatch(recorder, 60.0, busy, lambda: clock[0])
+    watch.step_done(0)
+    clock[0] = 60.0 * StallWatch.FIRST_STEP
+    watch.look()
+    assert [event.check for event in recorder.of(HealthChanged)] == ["step_stalled"]
 
 
 def test_validations_and_checkpoints_are_not_stalls(recorder):

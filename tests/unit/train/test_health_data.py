@@ -1,11 +1,14 @@
 """Show made-up facts and samples to the checks of data, settings and samples."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gracetune.data.sample import Sample
 from gracetune.events.types import DeviceSensors, StepDone, WeightsMoved
+from gracetune.train.batch_size_ramp import AccumulationRamp
 from gracetune.train.health_checks import (
     FINE,
     UNKNOWN,
@@ -15,7 +18,6 @@ from gracetune.train.health_checks import (
     Measurements,
     RunFacts,
     SampleProblem,
-    SamplesEmpty,
     SamplesSeen,
     WeightsStill,
 )
@@ -25,12 +27,20 @@ from gracetune.train.health_data import (
     FewSamples,
     GradientsClipped,
     LatentsScale,
+    RampLong,
+    SamplesEmpty,
     SamplesSame,
+    SkippedSteps,
     SmallBatches,
+    TextEmbeddings,
     UnreadableFiles,
+    ValidationPrompts,
     WarmupLong,
     dataset_facts,
     held_out_copies,
+    prompt_problem,
+    ramp_end,
+    text_problem,
 )
 from gracetune.train.health_machine import DeviceShared, HostMemory
 
@@ -63,7 +73,10 @@ def cause(check, *measured):
 
 @pytest.mark.parametrize(
     "check",
-    [CaptionsUseless, FewSamples, CopiesInData, UnreadableFiles, SmallBatches, WarmupLong],
+    [
+        *(CaptionsUseless, FewSamples, CopiesInData, UnreadableFiles, SmallBatches, WarmupLong),
+        *(RampLong, TextEmbeddings, ValidationPrompts),
+    ],
 )
 def test_ordinary_data_and_settings_are_fine(check):
     assert check(FACTS).look(Measurements(1)) is UNKNOWN
@@ -116,6 +129,90 @@ def test_only_gradients_that_are_always_clipped_far_are_named():
 def test_latents_of_a_wrong_scale_are_named():
     assert "vary by 5.5" in cause(LatentsScale(), Measurements(1, latent_spread={"a": 5.5}))
     assert LatentsScale().look(Measurements(1, latent_spread={"a": 1.3})) is FINE
+
+
+@pytest.mark.parametrize("spread", [2.7, 0.1])
+def test_latents_without_their_scale_or_scaled_twice_are_named(spread):
+    looks = [Measurements(1, latent_spread={"a": spread})] * LatentsScale.LOOKS
+    assert f"vary by {spread}" in cause(LatentsScale(), *looks)
+
+
+def test_latents_of_a_flat_image_have_no_wrong_scale():
+    check = LatentsScale()
+    for spread in (0.1, 0.1, 0.1, 0.6) * 4:
+        assert check.look(Measurements(1, latent_spread={"a": spread})) is FINE
+
+
+def test_latents_that_are_not_finite_are_named():
+    broken = Measurements(1, latent_spread={"b": 1.0, "a": math.nan})
+    assert "latents of dataset 'a' are not finite" in cause(LatentsScale(), broken)
+
+
+def test_a_ramp_that_is_longer_than_the_run_is_named():
+    ramp = AccumulationRamp(8, 64, 1000, "linear", 8)
+    end = ramp_end(ramp, 100)
+    assert "ends with 24 samples per step instead of 64" in cause(
+        RampLong(replace(FACTS, ramp=end)), ONE
+    )
+    assert RampLong(replace(FACTS, ramp=ramp_end(ramp, 5000))).look(ONE) is FINE
+
+
+def test_many_skipped_steps_are_named():
+    losses = [math.nan if number % 10 == 0 else 1.0 for number in range(100)]
+    found = cause(SkippedSteps(), Measurements(100, steps(losses)))
+    assert "10 of the last 100 steps were skipped" in found
+    assert SkippedSteps().look(Measurements(100, steps([math.nan] * 3 + [1.0] * 97))) is FINE
+
+
+def texts(*tensors):
+    return {f"caption {n}": {"tokens": t, "mask": torch.ones(2)} for n, t in enumerate(tensors)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(3, 4), "zeros (tokens) for all captions"),
+        (torch.full((3, 4), 0.5), "the same for 3 different captions"),
+        (torch.full((3, 4), math.nan), "not finite (tokens)"),
+    ],
+)
+def test_text_embeddings_that_do_not_depend_on_the_text_are_named(tensor, words):
+    found = text_problem(texts(tensor, tensor, tensor))
+    assert words in found
+    assert "prompts have no effect" in cause(
+        TextEmbeddings(replace(FACTS, text_problem=found)), ONE
+    )
+
+
+def test_text_embeddings_that_differ_are_fine():
+    assert text_problem(texts(torch.zeros(3, 4), torch.ones(3, 4), torch.ones(3, 4))) == ""
+    ones = {"tokens": torch.ones(2)}
+    assert text_problem({"A cat": ones, "a cat": ones, "a  cat": ones}) == ""
+    assert text_problem({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "captions", "words", "problem"),
+    [
+        (["a dog"], ["ohwx man"], ["ohwx"], "no validation prompt has the trigger word 'ohwx'"),
+        (["a dog", "Ohwx on a hill"], ["ohwx man"], ["ohwx"], ""),
+        (["a portrait of a knight"], ["screenshot of a chart"], [], "a word of any caption"),
+        (["two circles"], ["the circle"], [], ""),
+        (["the dog"], ["many dogs"], [], ""),
+        (["the dog with the hat"], ["the cat with this bow"], [], "a word of any caption"),
+        (["\u4e00\u53ea\u732b"], ["\u732b"], [], ""),  # words are not separated
+        (["a knight"], ["", " "], [], ""),
+        ([], ["a chart"], ["ohwx"], ""),
+    ],
+)
+def test_prompts_that_have_nothing_to_do_with_the_captions_are_named(
+    prompts, captions, words, problem
+):
+    found = prompt_problem(prompts, captions, words)
+    assert problem in found
+    assert bool(problem) == bool(found)
+    check = ValidationPrompts(replace(FACTS, prompt_problem=found))
+    assert isinstance(check.look(ONE), Finding) == bool(problem)
 
 
 @pytest.mark.parametrize("losses", [[0.9, 40.0, 1e4, 1e5], [1.0, 4.5, 5.0, 5.5, 5.2]])

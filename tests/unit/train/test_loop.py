@@ -35,8 +35,9 @@ class Observer:
     def collect(self, done, memory):
         self.collected.append([event.step for event in done])
 
-    def diverged(self, step, loss, grad_norm, advice, losses):
+    def diverged(self, step, loss, grad_norm, losses):
         self.divergences.append(step)
+        return "Lower optimizer.lr."
 
     def skipped(self, step, loss, grad_norm, micro_batches):
         return BatchSkipped(step, loss, grad_norm, ("a.png",), 1)
@@ -70,7 +71,7 @@ def test_pending_results_are_flushed_once(recorder):
 def test_a_result_that_is_not_finite_is_emitted_and_ends_the_run(recorder, loss, norm):
     observer = Observer()
     metrics = metrics_buffer(recorder, 1, observer)
-    with pytest.raises(RunFailedError, match=r"at step 5.*optimizer\.lr.*skip_bad_batches"):
+    with pytest.raises(RunFailedError, match=r"at step 5.*Lower optimizer\.lr\."):
         metrics.add(5, 0, result(loss, norm=norm))
     assert recorder.of(StepDone)[0].step == 5
     assert observer.divergences == [5]

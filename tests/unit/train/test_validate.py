@@ -112,7 +112,7 @@ def test_the_held_out_loss_is_a_mean_over_samples_with_fixed_noise(session):
         first = held_out_loss(s.state, s.validation.held_out)
         second = held_out_loss(s.state, s.validation.held_out)
     assert first == second
-    losses, by_timestep = first
+    losses, by_timestep, single = first
     assert 0.5 < losses["held_out"] < 3.0
     ranges = ["t0.00-0.25", "t0.25-0.50", "t0.50-0.75", "t0.75-1.00"]
     assert list(by_timestep) == ranges
@@ -120,14 +120,15 @@ def test_the_held_out_loss_is_a_mean_over_samples_with_fixed_noise(session):
     assert total == sum(map(len, s.validation.held_out))
     mean = sum(part["samples"] * part["loss"] for part in by_timestep.values()) / total
     assert mean == pytest.approx(losses["held_out"])
-    assert held_out_loss(s.state, []) == ({}, {})
+    assert sum(single) / len(single) == pytest.approx(mean)
+    assert held_out_loss(s.state, []) == ({}, {}, [])
 
 
 def test_a_few_held_out_samples_are_measured_all_over_the_timesteps(session):
     s = session(prompts=["one"], holdout=0.03)
     assert sum(map(len, s.validation.held_out)) == 2
     with torch.no_grad():
-        _, by_timestep = held_out_loss(s.state, s.validation.held_out)
+        _, by_timestep, _ = held_out_loss(s.state, s.validation.held_out)
     assert {name: part["samples"] for name, part in by_timestep.items()} == {
         "t0.00-0.25": 2,
         "t0.25-0.50": 2,

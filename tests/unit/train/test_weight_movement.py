@@ -115,7 +115,7 @@ def test_gradient_norms_are_added_up_by_block(model):
     movement = WeightMovement(trained(model), {}, {})
     model(torch.ones(2, 24)).sum().backward()
     names, norms = movement.gradient_norms(torch.tensor(0.5))
-    found = movement.by_block(names, norms.tolist())
+    found = movement.by_block(dict(zip(names, norms.tolist(), strict=True)))
     gradients = [model.blocks[1].proj.weight.grad, model.blocks[1].out.weight.grad]
     expected = 0.5 * float(torch.cat([g.flatten() for g in gradients]).norm())
     assert found["blocks.1"] == pytest.approx(expected)
