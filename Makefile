@@ -17,7 +17,7 @@ help:  ## what there is
 $(STAMP): pyproject.toml constraints.txt setup.py src/gracetune/memory/shim.c src/gracetune/data/bulk_copy.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true  # on all cores; pip would use one
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores; pip would use one
 	@touch $@
 
 venv: $(STAMP)  ## make .venv with pinned dependencies
