@@ -183,8 +183,10 @@ def _prepare_process(
     session: Session, metrics: MetricsBuffer, timing: PlanTiming, steps: int
 ) -> None:
     """Do what must wait for the first steps of this process; `steps` is their number."""
-    if steps == 1:  # the optimizer's state exists now
-        session.writer.reserve(_state_tensors(session))
+    if steps == 1:
+        metrics.flush()  # it may have compiled for a minute: show at once that training works
+        session.writer.reserve(_state_tensors(session))  # the optimizer's state exists now
+        metrics.restart_clock()
     elif steps == GC_FREEZE_STEPS:
         metrics.flush()
         session.gc_freeze.freeze()
