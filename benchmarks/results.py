@@ -82,7 +82,7 @@ def previous(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """
     if arguments.rehearse:
         return {}
-    return read(name, arguments.out) or read(name)
+    return read(name, arguments.out) or read(name, FOLDER)
 
 
 def flatten(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
