@@ -6,6 +6,7 @@ import pytest
 import torch
 from fakes.miniatures import MINIATURES
 from peft.tuners.lora import Linear as LoraLinear
+from torch._dynamo.exc import TorchDynamoException
 
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.fused_lora import FusedLora
@@ -126,6 +127,34 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorde
     measured = [text for text in texts if text.startswith("measured:")]
     assert len(measured) == 2, "before and after"
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
+
+
+def test_a_run_that_cannot_compile_continues_with_an_eager_plan(
+    tiny_run, tmp_path, recorder, monkeypatch
+):
+    def train(name, plan):
+        recorder.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter={"rank": 4},
+            train={"max_train_steps": 4, "batch_size": 2},
+            plan=plan,
+        )
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
+
+    def broken(*_, **__):
+        raise TorchDynamoException("no compiler here")
+
+    expected = train("plain", "off")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    losses = train("planned", {"device_memory": "1GB", "compile": "always"})
+    assert losses == pytest.approx(expected, rel=1e-3)
+    texts = [event.text for event in recorder.of(Notice) if event.fallback]
+    assert [text.split(":")[0] for text in texts] == [
+        "compilation failed, so blocks run eagerly from now on, which is slower",
+        "the run is planned again without compilation",
+    ]
 
 
 def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
