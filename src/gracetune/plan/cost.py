@@ -367,6 +367,8 @@ class CostModel:
     def _compute_seconds(self, op: Op, scale: float, timed: float | None, compiled: bool) -> float:
         if timed is None:
             return op.flops * scale / self._flops_rate(op)
+        # `step_share` was fitted to steps whose kernels had rates. It lengthens timed attention,
+        # too, for which there is no measurement of its own.
         return timed / self.rates.step_share if compiled else timed
 
     def _flops_rate(self, op: Op) -> float:
