@@ -326,4 +326,5 @@ def _predicted(described: Mapping[str, Any]) -> dict[str, Any]:
         "predicted_images_s": plan["batch"] / plan["seconds"]["step"],
         "predicted_peak_gib": sum(plan["device"].values()) / GIB,
         "predicted_waits_s": {k: v for k, v in plan["seconds"].items() if k.startswith("wait")},
+        "launch_costs_us": {name: 1e6 * s for name, s in plan["launch_costs_s"].items()},
     }

@@ -27,8 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -47,13 +46,10 @@ from torch.profiler import ProfilerActivity, profile
 from wan14b_step import COPIES, kind_of
 
 from gracetune.cli.main import main as gracetune
-from gracetune.plan import planner
 from gracetune.train import loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from gracetune.plan.machines import MachineRates
 
 NAME = "step_trace"
 TRACED_STEPS = 1
@@ -119,16 +115,12 @@ def trace(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         product_run.write_samples(folder / "samples", sizes, product_run.PER_SIZE)
         path = product_run.write_run_file(run, model, folder, small=small)
         stack.enter_context(patch.object(loop, "train_step", profiler.wrap(loop.train_step)))
-        rates = stack.enter_context(recorded_rates())
         code = gracetune(["train", str(path)])
         events = product_run.read_events(folder / "run" / "events.jsonl")
         described = [event for event in events if event["event"] == "run_described"]
         yield {
             "exit_code": code,
             **product_run.figures_of(run, events, events[0]["time"]),
-            "launch_costs_us": {
-                name: 1e6 * s for one in rates for name, s in asdict(one.host).items()
-            },
             "host_ms": profiler.host_ms,
             "planned_s": described[0]["plan"]["seconds"] if described else {},
         }
@@ -137,20 +129,6 @@ def trace(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with gzip.open(arguments.raw, "wt") as file:
             json.dump(records, file)
     yield summary(records)
-
-
-@contextmanager
-def recorded_rates() -> Iterator[list[MachineRates]]:
-    """Collect the rates that the planner measures."""
-    found: list[MachineRates] = []
-    original = planner.measure_rates
-
-    def measure(*args: Any) -> MachineRates:
-        found.append(original(*args))
-        return found[-1]
-
-    with patch.object(planner, "measure_rates", measure):
-        yield found
 
 
 class BlockClock:

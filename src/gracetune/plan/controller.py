@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gracetune.offload.ring import RingCounters
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.cost import CostModel
+    from gracetune.plan.launch_overhead import LaunchCosts
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.planner_input import PlanProblem
     from gracetune.plan.result import Plan
@@ -283,6 +284,11 @@ class PlanController:
     def clear_cached_memory(self) -> None:
         """Free memory that torch's allocator caches after work outside the plan."""
         self._meter.clear()
+
+    @property
+    def launch_costs(self) -> LaunchCosts:
+        """The CPU's costs of launching kernels, with which the plan was made."""
+        return self._problem.model.rates.host
 
     @property
     def slots_nbytes(self) -> int:

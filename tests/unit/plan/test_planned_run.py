@@ -1,6 +1,6 @@
 """Runs in little device memory, rehearsed on the CPU, have the losses of plain runs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from gracetune.config.checks import check_run
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
-from gracetune.events.types import Notice, StepDone, WeightsStreamed
+from gracetune.events.types import Notice, RunDescribed, StepDone, WeightsStreamed
 from gracetune.plan import planner
+from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train import fp8_calibration
 from gracetune.train.build import build_session, start_accelerator
@@ -175,6 +176,15 @@ def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
     built.close()
     assert any(text.startswith("plan:") for text in recorder.texts())
     assert not (tmp_path / "run" / "generations").exists()
+
+
+def test_a_planned_run_logs_the_launch_costs_of_its_plan(tiny_run, recorder):
+    """Predictions of eager plans depend on them, and they differ between machines."""
+    plan = {"device_memory": "1GB", "compile": "never"}
+    run = tiny_run(adapter={"rank": 4}, train={"max_train_steps": 1}, plan=plan)
+    run_training(run, sinks=[recorder])
+    (described,) = recorder.of(RunDescribed)
+    assert described.plan["launch_costs_s"] == asdict(TYPICAL_LAUNCH_COSTS), "assumed on a CPU"
 
 
 def test_streaming_events_contain_their_cost(tiny_run, recorder):
