@@ -15,9 +15,9 @@ qwen_image  Qwen-Image with 20 of its 60 layers, 512x512 in 3 buckets, captions 
 Times are read from the run's log. "Started" is the event `run_started`: the model is loaded, the
 data are encoded and the plan is applied. The full speed is the median of the last half of the
 steps; it is reached at the first of 8 steps in a row that take at most 1/0.95 of its time together.
-Steps are logged together, the first two before the others; `first_step_s` is the time of that log
-entry. With `--log-every 1` it is exact, but each step then waits for the GPU, which makes a step
-that is bound by the CPU slower. Results are written after each start.
+The first step is logged at once, later ones together. With `--log-every 1` each step waits for the
+GPU, which makes steps that are bound by the CPU slower: measure with the default. Results are
+written after each start.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--train"]:  # a process that this script has started
         return train(Path(sys.argv[2]), Path(sys.argv[3]))
     arguments = parse_arguments()
-    figures = results.read(NAME, arguments.out)
+    figures = results.previous(NAME, arguments)
     failed = False
     for name in arguments.only:
         figures = {k: v for k, v in figures.items() if not k.startswith(f"{name}.")}
@@ -95,6 +95,8 @@ def main() -> int:
             print(f"{name}: {nbytes / GIB:.1f} GiB in {time.monotonic() - began:.1f} s", flush=True)
             for start in ("first", "second")[: arguments.starts]:
                 found = start_run(folder, start, arguments)
+                found |= {"log_every": arguments.log_every}
+                found["commit"] = arguments.commit or results.this_commit()
                 failed |= "error" in found
                 figures |= dict(results.flatten({name: {start: found}}))
                 results.write(NAME, figures, arguments.out, arguments.commit)

@@ -10,7 +10,10 @@ worst before: eager steps in little memory, which wait for the CPU, and fp8.
     others   Qwen-Image in 32 GB, and Flux at 768x768 in 16 GB; compiled
 
 The peak must be within 5 %, and the seconds of a step within 10 %. Seconds are the median of the
-last entries of the log, without the first steps, in which the plan is checked.
+last entries of the log, without the first steps, in which the plan is checked. If the check has led
+to another plan (`plan_corrected`), these entries are steps of that plan. The first prediction is
+then compared with what the check has measured, and the second one (`corrected_seconds`) with the
+last entries.
 
     PYTHONPATH=src:benchmarks python benchmarks/planner_runs.py [--only NAME,...] [--out FOLDER]
         [--commit NAME] [--rehearse]
@@ -93,7 +96,7 @@ def main() -> int:
     unknown = set(names) - RUNS.keys()
     if unknown:
         parser.error(f"--only: {', '.join(unknown)} is not one of {', '.join(RUNS)}")
-    figures = results.read(NAME, arguments.out)
+    figures = results.previous(NAME, arguments)
     groups: dict[str, list[str]] = {}
     for name in names:  # runs of the same model share its folder
         groups.setdefault(RUNS[name].folder, []).append(name)
@@ -125,13 +128,20 @@ def shortened(run: ProductRun, small: bool) -> ProductRun:
 
 
 def compare(found: dict[str, Any]) -> dict[str, Any]:
-    """Add the deviations of the prediction to a run's figures."""
+    """Add the deviations of the predictions to a run's figures.
+
+    The first prediction is compared with steps of the first plan, also if another plan followed.
+    """
     if "step_s" in found and len(found["step_s"]) > SKIPPED:
         found["seconds"] = median(found["step_s"][SKIPPED:])
-    if "seconds" in found:
-        found["seconds_off"] = found["predicted_seconds"] / found["seconds"] - 1
-    if "peak_gib" in found:
-        found["peak_off"] = found["predicted_peak_gib"] / found["peak_gib"] - 1
+    corrected = found["plan_corrected"]
+    for name in ("seconds", "peak_gib"):
+        of_first = f"checked_{name}" if corrected else name
+        off = name.replace("_gib", "") + "_off"
+        if of_first in found:
+            found[off] = found[f"predicted_{name}"] / found[of_first] - 1
+        if corrected and name in found:
+            found[f"corrected_{off}"] = found[f"corrected_{name}"] / found[name] - 1
     return found
 
 
@@ -142,12 +152,19 @@ def show(name: str, figures: dict[str, Any]) -> bool:
         return float(figures.get(f"{name}.{key}", float("nan")))
 
     met = abs(of("seconds_off")) <= SECONDS_LIMIT and abs(of("peak_off")) <= PEAK_LIMIT
-    print(
+    corrected = figures.get(f"{name}.plan_corrected", False)
+    measured = "checked_" if corrected else ""
+    text = (
         f"{'met   ' if met else 'MISSED'} {name:<16} predicted {of('predicted_seconds'):.3f} s, "
-        f"{of('predicted_peak_gib'):.2f} GiB; measured {of('seconds'):.3f} s "
-        f"({of('seconds_off'):+.1%}), {of('peak_gib'):.2f} GiB ({of('peak_off'):+.1%})",
-        flush=True,
+        f"{of('predicted_peak_gib'):.2f} GiB; measured {of(f'{measured}seconds'):.3f} s "
+        f"({of('seconds_off'):+.1%}), {of(f'{measured}peak_gib'):.2f} GiB ({of('peak_off'):+.1%})"
     )
+    if corrected:
+        text += (
+            f"; corrected: predicted {of('corrected_seconds'):.3f} s, measured {of('seconds'):.3f} "
+            f"s ({of('corrected_seconds_off'):+.1%})"
+        )
+    print(text, flush=True)
     return met
 
 

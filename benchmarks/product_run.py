@@ -1,13 +1,14 @@
 """Train a model of published shape with `gracetune train`, and read figures from the run's log.
 
-A run is what a user would start: a model folder (random weights), a folder of images with captions
-in several aspect ratios, and a run file with `plan: auto` and a limit of device memory. The run
-file asks for thousands of steps, because the planner compiles blocks only in a run that is long
-enough; the run is stopped with Ctrl-C (SIGINT) after the steps that are needed here.
+A run is what a user would start: a model folder (random weights), a folder of images or videos with
+captions in several aspect ratios, and a run file with `plan: auto` and a limit of device memory.
+The run file asks for thousands of steps, because the planner compiles blocks only in a run that is
+long enough; the run is stopped with Ctrl-C (SIGINT) after the steps that are needed here.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,11 +19,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import av
 import numpy as np
 import random_weights
 from PIL import Image
@@ -35,8 +38,14 @@ if TYPE_CHECKING:
 
 SIZES = ((1024, 1024), (1152, 896), (896, 1152), (1216, 832), (832, 1216), (1344, 768))
 """Width and height of the images: six buckets of about the same area."""
+VIDEO_SIZES = ((832, 480), (480, 832), (800, 496), (752, 528), (528, 752), (688, 576))
+"""Width and height of videos: six buckets of about 632x632 pixels, none larger than the first."""
+VIDEO_RESOLUTION = 632
 SMALL_SIZES = ((64, 64), (64, 48), (48, 64), (80, 48), (48, 80))
+SMALL_FRAMES = 5
 PER_SIZE = 8
+CAPTION = ("the", "ring", "of")
+"""Words that are one token each in the tokenizers of the model folders."""
 LONG_RUN = 3000
 """Steps that the run file asks for."""
 LOG_EVERY = 5
@@ -44,7 +53,10 @@ LOG_EVERY = 5
 POLL_S = 0.5
 EXIT_S = 90
 """Seconds that a run may take to save its checkpoint and end."""
-MEASURED = re.compile(r"measured: .*?, ([\d.]+ [KMGT]?i?B) of device memory")
+MEASURED = re.compile(r"measured: ([\d.]+) samples/s .*?, ([\d.]+ [KMGT]?i?B) of device memory")
+CORRECTED = re.compile(
+    r"plan corrected .* Expect .*?, ([\d.]+) s per micro-batch, ([\d.]+ [KMGT]?i?B) of device"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,10 @@ class ProductRun:
     frozen_compute: str = "bf16"
     sizes: Sequence[tuple[int, int]] = SIZES
     resolution: int = 1024
+    frames: int = 1
+    """Frames of a video; 1: images."""
+    caption_tokens: int = 12
+    """Tokens of a caption, at least. Some models do not pad captions to a fixed length."""
     small_memory: str = "90MB"
     """Limit of device memory in a rehearsal."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -85,32 +101,63 @@ def model_folder(name: str, nbytes: int, *, small: bool, config: Any = None) -> 
         yield folder
 
 
-def write_images(folder: Path, sizes: Sequence[tuple[int, int]], per_size: int) -> None:
-    """Write different images of smooth colours with grain, each with a caption."""
+def write_samples(
+    folder: Path,
+    sizes: Sequence[tuple[int, int]],
+    per_size: int,
+    frames: int = 1,
+    caption_tokens: int = 12,
+) -> None:
+    """Write different images of smooth colours with grain, or videos of them, with captions."""
     folder.mkdir()
 
     def write(number: int) -> None:
         width, height = sizes[number // per_size]
-        random = np.random.default_rng(number)
-        columns, rows = (
-            50 * np.sin(np.linspace(0, 6, edge)[:, None] * random.uniform(0.5, 4, 3) + number)
-            for edge in (width, height)
-        )
-        grain = random.integers(-12, 13, (height, width, 1))
-        pixels = (128 + rows[:, None] + columns[None] + grain).clip(0, 255)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:03}.jpg", quality=92)
-        (folder / f"{number:03}.txt").write_text(f"the ring of number {number}, on a blue box")
+        if frames > 1:
+            wide = make_pixels(number, width + 2 * frames, height)
+            (folder / f"{number:03}.mp4").write_bytes(make_video(wide, width, frames))
+        else:
+            image = Image.fromarray(make_pixels(number, width, height))
+            image.save(folder / f"{number:03}.jpg", quality=92)
+        repeats = -(-caption_tokens // len(CAPTION))
+        (folder / f"{number:03}.txt").write_text(f"{number} {' '.join(CAPTION * repeats)}")
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(len(sizes) * per_size)))
+
+
+def make_pixels(number: int, width: int, height: int) -> np.ndarray:
+    """Return an image, which differs for each number."""
+    random = np.random.default_rng(number)
+    columns, rows = (
+        50 * np.sin(np.linspace(0, 6, edge)[:, None] * random.uniform(0.5, 4, 3) + number)
+        for edge in (width, height)
+    )
+    grain = random.integers(-12, 13, (height, width, 1))
+    return (128 + rows[:, None] + columns[None] + grain).clip(0, 255).astype(np.uint8)
+
+
+def make_video(wide: np.ndarray, width: int, frames: int) -> bytes:
+    """Return an MP4 file (H.264, 16 frames per second) that pans over an image."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        stream = output.add_stream("libx264", rate=Fraction(16))
+        stream.width, stream.height, stream.pix_fmt = width, wide.shape[0], "yuv420p"
+        for number in range(frames):
+            part = np.ascontiguousarray(wide[:, 2 * number : 2 * number + width])
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(part, format="rgb24")))
+        output.mux(stream.encode())
+    return buffer.getvalue()
 
 
 def train(run: ProductRun, model: Path, *, small: bool) -> dict[str, Any]:
     """Run `gracetune train` until enough steps are done, and return its figures."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sizes = SMALL_SIZES if small else run.sizes
-        write_images(folder / "images", sizes, 2 if small else PER_SIZE)
+        sizes, per_size, frames = run.sizes, PER_SIZE, run.frames
+        if small:
+            sizes, per_size, frames = SMALL_SIZES, 2, min(frames, SMALL_FRAMES)
+        write_samples(folder / "samples", sizes, per_size, frames, run.caption_tokens)
         path = write_run_file(run, model, folder, small=small)
         began = time.time()
         if small:  # a process of its own would import torch again, for seconds
@@ -123,6 +170,12 @@ def train(run: ProductRun, model: Path, *, small: bool) -> dict[str, Any]:
 
 def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -> Path:
     """Write the run file and return its path."""
+    dataset: dict[str, Any] = {
+        "instance_data_dir": str(folder / "samples"),
+        "resolution": 64 if small else run.resolution,
+    }
+    if run.frames > 1:
+        dataset |= {"dataset_type": "video", "frames": SMALL_FRAMES if small else run.frames}
     settings: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "model": {
@@ -132,12 +185,7 @@ def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -
             "frozen_compute": "bf16" if small else run.frozen_compute,
         },
         "adapter": {"rank": 2 if small else 16},
-        "datasets": [
-            {
-                "instance_data_dir": str(folder / "images"),
-                "resolution": 64 if small else run.resolution,
-            }
-        ],
+        "datasets": [dataset],
         "train": {
             "max_train_steps": run.steps if small else LONG_RUN,
             "batch_size": run.batch,
@@ -161,7 +209,10 @@ def write_run_file(run: ProductRun, model: Path, folder: Path, *, small: bool) -
 
 
 def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 400) -> int:
-    """Start `gracetune train`, stop it after `steps` steps, and return its exit code."""
+    """Start `gracetune train`, stop it after `steps` steps, and return its exit code.
+
+    A run that does not end is killed, which its exit code -9 shows. Its log can still be read.
+    """
     command = [sys.executable, "-m", "gracetune", "train", str(path)]
     process = subprocess.Popen(command, env=os.environ, start_new_session=True)
     ends_at = time.monotonic() + timeout_s
@@ -172,11 +223,13 @@ def train_in_process(path: Path, log: Path, steps: int, timeout_s: float = 400) 
                 break
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        return process.wait(EXIT_S)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(EXIT_S)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+    return process.returncode
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -201,12 +254,14 @@ def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> d
         "batch": run.batch,
         "steps": len(steps),
         "plan": "; ".join(text for text in notices if text.startswith("plan")),
+        "shapes": "; ".join(text for text in notices if text.startswith("shapes")),
         "check": "; ".join(text for text in notices if text.startswith("measured: ")),
         "warnings": "; ".join(e["text"] for e in by_kind.get("notice", []) if e["level"] != "info"),
     }
     described = by_kind.get("run_described", [])
     if described:
         figures |= _predicted(described[0])
+    figures |= _checked(run, notices)
     if len(steps) > run.counted:
         counted = steps[-run.counted :]
         seconds = sum(step["seconds"] for step in counted)
@@ -216,9 +271,8 @@ def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> d
             "first_step_after_s": steps[0]["time"] - began,
             "step_s": [round(step["seconds"], 4) for step in steps],
         }
-    peaks = [match.group(1) for text in notices if (match := MEASURED.search(text))]
-    if peaks:
-        figures["peak_gib"] = parse_bytes(peaks[-1].replace(" ", "")) / GIB
+    if "images_s" in figures and "mean_pixels_of_largest" in figures:
+        figures["largest_images_s"] = figures["images_s"] * figures["mean_pixels_of_largest"]
     used = by_kind.get("memory_used", [])
     if used:
         figures["allocated_peak_gib"] = used[-1]["device_peak"] / GIB
@@ -230,6 +284,30 @@ def figures_of(run: ProductRun, events: list[dict[str, Any]], began: float) -> d
             last = by_kind[kind][-1]
             figures[name] = last["seconds"] if kind == "step_times" else last["gpus"]
     return figures
+
+
+def _checked(run: ProductRun, notices: Sequence[str]) -> dict[str, Any]:
+    """Return what the run's own checks have measured, and the prediction of a corrected plan.
+
+    The first check measures the first plan, the last check the plan with which the run continues.
+    """
+    checks = [match for text in notices if (match := MEASURED.search(text))]
+    figures: dict[str, Any] = {
+        "plan_corrected": any(t.startswith("plan corrected") for t in notices)
+    }
+    if checks:
+        figures["checked_seconds"] = run.batch / float(checks[0][1])
+        figures["checked_peak_gib"] = _gib(checks[0][2])
+        figures["peak_gib"] = _gib(checks[-1][2])
+    corrected = [match for text in notices if (match := CORRECTED.search(text))]
+    if corrected:
+        figures["corrected_seconds"] = float(corrected[-1][1])
+        figures["corrected_peak_gib"] = _gib(corrected[-1][2])
+    return figures
+
+
+def _gib(text: str) -> float:
+    return parse_bytes(text.replace(" ", "")) / GIB
 
 
 def _predicted(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,4 +326,5 @@ def _predicted(described: Mapping[str, Any]) -> dict[str, Any]:
         "predicted_images_s": plan["batch"] / plan["seconds"]["step"],
         "predicted_peak_gib": sum(plan["device"].values()) / GIB,
         "predicted_waits_s": {k: v for k, v in plan["seconds"].items() if k.startswith("wait")},
+        "launch_costs_us": {name: 1e6 * s for name, s in plan["launch_costs_s"].items()},
     }

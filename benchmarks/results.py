@@ -74,6 +74,17 @@ def read(name: str, folder: Path = FOLDER) -> dict[str, Any]:
     return json.loads(path.read_text())["figures"] if path.exists() else {}
 
 
+def previous(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures that a measurement adds its own to: those in `--out`, else the committed.
+
+    So a measurement on another machine, into an empty folder, loses no earlier ones. A rehearsal
+    starts with none.
+    """
+    if arguments.rehearse:
+        return {}
+    return read(name, arguments.out) or read(name, FOLDER)
+
+
 def flatten(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield every figure with its dotted name."""
     for name, value in figures.items():

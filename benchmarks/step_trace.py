@@ -14,7 +14,8 @@ and copies of one steady step with torch's profiler, and writes their time besid
         [--layers 19,38] [--steps 16] [--raw FILE] [--out FOLDER] [--rehearse]
 
 `--raw` also writes every kernel and copy: start and duration in microseconds, stream, bytes, name.
-Results under other names are kept.
+Results under other names are kept. The figures of the run are written before its trace is read,
+which takes a while.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,10 @@ from torch.profiler import ProfilerActivity, profile
 from wan14b_step import COPIES, kind_of
 
 from gracetune.cli.main import main as gracetune
-from gracetune.plan import planner
 from gracetune.train import loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from gracetune.plan.machines import MachineRates
 
 NAME = "step_trace"
 TRACED_STEPS = 1
@@ -80,17 +77,19 @@ def main() -> int:
     arguments = results.parse_arguments(parser)
     if arguments.rehearse:
         arguments.steps = 6
-    figures = results.read(NAME, arguments.out)
-    found = trace(arguments)
+    figures = results.previous(NAME, arguments)
     figures = {k: v for k, v in figures.items() if not k.startswith(f"{arguments.name}.")}
-    figures |= dict(results.flatten({arguments.name: found}))
-    results.write(NAME, figures, arguments.out, arguments.commit)
+    found: dict[str, Any] = {"commit": arguments.commit or results.this_commit()}
+    for more in trace(arguments):
+        found |= more
+        merged = figures | dict(results.flatten({arguments.name: found}))
+        results.write(NAME, merged, arguments.out, arguments.commit)
     show(found)
     return 0
 
 
-def trace(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the training with a profiler around one step; return its figures."""
+def trace(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train with a profiler around one step; yield the run's figures, then those of the trace."""
     small = arguments.rehearse
     numbers = [int(number) for number in arguments.layers.split(",") if number]
     config = dict(zip(LAYER_SETTINGS[arguments.family], numbers, strict=False))
@@ -113,39 +112,23 @@ def trace(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sizes = product_run.SMALL_SIZES[:1] if small else run.sizes
-        product_run.write_images(folder / "images", sizes, product_run.PER_SIZE)
+        product_run.write_samples(folder / "samples", sizes, product_run.PER_SIZE)
         path = product_run.write_run_file(run, model, folder, small=small)
         stack.enter_context(patch.object(loop, "train_step", profiler.wrap(loop.train_step)))
-        rates = stack.enter_context(recorded_rates())
         code = gracetune(["train", str(path)])
         events = product_run.read_events(folder / "run" / "events.jsonl")
         described = [event for event in events if event["event"] == "run_described"]
+        yield {
+            "exit_code": code,
+            **product_run.figures_of(run, events, events[0]["time"]),
+            "host_ms": profiler.host_ms,
+            "planned_s": described[0]["plan"]["seconds"] if described else {},
+        }
         records = profiler.records(folder / "trace.json")
     if arguments.raw is not None:
         with gzip.open(arguments.raw, "wt") as file:
             json.dump(records, file)
-    return {
-        "exit_code": code,
-        **product_run.figures_of(run, events, events[0]["time"]),
-        "launch_costs_us": {name: 1e6 * s for one in rates for name, s in asdict(one.host).items()},
-        "host_ms": profiler.host_ms,
-        "planned_s": described[0]["plan"]["seconds"] if described else {},
-        **summary(records),
-    }
-
-
-@contextmanager
-def recorded_rates() -> Iterator[list[MachineRates]]:
-    """Collect the rates that the planner measures."""
-    found: list[MachineRates] = []
-    original = planner.measure_rates
-
-    def measure(*args: Any) -> MachineRates:
-        found.append(original(*args))
-        return found[-1]
-
-    with patch.object(planner, "measure_rates", measure):
-        yield found
+    yield summary(records)
 
 
 class BlockClock:

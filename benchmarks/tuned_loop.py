@@ -1,24 +1,29 @@
 """Compare `gracetune train` with the best training loop that diffusers and peft allow.
 
-For each model and limit of device memory, three ways to train a LoRA of rank 16 at 1024x1024 are
-measured one after the other, on the same GPU and with random weights:
+For each model and limit of device memory, three ways to train a LoRA of rank 16 are measured one
+after the other, on the same GPU and with random weights. Samples are images of 1024x1024, or for
+`clip` videos of 33 frames at 832x480:
 
     tuned loop   diffusers' transformer and peft's LoRA (fp32, under bf16 autocast), fused AdamW,
                  `compile_repeated_blocks()`, the fastest SDPA backend for its shape, with and
-                 without gradient checkpointing, at the best batch size that fits. If the weights do
-                 not fit, diffusers' group offloading streams them from pinned memory.
+                 without gradient checkpointing, at the best batch size that fits: larger ones are
+                 tried until one is slower, does not fit, or `--budget` seconds are over. If the
+                 weights do not fit, diffusers' group offloading streams them from pinned memory.
     eager loop   the same without compilation, always with gradient checkpointing: what most
                  training scripts do.
-    product      `gracetune train` with `plan: auto` on images in six aspect ratios, including its
-                 data pipeline, logging and telemetry.
+    product      `gracetune train` with `plan: auto` on samples in six aspect ratios, including its
+                 data pipeline, logging and telemetry. Captions have as many tokens as in the loops.
 
-The loops run on one fixed batch of 1024x1024 without a data pipeline, which favours them. Their
-memory is limited with torch's memory fraction, the product's with `plan.device_memory`. Each way
-runs in a process of its own. Results are written after each.
+The loops run on one fixed batch without a data pipeline, which favours them. All their samples have
+the size of the product's largest bucket. The product's buckets have 1 to 2 % fewer pixels on
+average, which favours it, so the figure to compare is `largest_images_s`: images/s times the mean
+number of pixels relative to the largest bucket. The memory of the loops is limited with torch's
+memory fraction, that of the product with `plan.device_memory`. Each way runs in a process of its
+own, the slowest ways last. Results are written after each measurement.
 
     PYTHONPATH=src:benchmarks python benchmarks/tuned_loop.py MODEL [--memory 96,24]
-        [--ways loops,product] [--only NAME,...] [--steps 40] [--out FOLDER] [--commit NAME]
-        [--rehearse]
+        [--ways loops,product] [--only NAME,...] [--steps 40] [--budget 120] [--out FOLDER]
+        [--commit NAME] [--rehearse]
 
 MODEL is flux, wan, qwen or clip. Results of other models and ways are kept.
 """
@@ -29,10 +34,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +59,7 @@ from gracetune.models.family import planner_shapes
 from gracetune.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from model_cases import Case
     from torch import nn
@@ -61,7 +68,9 @@ NAME = "tuned_loop"
 RANK = 16
 WARM_UP, TIMED = 2, 4
 """Untimed and timed steps of a loop. The first one compiles."""
-LOOP_TIMEOUT_S = 240
+KILLED_AFTER_S = 120
+"""Seconds after the budget of a loop until its process is killed: a measurement that has begun
+within the budget may take this long."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,15 @@ class Loop:
     name: str
     compiled: bool
     checkpointing: bool
-    batches: tuple[int, ...]
-    """Batch sizes to try. The next one is measured while a larger batch fits and is faster."""
+    batch: int
+    """The first batch size to try."""
     offload: bool = False
     """Stream frozen weights with diffusers' group offloading."""
+
+    @property
+    def is_slow(self) -> bool:
+        """True if the loop takes minutes to compile: its offloading breaks every graph."""
+        return self.compiled and self.offload
 
     @property
     def is_tuned(self) -> bool:
@@ -95,6 +109,8 @@ class Model:
     """Bytes of the frozen weights in bf16."""
     loops: dict[int, tuple[Loop, ...]]
     product_batches: dict[int, int]
+    caption_tokens: int = 12
+    """Tokens of the product's captions. The loops have 512, to which all but Qwen-Image pad."""
     joint_attention: bool = True
     """True if text tokens and image tokens attend to each other together."""
     eager_cudnn: bool = False
@@ -102,20 +118,25 @@ class Model:
     are not contiguous, as those of joint attention."""
 
 
-def _loops(kept: tuple[int, ...], checkpointed: tuple[int, ...]) -> tuple[Loop, ...]:
+def _loops(kept: int, checkpointed: int) -> tuple[Loop, ...]:
     return (
         Loop("compiled", True, False, kept),
         Loop("compiled_checkpointing", True, True, checkpointed),
-        Loop("eager", False, False, (1,)),
+        Loop("eager", False, False, 1),
         Loop("eager_checkpointing", False, True, checkpointed),
     )
 
 
-def _offloaded(batches: tuple[int, ...]) -> tuple[Loop, ...]:
+def _offloaded(batch: int) -> tuple[Loop, ...]:
     return (
-        Loop("compiled_checkpointing_offload", True, True, batches[:1], offload=True),
-        Loop("eager_checkpointing_offload", False, True, batches, offload=True),
+        Loop("eager_checkpointing_offload", False, True, batch, offload=True),
+        Loop("compiled_checkpointing_offload", True, True, batch, offload=True),
     )
+
+
+def larger(batch: int) -> int:
+    """Return the batch size to try after this one: 1, 2, 3, 4, 6, 9, 13, ..."""
+    return batch + max(1, batch // 2)
 
 
 MODELS = {
@@ -124,7 +145,7 @@ MODELS = {
         "flux",
         "flux",
         23.8e9,
-        {96: _loops((2,), (4,)), 24: _offloaded((4, 6))},
+        {96: _loops(2, 4), 24: _offloaded(4)},
         {96: 4, 24: 2},
     ),
     "wan": Model(
@@ -132,7 +153,7 @@ MODELS = {
         "wan21",
         "wan22",
         28.6e9,
-        {96: _loops((1,), (4,)), 24: _offloaded((4, 6))},
+        {96: _loops(1, 4), 24: _offloaded(4)},
         {96: 2, 24: 3},
         joint_attention=False,
         eager_cudnn=True,
@@ -142,15 +163,16 @@ MODELS = {
         "qwen_image",
         "qwen_image",
         40.9e9,
-        {96: _loops((1,), (4,)), 24: _offloaded((3, 4))},
+        {96: _loops(1, 4), 24: _offloaded(3)},
         {96: 2, 24: 2},
+        caption_tokens=512,
     ),
     "clip": Model(
         "clip",
         "wan21",
         "wan22",
         28.6e9,
-        {96: _loops((1,), (2,)), 24: _offloaded((1, 2))},
+        {96: _loops(1, 2), 24: _offloaded(1)},
         {96: 1, 24: 1},
         joint_attention=False,
         eager_cudnn=True,
@@ -166,15 +188,19 @@ def main() -> int:
     parser.add_argument("--ways", default="loops,product")
     parser.add_argument("--only", default="", help="names of the loops to measure; default: all")
     parser.add_argument("--steps", type=int, default=40, help="steps of the product's run")
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds of a loop for larger batch sizes"
+    )
     parser.add_argument("--loop", default="", help=argparse.SUPPRESS)
     arguments = results.parse_arguments(parser)
     model = MODELS[arguments.model]
     limits = [int(gb) for gb in arguments.memory.split(",")]
     if arguments.loop:  # a child process that measures one loop
         (loop,) = (one for one in model.loops[limits[0]] if one.name == arguments.loop)
-        run_loop(model, loop, limits[0], arguments.rehearse)
+        for line in run_loop(model, loop, limits[0], arguments.budget, arguments.rehearse):
+            print(json.dumps(line), flush=True)
         return 0
-    figures = results.read(NAME, arguments.out)
+    figures = results.previous(NAME, arguments)
     only = [name for name in arguments.only.split(",") if name]
 
     def save(memory_gb: int, way: str, found: dict[str, Any]) -> None:
@@ -185,14 +211,14 @@ def main() -> int:
         figures.update(results.flatten({prefix: found}))
         results.write(NAME, figures, arguments.out, arguments.commit)
 
-    for way in arguments.ways.split(","):
-        if way == "product":
-            measure_product(arguments, model, limits, save)
-        for memory_gb in limits if way == "loops" else ():
-            for loop in model.loops[memory_gb]:
-                if not only or loop.name in only:
-                    found = measure_loop(arguments, loop, memory_gb)
-                    save(memory_gb, loop.name, found)
+    ways = arguments.ways.split(",")
+    fast, slow = chosen_loops(model, limits, only if "loops" in ways else None)
+    for memory_gb, loop in fast:
+        measure_loop(arguments, loop, memory_gb, save)
+    if "product" in ways:
+        measure_product(arguments, model, limits, save)
+    for memory_gb, loop in slow:
+        measure_loop(arguments, loop, memory_gb, save)
     for memory_gb in limits:
         show(figures, arguments.model, memory_gb)
     return 0
@@ -201,55 +227,92 @@ def main() -> int:
 # The loops
 
 
-def measure_loop(arguments: argparse.Namespace, loop: Loop, memory_gb: int) -> dict[str, Any]:
-    """Measure one loop in a process of its own and return its figures."""
+def chosen_loops(
+    model: Model, limits: list[int], only: list[str] | None
+) -> tuple[list[tuple[int, Loop]], list[tuple[int, Loop]]]:
+    """Return the loops to measure, each with its limit of memory: the fast ones and the slow ones.
+
+    `only` has names of loops; if it is empty, all are measured, and none if it is None.
+    """
+    chosen = [
+        (memory_gb, loop)
+        for memory_gb in limits
+        for loop in model.loops[memory_gb]
+        if only is not None and (not only or loop.name in only)
+    ]
+    return [one for one in chosen if not one[1].is_slow], [one for one in chosen if one[1].is_slow]
+
+
+def measure_loop(
+    arguments: argparse.Namespace,
+    loop: Loop,
+    memory_gb: int,
+    save: Callable[[int, str, dict[str, Any]], None],
+) -> None:
+    """Measure one loop in a process of its own, and save its figures after each batch size."""
     print(f"{arguments.model}, {memory_gb} GB, {loop.name}", flush=True)
-    began = time.monotonic()
+    began, lines = time.monotonic(), []
     if arguments.rehearse:
-        return run_loop(MODELS[arguments.model], loop, memory_gb, rehearse=True)
+        found = run_loop(MODELS[arguments.model], loop, memory_gb, 0.0, rehearse=True)
+    else:
+        found = run_loop_in_process(arguments, loop, memory_gb)
+    for line in found:
+        lines.append(line)
+        print(f"    {line}", flush=True)
+        save(memory_gb, loop.name, merge(lines) | {"took_s": time.monotonic() - began})
+
+
+def run_loop_in_process(
+    arguments: argparse.Namespace, loop: Loop, memory_gb: int
+) -> Iterator[dict[str, Any]]:
+    """Call `run_loop` in a process of its own; yield its figures, and why it failed if it did."""
     command = [sys.executable, __file__, arguments.model, "--memory", str(memory_gb)]
-    command += ["--loop", loop.name]
-    lines, reason = [], ""
+    command += ["--loop", loop.name, "--budget", str(arguments.budget)]
+    limit_s = arguments.budget + KILLED_AFTER_S
+    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True)
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
     try:
-        done = subprocess.run(
-            command,
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=LOOP_TIMEOUT_S,
-            check=False,
-        )
-        lines = done.stdout.splitlines()
-        reason = "" if done.returncode == 0 else f"ended with exit code {done.returncode}"
-    except subprocess.TimeoutExpired as late:
-        lines = (late.stdout or b"").decode().splitlines()
-        reason = f"stopped after {LOOP_TIMEOUT_S} s"
-    found = merge([json.loads(line) for line in lines if line.startswith("{")])
-    if reason:
-        found["failed"] = reason
-    found["took_s"] = time.monotonic() - began
-    print(f"    {found}", flush=True)
-    return found
+        assert process.stdout is not None
+        for text in process.stdout:
+            if text.startswith("{"):
+                yield json.loads(text)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+    if code == -signal.SIGKILL:
+        yield {"failed": f"stopped after {limit_s:.0f} s"}
+    elif code:
+        yield {"failed": f"ended with exit code {code}"}
 
 
-def run_loop(model: Model, loop: Loop, memory_gb: int, rehearse: bool) -> dict[str, Any]:
-    """Measure one loop at its batch sizes; print a JSON line for each."""
+def run_loop(
+    model: Model, loop: Loop, memory_gb: int, budget_s: float, rehearse: bool
+) -> Iterator[dict[str, Any]]:
+    """Measure a loop at larger and larger batch sizes; yield the figures of each.
+
+    It ends with the first batch size that is slower or does not fit, or after `budget_s`.
+    """
+    began, best, batch = time.monotonic(), 0.0, loop.batch
     device = torch.device("cpu" if rehearse else "cuda")
     case = model_cases.FULL[model.case]
     if rehearse:
         case = model_cases.miniature_of(case)
     transformer = make_transformer(case, loop, device)
-    lines, best = [], 0.0
     with limited_memory(memory_gb, device):
         backend = choose_attention(model, case, transformer, loop, device)
-        for batch in loop.batches:
+        while True:
+            torch._dynamo.reset()  # otherwise the second graph would be one for all batch sizes
             found = time_loop(case, transformer, batch, device) | {"attention": backend}
-            lines.append({f"batch_{batch}": found})
-            print(json.dumps(lines[-1]), flush=True)
+            yield {f"batch_{batch}": found}
             if found.get("images_s", 0.0) <= best:
-                break
-            best = found["images_s"]
-    return merge(lines)
+                return
+            if time.monotonic() - began >= budget_s:
+                yield {"not_tried": f"batch {larger(batch)} and above: {budget_s:.0f} s are over"}
+                return
+            best, batch = found["images_s"], larger(batch)
 
 
 def make_transformer(case: Case, loop: Loop, device: torch.device) -> nn.Module:
@@ -436,7 +499,7 @@ def merge(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the figures of all batch sizes, and add those of the fastest."""
     found = {key: value for line in lines for key, value in line.items()}
     fastest = max(
-        (one for one in found.values() if "images_s" in one),
+        (one for one in found.values() if isinstance(one, dict) and "images_s" in one),
         key=lambda one: one["images_s"],
         default={},
     )
@@ -444,6 +507,27 @@ def merge(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # The product
+
+
+def product_run_of(model: Model, memory_gb: int, steps: int) -> ProductRun:
+    """Return the product's run: the same samples and captions as the loops, in six sizes."""
+    run = ProductRun(
+        model.family,
+        memory_gb,
+        model.product_batches[memory_gb],
+        steps,
+        steps // 2,
+        caption_tokens=model.caption_tokens,
+    )
+    frames = model_cases.FULL[model.case].sample.frames
+    if frames == 1:
+        return run
+    return replace(
+        run,
+        sizes=product_run.VIDEO_SIZES,
+        resolution=product_run.VIDEO_RESOLUTION,
+        frames=frames,
+    )
 
 
 def measure_product(
@@ -457,21 +541,24 @@ def measure_product(
     with product_run.model_folder(model.folder, int(model.nbytes), small=small) as folder:
         for memory_gb in limits[:1] if small else limits:
             steps = 8 if small else arguments.steps
-            run = ProductRun(
-                model.family, memory_gb, model.product_batches[memory_gb], steps, steps // 2
-            )
+            run = product_run_of(model, memory_gb, steps)
             print(f"{arguments.model}, {memory_gb} GB, product", flush=True)
             save(memory_gb, "product", product_run.train(run, folder, small=small))
 
 
 def show(figures: dict[str, Any], model: str, memory_gb: int) -> None:
-    """Print the speed of every way, and of the product relative to the best loops."""
+    """Print the speed of every way, and of the product relative to each loop.
+
+    The product's images are counted in units of its largest bucket, the size of all loops' images.
+    """
     prefix = f"{model}.{memory_gb}."
     speeds = {
         key.removeprefix(prefix).partition(".")[0]: value
         for key, value in figures.items()
         if key.startswith(prefix) and key.count(".") == 3 and key.endswith(".images_s")
     }
+    if "product" in speeds:
+        speeds["product"] = figures.get(f"{prefix}product.largest_images_s", speeds["product"])
     print(f"\n{model} in {memory_gb} GB")
     for way, speed in speeds.items():
         peak = figures.get(f"{prefix}{way}.peak_gib", float("nan"))

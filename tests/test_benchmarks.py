@@ -6,10 +6,14 @@ import runpy
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from gracetune.data.buckets import bucket_sizes
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -90,6 +94,127 @@ def test_a_rehearsal_never_writes_to_the_results(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_path(str(BENCHMARKS / "bare_loop.py"), run_name="__main__")
     assert "a rehearsal does not write to" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(("model", "bucket"), [("clip", "64x64x5"), ("qwen", "64x64")])
+def test_the_product_trains_the_samples_of_the_tuned_loops(model, bucket, tmp_path, monkeypatch):
+    """Videos for `clip`; and Qwen-Image, which does not pad captions, gets 512 tokens."""
+    script = BENCHMARKS / "tuned_loop.py"
+    argv = [str(script), model, "--rehearse", "--ways", "product", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    described = []
+    original = import_module("product_run").figures_of
+
+    def figures_of(run, events, began):
+        described.extend(event for event in events if event["event"] == "run_described")
+        return original(run, events, began)
+
+    monkeypatch.setattr("product_run.figures_of", figures_of)
+    with suppress_success():
+        runpy.run_path(str(script), run_name="__main__")
+    assert bucket in [one["size"] for one in described[0]["data"]["buckets"]]
+    figures = json.loads((tmp_path / "tuned_loop.json").read_text())["figures"]
+    product = f"{model}.96.product"
+    assert "texts of 512 tokens" in figures[f"{product}.shapes"]
+    scaled = figures[f"{product}.images_s"] * figures[f"{product}.mean_pixels_of_largest"]
+    assert figures[f"{product}.largest_images_s"] == pytest.approx(scaled)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_the_largest_video_bucket_has_the_size_of_the_loops_clips():
+    product_run, cases = map(import_module, ("product_run", "model_cases"))
+    first, *others = product_run.VIDEO_SIZES
+    assert first == (cases.CLIP.width, cases.CLIP.height)
+    buckets = bucket_sizes(product_run.VIDEO_RESOLUTION, 16, 3.0)
+    assert {first, *others} <= {*buckets}
+    assert all(width * height <= first[0] * first[1] for width, height in others)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_run_that_does_not_end_is_killed_and_has_an_exit_code(tmp_path, monkeypatch):
+    product_run = import_module("product_run")
+    script, log = tmp_path / "deaf", tmp_path / "events.jsonl"
+    script.write_text("#!/bin/sh\ntrap '' INT\nexec sleep 60\n")
+    script.chmod(0o755)
+    log.write_text('{"event": "step_done", "step": 9}\n')
+    monkeypatch.setattr(product_run, "EXIT_S", 0.2)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert product_run.train_in_process(tmp_path / "run.json", log, 5) == -9
+
+
+NOTICES = (
+    "plan: expect 2.000 samples/s, 1.000 s per micro-batch, 20.0 GiB of device memory",
+    "measured: 1.600 samples/s (expected 2.000), 21.0 GiB of device memory (expected 20.0 GiB)",
+    "plan corrected after the first steps: batch 2, eager. Expect 1.900 samples/s, 1.053 s per "
+    "micro-batch, 23.0 GiB of device memory; the first plan would give 1.600 samples/s, 1.250 s "
+    "per micro-batch, 21.0 GiB of device memory",
+    "measured: 1.950 samples/s (expected 1.900), 22.5 GiB of device memory (expected 23.0 GiB)",
+)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_first_prediction_is_compared_with_the_first_plan(corrected):
+    product_run, planner_runs = map(import_module, ("product_run", "planner_runs"))
+    run = product_run.ProductRun("flux", 24, 2, 25, 15)
+    events = [
+        {"event": "notice", "text": text, "level": "info"}
+        for text in (NOTICES if corrected else NOTICES[:2])
+    ]
+    found = product_run.figures_of(run, events, 0.0)
+    assert found["plan_corrected"] is corrected
+    found |= {"predicted_seconds": 1.0, "predicted_peak_gib": 20.0, "step_s": [9.0] * 10 + [1.0]}
+    found = planner_runs.compare(found)
+    if not corrected:
+        assert found["seconds_off"] == pytest.approx(0.0)
+        return
+    assert found["seconds_off"] == pytest.approx(1.0 / 1.25 - 1)
+    assert found["peak_off"] == pytest.approx(20 / 21 - 1)
+    assert found["corrected_seconds_off"] == pytest.approx(0.053)
+    assert found["corrected_peak_off"] == pytest.approx(23 / 22.5 - 1)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_measurement_adds_to_the_committed_figures(tmp_path, monkeypatch):
+    results = import_module("results")
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "committed")
+    results.write("one", {"a": 1}, tmp_path / "committed", "0000000")
+    arguments = SimpleNamespace(rehearse=False, out=tmp_path / "out")
+    assert results.previous("one", arguments) == {"a": 1}
+    results.write("one", {"a": 1, "b": 2}, tmp_path / "out", "0000000")
+    assert results.previous("one", arguments) == {"a": 1, "b": 2}
+    arguments.rehearse = True
+    assert results.previous("one", arguments) == {}
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    ("speeds", "budget_s", "tried"),
+    [
+        ([1.0, 1.2, 1.1, 9.0], 1e9, [4, 6, 9]),
+        ([1.0, None], 1e9, [4, 6]),
+        ([1.0, 2.0], 0.0, [4]),
+    ],
+    ids=["slower", "out of memory", "no time left"],
+)
+def test_a_tuned_loop_tries_larger_batches(speeds, budget_s, tried, monkeypatch):
+    tuned_loop = import_module("tuned_loop")
+    found = iter(speeds)
+
+    def time_loop(*_):
+        speed = next(found)
+        return {"failed": "out of memory"} if speed is None else {"images_s": speed}
+
+    monkeypatch.setattr(tuned_loop, "time_loop", time_loop)
+    monkeypatch.setattr(tuned_loop, "make_transformer", lambda *_: None)
+    loop = tuned_loop.Loop("eager", compiled=False, checkpointing=True, batch=4)
+    lines = list(tuned_loop.run_loop(tuned_loop.MODELS["flux"], loop, 96, budget_s, rehearse=True))
+    batches = [name for line in lines for name in line if name.startswith("batch_")]
+    assert batches == [f"batch_{batch}" for batch in tried]
+    assert any("not_tried" in line for line in lines) == (budget_s == 0.0)
+    assert tuned_loop.merge(lines)["images_s"] == max(filter(None, speeds[: len(tried)]))
 
 
 def git(*arguments):

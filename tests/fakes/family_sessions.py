@@ -19,6 +19,7 @@ from gracetune.optim.build import build_optimizer
 from gracetune.optim.offloaded_state import OptimizerStepper, StateOffloadSettings
 from gracetune.plan import planner
 from gracetune.plan.apply import PlanLayout, apply_plan
+from gracetune.plan.cost import CostModel
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.plan.result import BlockPlan
 from gracetune.train.build import build_session, start_accelerator
@@ -99,11 +100,15 @@ def family_session(run, emit, checked_blocks=range):
 
 @contextmanager
 def small_plans(backend="aot_eager"):
-    """Let plans offload activations of any size, compile with this backend, and spare no memory."""
+    """Let plans offload activations of any size, compile with this backend, and spare no memory.
+
+    A block that cannot be compiled keeps what its plan says: the models are only traced eagerly.
+    """
     with (
         patch.object(planner, "PlanLayout", partial(PlanLayout, min_offload_nbytes=1)),
         patch.object(planner, "apply_plan", partial(apply_plan, backend=backend)),
         patch.object(PlanProblem, "spare_nbytes", lambda *_: 0),
+        patch.object(CostModel, "eager_modes", lambda *_: ()),
     ):
         yield
 

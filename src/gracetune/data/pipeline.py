@@ -117,7 +117,7 @@ DEVICE_TEXT_SHARE = 64
 
 
 EXTREME_TEXTS = 64
-"""Number of captions with most characters, of which the one with most tokens is planned for."""
+"""Number of captions with most bytes, of which the one with most tokens is planned for."""
 
 
 SOME_TEXTS = 4
@@ -388,9 +388,10 @@ class DataPipeline:
         return self._device_texts
 
     def _find_extreme_texts(self, groups: Sequence[BucketGroup]) -> list[str]:
-        """Return the names of the texts with most and with fewest characters.
+        """Return the names of the texts with most and with fewest bytes.
 
-        The number of tokens is not known without reading an entry, and there may be millions.
+        The number of tokens is not known without reading an entry, and there may be millions. Bytes
+        are nearer to it than characters: a Chinese one is three bytes and often a token.
         """
         lengths: dict[str, int] = {}
         for group in groups:
@@ -398,7 +399,7 @@ class DataPipeline:
                 captions = {*sample.captions, *([EMPTY_PROMPT] if group.caption_dropout else [])}
                 for caption in captions:
                     name = self._prompt_names(caption, sample, group.size)
-                    lengths[name] = len(caption)
+                    lengths[name] = len(caption.encode())
         names = sorted(lengths, key=lambda name: (lengths[name], name))
         return list(dict.fromkeys([*names[:EXTREME_TEXTS], *names[-EXTREME_TEXTS:]]))
 

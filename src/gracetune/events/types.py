@@ -214,7 +214,8 @@ class RunDescribed:
     `words_min`, `words_mean`, `words_max`."""
     plan: Mapping[str, object] | None = None
     """The memory plan: `batch`, `compiled`, `blocks` (a list of `name`, `weights`, `activations`),
-    `seconds`, `device` and `host` (role -> bytes). None if the run has none."""
+    `seconds`, `launch_costs_s` (CPU seconds to launch kernels: measured, or on a CPU assumed),
+    `device` and `host` (role -> bytes). None if the run has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,9 @@ class PlanLayout:
     """True if compiled blocks must accept batches of several sizes."""
     num_graphs: int = 0
     """Number of graphs that will be compiled, to report the progress; 0: unknown."""
+    eager_modes: Sequence[CheckpointMode] = ()
+    """For each block of a compiled plan, its mode if it cannot be compiled after all
+    (`CostModel.eager_modes`). Empty: the mode of the plan, in which it may keep more."""
 
 
 class AppliedPlan:
@@ -170,7 +173,8 @@ def apply_plan(
         if compiler is not None:
             undo.callback(compiler.close)
         modes = [_checkpoint_mode(plan, layout.compiled) for plan in plans]
-        eager_modes = [_checkpoint_mode(plan, compiled=False) for plan in plans]
+        eager_modes = [mode for _ in transformers for mode in layout.eager_modes]
+        eager_modes = eager_modes or [_checkpoint_mode(plan, compiled=False) for plan in plans]
         wrappers = wrap_blocks(blocks, modes, compiler, ring, eager_modes)
         undo.callback(wrappers.close)
         return AppliedPlan(ring, offload, compiler, undo.pop_all())
@@ -182,10 +186,12 @@ def apply_checkpointing(
     compiled: bool,
     emit: Emit,
     backend: str = "inductor",
+    eager_modes: Sequence[CheckpointMode] | None = None,
 ) -> AppliedPlan:
     """Set what blocks keep for backward, and compile them; their weights stay where they are.
 
-    For blocks that `fully_shard` divides among ranks, which moves weights itself.
+    For blocks that `fully_shard` divides among ranks, which moves weights itself. `eager_modes` are
+    the modes of blocks that cannot be compiled after all; default: those of the plans.
     """
     assert all(p.weights == "resident" and p.activations != "offload" for p in plans), plans
     with ExitStack() as undo:
@@ -193,7 +199,7 @@ def apply_checkpointing(
         if compiler is not None:
             undo.callback(compiler.close)
         modes = [_checkpoint_mode(plan, compiled) for plan in plans]
-        wrappers = wrap_blocks(blocks, modes, compiler)
+        wrappers = wrap_blocks(blocks, modes, compiler, eager_modes=eager_modes)
         undo.callback(wrappers.close)
         return AppliedPlan(None, None, compiler, undo.pop_all())
 

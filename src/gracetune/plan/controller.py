@@ -6,7 +6,9 @@ Life of a plan during training:
 2. If time or memory differ clearly from the prediction, `check` calibrates the cost model with the
    measurement and plans again. This happens once per run, and only if the new plan is clearly
    better or the old one exceeds the budget.
-3. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
+3. If a block cannot be compiled after all, it runs eagerly to the end of the step.
+   `replan_without_compilation` then applies an eager plan.
+4. If a step runs out of device memory, `reduce_memory` releases slots that the ring added, or
    applies a smaller plan. The loop then repeats the step.
 
 Plans change between steps only. Plans differ in rounding at most: compiled blocks round differently
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gracetune.offload.ring import RingCounters
     from gracetune.plan.apply import AppliedPlan
     from gracetune.plan.cost import CostModel
+    from gracetune.plan.launch_overhead import LaunchCosts
     from gracetune.plan.memory import FixedMemory
     from gracetune.plan.planner_input import PlanProblem
     from gracetune.plan.result import Plan
@@ -198,6 +201,37 @@ class PlanController:
         self._allow_ring_growth(measured.peak_nbytes)
         return False
 
+    def has_failed_to_compile(self) -> bool:
+        """Return True once after a block could not be compiled, on this or another rank.
+
+        Call this after each step, on all ranks together. The blocks of the plan run eagerly since
+        then, in modes that keep no more than the compiled plan (`CostModel.eager_modes`).
+        """
+        if not self.plan.compiled or self._problem.constraints.compile == (False,):
+            return False
+        (gave_up,) = self._ranks.any(self._gave_up_compiling)
+        return gave_up
+
+    def replan_without_compilation(self) -> bool:
+        """Apply the best eager plan, because a block could not be compiled.
+
+        Call this between steps, on all ranks together. Returns False if no eager plan fits: then
+        the blocks stay as they are.
+        """
+        self._problem = _without_compilation(self._problem)
+        eager = None
+        with suppress(PlanError):
+            eager = self._problem.solve(self._problem.budget)
+        eager = self._of_main_rank(eager)
+        if eager is None:
+            return False
+        text = f"the run is planned again without compilation: {describe(eager)}; expect "
+        self._emit(Notice(text + describe_speed(eager), level="warning", fallback=True))
+        failure = self._try_to_change_to(eager)
+        if failure and not self.reduce_memory(failure):
+            raise PlanError(f"the blocks cannot be compiled, and no eager plan fits: {failure}")
+        return True
+
     def reduce_memory(self, reason: str) -> bool:
         """Release ring slots or apply a smaller plan, after an out-of-memory error.
 
@@ -250,6 +284,11 @@ class PlanController:
     def clear_cached_memory(self) -> None:
         """Free memory that torch's allocator caches after work outside the plan."""
         self._meter.clear()
+
+    @property
+    def launch_costs(self) -> LaunchCosts:
+        """The CPU's costs of launching kernels, with which the plan was made."""
+        return self._problem.model.rates.host
 
     @property
     def slots_nbytes(self) -> int:
@@ -391,10 +430,7 @@ class PlanController:
 
     def _problem_now(self) -> PlanProblem:
         """Return the planning problem, without compiled plans if compilation has failed."""
-        if not self._gave_up_compiling:
-            return self._problem
-        constraints = replace(self._problem.constraints, compile=(False,))
-        return replace(self._problem, constraints=constraints)
+        return _without_compilation(self._problem) if self._gave_up_compiling else self._problem
 
     def _of_main_rank(self, plan: Plan | None) -> Plan | None:
         """Return the main rank's plan, with this rank's prediction of its time and memory."""
@@ -422,6 +458,10 @@ class PlanController:
     def _allow_ring_growth(self, peak_nbytes: int | None) -> None:
         spare = self._problem.spare_nbytes(self.plan, peak_nbytes)
         self._applied.allow_ring_growth(max(0, spare))
+
+
+def _without_compilation(problem: PlanProblem) -> PlanProblem:
+    return replace(problem, constraints=replace(problem.constraints, compile=(False,)))
 
 
 # Calibration

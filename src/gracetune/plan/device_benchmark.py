@@ -14,7 +14,9 @@ import gc
 import logging
 import math
 import time
+from collections import deque
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +54,9 @@ MAX_TIMED_ROWS = 16384
 MAX_TIMED_NBYTES = 4 * GIB
 """Maximum number of bytes that a timed elementwise kernel reads and writes. The time of a larger
 one is estimated from its bytes."""
+ROTATED_NBYTES = 128 * MIB
+"""Bytes that repetitions of an elementwise kernel use in turn. They are more than a GPU's L2 cache
+holds (50 MiB on an H200): with the same tensors each time, it would serve the kernel."""
 BLOCKING_MATMULS = (1, 4, 16)
 """Numbers of large matmuls to queue before short kernels are timed, tried in turn. They keep the
 device busy while the host launches the short kernels."""
@@ -151,10 +156,10 @@ class KernelTimer:
         where `fixed` is the time of a kernel for a single element.
         """
         if op.replay is not None:
-            once = self._replay(op.replay) if op.nbytes <= MAX_TIMED_NBYTES else None
+            once = self._replay(op.replay, op.nbytes) if op.nbytes <= MAX_TIMED_NBYTES else None
             if once is None:
                 return None
-            fixed = min(once, self._replay(self._shortest) or 0.0)
+            fixed = min(once, self._replay(self._shortest, nbytes=1.0) or 0.0)
             return fixed + (once - fixed) * scale
         if not op.dims:
             return None
@@ -188,11 +193,21 @@ class KernelTimer:
                 self._known[what] = None
         return self._known[what]
 
-    def _replay(self, recipe: ReplayCall) -> float | None:
+    def _replay(self, recipe: ReplayCall, nbytes: float) -> float | None:
+        """Return the time of a recorded call that reads and writes `nbytes`.
+
+        Repetitions use several copies of the tensors in turn, so that they are not in the L2 cache.
+        """
+
         def work() -> float:
             devices = [self._device] if self._device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                return self._time_short(replay_on(recipe, self._device))
+                count = min(REPEATS, math.ceil(ROTATED_NBYTES / max(nbytes, 1.0)))
+                calls = cycle([replay_on(recipe, self._device) for _ in range(count)])
+                results: deque[object] = deque(maxlen=count - 1)  # they take turns as well
+                for _ in range(count):  # allocate their memory before the kernel is timed
+                    results.append(next(calls)())
+                return self._time_short(lambda: results.append(next(calls)()))
 
         return self._once(recipe, work)
 

@@ -424,6 +424,8 @@ def apply_to_family(
         dynamic_batch=problem is None or problem.shapes.several_batches,
         num_graphs=0 if problem is None else problem.num_graphs(plan),
     )
+    if problem is not None and plan.compiled:
+        layout = replace(layout, eager_modes=problem.model.eager_modes(plan))
     return apply_layout(layout, family, copy_engine, emit, ranks)
 
 

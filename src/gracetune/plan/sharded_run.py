@@ -124,7 +124,10 @@ def plan_sharded_run(
         if not run.distributed.cpu_offload:
             stepper.set_host_share(plan.host_state)
         experts = len(transformers_of(family.transformer))
-        return apply_checkpointing(family.blocks(), plan.blocks * experts, plan.compiled, emit)
+        modes = problem.model.eager_modes(plan) * experts if plan.compiled else None
+        return apply_checkpointing(
+            family.blocks(), plan.blocks * experts, plan.compiled, emit, eager_modes=modes
+        )
 
     return PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks

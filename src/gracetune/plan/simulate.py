@@ -3,7 +3,7 @@
 A candidate plan becomes a list of tasks. Each belongs to a stream and has a duration and a list of
 tasks that must end before it starts. The streams are:
 
-    host              launches the kernels of each pass, at most LAUNCH_QUEUE_DEPTH kernels ahead
+    host              launches the kernels of each pass, at most LAUNCH_QUEUE_DEPTH entries ahead
     compute           runs the passes: forward of each block, loss, backward of each block, update
     weights_in        copies streamed weights to the device, by the ring's own policy
     activations_out   copies offloaded activations to the host after (eager: during) a block
@@ -73,9 +73,17 @@ ROUNDING_S = 1e-9
 ROOT = -1
 """Stands for everything outside of blocks, in place of a block's index."""
 LAUNCH_QUEUE_DEPTH = 1021
-"""Maximum number of kernels that are launched but not yet started; launching one more blocks the
-host. Counted on an H200 with CUDA 13. It is the size of the driver's queue and the same for all
-kernels."""
+"""Maximum number of entries in the driver's queue: kernels that are launched but not yet started,
+memsets and operations on events. One more blocks the host. Counted on an H200 with CUDA 13, with
+kernels alone; it is the same for all kernels."""
+LAUNCHES_PER_EAGER_KERNEL = 1.31
+"""Kernels and memsets that an eager pass launches per kernel that the trace counts. Libraries clear
+workspaces, and split a matmul or attention into several kernels. Counted in one step of Flux
+(`flux_eager_24` in benchmarks/results/step_trace.json): 11,865 kernels and 1,867 memsets, where the
+trace has 10,502. It is not known for compiled passes, whose kernels count as one entry each."""
+EVENTS_PER_COPY = 4
+"""Operations on events that a copy between host and device adds to the queue of the compute stream:
+one when it is queued, three when its result is awaited (`CudaCopyEngine`)."""
 EAGER_COPY_PARTS = 8
 """Number of copies in which the simulation moves an eager block's activations, each way. In a real
 run every saved tensor is copied separately, as soon as it exists."""
@@ -341,24 +349,28 @@ def _stream_speeds(left: Sequence[float], both_ways_share: float) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Time and kernels of a forward or backward: of one block, or of all outside of blocks."""
+    """Time and launches of a forward or backward: of one block, or of all outside of blocks."""
 
     seconds: float
     launch_s: float
     """CPU seconds to launch the kernels of the pass."""
-    kernels: float = 0.0
+    queued: float = 0.0
+    """Number of entries in the launch queue."""
 
     def part(self, count: int) -> _Pass:
         """Return one of `count` equal parts of the pass."""
-        return _Pass(self.seconds / count, self.launch_s / count, self.kernels / count)
+        return _Pass(self.seconds / count, self.launch_s / count, self.queued / count)
 
 
-def _passes(mode: ModeCosts, launch_s: tuple[float, float]) -> tuple[_Pass, _Pass]:
-    """Return the forward and the backward pass of a block, with their launch times."""
+def _passes(
+    mode: ModeCosts, launch_s: tuple[float, float], compiled: bool = False
+) -> tuple[_Pass, _Pass]:
+    """Return the forward and the backward pass of a block, with their launches."""
     forward_s, backward_s = launch_s
+    entries = 1.0 if compiled else LAUNCHES_PER_EAGER_KERNEL
     return (
-        _Pass(mode.forward.total, forward_s, mode.forward_kernels),
-        _Pass(mode.backward.total, backward_s, mode.backward_kernels),
+        _Pass(mode.forward.total, forward_s, entries * mode.forward_kernels),
+        _Pass(mode.backward.total, backward_s, entries * mode.backward_kernels),
     )
 
 
@@ -432,8 +444,11 @@ class _StepTasks:
         outside_launch_s = outside.forward_host_s, outside.backward_host_s
         self._outside_launch_s = outside_launch_s if self._launch_s else (0.0, 0.0)
         self._compute_tasks: list[int] = []
-        self._kernels: list[float] = []
-        """For each compute task, the total number of kernels up to its end."""
+        self._queued: list[float] = []
+        """For each compute task, the number of entries in the launch queue up to its end, counted
+        from the start of the simulation."""
+        self._events = 0.0
+        """Operations on events since the last compute task."""
         self._last_launch = -1
 
     def _launch_seconds(self) -> list[tuple[float, float]]:
@@ -525,7 +540,8 @@ class _StepTasks:
     def _passes_of(self, index: int) -> tuple[_Pass, _Pass]:
         plan, block = self.candidate.blocks[index], self.costs.blocks[index]
         mode = block.costs_of(plan.activations, self.candidate.compiled)
-        passes = _passes(mode, self._launch_s[index] if self._launch_s else (0.0, 0.0))
+        launch_s = self._launch_s[index] if self._launch_s else (0.0, 0.0)
+        passes = _passes(mode, launch_s, self.candidate.compiled)
         if not self.exchange_s:
             return passes
         wait_s = self._traffic(index).exchange_s
@@ -585,12 +601,20 @@ class _StepTasks:
         leaves_early = plan.activations == "offload" and not self.candidate.compiled
         return EAGER_COPY_PARTS if index in self._offloaded and leaves_early else 1
 
+    def _copies_in_part(self, index: int, num_parts: int) -> float:
+        """Return the number of copies in a real run for each copy of the simulation."""
+        if num_parts == 1:
+            return 1.0
+        mode = self.costs.blocks[index].costs_of("offload", self.candidate.compiled)
+        return max(1.0, mode.num_saved / num_parts)
+
     def _copy_out(self, index: int, num_parts: int) -> int:
         """Add a task that copies a block's activations, or one part, to the host; return its index.
 
         It starts after the last compute task.
         """
         seconds = self._offloaded[index] / self.rates.link_out / num_parts
+        self._events += EVENTS_PER_COPY * self._copies_in_part(index, num_parts)
         return self._add(ACTIVATIONS_OUT, seconds, [self.last_compute, self._last_launch])
 
     def _copy_in(self, index: int, copies_out: list[int]) -> list[int]:
@@ -598,7 +622,9 @@ class _StepTasks:
 
         They start after the last compute task, which frees the memory that they need.
         """
-        seconds = self._offloaded[index] / self.rates.link_in / len(copies_out)
+        num_parts = len(copies_out)
+        seconds = self._offloaded[index] / self.rates.link_in / num_parts
+        self._events += EVENTS_PER_COPY * self._copies_in_part(index, num_parts) * num_parts
         dependencies = [copies_out[-1], self.last_compute, self._last_launch]
         return [self._add(ACTIVATIONS_IN, seconds, dependencies) for _ in copies_out]
 
@@ -612,6 +638,7 @@ class _StepTasks:
             seconds = self.costs.blocks[block].frozen_nbytes / self.rates.link_in
             dependencies = [self.last_compute, self._last_launch]
             self._fetch_task[block] = self._add(WEIGHTS_IN, seconds, dependencies)
+            self._events += EVENTS_PER_COPY
 
     def _weights_of(self, index: int) -> list[int]:
         return [self._fetch_task[index]] if index in self._fetch_task else []
@@ -620,19 +647,20 @@ class _StepTasks:
         """Add a compute task for a pass, and a host task that launches its kernels.
 
         The pass starts once the kernels of the previous pass are launched; its own launches overlap
-        with it. The host waits while LAUNCH_QUEUE_DEPTH launched kernels have not started.
+        with it. The host waits while the launch queue is full.
         """
         previous_launch = self._last_launch
-        launched = self._kernels[-1] if self._kernels else 0.0
+        launched = self._queued[-1] if self._queued else 0.0
         if work.launch_s:
             queue_full: list[int] = []
             if launched > LAUNCH_QUEUE_DEPTH:
-                place = bisect_left(self._kernels, launched - LAUNCH_QUEUE_DEPTH)
+                place = bisect_left(self._queued, launched - LAUNCH_QUEUE_DEPTH)
                 queue_full = [self._compute_tasks[place]]
             self._last_launch = self._add(HOST, work.launch_s, queue_full)
         self.last_compute = self._add(COMPUTE, work.seconds, [*dependencies, previous_launch])
         self._compute_tasks.append(self.last_compute)
-        self._kernels.append(launched + work.kernels)
+        self._queued.append(launched + work.queued + self._events)
+        self._events = 0.0
 
     def _add(self, stream: int, seconds: float, dependencies: list[int]) -> int:
         known = tuple(other for other in dependencies if other >= 0)

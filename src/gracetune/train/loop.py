@@ -183,8 +183,10 @@ def _prepare_process(
     session: Session, metrics: MetricsBuffer, timing: PlanTiming, steps: int
 ) -> None:
     """Do what must wait for the first steps of this process; `steps` is their number."""
-    if steps == 1:  # the optimizer's state exists now
-        session.writer.reserve(_state_tensors(session))
+    if steps == 1:
+        metrics.flush()  # it may have compiled for a minute: show at once that training works
+        session.writer.reserve(_state_tensors(session))  # the optimizer's state exists now
+        metrics.restart_clock()
     elif steps == GC_FREEZE_STEPS:
         metrics.flush()
         session.gc_freeze.freeze()
@@ -538,7 +540,9 @@ class PlanTiming:
     def __init__(self, session: Session, first_step: int) -> None:
         self.disturbed = True
         """True if work other than training steps has taken time since the clock started."""
+        self._planned = session.plan_controller
         self._controller = session.plan_controller
+        """None once the plan has been checked."""
         self._ranks = session.state.ranks
         self._timer = session.state.reducer.timer
         self._total = session.state.run.train.max_train_steps
@@ -547,7 +551,16 @@ class PlanTiming:
         self._steps = self._micro_batches = 0
 
     def after_step(self, step: int, accumulation: int, metrics: MetricsBuffer) -> None:
-        """Count a step; after `TIMED_STEPS` steps, let the controller check its memory plan."""
+        """Count a step; after `TIMED_STEPS` steps, let the controller check its memory plan.
+
+        If a block could not be compiled in this step, the run is planned again first.
+        """
+        if self._planned is not None and self._planned.has_failed_to_compile():
+            metrics.flush()
+            if self._planned.replan_without_compilation():
+                self._controller = self._planned
+                self.restart(step)
+            metrics.restart_clock()  # the search for another plan is not part of a step
         if self._controller is None or step - self._first_step < WARMUP_STEPS:
             return
         if self.disturbed:

@@ -524,6 +524,7 @@ def describe_plan(session: Session) -> dict[str, object] | None:
             {"name": f"block {index}", **asdict(block)} for index, block in enumerate(plan.blocks)
         ],
         "seconds": asdict(plan.seconds),
+        "launch_costs_s": asdict(session.plan_controller.launch_costs),
         "device": dict(plan.device.by_role()),
         "host": dict(plan.host.by_role()),
     }

@@ -21,6 +21,7 @@ from gracetune.cache.keys import text_key
 from gracetune.cache.loss_masks import render_masks
 from gracetune.config.dataset_schema import DatasetSection
 from gracetune.config.schema import RunFile
+from gracetune.data import pipeline as pipeline_module
 from gracetune.data.augment import SampleTransform, render, sample_transform
 from gracetune.data.batch_order import BucketGroup
 from gracetune.data.dataset import CorruptionLog, open_dataset
@@ -84,6 +85,23 @@ def test_the_largest_batch_has_the_longest_text_of_the_run(build_dataset, folder
     assert len({*lengths.values()}) > 1
     assert text_length(pipeline.load_largest().text) == max(lengths.values())
     assert pipeline.text_lengths() == {*lengths.values()}
+
+
+def test_the_longest_text_is_found_by_its_bytes(build_dataset, folder, monkeypatch):
+    """A Chinese caption has more tokens than an English one with more characters."""
+    monkeypatch.setattr(pipeline_module, "EXTREME_TEXTS", 1)
+    (folder / "image 0.png").rename(folder / f"{'x' * 60}.png")
+    (folder / "image 1.png").rename(folder / f"{' '.join('山' * 24)}.png")
+    _, _, pipeline = build_dataset()
+    draws = [
+        draw
+        for index in range(pipeline.order.epoch_length)
+        for draw in pipeline.order.batch_at(index)
+    ]
+    (chinese,) = [draw for draw in draws if draw.caption.startswith("山")]
+    longest = text_length(pipeline.load([chinese]).text)
+    assert longest == max(text_length(pipeline.load([draw]).text) for draw in draws)
+    assert text_length(pipeline.load_largest().text) == longest
 
 
 def test_the_bucket_report_is_emitted_and_written(build, recorder, tmp_path):

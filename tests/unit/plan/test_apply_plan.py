@@ -125,6 +125,26 @@ def test_blocks_that_cannot_be_compiled_offload_as_much_as_planned():
     assert sent["not compiled"] == sent["eager"] > 0
 
 
+@pytest.mark.parametrize(("eager_modes", "calls"), [((), 1), (("recompute",) * len(WAYS), 2)])
+def test_blocks_that_cannot_be_compiled_use_their_eager_modes(eager_modes, calls):
+    def broken(*_):
+        raise RuntimeError("no compiler here")
+
+    expected = gradients(make(), "low")
+    model, with_gradient = make(), []
+    model.low.blocks[0].up.register_forward_hook(
+        lambda *_: with_gradient.append(torch.is_grad_enabled())
+    )
+    torch._dynamo.reset()
+    layout = PlanLayout([BlockPlan("resident", "keep")] * len(WAYS), True, eager_modes=eager_modes)
+    placed = apply_plan(model, parts(model), layout, SynchronousCopyEngine(), print, broken)
+    found = gradients(model, "low")
+    placed.close()
+    torch._dynamo.reset()
+    assert all(map(torch.equal, found, expected))
+    assert sum(with_gradient) == calls, "once in forward, and once more if it is recomputed"
+
+
 class FallingStalls(SynchronousCopyEngine):
     """Each stall window reports half the stall time of the one before, whatever the clock says."""
 

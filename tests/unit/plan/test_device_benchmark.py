@@ -1,5 +1,7 @@
 """Rates are measured within the free memory, and compromises emit a notice."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,12 +9,17 @@ from gracetune.plan import device_benchmark
 from gracetune.plan.device_benchmark import (
     BUFFER_PART,
     MIN_BUFFER_NBYTES,
+    REPEATS,
+    ROTATED_NBYTES,
+    WARM_UP,
+    KernelTimer,
     measure_gpu,
     probe_model_factory,
 )
 from gracetune.plan.launch_overhead import PROXY_FAMILY, REALISTIC_NBYTES, build_probe_model
 from gracetune.plan.search import PlanError
-from gracetune.units import MIB
+from gracetune.plan.trace_records import Op, record_call
+from gracetune.units import GIB, MIB
 
 
 @pytest.mark.parametrize("free", [REALISTIC_NBYTES, REALISTIC_NBYTES - 1])
@@ -36,6 +43,24 @@ def test_an_unknown_family_is_probed_with_a_proxy_and_a_notice(recorder):
     assert recorder.texts() == [
         f"launch overhead is measured with {PROXY_FAMILY} in place of unheard"
     ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "copies"), [(8, REPEATS), (40 * MIB, 4), (ROTATED_NBYTES, 1), (2 * GIB, 1)]
+)
+def test_a_kernel_is_timed_with_tensors_that_the_cache_cannot_hold(nbytes, copies, monkeypatch):
+    built, used = itertools.count(), []
+
+    def replay_on(*_):
+        number = next(built)
+        return lambda: used.append(number)
+
+    monkeypatch.setattr(device_benchmark, "replay_on", replay_on)
+    timer = KernelTimer(torch.device("cpu"), lambda: None, itertools.count().__next__)
+    call = record_call(torch.ops.aten.neg.default, (torch.empty(1),), {})
+    assert timer.seconds(Op("elementwise", 0.0, float(nbytes), replay=call), 1.0) is not None
+    in_turn = itertools.islice(itertools.cycle(range(copies)), len(used))
+    assert used[: copies + WARM_UP + REPEATS] == list(in_turn)[: copies + WARM_UP + REPEATS]
 
 
 @pytest.mark.parametrize(

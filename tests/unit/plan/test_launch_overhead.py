@@ -32,7 +32,13 @@ from gracetune.plan.launch_overhead import (
     measure_launch_costs,
 )
 from gracetune.plan.machines import NO_LAUNCH_COSTS
-from gracetune.plan.simulate import LAUNCH_QUEUE_DEPTH, lower_bound_seconds, predict_seconds
+from gracetune.plan.simulate import (
+    EVENTS_PER_COPY,
+    LAUNCH_QUEUE_DEPTH,
+    LAUNCHES_PER_EAGER_KERNEL,
+    lower_bound_seconds,
+    predict_seconds,
+)
 from gracetune.plan.trace import trace_model
 from gracetune.plan.trace_records import HostCalls, Op, plain_checkpointing_trace, recomputed_trace
 from gracetune.units import MIB
@@ -40,6 +46,7 @@ from gracetune.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gracetune.plan.result import Seconds
     from gracetune.plan.trace_records import ModelTraces
 
 CALLS = HostCalls(dispatched=10, kernels=6, views=5, custom_ops=2, saved_tensors=4)
@@ -70,12 +77,19 @@ def build_launch_model(
     keep = replace(kind.eager.keep, forward_calls=forward, backward_calls=backward)
     lean = replace(kind.eager.lean, forward_calls=forward, backward_calls=backward)
     ways = replace(kind.eager, keep=keep, lean=lean, recompute=recomputed_trace(keep, (), 10))
-    kind = replace(kind, eager=ways, num_trained=num_trained)
+    kind = replace(kind, eager=ways, compiled=ways, num_trained=num_trained)
     return CostModel(replace(shapes, kinds=(kind,)), replace(SPEEDS, host=host))
 
 
-def seconds_of(model: CostModel, *, batch: int = 1, activations: str = "keep", streamed: int = 0):
-    choice = build_candidate(model, activations, streamed, batch=batch, compiled=False)
+def seconds_of(
+    model: CostModel,
+    *,
+    batch: int = 1,
+    activations: str = "keep",
+    streamed: int = 0,
+    compiled: bool = False,
+) -> Seconds:
+    choice = build_candidate(model, activations, streamed, batch=batch, compiled=compiled)
     found = predict_seconds(model.at(batch), choice, model.rates, 0)
     assert lower_bound_seconds(model.at(batch), choice, model.rates) <= found.step * (1 + 1e-9)
     return found
@@ -149,7 +163,7 @@ def test_the_launch_queue_has_a_limited_depth() -> None:
     """With many blocks, kernels queued ahead do not last for the whole forward pass."""
     waited = []
     for lead in (1.5, 4.5):
-        kernels = LAUNCH_QUEUE_DEPTH / lead
+        kernels = LAUNCH_QUEUE_DEPTH / LAUNCHES_PER_EAGER_KERNEL / lead
         host = LaunchCosts(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
         found = seconds_of(
             build_launch_model(40, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels))
@@ -159,6 +173,26 @@ def test_the_launch_queue_has_a_limited_depth() -> None:
     # Each further pass that the queue can hold saves two seconds of waiting.
     assert waited[0] - waited[1] == pytest.approx(3 * 2, rel=0.2)
     assert waited[1] > 20
+
+
+def test_memsets_take_places_in_the_launch_queue_of_an_eager_pass() -> None:
+    kernels = LAUNCH_QUEUE_DEPTH / 6.5
+    host = LaunchCosts(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
+    model = build_launch_model(40, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels))
+    eager, compiled = (seconds_of(model, compiled=way).wait_host for way in (False, True))
+    passes = 6.5 - 6.5 / LAUNCHES_PER_EAGER_KERNEL  # that the queue holds less
+    assert eager - compiled == pytest.approx(2 * passes, abs=2)
+
+
+def test_events_of_copies_take_places_in_the_launch_queue() -> None:
+    entries = 20
+    kernels = entries / LAUNCHES_PER_EAGER_KERNEL
+    host = LaunchCosts(forward_s=2.0 / kernels, backward_s=0.5 / kernels)
+    model = build_launch_model(200, host, HostCalls(kernels=kernels), HostCalls(kernels=kernels))
+    model = CostModel(model._shapes, replace(model.rates, link_in=1e9))  # so that nothing waits
+    resident, streamed = (seconds_of(model, streamed=count).wait_host for count in (0, 200))
+    passes = LAUNCH_QUEUE_DEPTH / entries - LAUNCH_QUEUE_DEPTH / (entries + EVENTS_PER_COPY)
+    assert streamed - resident == pytest.approx(2 * passes, rel=0.1)
 
 
 def test_the_lower_bound_includes_launch_time() -> None:

@@ -12,6 +12,7 @@ from gracetune.offload.copy_engine import OffloadError
 from gracetune.offload.ring import RingCounters
 from gracetune.plan import controller
 from gracetune.plan.controller import PlanController
+from gracetune.plan.search import PlanError
 from gracetune.units import format_bytes
 
 ROOMY, TIGHT = 2000, 500
@@ -288,6 +289,40 @@ def test_a_run_that_cannot_compile_gets_smaller_plans_without_compilation(case):
     assert one.plan.compiled
     assert one.controller.reduce_memory("full.")
     assert not one.plan.compiled
+
+
+def test_a_run_that_cannot_compile_is_planned_again_without_compilation(case):
+    one = case(ROOMY, compiled=(True,))
+    one.placed[-1].compiler = FakeCompiler()
+    assert one.plan.compiled
+    assert not one.controller.has_failed_to_compile()
+    one.placed[-1].compiler.gave_up = True
+    assert one.controller.has_failed_to_compile()
+    assert one.controller.replan_without_compilation()
+    assert one.placed[-1].plan is one.plan
+    assert not one.plan.compiled
+    assert one.problem.fits(one.plan)
+    (notice,) = [event for event in one.recorder.of(Notice) if event.fallback]
+    assert notice.text.startswith("the run is planned again without compilation: batch ")
+    assert not one.controller.has_failed_to_compile(), "only once"
+    assert one.controller.reduce_memory("full.")
+    assert not one.plan.compiled, "no later plan is compiled either"
+
+
+def test_blocks_stay_eager_if_no_eager_plan_fits(case, monkeypatch):
+    one = case(ROOMY, compiled=(True,))
+    one.placed[-1].compiler = FakeCompiler()
+    one.placed[-1].compiler.gave_up = True
+
+    def solve(*_):
+        raise PlanError("nothing fits")
+
+    monkeypatch.setattr(type(one.problem), "solve", solve)
+    before = one.plan
+    assert one.controller.has_failed_to_compile()
+    assert not one.controller.replan_without_compilation()
+    assert one.plan is before
+    assert not one.controller.has_failed_to_compile(), "the search is not repeated in every step"
 
 
 def test_reduce_memory_fails_if_no_smaller_plan_exists(case):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from cost_model_factory import SPEEDS, build_candidate, build_model
 
-from gracetune.plan.cost import CostModel
+from gracetune.plan.cost import CostModel, CostsByMode
+from gracetune.plan.result import ActivationMode, BlockPlan
 from gracetune.plan.simulate import lower_bound_seconds, predict_seconds
 from gracetune.plan.trace_records import Op
 
@@ -124,6 +125,32 @@ def test_a_single_streamed_block_stays_in_its_slot() -> None:
     seconds = predict_seconds(model.at(1), build_candidate(model, streamed=1, slots=2), SPEEDS, 0)
     assert seconds.link_in == 0
     assert seconds.wait_weights == 0
+
+
+@pytest.mark.parametrize(
+    ("activations", "eager_saves", "expected"),
+    [
+        ("keep", (100, 50, 5), "keep"),
+        ("keep", (121, 50, 5), "lean"),
+        ("keep", (121, 101, 5), "recompute"),
+        ("lean", (121, 50, 5), "lean"),
+        ("lean", (121, 54, 5), "recompute"),
+        ("recompute", (121, 54, 9), "recompute"),
+        ("offload", (121, 54, 5), "keep"),
+    ],
+)
+def test_an_eager_stand_in_keeps_no_more_than_the_compiled_block(
+    activations: ActivationMode, eager_saves: tuple[int, int, int], expected: str
+) -> None:
+    """An eager Qwen-Image block keeps 21 % more than a compiled one, and 8 to 11 % more if lean."""
+    block = build_model(1).at(1).blocks[0]
+
+    def modes(*saved: int) -> CostsByMode:
+        return CostsByMode(*(replace(block.eager.keep, saved_nbytes=nbytes) for nbytes in saved))
+
+    block = replace(block, eager=modes(*eager_saves), compiled=modes(100, 50, 5))
+    plan = BlockPlan("resident", activations, offload_input=activations == "recompute")
+    assert block.eager_mode(plan) == expected
 
 
 def test_fp8_matmuls_have_a_rate_of_their_own() -> None:

@@ -1,11 +1,12 @@
 """Runs in little device memory, rehearsed on the CPU, have the losses of plain runs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from fakes.miniatures import MINIATURES
 from peft.tuners.lora import Linear as LoraLinear
+from torch._dynamo.exc import TorchDynamoException
 
 from gracetune.adapters.compute.fp8_linear import Fp8Linear
 from gracetune.adapters.compute.fused_lora import FusedLora
@@ -13,8 +14,9 @@ from gracetune.config.checks import check_run
 from gracetune.config.schema import PlanSection, RunFile
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.events.run_control import RunControl
-from gracetune.events.types import Notice, StepDone, WeightsStreamed
+from gracetune.events.types import Notice, RunDescribed, StepDone, WeightsStreamed
 from gracetune.plan import planner
+from gracetune.plan.machines import TYPICAL_LAUNCH_COSTS
 from gracetune.plan.planner_input import PlanProblem
 from gracetune.train import fp8_calibration
 from gracetune.train.build import build_session, start_accelerator
@@ -128,6 +130,34 @@ def test_a_corrected_plan_does_not_change_the_losses(tiny_run, tmp_path, recorde
     assert texts.index(measured[0]) < texts.index(corrected) < texts.index(measured[1])
 
 
+def test_a_run_that_cannot_compile_continues_with_an_eager_plan(
+    tiny_run, tmp_path, recorder, monkeypatch
+):
+    def train(name, plan):
+        recorder.events.clear()
+        run = tiny_run(
+            output_dir=str(tmp_path / name),
+            adapter={"rank": 4},
+            train={"max_train_steps": 4, "batch_size": 2},
+            plan=plan,
+        )
+        run_training(run, sinks=[recorder])
+        return [event.loss for event in recorder.of(StepDone)]
+
+    def broken(*_, **__):
+        raise TorchDynamoException("no compiler here")
+
+    expected = train("plain", "off")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    losses = train("planned", {"device_memory": "1GB", "compile": "always"})
+    assert losses == pytest.approx(expected, rel=1e-3)
+    texts = [event.text for event in recorder.of(Notice) if event.fallback]
+    assert [text.split(":")[0] for text in texts] == [
+        "compilation failed, so blocks run eagerly from now on, which is slower",
+        "the run is planned again without compilation",
+    ]
+
+
 def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
     """Otherwise a run resumed in its fifth epoch would replace the encoded images of that epoch."""
     run = tiny_run(
@@ -146,6 +176,15 @@ def test_planning_starts_no_augmentation_epoch(tiny_run, tmp_path, recorder):
     built.close()
     assert any(text.startswith("plan:") for text in recorder.texts())
     assert not (tmp_path / "run" / "generations").exists()
+
+
+def test_a_planned_run_logs_the_launch_costs_of_its_plan(tiny_run, recorder):
+    """Predictions of eager plans depend on them, and they differ between machines."""
+    plan = {"device_memory": "1GB", "compile": "never"}
+    run = tiny_run(adapter={"rank": 4}, train={"max_train_steps": 1}, plan=plan)
+    run_training(run, sinks=[recorder])
+    (described,) = recorder.of(RunDescribed)
+    assert described.plan["launch_costs_s"] == asdict(TYPICAL_LAUNCH_COSTS), "assumed on a CPU"
 
 
 def test_streaming_events_contain_their_cost(tiny_run, recorder):

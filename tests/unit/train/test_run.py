@@ -18,6 +18,7 @@ from gracetune.errors import CheckpointError, ConfigError, InterruptedRunError, 
 from gracetune.events.run_control import STOP_SIGNALS, RunControl, reserve_folder
 from gracetune.events.types import (
     CheckpointSaved,
+    MemoryUsed,
     Notice,
     RampChanged,
     RunEnded,
@@ -63,6 +64,12 @@ def test_training_lowers_the_loss(tiny_run, recorder):
     run_training(tiny_run(train={"max_train_steps": 60, "batch_size": 8}), sinks=[recorder])
     losses = [event.loss for event in recorder.of(StepDone)]
     assert sum(losses[-10:]) < 0.75 * sum(losses[:10])
+
+
+def test_the_first_step_is_logged_at_once_and_later_ones_together(tiny_run, recorder):
+    run_training(tiny_run(logging={"every": 10}, train={"max_train_steps": 4}), sinks=[recorder])
+    logged = [e.step for e in recorder.events if isinstance(e, StepDone | MemoryUsed)]
+    assert logged == [1, 1, 2, 3, 4, 4], "the use of memory is logged after the steps"
 
 
 def test_long_lived_objects_are_frozen_while_a_run_trains(tiny_run, recorder, monkeypatch):
