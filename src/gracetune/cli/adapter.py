@@ -565,6 +565,8 @@ def _report_as_json(report: CheckReport, ok: bool) -> dict[str, object]:
 def _report_lines(report: CheckReport, ok: bool) -> list[str]:
     key_format, stage = report.format or "mixed formats", report.stage or "unknown"
     verdict = "does NOT load right" if report.is_wrong else "does NOT load completely"
+    if not report.results:
+        verdict = "no pipeline to load it with"
     verdict = "loads" if ok else verdict
     return [
         f"{report.path}: {verdict} ({report.family}, {key_format}, stage {stage})",

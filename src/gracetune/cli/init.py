@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 HELP = "Look at a folder of images, videos or audio, and write a run file that trains on it."
 GB = 10**9
+OTHER_GPU = "24GB"
+"""Memory of the GPU that a run file is written for if this machine has none."""
 CAPTION_SUFFIXES = ("txt", "caption", "tags", "json")
 BEFORE = ("before", "source", "control", "input", "reference", "original", "conditioning")
 AFTER = ("after", "target", "output", "edited", "result", "images")
@@ -362,8 +364,11 @@ def _memory(
     if platform.device >= 0:
         answer = questions.ask("Memory of your GPU", f"{platform.device_bytes / GB:.3g}GB")
     else:
-        print("  There is no GPU here, so this is for another machine.")
-        answer = questions.ask("Memory of its GPU", "24GB")
+        print(
+            "  There is no GPU here, so this is for another machine. --memory sets the size of its "
+            f"GPU ({OTHER_GPU} by default)."
+        )
+        answer = questions.ask("Memory of its GPU", OTHER_GPU)
     return parse_bytes(f"{answer}GB" if answer.isdigit() else answer) / GB
 
 

@@ -463,7 +463,12 @@ def resolution_setting(request: RunRequest, size: SizePreset) -> Setting:
     edge = max(request.typical_edge // step * step, preset.min_resolution)
     key, resolution = "datasets.0.resolution", min(size.resolution, edge)
     if resolution < size.resolution:
-        reason = "many of your samples are this small; more would only enlarge them"
+        is_enlarged = request.typical_edge < resolution
+        reason = (
+            "the smallest size of this model; many of your samples are smaller and are enlarged"
+            if is_enlarged
+            else "many of your samples are this small; more would only enlarge them"
+        )
     elif _default_model(request) is None:
         reason = "the model is made for small images"
     else:

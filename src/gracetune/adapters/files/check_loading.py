@@ -80,8 +80,9 @@ LOADER_ERRORS = (
 )
 """Exceptions that diffusers' loaders raise for files they do not understand."""
 NOT_TRIED = (
-    "no diffusers pipeline loads adapters of this family, and ComfyUI does not know diffusers' "
-    "names of its modules. To load it with peft, convert it --to peft"
+    "no diffusers pipeline loads adapters of this family, and ComfyUI does not know it. In "
+    "diffusers, load it with transformer.load_lora_adapter. For peft, convert it: gracetune "
+    "adapter convert FILE --to peft"
 )
 NO_LOADER = {
     "loha": "diffusers has no loader for LoHa. Merge it into the model, or convert it with "
