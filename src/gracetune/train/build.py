@@ -372,7 +372,8 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(
-        run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)
+        *(run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)),
+        num_sharing_host=ranks.local_world_size,
     )
     pipeline = DataPipeline(
         *(run, family, transfer, folder, emit, _encoding_ranks(run, ranks)),
