@@ -247,7 +247,8 @@ def build_batch_transfer(
 ) -> BatchTransfer:
     """Build the `BatchTransfer` of a run, with at most `managed_cap` bytes of managed memory.
 
-    `num_sharing_host` ranks share the memory of this host. Also reports how host memory and device are connected, and what managed memory is used for.
+    `num_sharing_host` ranks share the memory of this host. Also reports how host memory and device
+    are connected, and what managed memory is used for.
     """
     session = MemorySession(
         lambda: open_machine(device.index or 0),
@@ -704,7 +705,7 @@ class DeviceTextCache:
         """Keep each chosen prompt on the device again once it is read."""
         self._is_trimmed = False
 
-    def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement) -> None:
+    def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement | None) -> None:
         """Move the embeddings to managed memory; raise OutOfMemoryError if the cap is too low."""
         named = [(name, part) for name, entry in self._entries.items() for part in entry]
         tensors = [self._entries[name][part] for name, part in named]

@@ -175,7 +175,7 @@ class ManagedMemory:
         """
         assert role in MANAGED_ROLES, role
         assert nbytes > 0, f"{role}: {nbytes} bytes"
-        placement = placement or self._default_placement(nbytes)
+        placement = placement or self.default_placement(nbytes)
         self.check_room(role, nbytes)
         if not self._accounting.reserve(Tier.MANAGED, role, nbytes):
             raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
@@ -238,7 +238,7 @@ class ManagedMemory:
         groups = list(groups)
         total = sum(slab_nbytes(group) for group in groups)
         self.check_room(role, total)
-        placement = placement or self._default_placement(total)
+        placement = placement or self.default_placement(total)
         made: list[tuple[ManagedSlab, list[Tensor]]] = []
         with ExitStack() as undo:
             for group in groups:
@@ -345,7 +345,7 @@ class ManagedMemory:
         asked = state.preferred if state.last_prefetch is None else state.last_prefetch
         return slab.placement != "in_place" and asked != HOST
 
-    def _default_placement(self, nbytes: int) -> ManagedPlacement:
+    def default_placement(self, nbytes: int) -> ManagedPlacement:
         """Return the placement that the access pattern gives to a new slab."""
         if self.pattern is AccessPattern.BALANCED:
             return "balanced"
@@ -378,7 +378,7 @@ class ManagedMemory:
                 self._refused.add(text)
                 self._emit(Notice(text, level="warning", fallback=True))
 
-    def _explain_cap(self, role: str, nbytes: int) -> str:
+    def _explain_cap(self, role: ManagedRole, nbytes: int) -> str:
         return (
             f"{format_bytes(nbytes)} of managed memory for {role} would exceed the cap: "
             f"{format_bytes(self.cap_bytes - self.room_for(role))} of "

@@ -477,8 +477,9 @@ def managed_memory_notice(
 ) -> Notice | None:
     """Return the one line about managed memory: what is in it and why, or what is not in use.
 
-    `access` is the setting `gh200_optimizations.managed_access`. The line names the effect of each `uvm_*` setting, and which of the given `role_settings` have none.
-    None if neither managed memory nor such a setting was asked for.
+    `access` is the setting `gh200_optimizations.managed_access`. The line names the effect of each
+    `uvm_*` setting, and which of the given `role_settings` have none. None if neither managed
+    memory nor such a setting was asked for.
     """
     roles_given = [f"gh200_optimizations.{name}" for name in role_settings]
     given = [*_given_settings(session.settings), *roles_given]
@@ -530,7 +531,9 @@ def _pattern_effects(
         return []
     effects = [BATCH_EFFECTS[pattern]] if has_pool else []
     if has_roles and access == "auto":
-        over = session.machine.platform.link is Link.MANAGED and pattern is not AccessPattern.BALANCED
+        over = (
+            session.machine.platform.link is Link.MANAGED and pattern is not AccessPattern.BALANCED
+        )
         effects.append(ROLE_EFFECTS[pattern] + (" over PCIe, which is slow" if over else ""))
     elif has_roles:
         effects.append(f"what overflows is placed by gh200_optimizations.managed_access: {access}")

@@ -702,9 +702,7 @@ class Bucket:
         self.host_pieces.clear()
         self.tensors.clear()
 
-    def state_on_device(
-        self, state: State, min_nbytes: int
-    ) -> list[tuple[Parameter, str, Tensor]]:
+    def state_on_device(self, state: State, min_nbytes: int) -> list[tuple[Parameter, str, Tensor]]:
         """Return the state that is in neither host nor managed memory, but could be."""
         moved = {id(tensor.host) for tensor in self.tensors}
         return [
@@ -714,9 +712,7 @@ class Bucket:
             if id(value) not in moved and is_worth_moving(value, min_nbytes)
         ]
 
-    def unmanaged_state(
-        self, state: State, min_nbytes: int
-    ) -> list[tuple[Parameter, str, Tensor]]:
+    def unmanaged_state(self, state: State, min_nbytes: int) -> list[tuple[Parameter, str, Tensor]]:
         """Return the state that is not in managed memory, but could be."""
         pinned = self.tensors if self.host_pieces else []
         return [

@@ -319,7 +319,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
     return SampleShape(width, edge, frames, len(section.control_folders))
 
 
-def constraints_of(run: RunFile) -> Constraints:
+def constraints_of(run: RunFile, num_ranks: int = 1) -> Constraints:
     """Return the choices that the run file leaves to the planner."""
     settings = plan_settings(run)
     batch = run.train.batch_size
@@ -335,7 +335,7 @@ def constraints_of(run: RunFile) -> Constraints:
         stream=settings.stream and run.adapter is not None,  # trained weights cannot be streamed
         offload=settings.offload,
         host_state=_host_state(run),
-        managed=managed_choices(run),
+        managed=managed_choices(run, num_ranks),
         run_file_batch=batch,
     )
 

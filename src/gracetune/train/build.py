@@ -294,7 +294,7 @@ class Session:
         has_moved = self.managed.overflow(reason, step)
         if self.state.accelerator.device.type == "cuda":
             hard_reclamation(self.state.accelerator.device.index or 0, self.gc_freeze)()
-        return all(self.state.ranks.gather(has_moved))
+        return any(self.state.ranks.gather(has_moved))  # a rank with space left may have none
 
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
@@ -393,7 +393,8 @@ def build_session(
     copy_engine = open_copy_engine(device, transfer.link)
     stepper = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
     managed = build_managed_run(
-        run, transfer.session, layout, family, parameters, stepper, emit, pipeline.device_texts
+        *(run, transfer.session, layout, family, parameters, stepper, pipeline.device_texts),
+        is_planned=not unplanned,
     )
     controller = None
     if not unplanned:
@@ -409,9 +410,7 @@ def build_session(
             saved_plan=(resumed or {}).get("plan"),
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             shapes=_batch_shapes(pipeline, layout),
-            managed_nbytes=managed.free_bytes,
-            place_managed=managed.place,
-            wrap_engine=managed.wrap_engine,
+            managed=managed,
             ranks=ranks,
             layout=layout,
             traced=traced,
@@ -419,7 +418,6 @@ def build_session(
         controller = _planner(layout)(
             run, family, inputs, stepper, transfer.link, device, gc_freeze, emit
         )
-    managed.follow(controller)
     state = TrainState(
         run=run,
         family=family,

@@ -156,8 +156,8 @@ NO_SHIM = PoolUnavailable("the memory shim was not built")
         (
             *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:balanced", POOL),
             "managed memory: batches, and what the device has no space for, at most 2.0 GiB "
-            "(1/4 of the free device memory); uvm_access_pattern: batches stay where they were used "
-            "last, and what overflows stays where it was used last",
+            "(1/4 of the free device memory); uvm_access_pattern: batches stay where they were "
+            "used last, and what overflows stays where it was used last",
         ),
         (
             *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:gpu_first", NO_SHIM),

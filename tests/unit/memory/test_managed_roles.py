@@ -11,9 +11,9 @@ from fakes.managed import managed_memory
 from fakes.platforms import simulated_machine
 
 from gracetune.config.environment import environment_settings
+from gracetune.memory import managed_roles
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.managed_pool import PoolUnavailable
-from gracetune.memory import managed_roles
 from gracetune.memory.managed_roles import (
     DirectPrefetcher,
     ManagedGroups,
@@ -203,7 +203,9 @@ def test_a_group_that_is_refused_frees_the_others(accounting):
     assert accounting.current(Tier.MANAGED) == 0
 
 
-@pytest.mark.parametrize(("override", "ranks", "cap"), [(GIB, 1, 1), (1 << 50, 1, 28), (None, 2, 12)])
+@pytest.mark.parametrize(
+    ("override", "ranks", "cap"), [(GIB, 1, 1), (1 << 50, 1, 28), (None, 2, 12)]
+)
 def test_the_cap_is_limited_by_the_ranks_share_of_host_memory(override, ranks, cap):
     """The host has 32 GiB, of which 4 GiB are reserved."""
     session = session_on(Link.COHERENT, UVM)
