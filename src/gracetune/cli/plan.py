@@ -205,7 +205,11 @@ def prepare(
         quantize_blocks(model.shapes.find_blocks(model.model), kind)
     trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
+    whole = budget.device_nbytes
     budget = _with_managed(run_file, machine, budget)
+    if budget.device_nbytes < whole:
+        left = f"{format_bytes(whole - budget.device_nbytes)} of device memory are left to managed "
+        limit_notes += (f"{left}pages, because of use_uvm (uvm_stage1_threshold changes it)",)
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
     if budget.one_memory:
