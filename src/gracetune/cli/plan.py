@@ -169,17 +169,26 @@ def predict(
     prepared = prepare(run_file, args, open_machine, measured)
 
     from gracetune.plan.planner_input import constraints_of, make_plan
+    from gracetune.plan.search import PlanError
 
-    result = make_plan(
-        prepared.model.trace_target(),
-        prepared.machine.rates,
-        prepared.fixed,
-        prepared.budget,
-        constraints_of(run_file, args.gpus),
-        frozen_compute=run_file.model.frozen_compute,
-        simulated=prepared.machine.simulated,
-    )
-    return result, prepared.heading
+    def plan_for(prepared: PreparedRun) -> SearchResult:
+        return make_plan(
+            prepared.model.trace_target(),
+            prepared.machine.rates,
+            prepared.fixed,
+            prepared.budget,
+            constraints_of(run_file, args.gpus),
+            frozen_compute=run_file.model.frozen_compute,
+            simulated=prepared.machine.simulated,
+        )
+
+    try:
+        return plan_for(prepared), prepared.heading
+    except PlanError:
+        whole = prepare(run_file, args, open_machine, measured, leaves_reserve=False)
+        if whole.budget == prepared.budget:
+            raise
+        return plan_for(whole), whole.heading
 
 
 def prepare(
@@ -187,8 +196,13 @@ def prepare(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    *,
+    leaves_reserve: bool = True,
 ) -> PreparedRun:
-    """Build the model on the meta device, and find the memory of the machine."""
+    """Build the model on the meta device, and find the memory of the machine.
+
+    With `leaves_reserve`, a part of the device is left to managed pages, if the run uses them.
+    """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.models.quantize import check_quantizable, quantize_blocks
@@ -207,6 +221,8 @@ def prepare(
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     whole = budget.device_nbytes
     budget = _with_managed(run_file, machine, budget)
+    if not leaves_reserve:
+        budget = replace(budget, device_nbytes=whole)
     if budget.device_nbytes < whole:
         left = f"{format_bytes(whole - budget.device_nbytes)} of device memory are left to managed "
         limit_notes += (f"{left}pages, because of use_uvm (uvm_stage1_threshold changes it)",)
@@ -400,7 +416,7 @@ def _with_managed(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -
         cap = min(parse_bytes(section.managed_memory), host_room(policy, host_share))
     elif machine.link is Link.MANAGED:
         cap = min(cap, budget.device_nbytes // PCIE_CAP_PART)
-    room = machine.device_nbytes - policy.stage2_below(machine.device_nbytes)
+    room = max(0, machine.device_nbytes - policy.stage2_below(machine.device_nbytes))
     return replace(budget, managed_nbytes=cap, device_nbytes=min(budget.device_nbytes, room))
 
 

@@ -133,12 +133,7 @@ def plan_run(
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     ranks = inputs.ranks
-    num_sharing = ranks_on_device(ranks, device)
-    device_nbytes = device_nbytes_for(
-        *(run, family, device, one_memory, num_sharing),
-        reserve_nbytes=inputs.managed.reserve_nbytes // num_sharing,
-    )
-    device_nbytes = min(ranks.gather(device_nbytes))
+    device_nbytes, preferred_nbytes = _agreed_device_nbytes(run, family, inputs, device, one_memory)
     largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.wait()  # so that all measure at the same time
@@ -173,6 +168,7 @@ def plan_run(
     )
     budget = replace(problem.budget, managed_nbytes=min(ranks.gather(inputs.managed.free_bytes)))
     problem = replace(problem, budget=budget, shapes=inputs.shapes)
+    problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
@@ -445,6 +441,29 @@ def measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates
     if device.type == "cuda":
         return measure_gpu(device, family, emit)
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
+
+
+def _agreed_device_nbytes(
+    run: RunFile,
+    family: Family,
+    inputs: PlannerInputs,
+    device: torch.device,
+    one_memory: bool,
+) -> tuple[int, int]:
+    """Return the device memory to plan for on all ranks, and a smaller one that is preferred.
+
+    The smaller one leaves space for managed pages.
+    """
+    ranks = inputs.ranks
+    num_sharing = ranks_on_device(ranks, device)
+    each = [
+        device_nbytes_for(
+            *(run, family, device, one_memory, num_sharing), reserve_nbytes=reserve // num_sharing
+        )
+        for reserve in (0, inputs.managed.reserve_nbytes)
+    ]
+    whole, preferred = (min(found) for found in zip(*ranks.gather(each), strict=True))
+    return whole, preferred
 
 
 def device_nbytes_for(

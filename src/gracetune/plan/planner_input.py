@@ -30,6 +30,7 @@ from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import (
     Constraints,
     PlanError,
+    candidates,
     compare_with_run_file,
     find_best_plan,
     required_device_nbytes,
@@ -126,6 +127,13 @@ class PlanProblem:
         if not plans:
             return self._best(budget, self.constraints)  # raises the error that explains why
         return min(plans, key=self._run_seconds)
+
+    def with_device_nbytes(self, device_nbytes: int) -> PlanProblem:
+        """Return the problem with less device memory if a plan fits into that, else this one."""
+        budget = replace(self.budget, device_nbytes=device_nbytes)
+        constraints = self.constraints.for_budget(budget)
+        fitting = candidates(self.model, self.fixed, budget, constraints)
+        return self if next(fitting, None) is None else replace(self, budget=budget)
 
     def fits(self, plan: Plan) -> bool:
         """Return True if the plan fits the device memory budget."""

@@ -30,7 +30,7 @@ from gracetune.offload.managed_tensors import (
 from gracetune.optim.offloaded_state import ManagedState
 from gracetune.plan.managed import NOT_ON_RANKS, OVERFLOW_ORDER
 from gracetune.train.step import Ema
-from gracetune.units import format_bytes, parse_bytes
+from gracetune.units import MIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -62,6 +62,8 @@ assert set(ROLE_NAMES) == set(MANAGED_ROLES) == set(get_args(ManagedRoleName))
 SETTING = "gh200_optimizations.managed"
 PREFETCHED: tuple[ManagedRole, ...] = ("weights", "trained", "optimizer", "ema")
 """Roles that a step uses in a known order, so that they can be prefetched."""
+MIN_CACHES_NBYTES = 64 * MIB
+"""Fewer text embeddings do not overflow: a step would be repeated for nothing."""
 
 
 class DeviceFullError(RunFailedError, torch.OutOfMemoryError):
@@ -445,7 +447,7 @@ class ManagedRun:
         if role == "optimizer":
             return self.stepper.movable_nbytes > 0
         if role == "caches":
-            return self.texts.nbytes > 0
+            return self.texts.nbytes >= MIN_CACHES_NBYTES
         return True
 
     def _frozen(self) -> list[Parameter]:

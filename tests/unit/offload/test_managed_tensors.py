@@ -14,6 +14,7 @@ from gracetune.memory.managed_roles import slab_nbytes
 from gracetune.memory.platform import Link
 from gracetune.memory.stats import MemoryAccounting, Tier
 from gracetune.offload.managed_tensors import ManagedWeights, fitting_parameters
+from gracetune.train import managed_overflow
 from gracetune.train.managed_overflow import ManagedRun
 from gracetune.units import MIB
 
@@ -162,3 +163,15 @@ def test_gradients_do_not_move_on_several_ranks(memory):
     assert "the gradients cannot be in managed memory: the ranks add up" in notice.text
     assert not run._is_on_device("gradients")
     assert memory.slabs == ()
+
+
+def test_cached_texts_overflow_first_if_that_helps(memory, monkeypatch):
+    texts = DeviceTextCache({"a prompt": {"embeddings": torch.ones(MIB // 4)}})
+    run = managed_run(Model(), memory)
+    run.texts = texts
+    assert not run._is_on_device("caches"), "it is too small to help"
+    monkeypatch.setattr(managed_overflow, "MIN_CACHES_NBYTES", MIB)
+    assert run.overflow("full", 3)
+    assert memory.by_role() == {"caches": MIB}
+    (entry,) = texts.get_all(["a prompt"])
+    assert torch.equal(entry["embeddings"], torch.ones(MIB // 4))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from cost_model_factory import SPEEDS, build_candidate, build_model
+from problem_factory import build_problem
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.managed import managed_choices, managed_nbytes, managed_seconds
@@ -158,3 +159,9 @@ def test_the_report_has_roles_in_two_places():
     heading = PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY)
     (row,) = [line for line in _places(plan, heading) if line.startswith("weights")]
     assert "1 blocks streamed, rest managed" in row
+
+
+def test_memory_for_managed_pages_is_left_if_a_plan_fits_without_it():
+    problem = build_problem(ROOMY)
+    assert problem.with_device_nbytes(ROOMY - 100).budget.device_nbytes == ROOMY - 100
+    assert problem.with_device_nbytes(10) is problem
