@@ -710,7 +710,8 @@ def register_memory_roles(
         return local_nbytes(state.ema.averages.values())
 
     def trained() -> int:
-        return 0 if "trained" in managed.roles else local_nbytes(state.parameters.values())
+        whole = local_nbytes(state.parameters.values())
+        return max(0, whole - managed.roles.get("trained", 0))  # a part of them may have moved
 
     transfer.track_memory(
         "weights", lambda: max(0, on_device() - managed.roles.get("weights", 0)) + in_slots()

@@ -274,6 +274,8 @@ class ManagedRun:
         for one in self.hooked:
             if isinstance(one, ManagedWeights):
                 one.free_unused()
+        if "weights" in self.roles:
+            self.roles["weights"] = self.memory.by_role().get("weights", 0)
 
     def _place(self, roles: Iterable[ManagedRole], plan: Plan | None) -> None:
         for role in roles:

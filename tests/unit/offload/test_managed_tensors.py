@@ -152,6 +152,7 @@ def test_another_plan_moves_and_frees_what_has_changed(memory):
         parameter.data = parameter.data.clone()  # the weight ring takes them
     run.free_unused()
     assert memory.used_bytes == all_but, "those of block 2 instead of block 0"
+    assert run.roles == {"weights": all_but}
 
 
 def test_gradients_do_not_move_on_several_ranks(memory):
