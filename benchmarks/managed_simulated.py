@@ -38,7 +38,7 @@ from gracetune.memory.driver import HOST, CudaCode
 from gracetune.memory.managed_roles import ManagedMemory, ManagedPages
 from gracetune.memory.oversubscription import Reading, StagePolicy, Stages, Trimmers, managed_cap
 from gracetune.memory.stats import MemoryAccounting, Tier
-from gracetune.plan.machines import find_machine
+from gracetune.plan.machines import FITTED_CONSTANTS, find_machine
 from gracetune.plan.report import report_json, report_lines
 from gracetune.units import GIB
 
@@ -130,10 +130,12 @@ class Step:
 
     def allocate(self) -> None:
         """Allocate every role, one range for each block; raise if the device has no space."""
-        sizes = self.plan.managed_nbytes
-        code, _ = self.driver.allocate_device(
-            self.plan.device.activations + self.plan.device.workspace, DEVICE
-        )
+        sizes, device = self.plan.managed_nbytes, self.plan.device
+        other = device.activations + device.workspace + device.caches
+        if self.way == "planned":  # with what the plan reserves for fragmentation
+            fragmentation = FITTED_CONSTANTS["fragmentation"].value
+            other += device.gradients + int(fragmentation * device.total)
+        code, _ = self.driver.allocate_device(other, DEVICE)
         assert code == CudaCode.SUCCESS, f"activations: {code}"
         for role in ("trained", "gradients", "optimizer"):
             nbytes = sizes[role] // self.num_blocks
@@ -222,7 +224,7 @@ def simulate(way: str, plan: Plan) -> dict[str, Any]:
     return {
         "seconds": figures.pop("seconds"),
         **{f"{name}_gib": nbytes / GIB for name, nbytes in figures.items()},
-        "managed_gib": step.memory.used_bytes / GIB,
+        "managed_gib": sum(size for role in step.ranges.values() for _, size in role) / GIB,
         "lowest_free_device_gib": step.lowest_free / GIB,
         "stage_after_each_step": step.stage_by_step,
         "stage_changes": len(changes),
