@@ -5,11 +5,14 @@ The model is Qwen-Image (20 B weights in fp32, AdamW): weights, gradients and op
 a simulated CUDA driver, which keeps pages, their place and a clock, runs steps in four ways:
 
 - `faults`: everything is managed memory without advice, as with an allocator that only replaces
-  cudaMalloc. Kernels fault pages in, and the driver evicts others;
+  cudaMalloc. Kernels fault pages in, and the driver evicts others. Nothing governs it;
 - `planned`: the roles of the plan at home in host memory and used in place, the rest on the device;
 - `in_place`: all roles in host memory and used in place;
 - `prefetch`: as `in_place`, but the weights of each block move to the device ahead of its use, and
   back.
+
+Except in `faults`, roles are allocated by `ManagedMemory` within its cap, and the two-stage machine
+reads the memory after every step and reclaims pages, as in a run.
 
 All figures are SIMULATED from published rates of a GH200 (plan/machines.py); none is measured.
 
@@ -22,17 +25,20 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import results
+import torch
 
 from gracetune.cli.plan import predict
 from gracetune.config.load import load_run_file
-from gracetune.memory.driver import HOST, Advice, CudaCode
-from gracetune.memory.oversubscription import Reading, StagePolicy, StageState, advance
-from gracetune.plan.machines import find_machine
+from gracetune.events.types import StageChanged
+from gracetune.memory.driver import HOST, CudaCode
+from gracetune.memory.managed_roles import ManagedMemory, ManagedPages
+from gracetune.memory.oversubscription import Reading, StagePolicy, Stages, Trimmers, managed_cap
+from gracetune.memory.stats import MemoryAccounting, Tier
+from gracetune.plan.machines import FITTED_CONSTANTS, find_machine
 from gracetune.plan.report import report_json, report_lines
 from gracetune.units import GIB
 
@@ -40,6 +46,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fakes.simulated_driver import SimulatedDriver
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gracetune.events.types import Event
+    from gracetune.memory.managed_roles import ManagedRole, ManagedSlab
     from gracetune.plan.result import Plan
 
 NAME = "managed_simulated"
@@ -47,7 +57,7 @@ MACHINE = "gh200-96"
 DEVICE = 0
 COMPUTE, COPIES = 0, 1
 """Streams of the simulated driver: kernels, and prefetches ahead of them."""
-STEPS = 2
+STEPS = 4
 """Simulated steps; the last one is reported, when pages are where a step leaves them."""
 RUN = {
     "model": {"family": "qwen_image", "dtype": "float32"},
@@ -60,49 +70,94 @@ RUN = {
 WAYS = ("faults", "planned", "in_place", "prefetch")
 
 
-@dataclass
+class StreamPrefetcher:
+    """Prefetches on a stream of its own, next to the kernels, as `PrefetchThread` does."""
+
+    def __init__(self, driver: SimulatedDriver) -> None:
+        self._driver = driver
+
+    def start(
+        self, ranges: Sequence[tuple[int, int]], location: int, after: object = None
+    ) -> StreamPrefetcher:
+        """Queue a prefetch behind the kernels that are queued so far."""
+        del after  # one stream does everything in order
+        self._driver.wait(COPIES, COMPUTE)
+        for pointer, nbytes in ranges:
+            assert self._driver.prefetch(pointer, nbytes, location, COPIES) == CudaCode.SUCCESS
+        return self
+
+    def wait(self) -> None:
+        """Let kernels wait for the prefetches that are queued so far."""
+        self._driver.wait(COMPUTE, COPIES)
+
+    def drain(self) -> None:
+        """Do nothing: the driver has all requests."""
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+def unbacked_tensor(pointer: int, nbytes: int) -> torch.Tensor:
+    """Return a tensor of this size with the memory of one byte: only addresses are used."""
+    del pointer
+    return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+
+
 class Step:
     """A training step on a simulated driver, whose roles are in managed or device memory."""
 
-    way: str
-    plan: Plan
-    num_blocks: int
-    driver: SimulatedDriver
-    policy: StagePolicy = field(default_factory=StagePolicy)
-    state: StageState = field(default_factory=StageState)
-    stages: list[int] = field(default_factory=list)
-    ranges: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    def __init__(self, way: str, plan: Plan) -> None:
+        spec, self.policy = find_machine(MACHINE), StagePolicy()
+        self.way, self.plan, self.num_blocks = way, plan, len(plan.blocks)
+        self.driver = SimulatedDriver(
+            [spec.device()], spec.host_bytes, page_bytes=32 * spec.page_bytes
+        )
+        cap = managed_cap(self.policy, spec.device().nbytes, spec.host_bytes)
+        self.memory = ManagedMemory(
+            *(self.driver, DEVICE, MemoryAccounting({Tier.MANAGED: cap})),
+            *(StreamPrefetcher(self.driver), print, unbacked_tensor),
+        )
+        trimmers = Trimmers()
+        trimmers.register(
+            "managed pages", ManagedPages(lambda: self.memory, self.policy.stage1_above)
+        )
+        self.events: list[Event] = []
+        self.stages = Stages(self.policy, trimmers, lambda: 0, self.events.append)
+        self.stage_by_step: list[int] = []
+        self.lowest_free = spec.device().nbytes
+        self.slabs: dict[str, list[ManagedSlab]] = {}
+        self.ranges: dict[str, list[tuple[int, int]]] = {}
 
     def allocate(self) -> None:
         """Allocate every role, one range for each block; raise if the device has no space."""
-        sizes = self.plan.managed_nbytes
-        code, _ = self.driver.allocate_device(
-            self.plan.device.activations + self.plan.device.workspace, DEVICE
-        )
+        sizes, device = self.plan.managed_nbytes, self.plan.device
+        other = device.activations + device.workspace + device.caches
+        if self.way == "planned":  # with what the plan reserves for fragmentation
+            fragmentation = FITTED_CONSTANTS["fragmentation"].value
+            other += device.gradients + int(fragmentation * device.total)
+        code, _ = self.driver.allocate_device(other, DEVICE)
         assert code == CudaCode.SUCCESS, f"activations: {code}"
         for role in ("trained", "gradients", "optimizer"):
             nbytes = sizes[role] // self.num_blocks
-            on_device = self.way == "planned" and role not in self.plan.managed
+            self.ranges[role] = []
             for _ in range(self.num_blocks):
-                self.ranges.setdefault(role, []).append((self._range(nbytes, on_device), nbytes))
-        if self.way == "planned":
-            self.ranges = {r: self.ranges[r] if r in self.plan.managed else [] for r in self.ranges}
+                if self.way == "planned" and role not in self.plan.managed:
+                    code, _ = self.driver.allocate_device(nbytes, DEVICE)
+                    assert code == CudaCode.SUCCESS, f"device memory: {code}"
+                else:
+                    self._allocate_managed(role, nbytes)
 
-    def _range(self, nbytes: int, on_device: bool) -> int:
-        if on_device:
-            code, pointer = self.driver.allocate_device(nbytes, DEVICE)
-            assert code == CudaCode.SUCCESS, f"device memory: {code}"
-            return pointer
-        code, pointer = self.driver.allocate_managed(nbytes)
-        assert code == CudaCode.SUCCESS, f"managed memory: {code}"
-        if self.way != "faults":
-            for advice, place in (
-                (Advice.SET_PREFERRED_LOCATION, HOST),
-                (Advice.SET_ACCESSED_BY, DEVICE),
-            ):
-                assert self.driver.advise(pointer, nbytes, advice, place) == CudaCode.SUCCESS
+    def _allocate_managed(self, role: ManagedRole, nbytes: int) -> None:
+        if self.way == "faults":
+            code, pointer = self.driver.allocate_managed(nbytes)
+            assert code == CudaCode.SUCCESS, f"managed memory: {code}"
+        else:
+            fetched = self.way == "prefetch" and role == "trained"
+            slab = self.memory.allocate(role, nbytes, "prefetch" if fetched else "in_place")
+            self.slabs.setdefault(role, []).append(slab)
+            pointer = slab.pointer
         self.driver.touch(pointer, nbytes, HOST, write=True)
-        return pointer
+        self.ranges[role].append((pointer, nbytes))
 
     def run(self) -> None:
         """Run forward, backward and update."""
@@ -126,61 +181,55 @@ class Step:
                 self._touch(role, block)
                 self._touch(role, block, write=True)
         self.driver.synchronize()
+        if self.way != "faults":
+            self.stage_by_step.append(int(self.stages.update_and_reclaim(self._reading())))
 
     def _weights(self, block: int, following: int) -> None:
-        ranges = self.ranges["trained"]
-        if not ranges:
+        if not self.ranges["trained"]:
             return
+        slabs = self.slabs.get("trained", [])
         if self.way == "prefetch":
             if 0 <= following < self.num_blocks:
-                self.driver.prefetch(*ranges[following], DEVICE, COPIES)
+                self.memory.prefetch(slabs[following], "device")
             self.driver.wait(COMPUTE, COPIES)
         self._touch("trained", block)
         if self.way == "prefetch":
-            self.driver.wait(COPIES, COMPUTE)
-            self.driver.prefetch(*ranges[block], HOST, COPIES)
+            self.memory.prefetch(slabs[block], "host")
 
     def _touch(self, role: str, block: int, *, write: bool = False) -> None:
         if self.ranges[role]:
             self.driver.touch(*self.ranges[role][block], DEVICE, COMPUTE, write=write)
-            self._observe()
+            self.lowest_free = min(self.lowest_free, self.driver.memory_info(DEVICE)[0])
 
     def _kernel(self, seconds: float) -> None:
         self.driver.compute(seconds, DEVICE, COMPUTE)
 
-    def _observe(self) -> None:
+    def _reading(self) -> Reading:
         free, total = self.driver.memory_info(DEVICE)
-        reading = Reading(
-            total - free, total - free, free, total, self.driver.memory_info(DEVICE)[0]
-        )
-        self.state, _ = advance(self.policy, self.state, reading)
-        self.stages.append(int(self.state.stage))
+        used, host = total - free, self.driver.free_host_bytes()
+        return Reading(used, used, free, total, host, self.memory.used_bytes)
 
 
-def simulate(way: str, plan: Plan, num_blocks: int) -> dict[str, Any]:
+def simulate(way: str, plan: Plan) -> dict[str, Any]:
     """Run some steps in one way; return the time and the traffic of the last one."""
-    spec = find_machine(MACHINE)
-    step = Step(
-        way,
-        plan,
-        num_blocks,
-        SimulatedDriver([spec.device()], spec.host_bytes, page_bytes=32 * spec.page_bytes),
-    )
+    step = Step(way, plan)
     step.allocate()
     before: dict[str, float] = {}
     for _ in range(STEPS):
-        step.stages.clear()
         before = counters(step.driver)
         step.run()
     after = counters(step.driver)
     figures = {name: after[name] - before[name] for name in after}
+    changes = [event for event in step.events if isinstance(event, StageChanged)]
     return {
         "seconds": figures.pop("seconds"),
         **{f"{name}_gib": nbytes / GIB for name, nbytes in figures.items()},
-        "stage_at_the_end": step.stages[-1],
-        "readings_in_stage_2": step.stages.count(2),
-        "readings": len(step.stages),
-        "stage_transitions": step.state.transitions,
+        "managed_gib": sum(size for role in step.ranges.values() for _, size in role) / GIB,
+        "lowest_free_device_gib": step.lowest_free / GIB,
+        "stage_after_each_step": step.stage_by_step,
+        "stage_changes": len(changes),
+        "reclamations": step.stages.state.light_reclamations,
+        "reclaimed_gib": step.stages.reclaimed_bytes / GIB,
     }
 
 
@@ -231,11 +280,11 @@ def main() -> int:
         f"\n{'way (simulated)':<18}{'s/step':>9}{'faulted':>9}{'evicted':>9}{'in place':>9}  stage"
     )
     for way in WAYS:
-        found = figures[way] = simulate(way, plan, len(plan.blocks))
+        found = figures[way] = simulate(way, plan)
         print(
             f"{way:<18}{found['seconds']:>9.2f}{found['faulted_gib']:>9.0f}"
             f"{found['evicted_gib']:>9.0f}{found['used_in_place_gib']:>9.0f}"
-            f"{found['stage_at_the_end']:>7}"
+            f"  {found['stage_after_each_step'] or 'none'}"
         )
         results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
     return 0

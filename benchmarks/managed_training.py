@@ -1,8 +1,8 @@
 """Train all weights of a model with optimizer state, EMA and gradients in managed memory.
 
 The model is a Z-Image with fewer layers: 1.1 B parameters in fp32, computed in bf16, AdamW, EMA and
-gradient clipping. Every way is a whole run of the trainer without a plan, with deterministic
-kernels, in one process:
+gradient clipping. Every way is a whole run of the trainer with deterministic kernels, in a process
+of its own, so that nothing of an earlier way is alive:
 
 - on the device, twice: the reference, and whether it repeats itself;
 - optimizer state in pinned host memory, streamed through the device;
@@ -11,14 +11,17 @@ kernels, in one process:
   device;
 - trained weights in managed memory as well;
 - torch's memory limited, so that the run does not fit: without `use_uvm` it must fail and name the
-  setting, with it the run must continue in managed memory.
+  setting, with it the run must continue in managed memory;
+- with a plan, in all memory and in less memory with `managed: auto`;
+- a LoRA with a plan, its frozen weights on the device and in managed memory.
 
-Judged: losses are equal bit for bit to those on the device; the managed bytes of our statistics are
-the sum of the allocations that the driver calls managed; the limited run completes and its events
-say why. Managed memory is limited to `CAP`, far below a quarter of the free memory.
+Judged: losses are equal bit for bit to those of the reference; the managed bytes of our statistics
+are the sum of the allocations that the driver calls managed; the limited run completes and its
+events say why. Managed memory is limited to `CAP`, which must be below a quarter of the free
+memory. No way starts after `--minutes`; the result file has those that ran.
 
     PYTHONPATH=src:benchmarks python benchmarks/managed_training.py [--only NAME,...] [--out FOLDER]
-        [--commit NAME] [--rehearse]
+        [--commit NAME] [--minutes N] [--rehearse]
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -47,13 +52,13 @@ import torch
 from wan_experts import PhaseClock
 
 from gracetune.config.load import load_run_file
-from gracetune.errors import RunFailedError
+from gracetune.errors import GracetuneError
 from gracetune.events.types import ManagedOverflow, MemoryRoles, Notice, RunStarted, StepDone
 from gracetune.memory import managed_roles
 from gracetune.memory.driver import PointerKind, open_cuda_driver
 from gracetune.models import pipeline_folder
 from gracetune.train.run import run_training
-from gracetune.units import GIB
+from gracetune.units import GIB, parse_bytes
 
 if TYPE_CHECKING:
     from gracetune.events.types import Event
@@ -69,6 +74,14 @@ BATCH = 4
 KEPT = ["optimizer", "ema", "gradients"]
 LIMITED_SHARE = 0.85
 """Share of the reference's peak that torch may use in the limited runs."""
+MINUTES = 8.0
+PLAN = {"compile": "never", "offload": False}
+PLANNED_NBYTES = 12
+"""Bytes of device memory for each parameter in the limited planned run. Weights, their bf16 copies,
+gradients and EMA need 14 without the optimizer state, which can be streamed."""
+SMALL_NBYTES = 1 << 31, 1 << 27
+"""Device memory of planned rehearsals, which have no device to measure, and what is added to that
+of the limited one: a miniature's activations are larger than its weights."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "device": {},
@@ -82,7 +95,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "managed_trained_in_place": {"managed": [*KEPT, "trained"], "access": "in_place"},
     "limited_without_uvm": {"limited": True},
     "limited_overflow": {"limited": True, "managed": "auto"},
+    "planned_device": {"plan": PLAN},
+    "planned_auto": {
+        **{"plan": PLAN, "limited": True, "managed": "auto"},
+        "reference": "planned_device",
+    },
+    "planned_lora_device": {"plan": PLAN | {"stream": False}, "adapter": True},
+    "planned_lora_weights": {
+        **{"plan": PLAN | {"stream": False}, "adapter": True, "managed": ["weights"]},
+        **{"access": "in_place", "reference": "planned_lora_device"},
+    },
 }
+"""Ways to train. `reference`: the way whose losses must be the same; by default the run on the
+device, or the way itself. `limited`: torch, or the plan, has a share of the reference's memory."""
+PRELOADED = ("allocator_setup", "large_families", "gracetune.train.run", "gracetune.plan.planner")
+"""Modules that all processes share, because their imports take longer than a way."""
 
 
 class MeasuredError(Exception):
@@ -167,28 +194,61 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="ways to run, separated by commas")
     parser.add_argument("--folder", type=Path, help="folder for the model and the data")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="start no way after this")
     arguments = results.parse_arguments(parser)
     if not arguments.rehearse and not torch.cuda.is_available():
         parser.error("there is no GPU; --rehearse trains a miniature without one")
+    clock, began = PhaseClock(), time.monotonic()
+    names = arguments.only.split(",") if arguments.only else list(WAYS)
+    figures: dict[str, Any] = {"batch": BATCH, "cap": CAP, "steps": STEPS}
+    # Children are forked from a server that has imported the modules, but has not started CUDA.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(list(PRELOADED))
+    done = []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        path = write_run(Path(temporary), arguments)
+        for name in names:
+            if time.monotonic() - began > 60 * arguments.minutes:
+                clock.print(f"{name}: skipped, because {arguments.minutes:g} minutes are over")
+                continue
+            clock.print(f"{name}:")
+            started = time.monotonic()
+            given = name, path, arguments.rehearse, figures.get(reference_of(name))
+            process = processes.Process(target=measure_alone, args=given)
+            process.start()
+            process.join()
+            found = path.parent / f"{name}.figures.json"
+            assert found.exists(), f"{name}: the process ended with code {process.exitcode}"
+            figures[name] = json.loads(found.read_text())
+            figures[name]["wall_s"] = time.monotonic() - started
+            done.append(name)
+            results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
+    failed = [f"{name}: {why}" for name in done for why in faults(name, figures)]
+    print_table(figures, done)
+    clock.print("all as promised" if not failed else "; ".join(failed))
+    return 1 if failed and not arguments.rehearse else 0
+
+
+def reference_of(name: str) -> str:
+    """Return the way whose losses a way must have; without one, the way itself."""
+    if WAYS[name].get("plan"):
+        return str(WAYS[name].get("reference", name))
+    return "device"
+
+
+def measure_alone(
+    name: str, path: Path, is_rehearsal: bool, reference: dict[str, Any] | None
+) -> None:
+    """Train in one way, in a process of its own, and write what was measured."""
     # With `warn_only`, the backward of flash attention would not be deterministic.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    clock = PhaseClock()
-    names = arguments.only.split(",") if arguments.only else list(WAYS)
-    figures: dict[str, Any] = {"batch": BATCH, "cap": CAP, "steps": STEPS}
-    with ExitStack() as undo, tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
-        if arguments.rehearse:
+    with ExitStack() as undo:
+        if is_rehearsal:
+            torch.compiler.set_stance("force_eager")
             simulate_gpu(undo)
-        path = write_run(Path(temporary), arguments)
-        for name in names:
-            clock.print(f"{name}:")
-            figures[name] = measure(name, path, clock, figures.get("device"))
-            results.write(NAME, dict(results.flatten(figures)), arguments.out, arguments.commit)
-            clear()
-    failed = [f"{name}: {why}" for name in names for why in faults(name, figures)]
-    print_table(figures, names)
-    clock.print("all as promised" if not failed else "; ".join(failed))
-    return 1 if failed and not arguments.rehearse else 0
+        found = measure(name, path, PhaseClock(), reference)
+    (path.parent / f"{name}.figures.json").write_text(json.dumps(found))
 
 
 def measure(
@@ -196,7 +256,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train in one way; return its losses, times, memory and events."""
     way = WAYS[name]
-    run = load_run_file(write_way(name, path), environment={}).run
+    run = load_run_file(write_way(name, path, reference), environment={}).run
     memories: list[ManagedMemory] = []
     original = managed_roles.ManagedMemory.__init__
 
@@ -207,7 +267,8 @@ def measure(
     steps = run.train.max_train_steps
     recorder = Recorder(clock, steps, memories)
     failure = ""
-    limit_memory(reference if way.get("limited") else None)
+    limit_memory(reference if way.get("limited") and not way.get("plan") else None)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     try:
         with (
             patch.object(pipeline_folder, "read_transformer", random_weights.random_transformer),
@@ -216,7 +277,7 @@ def measure(
             run_training(run, sinks=[recorder])
     except MeasuredError:
         pass
-    except RunFailedError as error:
+    except GracetuneError as error:
         failure = str(error)
         clock.print(f"  failed: {failure}")
     except RuntimeError as error:
@@ -224,9 +285,6 @@ def measure(
             raise
         failure = str(error).splitlines()[0]
         clock.print(f"  not deterministic, so losses cannot be compared: {failure}")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    finally:
-        limit_memory(None, reset=False)
     found: dict[str, Any] = {
         "parameters": recorder.parameters,
         "step_s": mean(recorder.seconds) if recorder.seconds else 0.0,
@@ -236,6 +294,7 @@ def measure(
         "managed_bytes_booked": sum(recorder.booked.values()),
         "managed_bytes_of_slabs": recorder.slabs,
         "managed_bytes_of_pointers": recorder.walked,
+        "free_gib_before": None if free is None else free / GIB,
         "overflow": [
             f"step {event.step}: {event.role}, {event.nbytes} bytes, {event.placement}, total "
             f"{event.total} of {event.cap}: {event.reason}"
@@ -251,7 +310,6 @@ def measure(
     if torch.cuda.is_available():
         found["device_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    free_managed(memories)
     clock.print(
         f"  {found['step_s']:.4f} s a step, {found['managed_bytes_booked'] / GIB:.2f} GiB managed, "
         f"peak {found.get('device_peak_gib', 0):.2f} GiB"
@@ -259,17 +317,12 @@ def measure(
     return found
 
 
-def limit_memory(reference: dict[str, Any] | None, *, reset: bool = True) -> None:
-    """Limit torch's memory to a share of the reference's peak; None: to all of the device."""
-    if not torch.cuda.is_available():
-        return
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-    share = 1.0
-    if reference is not None:
+def limit_memory(reference: dict[str, Any] | None) -> None:
+    """Limit torch's memory to a share of the reference's peak; None: no limit."""
+    if torch.cuda.is_available() and reference is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         share = LIMITED_SHARE * reference["reserved_gib"] * GIB / total
-    torch.cuda.set_per_process_memory_fraction(share)
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def simulate_gpu(undo: ExitStack) -> None:
@@ -280,22 +333,6 @@ def simulate_gpu(undo: ExitStack) -> None:
     simulate_machine(undo.enter_context(pytest.MonkeyPatch.context()))
 
 
-def free_managed(memories: list[ManagedMemory]) -> None:
-    """Free the managed memory of a run that has ended; at the end of a process it is not needed."""
-    gc.collect()
-    for memory in memories:
-        memory.close()
-        for slab in memory.slabs:
-            memory.free(slab)
-
-
-def clear() -> None:
-    """Free the memory of the last run."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     """Write the model without weights, the images and the run file that all ways share."""
     steps = SMALL_STEPS if arguments.rehearse else STEPS
@@ -304,7 +341,6 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     config = folder / "model/transformer/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layers": LAYERS}))
     settings = json.loads(path.read_text())
-    del settings["adapter"]
     settings["plan"] = "off"
     settings["model"] |= {"dtype": "float32", "attention_mechanism": "flash"}
     if arguments.rehearse:
@@ -323,12 +359,21 @@ def write_run(folder: Path, arguments: argparse.Namespace) -> Path:
     return path
 
 
-def write_way(name: str, path: Path) -> Path:
+def write_way(name: str, path: Path, reference: dict[str, Any] | None) -> Path:
     """Write the run file of one way; it has a folder of its own, and the data of all."""
     way, settings = WAYS[name], json.loads(path.read_text())
     settings["output_dir"] = str(Path(settings["output_dir"]) / name)
+    if not way.get("adapter"):
+        del settings["adapter"]
     if way.get("optimizer.state"):
         settings["optimizer"]["state"] = way["optimizer.state"]
+    if way.get("plan"):
+        settings["plan"] = dict(way["plan"])
+        whole, added = (None, 0) if torch.cuda.is_available() else SMALL_NBYTES
+        if way.get("limited") and reference is not None:
+            whole = PLANNED_NBYTES * reference["parameters"] + added
+        if whole is not None:
+            settings["plan"]["device_memory"] = str(whole)
     if "managed" in way:
         settings["gh200_optimizations"] = {
             "use_uvm": True,
@@ -343,12 +388,17 @@ def write_way(name: str, path: Path) -> Path:
 
 def faults(name: str, figures: dict[str, Any]) -> list[str]:
     """Return what is not as promised in one way."""
-    found, way, reference = figures[name], WAYS[name], figures.get("device")
+    found, way, reference = figures[name], WAYS[name], figures.get(reference_of(name))
     wrong = []
+    free = found["free_gib_before"]
+    if "managed" in way and free is not None and parse_bytes(CAP) > free * GIB / 4:
+        wrong.append(f"the cap is more than a quarter of the free {free:.1f} GiB")
     if name == "limited_without_uvm":
         return [] if "gh200_optimizations.use_uvm" in found["failure"] else ["does not name it"]
+    if found["failure"]:
+        return [found["failure"]]
     if reference is not None and found["losses"] != reference["losses"]:
-        wrong.append("losses differ from those on the device")
+        wrong.append(f"losses differ from those of {reference_of(name)}")
     if isinstance(way.get("managed"), list):
         missing = set(way["managed"]) - found["managed"].keys()
         wrong += [f"{role} is not in managed memory" for role in sorted(missing)]
@@ -356,17 +406,17 @@ def faults(name: str, figures: dict[str, Any]) -> list[str]:
         wrong.append("statistics differ from the slabs")
     if found["managed_bytes_of_pointers"] not in (None, found["managed_bytes_booked"]):
         wrong.append("statistics differ from what the driver calls managed")
-    if name == "limited_overflow" and not found["overflow"]:
-        wrong.append("nothing overflowed")
+    if way.get("managed") == "auto" and not found["overflow"]:
+        wrong.append("nothing is in managed memory")
     return wrong
 
 
 def print_table(figures: dict[str, Any], names: list[str]) -> None:
     """Print a short table of all ways."""
     print(f"{'way':<26}{'s/step':>9}{'managed GiB':>13}{'peak GiB':>10}  equal losses")
-    expected = figures.get("device", {}).get("losses")
     for name in names:
         found = figures[name]
+        expected = figures.get(reference_of(name), {}).get("losses")
         print(
             f"{name:<26}{found['step_s']:>9.4f}{found['managed_bytes_booked'] / GIB:>13.2f}"
             f"{found.get('device_peak_gib', 0.0):>10.2f}  {found['losses'] == expected}"

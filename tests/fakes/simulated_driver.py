@@ -218,6 +218,10 @@ class SimulatedDriver:
         """Let the host wait for a stream, or for all; return the time afterwards."""
         return self.time.synchronize(None if stream is None else Queue("stream", stream))
 
+    def free_host_bytes(self) -> int:
+        """Return the bytes of host memory that neither pages nor pinned memory take."""
+        return self._memory.free_bytes(HOST)
+
     def residency(self, pointer: int, nbytes: int) -> dict[int, int]:
         """Return the bytes of a managed range by location; untouched pages are not counted."""
         found = self._memory.find(pointer, nbytes)

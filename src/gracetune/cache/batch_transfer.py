@@ -100,11 +100,8 @@ class BatchTransfer:
         self._hints = session.hints if is_hinted else None
         self._tier = Tier.DEVICE if self.needs_copy else Tier.HOST
         self._tracked: dict[str, tuple[Tier, Callable[[], int]]] = {}
-        self._reserved: dict[str, int] = {}
         self._stats: Stats = {}
         self._reported_full = False
-        if self._pool is not None:
-            self.track_memory("batches", self._batches_nbytes, Tier.MANAGED)
         self._staging = PinnedStaging(self.allocate_host, _record_event)
 
     @property
@@ -179,10 +176,7 @@ class BatchTransfer:
         Call it between steps, with the number of the last one.
         """
         for role, (tier, nbytes) in self._tracked.items():
-            self._session.accounting.release(tier, role, self._reserved.get(role, 0))
-            now = nbytes()
-            # Memory beyond a tier's cap exists all the same; the accounting counts it as denied.
-            self._reserved[role] = now if self._session.accounting.reserve(tier, role, now) else 0
+            self._session.accounting.book(tier, role, nbytes())
         self._stats = self._session.stats()
         return memory_event(step, self._stats, psutil.Process().memory_info().rss)
 
@@ -225,10 +219,6 @@ class BatchTransfer:
         if self._hints is not None:
             place_batch({"latents": latents, "text": text}, self._hints, self._table)
 
-    def _batches_nbytes(self) -> int:
-        """Return the bytes of managed memory that torch holds for batches."""
-        return 0 if self._pool is None else self._pool.counters().live_bytes
-
     def _empty_on_device(self, like: Tensor) -> Tensor:
         if self._pool is None:
             return torch.empty_like(like, device=self.device)
@@ -253,10 +243,12 @@ def build_batch_transfer(
     emit: Callable[[Event], None],
     gc_freeze: GcFreeze | None = None,
     managed_cap: int | None = None,
+    num_sharing_host: int = 1,
 ) -> BatchTransfer:
     """Build the `BatchTransfer` of a run, with at most `managed_cap` bytes of managed memory.
 
-    Also reports how host memory and device are connected, and what managed memory is used for.
+    `num_sharing_host` ranks share the memory of this host. Also reports how host memory and device
+    are connected, and what managed memory is used for.
     """
     session = MemorySession(
         lambda: open_machine(device.index or 0),
@@ -267,11 +259,13 @@ def build_batch_transfer(
     session.hints_override = section.enable_uvm_hints
     session.use_uvm_override = section.use_uvm
     session.managed_cap_override = managed_cap
+    session.num_sharing_host = num_sharing_host
+    session.pool_role = "batches"
     platform = session.machine.platform
     hints = "on" if session.hints_enabled else "off"
     emit(Notice(f"memory link: {platform.link.value} ({platform.reasons['link']}); hints {hints}"))
     roles = [name for name in ROLE_SETTINGS if name in section.model_fields_set]
-    managed = managed_memory_notice(session, roles)
+    managed = managed_memory_notice(session, roles, section.managed_access)
     if managed is not None:
         emit(managed)
     return BatchTransfer(session, device, placement_table({**BATCH_PLACEMENT, **section.placement}))
@@ -711,7 +705,7 @@ class DeviceTextCache:
         """Keep each chosen prompt on the device again once it is read."""
         self._is_trimmed = False
 
-    def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement) -> None:
+    def move_to_managed(self, memory: ManagedMemory, placement: ManagedPlacement | None) -> None:
         """Move the embeddings to managed memory; raise OutOfMemoryError if the cap is too low."""
         named = [(name, part) for name, entry in self._entries.items() for part in entry]
         tensors = [self._entries[name][part] for name, part in named]

@@ -169,17 +169,26 @@ def predict(
     prepared = prepare(run_file, args, open_machine, measured)
 
     from gracetune.plan.planner_input import constraints_of, make_plan
+    from gracetune.plan.search import PlanError
 
-    result = make_plan(
-        prepared.model.trace_target(),
-        prepared.machine.rates,
-        prepared.fixed,
-        prepared.budget,
-        constraints_of(run_file),
-        frozen_compute=run_file.model.frozen_compute,
-        simulated=prepared.machine.simulated,
-    )
-    return result, prepared.heading
+    def plan_for(prepared: PreparedRun) -> SearchResult:
+        return make_plan(
+            prepared.model.trace_target(),
+            prepared.machine.rates,
+            prepared.fixed,
+            prepared.budget,
+            constraints_of(run_file, args.gpus),
+            frozen_compute=run_file.model.frozen_compute,
+            simulated=prepared.machine.simulated,
+        )
+
+    try:
+        return plan_for(prepared), prepared.heading
+    except PlanError:
+        whole = prepare(run_file, args, open_machine, measured, leaves_reserve=False)
+        if whole.budget == prepared.budget:
+            raise
+        return plan_for(whole), whole.heading
 
 
 def prepare(
@@ -187,8 +196,13 @@ def prepare(
     args: argparse.Namespace,
     open_machine: Callable[[], Machine],
     measured: Callable[[int, str], MachineRates],
+    *,
+    leaves_reserve: bool = True,
 ) -> PreparedRun:
-    """Build the model on the meta device, and find the memory of the machine."""
+    """Build the model on the meta device, and find the memory of the machine.
+
+    With `leaves_reserve`, a part of the device is left to managed pages, if the run uses them.
+    """
     machine = _machine(args, open_machine, measured, run_file.model.family)
 
     from gracetune.models.quantize import check_quantizable, quantize_blocks
@@ -205,7 +219,13 @@ def prepare(
         quantize_blocks(model.shapes.find_blocks(model.model), kind)
     trained = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
-    budget = replace(budget, managed_nbytes=_managed_nbytes(run_file, machine, budget))
+    whole = budget.device_nbytes
+    budget = _with_managed(run_file, machine, budget)
+    if not leaves_reserve:
+        budget = replace(budget, device_nbytes=whole)
+    if budget.device_nbytes < whole:
+        left = f"{format_bytes(whole - budget.device_nbytes)} of device memory are left to managed "
+        limit_notes += (f"{left}pages, because of use_uvm (uvm_stage1_threshold changes it)",)
     samples = count_samples(run_file) if args.samples is None else args.samples
     fixed = fixed_memory_of(run_file, model, trained, samples, budget.device_nbytes)
     if budget.one_memory:
@@ -271,7 +291,7 @@ def strategy_inputs(
     from gracetune.plan.strategies import StrategyInputs
 
     prepared = prepare(run_file, args, open_machine, measured)
-    constraints = constraints_of(run_file)
+    constraints = constraints_of(run_file, args.gpus)
     target, model = prepared.model.trace_target(), prepared.model
     if cost_model is None:
         cost_model = build_cost_model(
@@ -370,24 +390,34 @@ def _budget(
     return budget, tuple(notes)
 
 
-def _managed_nbytes(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -> int:
-    """Return the bytes of managed memory that one GPU of a run may use; 0 without `use_uvm`."""
+def _with_managed(run_file: RunFile, machine: PlanMachine, budget: PlanBudget) -> PlanBudget:
+    """Return the budget with the managed memory that one GPU of a run may use.
+
+    As in the run, device memory above the threshold of stage 2 is then left to managed pages.
+    """
     from gracetune.config.environment import environment_settings, process_environment
-    from gracetune.memory.oversubscription import StagePolicy, managed_cap
+    from gracetune.memory.oversubscription import StagePolicy, host_room, managed_cap
     from gracetune.memory.platform import Link
     from gracetune.memory.session import PCIE_CAP_PART
 
     section, environment = run_file.gh200_optimizations, environment_settings(process_environment())
     use_uvm = environment.use_uvm if section.use_uvm is None else section.use_uvm
-    if not use_uvm or machine.link not in (Link.MANAGED, Link.COHERENT):
-        return 0
+    if not use_uvm or section.managed == "off" or machine.link not in (Link.MANAGED, Link.COHERENT):
+        return budget
+    default = StagePolicy()
+    policy = StagePolicy(
+        threshold=environment.stage1_threshold or default.threshold,
+        min_free_bytes=environment.stage1_min_bytes or default.min_free_bytes,
+        oversubscription_ratio=environment.oversubscription_ratio or default.oversubscription_ratio,
+    )
+    host_share = budget.host_nbytes // machine.ranks
+    cap = managed_cap(policy, budget.device_nbytes, host_share)
     if section.managed_memory is not None:
-        return parse_bytes(section.managed_memory)
-    if machine.link is Link.MANAGED:
-        return budget.device_nbytes // PCIE_CAP_PART
-    ratio = environment.oversubscription_ratio
-    policy = StagePolicy() if ratio is None else StagePolicy(oversubscription_ratio=ratio)
-    return managed_cap(policy, budget.device_nbytes, budget.host_nbytes // machine.ranks)
+        cap = min(parse_bytes(section.managed_memory), host_room(policy, host_share))
+    elif machine.link is Link.MANAGED:
+        cap = min(cap, budget.device_nbytes // PCIE_CAP_PART)
+    room = max(0, machine.device_nbytes - policy.stage2_below(machine.device_nbytes))
+    return replace(budget, managed_nbytes=cap, device_nbytes=min(budget.device_nbytes, room))
 
 
 def _machine(

@@ -110,7 +110,8 @@ class ModelSection(Section):
     attention_mechanism: str = "auto"
     """Attention backend, such as `sdpa`, `cudnn` or `flash_attn_3`. `auto` measures the installed
     backends when the run starts and uses the fastest; without a GPU it uses torch's default. Set a
-    name to skip the measurement."""
+    name to skip the measurement. If that backend is not installed, or the model cannot use it, a
+    warning says so and torch's default is used."""
 
 
 class OverrideSection(Section):
@@ -222,12 +223,13 @@ class Gh200Section(Section):
     `gradients`, `optimizer`, `ema`, `caches`, `activations` (offloaded ones)."""
     managed_access: Literal["auto", "in_place", "prefetch", "device"] = "auto"
     """Access to managed memory. `in_place`: kernels use it in host memory; `prefetch`: it moves to
-    the GPU before use and back afterwards; `device`: it stays on the GPU while there is space.
-    `auto`: `in_place`."""
+    the GPU before use and back afterwards (gradients, caches and activations are used in place);
+    `device`: it stays on the GPU while there is space. `auto`: `uvm_access_pattern` decides, and
+    without it `in_place`."""
     managed_memory: str | None = None
     """Limit of managed memory, such as `16GB`. Default: a quarter of the free GPU memory; on a GPU
-    that is cache-coherent with the CPU, `uvm_oversubscription_ratio` times the GPU memory, limited
-    by host memory."""
+    that is cache-coherent with the CPU, `uvm_oversubscription_ratio` times the GPU memory. Host
+    memory, divided by the ranks of the machine, limits it in any case."""
     placement: dict[str, Literal["host", "staged", "device", "leave"]] = Field(default_factory=dict)
     """Placement hints of a batch's tensors, as {role or tensor name: placement}. Roles are
     `latents`, `audio`, `text` and others. `host`: read in place from host memory; `staged`: kept in

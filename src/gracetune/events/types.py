@@ -380,11 +380,12 @@ class ManagedOverflow:
     role: str
     """`optimizer`, `ema`, `gradients`, `trained`, `weights`, `caches` or `activations`."""
     nbytes: int
-    """Bytes that were moved; 0 if they are allocated later, such as the state of an optimizer
-    before its first step."""
+    """Bytes that were moved, or that will be allocated, such as the state of an optimizer before
+    its first step."""
     placement: str
     """`in_place`: kernels use it in host memory; `prefetch`: it moves to the device before use;
-    `device`: it stays on the device while there is space."""
+    `device`: it stays on the device while there is space; `balanced`: it stays where it was used
+    last. With several, parts of the role differ, such as weights outside of blocks."""
     reason: str
     total: int
     """Managed bytes of all roles afterwards."""

@@ -6,6 +6,11 @@ and how kernels reach them:
     in_place   home in host memory; kernels read and write it over the link
     prefetch   home in host memory; moved to the device before kernels use it, and back afterwards
     device     home on the device; the driver moves pages to the host only if the device is full
+    balanced   no home; pages stay where they were used last
+
+If the run file does not name a placement, the access pattern (`uvm_access_pattern`) chooses it:
+`gpu_first` is `device` while the device has headroom and else `in_place`, `cpu_first` is
+`in_place`, `balanced` is `balanced`. Without a pattern it is `in_place`.
 
 Every allocation (slab) is counted by role before it is made, and refused beyond the cap with
 torch's OutOfMemoryError. Slabs come from the driver, not from torch's allocator: their bytes are
@@ -24,6 +29,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -50,18 +56,15 @@ MANAGED_ROLES: tuple[ManagedRole, ...] = get_args(ManagedRole)
 """Roles that can be in managed memory: frozen weights, trained weights, gradients, optimizer state,
 the moving average of the weights, text embeddings kept on the device, and activations that are kept
 at the boundaries of blocks."""
-ManagedPlacement = Literal["in_place", "prefetch", "device"]
-
-HOMES: Mapping[
-    AccessPattern | None, Mapping[ManagedPlacement, Literal["device", "host"] | None]
-] = {
-    None: {"in_place": "host", "prefetch": "host", "device": "device"},
-    AccessPattern.GPU_FIRST: {"in_place": "host", "prefetch": "device", "device": "device"},
-    AccessPattern.BALANCED: {"in_place": "host", "prefetch": None, "device": None},
-    AccessPattern.CPU_FIRST: {"in_place": "host", "prefetch": "host", "device": "host"},
+ManagedPlacement = Literal["in_place", "prefetch", "device", "balanced"]
+HOMES: Mapping[ManagedPlacement, Literal["device", "host"] | None] = {
+    "in_place": "host",
+    "prefetch": "host",
+    "device": "device",
+    "balanced": None,
 }
-"""Preferred location of pages by the setting `uvm_access_pattern` (None: not set) and placement.
-Without a preferred location, the driver keeps pages where they were used last."""
+"""Preferred location of pages by placement. Without one, the driver keeps pages where they were
+used last."""
 CHUNK_NBYTES = 32 * MIB
 """Bytes of one prefetch call. Larger chunks are no faster, and block other calls for longer."""
 GROUP_NBYTES = 256 * MIB
@@ -117,6 +120,10 @@ class Prefetcher(Protocol):
         """
         ...
 
+    def drain(self) -> None:
+        """Block until the driver has received all requests."""
+        ...
+
     def close(self) -> None:
         """Wait for all requests and stop."""
         ...
@@ -134,34 +141,42 @@ class ManagedMemory:
         emit: Callable[[Notice], None],
         tensor_at: Callable[[int, int], Tensor] | None = None,
         pattern: AccessPattern | None = None,
+        enough: Callable[[int], int] = lambda total: total // 10,
     ) -> None:
         """`tensor_at` makes a tensor of bytes from an address and a size; by default on CUDA.
 
-        `pattern` is the setting `uvm_access_pattern`; see `HOMES`.
+        `pattern` is the setting `uvm_access_pattern`. `enough` returns how many bytes of a device
+        should stay free, from its total bytes; `gpu_first` uses the device only above that.
         """
         self.pattern = pattern
-        self.cap_bytes = accounting.caps[Tier.MANAGED]
         self._driver = driver
         self._device = device
         self._accounting = accounting
         self._prefetcher = prefetcher
         self._emit = emit
         self._tensor_at = tensor_at or (lambda at, nbytes: cuda_tensor_at(at, nbytes, device))
+        self._enough = enough
         self._slabs: list[ManagedSlab] = []
+        self._held: dict[ManagedRole, int] = {}
+        """Bytes of the cap that are kept for later allocations, by role."""
         self._refused: set[str] = set()
         self.prefetched_bytes = {"device": 0, "host": 0}
         """Bytes that were prefetched so far, by target."""
 
     def allocate(
-        self, role: ManagedRole, nbytes: int, placement: ManagedPlacement = "in_place"
+        self, role: ManagedRole, nbytes: int, placement: ManagedPlacement | None = None
     ) -> ManagedSlab:
         """Allocate bytes for a role and advise the driver where they belong.
+
+        Without a placement, the access pattern chooses it.
 
         Raises:
             ManagedMemoryFullError: The cap or the driver refuses the allocation. Nothing changed.
         """
         assert role in MANAGED_ROLES, role
         assert nbytes > 0, f"{role}: {nbytes} bytes"
+        placement = placement or self.default_placement(nbytes)
+        self.check_room(role, nbytes)
         if not self._accounting.reserve(Tier.MANAGED, role, nbytes):
             raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
         code, pointer = self._driver.allocate_managed(nbytes)
@@ -171,6 +186,7 @@ class ManagedMemory:
                 f"The driver refused {format_bytes(nbytes)} of managed memory for {role} "
                 f"(code {code})."
             )
+        self._held[role] = max(0, self._held.get(role, 0) - nbytes)
         slab = ManagedSlab(role, placement, pointer, self._tensor_at(pointer, nbytes))
         self._slabs.append(slab)
         self._advise(slab)
@@ -178,47 +194,51 @@ class ManagedMemory:
 
     def check_room(self, role: ManagedRole, nbytes: int) -> None:
         """Raise `ManagedMemoryFullError` if the cap does not allow so many bytes more."""
-        if nbytes > self.free_bytes:
+        if nbytes > self.room_for(role):
+            self._accounting.deny(Tier.MANAGED)
             raise ManagedMemoryFullError(self._explain_cap(role, nbytes))
 
+    def hold(self, role: ManagedRole, nbytes: int) -> None:
+        """Keep bytes of the cap for later allocations of a role, in place of those held before.
+
+        Raises:
+            ManagedMemoryFullError: The cap does not allow them. Nothing changed.
+        """
+        self.check_room(role, nbytes)
+        self._held[role] = nbytes
+
     def allocate_like(
-        self, role: ManagedRole, tensors: Iterable[Tensor], placement: ManagedPlacement = "in_place"
+        self,
+        role: ManagedRole,
+        tensors: Iterable[Tensor],
+        placement: ManagedPlacement | None = None,
     ) -> tuple[ManagedSlab, list[Tensor]]:
         """Allocate one slab with room for a copy of each tensor; return it and the empty copies.
 
         The copies have the strides of the originals, which must be dense.
         """
         tensors = list(tensors)
-        offsets, end = [], 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        slab = self.allocate(role, max(end, ALIGNMENT), placement)
+        offsets = list(accumulate((slab_nbytes([tensor]) for tensor in tensors), initial=0))
+        slab = self.allocate(role, slab_nbytes(tensors), placement)
         copies = [
             slab.memory[offset : offset + tensor.nbytes]
             .view(tensor.dtype)
             .as_strided(tensor.size(), tensor.stride())
-            for offset, tensor in zip(offsets, tensors, strict=True)
+            for offset, tensor in zip(offsets, tensors, strict=False)  # the last offset is the end
         ]
         return slab, copies
 
-    def allocate_groups(
-        self, role: ManagedRole, tensors: Sequence[Tensor], placement: ManagedPlacement = "in_place"
+    def allocate_all(
+        self,
+        role: ManagedRole,
+        groups: Iterable[Sequence[Tensor]],
+        placement: ManagedPlacement | None = None,
     ) -> list[tuple[ManagedSlab, list[Tensor]]]:
-        """Allocate as `allocate_like`, but in slabs of about `GROUP_NBYTES`, in the same order.
-
-        A step can then prefetch one group while it uses another. If one allocation is refused, all
-        are freed.
-        """
-        self.check_room(role, sum(tensor.nbytes for tensor in tensors))
-        groups: list[list[Tensor]] = [[]]
-        nbytes = 0
-        for tensor in tensors:
-            if groups[-1] and nbytes + tensor.nbytes > GROUP_NBYTES:
-                groups.append([])
-                nbytes = 0
-            groups[-1].append(tensor)
-            nbytes += tensor.nbytes
+        """Allocate one slab for each group, as `allocate_like`; if one is refused, free all."""
+        groups = list(groups)
+        total = sum(slab_nbytes(group) for group in groups)
+        self.check_room(role, total)
+        placement = placement or self.default_placement(total)
         made: list[tuple[ManagedSlab, list[Tensor]]] = []
         with ExitStack() as undo:
             for group in groups:
@@ -227,10 +247,31 @@ class ManagedMemory:
             undo.pop_all()
         return made
 
+    def allocate_groups(
+        self,
+        role: ManagedRole,
+        tensors: Sequence[Tensor],
+        placement: ManagedPlacement | None = None,
+    ) -> list[tuple[ManagedSlab, list[Tensor]]]:
+        """Allocate as `allocate_all`, in groups of about `GROUP_NBYTES`, in the same order.
+
+        A step can then prefetch one group while it uses another.
+        """
+        groups: list[list[Tensor]] = [[]]
+        nbytes = 0
+        for tensor in tensors:
+            if groups[-1] and nbytes + tensor.nbytes > GROUP_NBYTES:
+                groups.append([])
+                nbytes = 0
+            groups[-1].append(tensor)
+            nbytes += tensor.nbytes
+        return self.allocate_all(role, groups, placement)
+
     def free(self, slab: ManagedSlab) -> None:
         """Free a slab. No tensor may use it any more, and kernels that did must be queued."""
         self._slabs.remove(slab)
         nbytes, pointer = slab.nbytes, slab.pointer
+        self._prefetcher.drain()  # the driver must not get a prefetch of memory that is freed
         if slab.memory.is_cuda:
             torch.cuda.synchronize(slab.memory.device)
         del slab.memory
@@ -270,10 +311,29 @@ class ManagedMemory:
         """All slabs that are allocated now."""
         return tuple(self._slabs)
 
+    def placements_of(self, role: ManagedRole) -> str:
+        """Return the placements of a role's slabs in words, such as `in_place`."""
+        return ", ".join(sorted({slab.placement for slab in self._slabs if slab.role == role}))
+
+    @property
+    def cap_bytes(self) -> int:
+        """Largest number of bytes of managed memory now, with the pool of batches."""
+        return self._accounting.caps[Tier.MANAGED]
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of managed memory of all roles and of the pool of batches."""
+        return self._accounting.current(Tier.MANAGED)
+
     @property
     def free_bytes(self) -> int:
-        """Bytes that the cap still allows."""
-        return self.cap_bytes - self._accounting.current(Tier.MANAGED)
+        """Bytes that the cap still allows, without those that are held for a role."""
+        return max(0, self.cap_bytes - self.used_bytes - sum(self._held.values()))
+
+    def room_for(self, role: ManagedRole) -> int:
+        """Return the bytes that a role may still allocate: what is free, and what it holds."""
+        held = sum(nbytes for other, nbytes in self._held.items() if other != role)
+        return max(0, self.cap_bytes - self.used_bytes - held)
 
     def is_on_device(self, slab: ManagedSlab) -> bool:
         """Return True if the last requested location of a slab is the device.
@@ -284,6 +344,16 @@ class ManagedMemory:
         state = self._driver.range_state(slab.pointer, slab.nbytes)
         asked = state.preferred if state.last_prefetch is None else state.last_prefetch
         return slab.placement != "in_place" and asked != HOST
+
+    def default_placement(self, nbytes: int) -> ManagedPlacement:
+        """Return the placement that the access pattern gives to a new slab."""
+        if self.pattern is AccessPattern.BALANCED:
+            return "balanced"
+        if self.pattern is AccessPattern.GPU_FIRST:
+            free, total = self.device_memory()
+            if free - nbytes >= self._enough(total):
+                return "device"
+        return "in_place"
 
     def device_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device, once queued work has finished."""
@@ -296,7 +366,7 @@ class ManagedMemory:
         self._prefetcher.close()
 
     def _advise(self, slab: ManagedSlab) -> None:
-        home = HOMES[self.pattern][slab.placement]
+        home = HOMES[slab.placement]
         location = self._device if home == "device" else HOST
         given = [(Advice.SET_ACCESSED_BY, self._device)]
         if home is not None:
@@ -308,12 +378,18 @@ class ManagedMemory:
                 self._refused.add(text)
                 self._emit(Notice(text, level="warning", fallback=True))
 
-    def _explain_cap(self, role: str, nbytes: int) -> str:
+    def _explain_cap(self, role: ManagedRole, nbytes: int) -> str:
         return (
             f"{format_bytes(nbytes)} of managed memory for {role} would exceed the cap: "
-            f"{format_bytes(self.cap_bytes - self.free_bytes)} of {format_bytes(self.cap_bytes)} "
-            "are in use. Raise gh200_optimizations.managed_memory."
+            f"{format_bytes(self.cap_bytes - self.room_for(role))} of "
+            f"{format_bytes(self.cap_bytes)} are in use. Raise gh200_optimizations.managed_memory."
         )
+
+
+def slab_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of a slab with room for a copy of each tensor."""
+    aligned = sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    return max(aligned, ALIGNMENT)
 
 
 COLDEST_FIRST: tuple[ManagedRole, ...] = (
@@ -326,8 +402,8 @@ once come before those that every block needs."""
 class ManagedPages:
     """Pages of managed memory on the device, which a reclamation moves to the host.
 
-    Pages return when they are used next: with the placement `prefetch` ahead of use. With the
-    access pattern `gpu_first`, `restore` returns all of them at once.
+    Pages return when they are used next: with the placement `prefetch` ahead of use. `restore`
+    returns those whose home is the device (`device`) at once.
     """
 
     def __init__(
@@ -362,12 +438,12 @@ class ManagedPages:
         return moved
 
     def restore(self) -> None:
-        """Move the pages back to the device, if the access pattern is `gpu_first`."""
+        """Move the pages back to the device whose home it is."""
         memory = self._memory()
         moved, self._moved = self._moved, []
-        if memory is not None and memory.pattern is AccessPattern.GPU_FIRST:
+        if memory is not None:
             for slab in moved:
-                if slab in memory.slabs:
+                if slab in memory.slabs and slab.placement == "device":
                     memory.prefetch(slab, "device").wait()
 
 
@@ -405,8 +481,9 @@ class ManagedGroups:
 
     def __init__(self, memory: ManagedMemory) -> None:
         self._memory = memory
-        self._leaving: dict[int, PendingPrefetch] = {}
-        """Prefetches to the host that may still run, by number of the group."""
+        self._leaving: dict[ManagedSlab, PendingPrefetch] = {}
+        """Prefetches to the host that may still run, by the first slab of the group. Steps of two
+        experts use different groups, so their numbers change."""
 
     def for_each(
         self,
@@ -424,7 +501,7 @@ class ManagedGroups:
                 arriving.wait()
             use(number)
             if arriving is not None:
-                self._leaving[number] = self._memory.prefetch_parts(group, "host")
+                self._leaving[group[0][0]] = self._memory.prefetch_parts(group, "host")
             arriving = following
 
     def _fetch(
@@ -432,9 +509,10 @@ class ManagedGroups:
     ) -> PendingPrefetch | None:
         if number >= len(groups) or not groups[number]:
             return None
-        if groups[number][0][0].placement != "prefetch":
+        first = groups[number][0][0]
+        if first.placement != "prefetch":
             return None
-        leaving = self._leaving.pop(number, None)
+        leaving = self._leaving.pop(first, None)
         return self._memory.prefetch_parts(groups[number], "device", leaving)
 
 
@@ -463,6 +541,7 @@ class PrefetchThread:
         self._emit = emit
         self._queues: dict[bool, SimpleQueue[_Request | None]] = {}
         """Requests by direction: True for those to the host."""
+        self._newest: dict[bool, _Request] = {}
         self._threads: list[threading.Thread] = []
         self._has_failed = False
 
@@ -485,8 +564,14 @@ class PrefetchThread:
             self._threads.append(work)
         request = _Request(ranges, location, _event(), _event(), after)
         request.ready.record(torch.cuda.current_stream(self._device))
+        self._newest[to_host] = request
         self._queues[to_host].put(request)
         return request
+
+    def drain(self) -> None:
+        """Block until the threads have passed all requests to the driver."""
+        for request in self._newest.values():
+            request.issued.wait()
 
     def close(self) -> None:
         """Stop the threads after their last requests."""
@@ -495,32 +580,45 @@ class PrefetchThread:
         for thread in self._threads:
             thread.join()
         self._queues.clear()
+        self._newest.clear()
         self._threads.clear()
 
     def _work(self, requests: SimpleQueue[_Request | None]) -> None:
-        torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream | None = None
         while (request := requests.get()) is not None:
             try:
-                stream.wait_event(request.ready)
-                if request.after is not None:
-                    request.after.issued.wait()
-                    stream.wait_event(request.after.done)
-                    request.after = None  # or each request would keep all earlier ones alive
-                for pointer, nbytes in request.ranges:
-                    self._prefetch(pointer, nbytes, request.location, stream.cuda_stream)
-                request.done.record(stream)
+                if stream is None:
+                    torch.cuda.set_device(self._device)
+                    stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._issue(request, stream)
+            except Exception as error:  # noqa: BLE001  a step waits for this thread, so it goes on
+                self._report(str(error).splitlines()[0])
             finally:
+                request.after = None  # or each request would keep all earlier ones alive
                 request.issued.set()
+
+    def _issue(self, request: _Request, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(request.ready)
+        if request.after is not None:
+            request.after.issued.wait()
+            stream.wait_event(request.after.done)
+        for pointer, nbytes in request.ranges:
+            self._prefetch(pointer, nbytes, request.location, stream.cuda_stream)
+        request.done.record(stream)
 
     def _prefetch(self, pointer: int, nbytes: int, location: int, stream: int) -> None:
         for start in range(0, nbytes, CHUNK_NBYTES):
             size = min(CHUNK_NBYTES, nbytes - start)
             code = self._driver.prefetch(pointer + start, size, location, stream)
-            if code != CudaCode.SUCCESS and not self._has_failed:
-                self._has_failed = True  # kernels read the pages in place instead
-                text = f"prefetching managed memory failed (code {code}); steps will be slower"
-                self._emit(Notice(text, level="warning", fallback=True))
+            if code != CudaCode.SUCCESS:
+                self._report(f"code {code}")
+
+    def _report(self, why: str) -> None:
+        """Report the first failure; kernels then read the pages in place."""
+        if not self._has_failed:
+            self._has_failed = True
+            text = f"prefetching managed memory failed ({why}); steps will be slower"
+            self._emit(Notice(text, level="warning", fallback=True))
 
 
 def _event() -> torch.cuda.Event:
@@ -544,6 +642,9 @@ class DirectPrefetcher:
             code = self._driver.prefetch(pointer, nbytes, location, 0)
             assert code == CudaCode.SUCCESS, f"prefetch returned {code}"
         return _Finished()
+
+    def drain(self) -> None:
+        """Do nothing: each prefetch has finished."""
 
     def close(self) -> None:
         """Do nothing: there is no thread."""

@@ -153,8 +153,12 @@ def managed_cap(policy: StagePolicy, device_total: int, host_available: int) -> 
     uses too much.
     """
     by_ratio = int(policy.oversubscription_ratio * device_total)
-    by_host = max(0, host_available - policy.host_reserve_bytes)
-    return min(by_ratio, by_host)
+    return min(by_ratio, host_room(policy, host_available))
+
+
+def host_room(policy: StagePolicy, host_available: int) -> int:
+    """Return the bytes of host memory that managed pages may take."""
+    return max(0, host_available - policy.host_reserve_bytes)
 
 
 def advance(policy: StagePolicy, state: StageState, reading: Reading) -> tuple[StageState, Action]:
@@ -224,9 +228,12 @@ def may_restore(policy: StagePolicy, reading: Reading, trimmed: int) -> bool:
     return reading.device_free - trimmed > policy.stage1_above(reading.device_total)
 
 
-def bounded_cap(policy: StagePolicy, cap: int, reading: Reading) -> int:
-    """Return the maximum of managed memory now: at most `cap`, and what the host can still take."""
-    room = max(0, reading.host_available - policy.host_reserve_bytes)
+def bounded_cap(policy: StagePolicy, cap: int, reading: Reading, num_sharing: int = 1) -> int:
+    """Return the maximum of managed memory now: at most `cap`, and what the host can still take.
+
+    `num_sharing` processes share the host; each may take an equal part of what is left.
+    """
+    room = host_room(policy, reading.host_available) // num_sharing
     return min(cap, reading.managed + room)
 
 

@@ -8,7 +8,8 @@ connects them and creates each on first use. A training run has one session, and
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +38,7 @@ from gracetune.memory.oversubscription import (
     bounded_cap,
     cuda_is_in_use,
     hard_reclamation,
+    host_room,
     managed_cap,
     read_memory,
 )
@@ -106,6 +108,26 @@ class HostReader:
         return self._facts
 
 
+@dataclass(frozen=True, slots=True)
+class _PoolShare:
+    """The pool of managed memory, as an allocator that shares a cap with the roles of a run."""
+
+    pool: ManagedPool
+    role: str
+
+    def live_bytes(self) -> int:
+        """Return the bytes that torch holds for the pool; 0 once it is closed."""
+        try:
+            return self.pool.counters().live_bytes
+        except PoolError:
+            return 0
+
+    def limit(self, nbytes: int) -> None:
+        """Set the largest size of the pool."""
+        with suppress(PoolError):  # it is closed
+            self.pool.set_cap(nbytes)
+
+
 class MemorySession:
     """The objects that manage CUDA memory for one process or run, created on first use.
 
@@ -131,6 +153,10 @@ class MemorySession:
         """Turns managed memory on or off; None leaves that to environment variables."""
         self.managed_cap_override: int | None = None
         """Maximum managed memory in bytes; None: the default of `managed_cap`."""
+        self.num_sharing_host = 1
+        """Number of processes of the run on this host, which share its memory."""
+        self.pool_role = "pool"
+        """Name of the memory of the pool in statistics."""
         self._open_machine = open_machine
         self._read_settings = read_settings
         self.emit = emit
@@ -222,28 +248,33 @@ class MemorySession:
     def managed_cap(self) -> int:
         """Maximum managed memory of the process in bytes; `managed_cap_override` sets it.
 
-        By default, on a coherent machine, a multiple of device memory, limited by host memory. Over
-        PCIe, a quarter of the device memory that is free at the first use: managed memory is slow
-        there, and must not crowd out the memory that torch allocates.
+        By default, on a coherent machine, a multiple of device memory. Over PCIe, a quarter of the
+        device memory that is free at the first use: managed memory is slow there, and must not
+        crowd out the memory that torch allocates. This process's share of host memory limits each.
         """
+        by_ratio = managed_cap(self.policy, self.machine.platform.device_bytes, self._host_share)
         if self.managed_cap_override is not None:
-            return self.managed_cap_override
+            return min(self.managed_cap_override, host_room(self.policy, self._host_share))
         platform, driver = self.machine.platform, self.machine.driver
-        by_ratio = managed_cap(self.policy, platform.device_bytes, platform.host_bytes)
         if platform.link is not Link.MANAGED or driver is None:
             return by_ratio
         return min(by_ratio, driver.memory_info(platform.device)[0] // PCIE_CAP_PART)
 
     @property
+    def _host_share(self) -> int:
+        return self.machine.platform.host_bytes // self.num_sharing_host
+
+    @property
     def cap_reason(self) -> str:
         """What limits `managed_cap`, in words."""
-        if self.managed_cap_override is not None:
-            return "gh200_optimizations.managed_memory"
         policy, platform, cap = self.policy, self.machine.platform, self.managed_cap
-        if cap < managed_cap(policy, platform.device_bytes, platform.host_bytes):
-            return f"1/{PCIE_CAP_PART} of the free device memory"
+        if cap == self.managed_cap_override:
+            return "gh200_optimizations.managed_memory"
+        if cap == host_room(policy, self._host_share):
+            sharing = self.num_sharing_host
+            return "host memory" if sharing == 1 else f"host memory, shared by {sharing} ranks"
         if cap < int(policy.oversubscription_ratio * platform.device_bytes):
-            return "host memory"
+            return f"1/{PCIE_CAP_PART} of the free device memory"
         return f"uvm_oversubscription_ratio {policy.oversubscription_ratio:g}"
 
     @cached_property
@@ -284,6 +315,9 @@ class MemorySession:
                 self._pool = refused
                 return self._pool
             self._pool = open_pool(platform, find_shim(), settings, TorchMemPools(), self.emit)
+            if isinstance(self._pool, ManagedPool):
+                sharing = _PoolShare(self._pool, self.pool_role)
+                self.accounting.share(Tier.MANAGED, sharing)
         return self._pool
 
     def _refused_by_driver(self, driver: Driver) -> PoolUnavailable | None:
@@ -317,6 +351,7 @@ class MemorySession:
         return ManagedMemory(
             *(driver, platform.device, self.accounting, prefetcher, self.emit),
             pattern=self.pattern,
+            enough=self.policy.stage1_above,
         )
 
     def observe(self, *, reclaim: bool, step: int = 0) -> Stage:
@@ -391,28 +426,15 @@ class MemorySession:
             return None
         host = self._read_host().usable_bytes(platform.device_node)
         reading = read_memory(driver, platform.device, host)
-        return replace(reading, managed=self._role_bytes + self._pool_bytes)
-
-    @property
-    def _role_bytes(self) -> int:
-        roles = self._opened_roles
-        return 0 if roles is None else sum(slab.nbytes for slab in roles.slabs)
-
-    @property
-    def _pool_bytes(self) -> int:
-        pool = self._opened_pool
-        return 0 if pool is None else pool.counters().live_bytes
+        return replace(reading, managed=self.accounting.current(Tier.MANAGED))
 
     def _bound_cap(self, reading: Reading, step: int) -> None:
         """Lower the cap of managed memory while the host has less memory than it assumes.
 
         The roles of the run and the pool share one cap.
         """
-        cap = bounded_cap(self.policy, self.managed_cap, reading)
+        cap = bounded_cap(self.policy, self.managed_cap, reading, self.num_sharing_host)
         self.accounting.set_cap(Tier.MANAGED, cap)
-        pool = self._opened_pool
-        if pool is not None:
-            pool.set_cap(max(0, cap - self._role_bytes))
         is_lowered = cap < self.managed_cap
         if is_lowered is not self._cap_is_lowered:
             self._cap_is_lowered = is_lowered
@@ -435,21 +457,29 @@ class MemorySession:
 
 # What a run says about managed memory
 
-PATTERN_EFFECTS = {
-    AccessPattern.GPU_FIRST: "pages prefer the device and return to it after a reclamation",
-    AccessPattern.BALANCED: "pages stay where they were used last",
-    AccessPattern.CPU_FIRST: "pages prefer the host, where kernels read them",
+BATCH_EFFECTS = {
+    AccessPattern.GPU_FIRST: "batches prefer the device",
+    AccessPattern.BALANCED: "batches stay where they were used last",
+    AccessPattern.CPU_FIRST: "batches prefer the host, where kernels read them",
 }
-"""Effect of each access pattern on managed memory."""
+"""Effect of each access pattern on the pool of batches."""
+ROLE_EFFECTS = {
+    AccessPattern.GPU_FIRST: "what overflows is at home on the device while that has headroom, and "
+    "returns to it after a reclamation; else kernels use it in host memory",
+    AccessPattern.BALANCED: "what overflows stays where it was used last",
+    AccessPattern.CPU_FIRST: "what overflows is at home in host memory, where kernels use it",
+}
+"""Effect of each access pattern on the roles of a run, unless the run file places them."""
 
 
 def managed_memory_notice(
-    session: MemorySession, role_settings: Sequence[str] = ()
+    session: MemorySession, role_settings: Sequence[str] = (), access: str = "auto"
 ) -> Notice | None:
     """Return the one line about managed memory: what is in it and why, or what is not in use.
 
-    It names the effect of each `uvm_*` setting, and which of the given `role_settings` have none.
-    None if neither managed memory nor such a setting was asked for.
+    `access` is the setting `gh200_optimizations.managed_access`. The line names the effect of each
+    `uvm_*` setting, and which of the given `role_settings` have none. None if neither managed
+    memory nor such a setting was asked for.
     """
     roles_given = [f"gh200_optimizations.{name}" for name in role_settings]
     given = [*_given_settings(session.settings), *roles_given]
@@ -474,7 +504,9 @@ def managed_memory_notice(
             f"managed memory: batches, and {overflow}" if has_roles else "managed memory: batches"
         )
     limit = f"at most {format_bytes(session.managed_cap)} ({session.cap_reason})"
-    effects = "; ".join([text + f", {limit}", *_setting_effects(session, given)])
+    settings = _setting_effects(session, given)
+    pattern = _pattern_effects(session, access, has_pool=has_pool, has_roles=has_roles)
+    effects = "; ".join([text + f", {limit}", *pattern, *settings])
     if roles_given and not has_roles:
         effects += f"; no effect: {', '.join(roles_given)}, because use_uvm is not set"
     return Notice(effects, level="info" if has_pool else "warning", fallback=not has_pool)
@@ -490,11 +522,27 @@ def _given_settings(settings: MemorySettings) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
+def _pattern_effects(
+    session: MemorySession, access: str, *, has_pool: bool, has_roles: bool
+) -> list[str]:
+    """Return what `uvm_access_pattern` governs, in words; nothing if it was not given."""
+    pattern = session.pattern
+    if pattern is None:
+        return []
+    effects = [BATCH_EFFECTS[pattern]] if has_pool else []
+    if has_roles and access == "auto":
+        over = (
+            session.machine.platform.link is Link.MANAGED and pattern is not AccessPattern.BALANCED
+        )
+        effects.append(ROLE_EFFECTS[pattern] + (" over PCIe, which is slow" if over else ""))
+    elif has_roles:
+        effects.append(f"what overflows is placed by gh200_optimizations.managed_access: {access}")
+    return [f"uvm_access_pattern: {', and '.join(effects)}"]
+
+
 def _setting_effects(session: MemorySession, given: Sequence[str]) -> list[str]:
     """Return what each `uvm_*` setting that was given governs, in words."""
     effects = []
-    if session.pattern is not None:
-        effects.append(f"uvm_access_pattern: {PATTERN_EFFECTS[session.pattern]}")
     if {"uvm_stage1_threshold", "uvm_stage1_min_bytes"} & {*given}:
         below = session.policy.stage2_below(session.machine.platform.device_bytes)
         effects.append(f"memory is reclaimed if less than {format_bytes(below)} are free")

@@ -208,10 +208,7 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
         host=host,
         device=int(stats.get("allocated_bytes.all.current", 0)),
         device_peak=int(stats.get("allocated_bytes.all.peak", 0)),
-        managed=max(
-            int(stats[f"uvm.bytes.{Tier.MANAGED}.current"]),
-            int(stats.get("uvm.pool.live_bytes", 0)),  # segments that torch holds for the pool
-        ),
+        managed=int(stats[f"uvm.bytes.{Tier.MANAGED}.current"]),
         stage=int(stats["uvm.stage"]),
     )
 
@@ -219,8 +216,7 @@ def memory_event(step: int, stats: Mapping[str, int | str], host: int) -> Memory
 def unified_memory_event(step: int, stats: Mapping[str, int | str], headroom: int) -> UnifiedMemory:
     """Build the event with the accounting of managed memory, from the keys of `memory_stats`.
 
-    `headroom` is the free device memory above the threshold of stage 2. Memory that torch holds for
-    the managed pool counts like memory that gracetune has reserved itself.
+    `headroom` is the free device memory above the threshold of stage 2.
     """
 
     def number(key: str) -> int:
@@ -232,7 +228,7 @@ def unified_memory_event(step: int, stats: Mapping[str, int | str], headroom: in
         stage=number("stage"),
         transitions=number("stage_transitions"),
         headroom=headroom,
-        current=max(number(f"{managed}.current"), number("pool.live_bytes")),
+        current=number(f"{managed}.current"),
         peak=max(number(f"{managed}.peak"), number("pool.peak_bytes")),
         cap=number(f"{managed}.cap"),
         denied=number(f"{managed}.denied") + number("pool.denied"),
@@ -269,16 +265,35 @@ class Tier(StrEnum):
     """CUDA managed memory, whose pages the driver moves between host and device."""
 
 
+class SharingAllocator(Protocol):
+    """An allocator that shares a cap with what is reserved, such as the pool of batches."""
+
+    @property
+    def role(self) -> str:
+        """Name of its memory in statistics."""
+        ...
+
+    def live_bytes(self) -> int:
+        """Return the bytes that it has allocated now."""
+        ...
+
+    def limit(self, nbytes: int) -> None:
+        """Set the largest number of bytes that it may have."""
+        ...
+
+
 class MemoryAccounting:
     """Counts the bytes that gracetune itself allocates, by kind of memory and role; thread-safe.
 
     A role is what the memory is for, such as `weights`. Code calls `reserve` before it allocates
-    and `release` after it has freed. torch's own allocations are in torch's statistics.
+    and `release` after it has freed. torch's own allocations are in torch's statistics, except
+    those of an allocator that shares a cap.
     """
 
     def __init__(self, caps: Mapping[Tier, int] = MappingProxyType({})) -> None:
         """`caps` limits the bytes of a kind of memory; kinds without a cap are unlimited."""
         self._caps = dict(caps)
+        self._sharing: dict[Tier, SharingAllocator] = {}
         self.caps = MappingProxyType(self._caps)
         self._lock = threading.Lock()
         self._held: Counter[tuple[Tier, str]] = Counter()
@@ -286,22 +301,31 @@ class MemoryAccounting:
         self._peak: Counter[Tier] = Counter()
         self._denied: Counter[Tier] = Counter()
 
+    def share(self, tier: Tier, allocator: SharingAllocator) -> None:
+        """Let an allocator with a limit of its own share the cap of a kind of memory."""
+        with self._lock:
+            self._sharing[tier] = allocator
+            self._limit_sharing(tier, self._total[tier])
+
     def set_cap(self, tier: Tier, nbytes: int) -> None:
         """Change the limit of a kind of memory; reservations that exceed it remain."""
         with self._lock:
             self._caps[tier] = nbytes
+            self._limit_sharing(tier, self._total[tier])
 
     def reserve(self, tier: Tier, role: str, nbytes: int) -> bool:
         """Count bytes that will be allocated; if they exceed the cap, return False instead."""
         assert nbytes >= 0, f"{role} reserves {nbytes} bytes"
         with self._lock:
             total = self._total[tier] + nbytes
-            if tier in self.caps and total > self.caps[tier]:
+            # First, so that the allocator that shares the cap cannot take these bytes meanwhile.
+            self._limit_sharing(tier, total)
+            shared = self._shared_bytes(tier)
+            if tier in self.caps and total + shared > self.caps[tier]:
                 self._denied[tier] += 1
+                self._limit_sharing(tier, self._total[tier])
                 return False
-            self._held[tier, role] += nbytes
-            self._total[tier] = total
-            self._peak[tier] = max(self._peak[tier], total)
+            self._count(tier, role, nbytes, shared)
             return True
 
     def release(self, tier: Tier, role: str, nbytes: int) -> None:
@@ -309,25 +333,55 @@ class MemoryAccounting:
         with self._lock:
             held = self._held[tier, role]
             assert 0 <= nbytes <= held, f"{role} releases {nbytes} of {held} bytes in {tier}"
-            self._held[tier, role] -= nbytes
-            self._total[tier] -= nbytes
+            self._count(tier, role, -nbytes, 0)
+            self._limit_sharing(tier, self._total[tier])
+
+    def book(self, tier: Tier, role: str, nbytes: int) -> None:
+        """Count memory that exists already, in place of what the role had; no cap refuses it."""
+        with self._lock:
+            self._count(tier, role, nbytes - self._held[tier, role], self._shared_bytes(tier))
+            self._limit_sharing(tier, self._total[tier])
 
     def current(self, tier: Tier) -> int:
-        """Return the bytes of a kind of memory that are reserved now."""
-        return self._total[tier]
+        """Return the bytes of a kind of memory that are in use or reserved now."""
+        with self._lock:
+            total = self._total[tier] + self._shared_bytes(tier)
+            self._peak[tier] = max(self._peak[tier], total)
+            return total
 
     def peak(self, tier: Tier) -> int:
-        """Return the maximum bytes of a kind of memory that were reserved at the same time."""
+        """Return the maximum bytes of a kind of memory that were counted at the same time."""
         return self._peak[tier]
 
+    def deny(self, tier: Tier) -> None:
+        """Count a refusal by the cap that was found without `reserve`."""
+        with self._lock:
+            self._denied[tier] += 1
+
     def denied(self, tier: Tier) -> int:
-        """Return how many reservations of a kind of memory its cap has refused."""
+        """Return how often the cap of a kind of memory has refused memory."""
         return self._denied[tier]
 
     def by_role(self) -> dict[tuple[Tier, str], int]:
-        """Return the reserved bytes by kind of memory and role (what they are for), if above 0."""
+        """Return the bytes by kind of memory and role (what they are for), if above 0."""
         with self._lock:
-            return {key: nbytes for key, nbytes in self._held.items() if nbytes}
+            found = {key: nbytes for key, nbytes in self._held.items() if nbytes}
+            for tier, allocator in self._sharing.items():
+                if nbytes := self._shared_bytes(tier):
+                    found[tier, allocator.role] = nbytes
+            return found
+
+    def _count(self, tier: Tier, role: str, nbytes: int, shared: int) -> None:
+        self._held[tier, role] += nbytes
+        self._total[tier] += nbytes
+        self._peak[tier] = max(self._peak[tier], self._total[tier] + shared)
+
+    def _shared_bytes(self, tier: Tier) -> int:
+        return self._sharing[tier].live_bytes() if tier in self._sharing else 0
+
+    def _limit_sharing(self, tier: Tier, total: int) -> None:
+        if tier in self._sharing and tier in self.caps:
+            self._sharing[tier].limit(max(0, self.caps[tier] - total))
 
 
 # Page faults and migrations of managed memory. Only CUPTI reports them (package `cupti-python`, an

@@ -1,7 +1,8 @@
 """Set the attention backend of a transformer, and find the fastest one by measuring.
 
-`model.attention_mechanism` names a backend of diffusers' attention dispatcher. It is an error
-if the backend is not installed, or if the model would silently ignore it.
+`model.attention_mechanism` names a backend of diffusers' attention dispatcher. If the backend is
+not installed, or if the model would silently ignore it, torch's default is used, and a warning says
+so.
 
 To find the fastest, `AttentionRecorder` records the attention calls of a real pass of the model,
 and `time_attention` runs the heaviest of them forward and backward with every installed backend. A
@@ -31,12 +32,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from gracetune.errors import ConfigError
+from gracetune.events.types import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
+    from gracetune.events.types import Event
+
+    Emit = Callable[[Event], None]
     Stopwatch = Callable[[Callable[[], object], int], float]
     """A function of (work, repeats) that returns the seconds of one repeat."""
 
@@ -60,28 +65,30 @@ TORCH_DEFAULT = ("auto", "sdpa")
 backends are timed later, on a GPU."""
 
 
-def set_attention_backend(transformer: nn.Module, name: str) -> None:
-    """Switch the transformer to an attention backend by its name in a run file.
+def set_attention_backend(transformers: Iterable[nn.Module], name: str, emit: Emit) -> None:
+    """Switch transformers to an attention backend by its name in a run file.
 
-    Raises ConfigError if the backend is unknown or not installed, or if the model would ignore it.
+    If the backend is not installed, or if a transformer would ignore it, torch's default is used
+    instead, and a warning names both. Raises ConfigError if the backend is unknown.
     """
     if name in TORCH_DEFAULT:
         return
     if name not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise ConfigError(f"model.attention_mechanism is {name!r}; it must be one of {known}.")
+    transformers = list(transformers)
+    ignoring = [type(one).__name__ for one in transformers if not dispatched_processors(one)]
     try:
         backend = find_backend(name)
     except (RuntimeError, ImportError) as error:
-        raise ConfigError(
-            f"model.attention_mechanism is {name!r}, which cannot be used here: {error} "
-            "Set it to auto or sdpa."
-        ) from error
-    if not switch_backend(transformer, backend):
-        raise ConfigError(
-            f"model.attention_mechanism is {name!r}, but {type(transformer).__name__} does not use "
-            "diffusers' attention dispatcher. Set it to auto or sdpa."
-        )
+        reason = f"it cannot be used here: {str(error).rstrip('.')}"
+    else:
+        for transformer in transformers:
+            switch_backend(transformer, backend)
+        reason = f"{ignoring[0]} does not use diffusers' attention dispatcher" if ignoring else ""
+    if reason:
+        text = f"model.attention_mechanism is {name!r}, but {reason}. {BASELINE} is used instead"
+        emit(Notice(text, level="warning", fallback=True))
 
 
 def find_backend(name: str) -> AttentionBackendName:

@@ -7,12 +7,14 @@ pages are and how they move.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gracetune.memory.managed_roles import slab_nbytes
 from gracetune.offload.copy_engine import CopyStream
 
 if TYPE_CHECKING:
@@ -44,8 +46,13 @@ class ManagedGradients:
         self,
         parameters: Iterable[Parameter],
         memory: ManagedMemory,
-        placement: ManagedPlacement = "in_place",
+        placement: ManagedPlacement | None = None,
     ) -> None:
+        """Allocate managed memory for the gradients; without a placement, the pattern chooses it.
+
+        Raises:
+            torch.OutOfMemoryError: The cap is too low. Nothing has changed.
+        """
         parameters = list(parameters)
         self._memory = memory
         groups = memory.allocate_groups("gradients", parameters, placement)
@@ -84,11 +91,40 @@ class ManagedGradients:
         parameter.grad = own
 
 
+def fitting_parameters(
+    parameters: Iterable[Parameter], blocks: Sequence[nn.Module], room: int
+) -> list[Parameter]:
+    """Return parameters that fit into `room` bytes of managed memory, block by block."""
+    chosen: list[Parameter] = []
+    for _, group in _by_block(parameters, blocks):
+        room -= slab_nbytes(group)
+        if room < 0:
+            break
+        chosen += group
+    return chosen
+
+
+def _by_block(
+    parameters: Iterable[Parameter], blocks: Sequence[nn.Module]
+) -> list[tuple[int | None, list[Parameter]]]:
+    """Return the parameters of each block, with its number, and those outside with None."""
+    left = dict.fromkeys(parameters)
+    groups: list[tuple[int | None, list[Parameter]]] = []
+    for number, block in enumerate(blocks):
+        own = [p for p in block.parameters() if p in left]
+        for parameter in own:
+            del left[parameter]
+        groups.append((number, own))
+    groups.append((None, list(left)))
+    return [(number, group) for number, group in groups if group]
+
+
 class ManagedWeights:
     """Keeps weights of a model in managed memory, one allocation for each block.
 
     With the placement `prefetch`, the weights of a block move to the device while the block before
-    it runs (in backward: the block after it), and back to the host when it is done.
+    it runs (in backward: the block after it), and back to the host when it is done. What is outside
+    of blocks is used at unknown moments, so it is read in place.
     """
 
     def __init__(
@@ -97,66 +133,79 @@ class ManagedWeights:
         parameters: Iterable[Parameter],
         blocks: Sequence[nn.Module],
         memory: ManagedMemory,
-        placement: ManagedPlacement = "in_place",
+        placement: ManagedPlacement | None = None,
     ) -> None:
         """Move `parameters` to managed memory. Those of `blocks`, in forward order, move together.
 
         Raises:
-            torch.OutOfMemoryError: The cap was reached. Weights that have moved stay moved.
+            torch.OutOfMemoryError: The cap is too low. Nothing has moved.
         """
         self._memory = memory
-        self._slabs: dict[int, ManagedSlab] = {}
-        """Slab of each block, by its number in `blocks`."""
         self._arriving: dict[int, PendingPrefetch] = {}
         self._leaving: dict[int, PendingPrefetch] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._outside: list[ManagedSlab] = []
-        left = set(parameters)
-        self._moved = list(left)
-        for number, block in enumerate(blocks):
-            own = [p for p in block.parameters() if p in left]
-            left -= set(own)
-            if own:
-                (self._slabs[number],) = self._move(role, own, placement)
-        outside = [p for p in self._moved if p in left]
-        if outside:
-            # What is outside of blocks is used at unknown moments, so it is read in place.
-            self._outside = self._move(role, outside, "in_place")
+        groups = _by_block(parameters, blocks)
+        made = memory.allocate_all(role, [group for _, group in groups], placement)
+        self._parts = [
+            _WeightSlab(number, slab, group)
+            for (number, group), (slab, _) in zip(groups, made, strict=True)
+        ]
+        self._slabs = {part.number: part.slab for part in self._parts if part.number is not None}
+        """Slab of each block, by its number in `blocks`."""
+        with torch.no_grad():
+            for part, (_, copies) in zip(self._parts, made, strict=True):
+                for parameter, copy in zip(part.parameters, copies, strict=True):
+                    copy.copy_(parameter)
+                    parameter.data = copy
+        self._hooks: dict[int, list[RemovableHandle]] = {}
         if placement == "prefetch":
-            for number in self._slabs:
-                block = blocks[number]
-                self._hooks.append(
-                    block.register_forward_pre_hook(partial(self._before_forward, number))
-                )
-                self._hooks.append(
-                    block.register_forward_hook(partial(self._after_forward, number))
-                )
+            for part in self._parts:
+                if part.number is None:
+                    part.slab.placement = "in_place"
+                else:
+                    self._hooks[part.number] = self._hook(part.number, blocks[part.number])
 
     @property
     def nbytes(self) -> int:
         """Bytes of managed memory."""
-        return sum(slab.nbytes for slab in [*self._slabs.values(), *self._outside])
+        return sum(part.slab.nbytes for part in self._parts)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The parameters that are in managed memory."""
+        return [parameter for part in self._parts for parameter in part.parameters]
+
+    def free_unused(self) -> None:
+        """Free the memory of blocks whose weights were moved elsewhere, such as to the ring."""
+        for part in [part for part in self._parts if not part.is_used()]:
+            self._parts.remove(part)
+            if part.number is not None:
+                del self._slabs[part.number]
+                self._arriving.pop(part.number, None)
+                self._leaving.pop(part.number, None)
+                for hook in self._hooks.pop(part.number, []):
+                    hook.remove()
+            self._memory.free(part.slab)
 
     def close(self) -> None:
         """Remove the hooks. The weights stay in managed memory."""
-        for hook in self._hooks:
-            hook.remove()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
         self._hooks.clear()
 
-    @torch.no_grad()
-    def _move(
-        self, role: ManagedRole, parameters: list[Parameter], placement: ManagedPlacement
-    ) -> list[ManagedSlab]:
-        slab, copies = self._memory.allocate_like(role, parameters, placement)
-        for parameter, copy in zip(parameters, copies, strict=True):
-            copy.copy_(parameter)
-            parameter.data = copy
-        return [slab]
+    def _hook(self, number: int, block: nn.Module) -> list[RemovableHandle]:
+        return [
+            block.register_forward_pre_hook(partial(self._before_forward, number)),
+            block.register_forward_hook(partial(self._after_forward, number)),
+        ]
 
     def _before_forward(self, number: int, *_: object) -> None:
-        self._use(number, number + 1)
+        if not _is_in_backward():
+            self._use(number, number + 1)
 
     def _after_forward(self, number: int, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        if _is_in_backward():
+            return
         outputs = output if isinstance(output, tuple) else (output,)
         for tensor in outputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -168,14 +217,16 @@ class ManagedWeights:
         self._send_home(number)
 
     def _before_backward(self, number: int, gradient: Tensor) -> None:  # noqa: ARG002
-        self._send_home(number + 1)
+        for arrived in [other for other in self._arriving if other > number]:
+            self._send_home(arrived)  # backward has passed it
         self._use(number, number - 1)
 
     def _use(self, number: int, following: int) -> None:
         """Wait for the weights of a block, and start to move those of the next one."""
         self._fetch(number)
         self._fetch(following)
-        self._arriving[number].wait()
+        if number in self._arriving:
+            self._arriving[number].wait()
 
     def _fetch(self, number: int) -> None:
         if number in self._slabs and number not in self._arriving:
@@ -185,6 +236,29 @@ class ManagedWeights:
     def _send_home(self, number: int) -> None:
         if self._arriving.pop(number, None) is not None:
             self._leaving[number] = self._memory.prefetch(self._slabs[number], "host")
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightSlab:
+    """Weights of one block, or those outside of blocks, in managed memory."""
+
+    number: int | None
+    """Number of the block; None for weights outside of blocks."""
+    slab: ManagedSlab
+    parameters: list[Parameter]
+
+    def is_used(self) -> bool:
+        """Return True if a parameter is still in the slab."""
+        first = self.slab.memory.data_ptr()
+        return any(first <= p.data_ptr() < first + self.slab.nbytes for p in self.parameters)
+
+
+def _is_in_backward() -> bool:
+    """Return True if autograd is running backward, where a block's forward is a recomputation.
+
+    Its weights have been fetched then, and must stay until its own backward is done.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class ManagedHostEngine:
@@ -211,7 +285,7 @@ class ManagedHostEngine:
 
     def allocate_pinned(self, nbytes: int) -> Tensor:
         """Return managed memory whose home is the host."""
-        slab = self._memory.allocate(self._role, nbytes)
+        slab = self._memory.allocate(self._role, nbytes, "in_place")
         self._slabs[slab.memory.data_ptr()] = slab
         return slab.memory
 

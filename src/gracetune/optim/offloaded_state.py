@@ -26,13 +26,14 @@ from __future__ import annotations
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gracetune.errors import RunFailedError
-from gracetune.memory.managed_roles import ManagedGroups
+from gracetune.memory.managed_roles import ALIGNMENT, ManagedGroups, slab_nbytes
 from gracetune.offload.copy_engine import CopyStream, aligned
 from gracetune.optim.master_weights import MasterWeights
 
@@ -58,7 +59,8 @@ class ManagedState:
     """Managed memory for optimizer state, in place of pinned host memory."""
 
     memory: ManagedMemory
-    placement: ManagedPlacement = "in_place"
+    placement: ManagedPlacement | None = None
+    """None: the access pattern chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class OptimizerStepper:
         self._optimizer = optimizer
         self._engine = copy_engine
         self._settings = settings or StateOffloadSettings()
+        self._nbytes_per_element = nbytes_per_element
         self._fp32_tensors_per_parameter = round(nbytes_per_element / torch.float32.itemsize)
         self._buckets = make_buckets(optimizer.param_groups, self._settings.bucket_numel)
         self._num_in_host = 0
@@ -125,8 +128,8 @@ class OptimizerStepper:
         self._managed: ManagedState | None = None
         """Managed memory that the state is in instead of host memory; None: pinned host memory."""
         self._managed_groups: ManagedGroups | None = None
-        self._kept_managed: ManagedState | None = None
-        """Managed memory that all state stays in, whatever `set_host_share` is called with."""
+        self._is_kept = False
+        """True: all state stays off the device, whatever `set_host_share` is called with."""
         self._slots: list[_StateSlot] = []
         self._reverse = False
         self._reader: PendingCopy | None = None
@@ -154,38 +157,78 @@ class OptimizerStepper:
         """Bytes of the device buffers (slots) through which state in host memory is streamed."""
         return len(self._slots) * self._slot_nbytes
 
+    @property
+    def movable_nbytes(self) -> int:
+        """Bytes of state that can leave the device, with state that will be created on it."""
+        state, min_nbytes = self._optimizer.state, self._settings.min_nbytes
+        existing = sum(
+            tensor.nbytes
+            for bucket in self._buckets
+            for _, _, tensor in bucket.state_on_device(state, min_nbytes)
+        )
+        return existing + self._future_nbytes(self._buckets[self._num_in_host :])
+
+    @property
+    def unmanaged_nbytes(self) -> int:
+        """Bytes of managed memory that all state would need in addition, also state to come."""
+        state, min_nbytes = self._optimizer.state, self._settings.min_nbytes
+        found = (bucket.unmanaged_state(state, min_nbytes) for bucket in self._buckets)
+        existing = sum(slab_nbytes(tensor for _, _, tensor in new) for new in found if new)
+        return existing + self._future_nbytes(self._buckets)
+
     def keep_managed(self, managed: ManagedState) -> None:
-        """Move all state to managed memory for the rest of the run.
+        """Move all state to managed memory for the rest of the run, and hold bytes for new state.
 
         Raises:
-            torch.OutOfMemoryError: It exceeds the cap. All state still exists, in either place.
+            torch.OutOfMemoryError: It exceeds the cap, or will. Nothing has moved.
         """
-        self.set_host_share(1.0, managed)
-        self._kept_managed = managed
+        managed.memory.hold("optimizer", self.unmanaged_nbytes)
+        try:
+            self.set_host_share(1.0, managed)
+        except torch.OutOfMemoryError:  # the driver has refused
+            managed.memory.hold("optimizer", 0)
+            raise
+        self._is_kept = True
 
-    def set_host_share(self, host_share: float, managed: ManagedState | None = None) -> None:
-        """Move at least this share of the optimizer's state (0 to 1) to host or managed memory.
-
-        The rest is moved to the device. State that exists already is copied.
+    def keep_in_host(self) -> None:
+        """Move all state to pinned host memory for the rest of the run.
 
         Raises:
             torch.OutOfMemoryError: Memory ran out. All state still exists, in either place.
         """
+        self.set_host_share(1.0)
+        self._is_kept = True
+
+    def set_host_share(self, host_share: float, managed: ManagedState | None = None) -> None:
+        """Move at least this share of the optimizer's state (0 to 1) to host or managed memory.
+
+        The rest is moved to the device. State that exists already is copied. Does nothing after
+        `keep_managed` or `keep_in_host`.
+
+        Raises:
+            torch.OutOfMemoryError: Memory ran out. All state still exists, in either place. If
+                managed memory ran out, nothing has moved.
+        """
         assert 0 <= host_share <= 1, f"host_share is {host_share}"
-        if self._kept_managed is not None:
-            host_share, managed = 1.0, self._kept_managed
+        if self._is_kept:
+            return
         self.wait_for_reader()
         self.synchronize()
         self._slots.clear()
-        if managed != self._managed:
-            self._change_memory(managed)
-        target_numel = host_share * sum(bucket.numel for bucket in self._buckets)
-        numel = self._num_in_host = 0
+        if self._managed is not None and managed != self._managed:
+            for bucket in self._buckets[: self._num_in_host]:
+                self._move_to_device(bucket)
+            self._managed = self._managed_groups = None
+        if managed is not None:
+            self._move_to_managed(self._first_buckets(host_share), managed)
+            self._managed = managed
+            self._managed_groups = self._managed_groups or ManagedGroups(managed.memory)
+        chosen = self._first_buckets(host_share)
+        self._num_in_host = 0
         for bucket in self._buckets:
-            if numel < target_numel:
+            if bucket in chosen:
                 self._move_to_host(bucket)
                 self._num_in_host += 1
-                numel += bucket.numel
             else:
                 self._move_to_device(bucket)
 
@@ -286,23 +329,53 @@ class OptimizerStepper:
             self._slots.clear()
             self._slots = [_StateSlot(self._engine.allocate_device(largest)) for _ in range(count)]
         state = self._optimizer.state
-        if len(state) == sum(len(bucket.parameters) for bucket in self._buckets):
+        is_complete = len(state) == sum(len(bucket.parameters) for bucket in self._buckets)
+        if self._managed is not None:
+            self._hold_managed(self._managed.memory, is_complete=is_complete)
+        if is_complete:
             return
         without_state = [
             [p for p in bucket.parameters if p.grad is not None and not state.get(p)]
             for bucket in self._buckets
         ]
         # New state stays on the device, except that of host buckets, which is there one at a time.
-        if self._managed is not None:
-            new = [p for bucket in without_state[: self._num_in_host] for p in bucket]
-            self._managed.memory.check_room(
-                "optimizer", 4 * self._fp32_tensors_per_parameter * _numel(new)
-            )
         staying = [p for bucket in without_state[self._num_in_host :] for p in bucket]
         passing = max(without_state[: self._num_in_host], key=_numel, default=[])
         probed = [p for p in staying + passing for _ in range(self._fp32_tensors_per_parameter)]
         probes = [torch.empty_like(p, dtype=torch.float32) for p in probed]
         del probes
+
+    def _hold_managed(self, memory: ManagedMemory, *, is_complete: bool) -> None:
+        """Hold the managed memory of state that does not exist yet; raise if it is not there.
+
+        Only the state that this step creates must fit.
+        """
+        hosted = self._buckets[: self._num_in_host]
+        if is_complete:
+            memory.hold("optimizer", 0)
+            return
+        memory.check_room("optimizer", self._future_nbytes(hosted, only_due=True))
+        memory.hold("optimizer", min(self._future_nbytes(hosted), memory.room_for("optimizer")))
+
+    def _future_nbytes(self, buckets: Sequence[Bucket], *, only_due: bool = False) -> int:
+        """Return the bytes of the state that parameters of these buckets do not have yet.
+
+        Those of tensors that would be moved; with `only_due`, of parameters with a gradient.
+        """
+        state, each = self._optimizer.state, self._nbytes_per_element
+        numels = (
+            p.numel()
+            for bucket in buckets
+            for p in bucket.parameters
+            if not state.get(p) and not (only_due and p.grad is None)
+        )
+        # Each of its tensors is aligned in managed memory.
+        padding = ALIGNMENT * max(1, self._fp32_tensors_per_parameter)
+        return sum(
+            int(numel * each) + padding
+            for numel in numels
+            if numel * each >= self._settings.min_nbytes
+        )
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -403,20 +476,32 @@ class OptimizerStepper:
         with _restricted_to(self._optimizer, buckets):
             self._optimizer.step()
 
-    def _change_memory(self, managed: ManagedState | None) -> None:
-        """Change between pinned and managed memory for the state that is not on the device."""
-        hosted = self._buckets[: self._num_in_host]
-        if self._managed is not None:
-            for bucket in hosted:
-                self._move_to_device(bucket)
-        self._managed = managed
-        self._managed_groups = None if managed is None else ManagedGroups(managed.memory)
-        if managed is not None:
-            for bucket in hosted:  # not by way of the device, which may be full
-                pieces, bucket.host_pieces, bucket.tensors = bucket.host_pieces, [], []
-                self._move_to_host(bucket)
-                for piece in pieces:
-                    self._engine.free_host(piece)
+    def _first_buckets(self, host_share: float) -> list[Bucket]:
+        """Return the first buckets that have at least this share of the elements together."""
+        target = host_share * sum(bucket.numel for bucket in self._buckets)
+        before = accumulate((bucket.numel for bucket in self._buckets), initial=0)
+        return [b for b, numel in zip(self._buckets, before, strict=False) if numel < target]
+
+    def _move_to_managed(self, buckets: Sequence[Bucket], managed: ManagedState) -> None:
+        """Move the existing state of buckets to managed memory, or nothing if there is no room.
+
+        State in pinned memory does not pass through the device, which may be full.
+        """
+        state, min_nbytes = self._optimizer.state, self._settings.min_nbytes
+        found = [(bucket, bucket.unmanaged_state(state, min_nbytes)) for bucket in buckets]
+        moving = [(bucket, new) for bucket, new in found if new]
+        made = managed.memory.allocate_all(
+            "optimizer",
+            [[tensor for _, _, tensor in new] for _, new in moving],
+            managed.placement,
+        )
+        for (bucket, new), (slab, copies) in zip(moving, made, strict=True):
+            pieces, bucket.host_pieces = bucket.host_pieces, []
+            if pieces:
+                bucket.tensors = []
+            bucket.fill_slab(slab, copies, new, state)
+            for piece in pieces:
+                self._engine.free_host(piece)
 
     def _move_to_host(self, bucket: Bucket) -> bool:
         if self._managed is not None:
@@ -548,7 +633,7 @@ class Bucket:
         New state appears at the first gradient of a parameter, and when a state dict is loaded.
         State tensors smaller than `min_nbytes` are not moved.
         """
-        new = list(self._state_outside_host(state, min_nbytes))
+        new = self.state_on_device(state, min_nbytes)
         if not new:
             return False
         start = self.nbytes
@@ -576,18 +661,28 @@ class Bucket:
 
         Kernels use it there like state on the device.
         """
-        new = list(self._state_outside_host(state, min_nbytes))
+        new = self.state_on_device(state, min_nbytes)
         if not new:
             return False
         slab, copies = managed.memory.allocate_like(
             "optimizer", [tensor for _, _, tensor in new], managed.placement
         )
+        self.fill_slab(slab, copies, new, state)
+        return True
+
+    def fill_slab(
+        self,
+        slab: ManagedSlab,
+        copies: Sequence[Tensor],
+        new: Sequence[tuple[Parameter, str, Tensor]],
+        state: State,
+    ) -> None:
+        """Copy state tensors to a slab of managed memory, and use the copies from now on."""
         self.slabs.append(slab)
         for (parameter, key, tensor), copy in zip(new, copies, strict=True):
             copy.copy_(tensor)
             self.tensors.append(StateTensor(parameter, key, copy, 0))
             state[parameter][key] = copy
-        return True
 
     def managed_parts(self) -> list[tuple[ManagedSlab, Tensor]]:
         """Return the managed memory of the bucket's state, to prefetch it."""
@@ -607,14 +702,23 @@ class Bucket:
         self.host_pieces.clear()
         self.tensors.clear()
 
-    def _state_outside_host(
-        self, state: State, min_nbytes: int
-    ) -> Iterator[tuple[Parameter, str, Tensor]]:
-        in_host = {id(tensor.host) for tensor in self.tensors}
-        for parameter in self.parameters:
-            for key, value in state.get(parameter, {}).items():
-                if id(value) not in in_host and is_worth_moving(value, min_nbytes):
-                    yield parameter, key, value
+    def state_on_device(self, state: State, min_nbytes: int) -> list[tuple[Parameter, str, Tensor]]:
+        """Return the state that is in neither host nor managed memory, but could be."""
+        moved = {id(tensor.host) for tensor in self.tensors}
+        return [
+            (parameter, key, value)
+            for parameter in self.parameters
+            for key, value in state.get(parameter, {}).items()
+            if id(value) not in moved and is_worth_moving(value, min_nbytes)
+        ]
+
+    def unmanaged_state(self, state: State, min_nbytes: int) -> list[tuple[Parameter, str, Tensor]]:
+        """Return the state that is not in managed memory, but could be."""
+        pinned = self.tensors if self.host_pieces else []
+        return [
+            *((tensor.parameter, tensor.key, tensor.host) for tensor in pinned),
+            *self.state_on_device(state, min_nbytes),
+        ]
 
 
 def is_worth_moving(value: object, min_nbytes: int) -> bool:

@@ -16,36 +16,70 @@ Reading and writing at the same time gets `both_ways_share` of the rate.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from gracetune.config.schema import RunFile
     from gracetune.memory.managed_roles import ManagedRole
+    from gracetune.offload.copy_engine import CopyEngine
     from gracetune.plan.cost import ModelCosts
     from gracetune.plan.machines import EffectiveRates
     from gracetune.plan.memory import FixedMemory
+    from gracetune.plan.result import Plan
     from gracetune.plan.simulate import PlanCandidate
 
 OVERFLOW_ORDER: tuple[ManagedRole, ...] = ("ema", "optimizer", "gradients", "weights", "trained")
 """Roles in the order in which they move to managed memory: those that a step uses least first."""
 NOT_MANAGED: tuple[ManagedRole, ...] = ()
+NOT_ON_RANKS: tuple[ManagedRole, ...] = ("gradients",)
+"""Roles that several ranks cannot have in managed memory: they add up gradients in buffers on the
+device, which replace the gradients."""
 
 
-def managed_choices(run: RunFile) -> tuple[tuple[ManagedRole, ...], ...]:
+class ManagedPlacer(Protocol):
+    """Moves the roles of a plan to managed memory; `train/managed_overflow.py` has it."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Largest number of bytes of managed memory; 0: the run has none."""
+        ...
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of device memory that a plan must leave free, for managed pages."""
+        ...
+
+    def place_planned(self, plan: Plan) -> None:
+        """Move the roles of a plan that is about to be applied."""
+        ...
+
+    def free_unused(self) -> None:
+        """Free managed memory that the plan, which has been applied, does not use."""
+        ...
+
+    def wrap_engine(self, engine: CopyEngine) -> CopyEngine:
+        """Return the copy engine to use instead of another, for managed memory."""
+        ...
+
+
+def managed_choices(run: RunFile, num_ranks: int = 1) -> tuple[tuple[ManagedRole, ...], ...]:
     """Return the sets of roles to try in managed memory, if the run may use it.
 
     With `auto`, the roles are added one after the other, in the order of their cost; the planner
     takes the first set unless another is faster or the only one that fits.
     """
     managed = run.gh200_optimizations.managed
+    excluded = NOT_ON_RANKS if num_ranks > 1 else ()
     if managed == "off":
         return (NOT_MANAGED,)
     if managed != "auto":
-        return (tuple(managed),)
+        return (tuple(role for role in managed if role not in excluded),)
     is_whole = run.adapter is None or run.adapter.kind == "full"
     if not is_whole:  # what an adapter trains is small
         return NOT_MANAGED, ("weights",)
-    roles = [role for role in OVERFLOW_ORDER if role != "weights" or run.adapter is not None]
+    roles = [role for role in OVERFLOW_ORDER if role not in excluded]
+    if run.adapter is None:
+        roles.remove("weights")
     if not run.train.ema_decay:
         roles.remove("ema")
     # The optimizer's state can be streamed instead, which is faster over PCIe.

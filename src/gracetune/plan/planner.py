@@ -49,14 +49,13 @@ from gracetune.plan.trace import convert_for_tracing
 from gracetune.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from gracetune.config.schema import RunFile
     from gracetune.data.sample import Batch, Shape
     from gracetune.distributed.layout import Layout
     from gracetune.distributed.ranks import RankGroup
     from gracetune.events.types import Event
-    from gracetune.memory.managed_roles import ManagedRole
     from gracetune.memory.oversubscription import GcFreeze
     from gracetune.models.family import Family
     from gracetune.offload.copy_engine import CopyEngine
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from gracetune.plan.controller import MemoryMeter
     from gracetune.plan.cost import CostModel
     from gracetune.plan.machines import MachineRates
+    from gracetune.plan.managed import ManagedPlacer
     from gracetune.plan.planner_input import TracedCopy
     from gracetune.plan.result import Plan
     from gracetune.plan.trace import TraceTarget
@@ -80,14 +80,6 @@ CPU_EDGE, CPU_COPY = 512, 1 << 22
 are small, because plans for a CPU are only made for rehearsals."""
 
 
-def _place_nothing(roles: Sequence[ManagedRole], reason: str) -> None:  # noqa: ARG001
-    assert not roles, f"the run has no managed memory for {roles}"
-
-
-def _same_engine(engine: CopyEngine) -> CopyEngine:
-    return engine
-
-
 @dataclass(frozen=True, slots=True)
 class PlannerInputs:
     """Inputs of the planner that the data pipeline and the trainer provide."""
@@ -98,6 +90,8 @@ class PlannerInputs:
     """Number of batches that are prefetched to the device besides the one in use."""
     convert_to_fp8: Callable[[], None]
     """Function that converts the frozen layers to fp8; called if `model.frozen_compute` is fp8."""
+    managed: ManagedPlacer
+    """Moves roles to managed memory, if the run has any."""
     saved_plan: Mapping[str, Any] | None = None
     """The plan in the checkpoint that the run resumes from, as `PlanController.record` returned it.
     It is used again if it can be, because another plan may round differently."""
@@ -111,12 +105,6 @@ class PlannerInputs:
     load_sizes: Callable[[], Mapping[Shape, Batch]] = dict
     """Function that loads one sample of each size whose time is needed to divide batches among
     ranks (`bucket_seconds.sizes_to_trace`)."""
-    managed_nbytes: int = 0
-    """Largest number of bytes of managed memory; 0: the run has none."""
-    place_managed: Callable[[Sequence[ManagedRole], str], None] = _place_nothing
-    """Function that moves roles to managed memory; the text is the reason."""
-    wrap_engine: Callable[[CopyEngine], CopyEngine] = _same_engine
-    """Function that returns the copy engine to use instead of another, for managed memory."""
     shapes: BatchShapes = field(default_factory=BatchShapes)
     """The shapes of the batches that the run meets."""
 
@@ -145,9 +133,7 @@ def plan_run(
     if one_memory:
         emit(Notice("host and device share one memory, so nothing is streamed or offloaded"))
     ranks = inputs.ranks
-    num_sharing = ranks_on_device(ranks, device)
-    device_nbytes = device_nbytes_for(run, family, device, one_memory, num_sharing)
-    device_nbytes = min(ranks.gather(device_nbytes))
+    device_nbytes, preferred_nbytes = _agreed_device_nbytes(run, family, inputs, device, one_memory)
     largest, samples = inputs.load_largest(), inputs.load_sizes()
     latent_shape, text = largest.latents.shape[1:], largest.text
     ranks.wait()  # so that all measure at the same time
@@ -180,9 +166,9 @@ def plan_run(
         ranks=ranks,
         shares_weights=sharing_ranks is ranks,
     )
-    managed_nbytes = min(ranks.gather(inputs.managed_nbytes))
-    budget = replace(problem.budget, managed_nbytes=managed_nbytes)
+    budget = replace(problem.budget, managed_nbytes=min(ranks.gather(inputs.managed.free_bytes)))
     problem = replace(problem, budget=budget, shapes=inputs.shapes)
+    problem = problem.with_device_nbytes(preferred_nbytes)
     plan, was_checked = agreed_plan(problem, inputs.saved_plan, ranks, emit)
     emit(Notice(f"plan: {describe(plan)}"))
     emit(Notice(f"plan: expect {describe_speed(plan)}"))
@@ -202,17 +188,12 @@ def plan_run(
     fuse_family(family)
 
     def apply(plan: Plan, spare_nbytes: int) -> AppliedPlan:
-        inputs.place_managed(plan.managed, "plan")
+        inputs.managed.place_planned(plan)
         stepper.set_host_share(plan.host_state)
-        return apply_to_family(
-            plan,
-            family,
-            inputs.wrap_engine(open_copy_engine(device, link)),
-            emit,
-            spare_nbytes,
-            sharing_ranks,
-            problem,
-        )
+        engine = inputs.managed.wrap_engine(open_copy_engine(device, link))
+        applied = apply_to_family(plan, family, engine, emit, spare_nbytes, sharing_ranks, problem)
+        inputs.managed.free_unused()
+        return applied
 
     controller = PlanController(
         problem, plan, apply, meter, latent_shape.numel(), emit, was_checked, ranks
@@ -396,7 +377,7 @@ def build_problem(
             max(ranks.gather(ranks.local_world_size)),
             shares_weights,
         ),
-        replace(constraints_of(run), batches=(run.train.batch_size,)),
+        replace(constraints_of(run, ranks.world_size), batches=(run.train.batch_size,)),
         run.train.max_train_steps * run.train.gradient_accumulation_steps,
     )
 
@@ -464,6 +445,29 @@ def measure_rates(device: torch.device, family: str, emit: Emit) -> MachineRates
     return measure_device(device, lambda: None, CPU_EDGE, CPU_COPY)  # a CPU needs no synchronizing
 
 
+def _agreed_device_nbytes(
+    run: RunFile,
+    family: Family,
+    inputs: PlannerInputs,
+    device: torch.device,
+    one_memory: bool,
+) -> tuple[int, int]:
+    """Return the device memory to plan for on all ranks, and a smaller one that is preferred.
+
+    The smaller one leaves space for managed pages.
+    """
+    ranks = inputs.ranks
+    num_sharing = ranks_on_device(ranks, device)
+    each = [
+        device_nbytes_for(
+            *(run, family, device, one_memory, num_sharing), reserve_nbytes=reserve // num_sharing
+        )
+        for reserve in (0, inputs.managed.reserve_nbytes)
+    ]
+    whole, preferred = (min(found) for found in zip(*ranks.gather(each), strict=True))
+    return whole, preferred
+
+
 def device_nbytes_for(
     run: RunFile,
     family: Family,
@@ -471,11 +475,12 @@ def device_nbytes_for(
     one_memory: bool,
     num_sharing: int = 1,
     counted_nbytes: int = 0,
+    reserve_nbytes: int = 0,
 ) -> int:
     """Return the device memory to plan for, in bytes: what is free, up to `plan.device_memory`.
 
     `num_sharing` ranks share the device, and each plans for an equal part of what is free. The plan
-    counts `counted_nbytes` that are allocated already.
+    counts `counted_nbytes` that are allocated already, and leaves `reserve_nbytes` free.
     """
     limit = plan_settings(run).device_memory
     if device.type != "cuda":
@@ -484,7 +489,7 @@ def device_nbytes_for(
     # Where host and device share one memory, the kernel can free more than the driver counts.
     loaded = _frozen_host_nbytes(family) if one_memory and not counted_nbytes else 0
     system_free = free_host_nbytes(loaded_nbytes=loaded) if one_memory else None
-    free = free_nbytes(device, system_free, num_sharing) + counted_nbytes
+    free = free_nbytes(device, system_free, num_sharing) + counted_nbytes - reserve_nbytes
     allocated = torch.cuda.memory_allocated(device) - counted_nbytes
     return free if limit is None else min(free, parse_bytes(limit) - allocated)
 

@@ -30,6 +30,7 @@ from gracetune.plan.memory import FixedMemory
 from gracetune.plan.search import (
     Constraints,
     PlanError,
+    candidates,
     compare_with_run_file,
     find_best_plan,
     required_device_nbytes,
@@ -126,6 +127,13 @@ class PlanProblem:
         if not plans:
             return self._best(budget, self.constraints)  # raises the error that explains why
         return min(plans, key=self._run_seconds)
+
+    def with_device_nbytes(self, device_nbytes: int) -> PlanProblem:
+        """Return the problem with less device memory if a plan fits into that, else this one."""
+        budget = replace(self.budget, device_nbytes=device_nbytes)
+        constraints = self.constraints.for_budget(budget)
+        fitting = candidates(self.model, self.fixed, budget, constraints)
+        return self if next(fitting, None) is None else replace(self, budget=budget)
 
     def fits(self, plan: Plan) -> bool:
         """Return True if the plan fits the device memory budget."""
@@ -319,7 +327,7 @@ def _largest_sample_of(section: DatasetSection) -> SampleShape:
     return SampleShape(width, edge, frames, len(section.control_folders))
 
 
-def constraints_of(run: RunFile) -> Constraints:
+def constraints_of(run: RunFile, num_ranks: int = 1) -> Constraints:
     """Return the choices that the run file leaves to the planner."""
     settings = plan_settings(run)
     batch = run.train.batch_size
@@ -335,7 +343,7 @@ def constraints_of(run: RunFile) -> Constraints:
         stream=settings.stream and run.adapter is not None,  # trained weights cannot be streamed
         offload=settings.offload,
         host_state=_host_state(run),
-        managed=managed_choices(run),
+        managed=managed_choices(run, num_ranks),
         run_file_batch=batch,
     )
 

@@ -259,7 +259,7 @@ def _managed(plan: Plan) -> str:
 def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
     """Yield the place of each role, with its cost there and the cost in managed memory."""
     yield (
-        f"{'role':<16}{'GiB':>9}  {'place':<28}{'costs':>9}{'managed costs':>15}"
+        f"{'role':<16}{'GiB':>9}  {'place':<34}{'costs':>9}{'managed costs':>15}"
         f"   (managed memory: at most {format_bytes(budget.managed_nbytes)})"
     )
     s = plan.seconds
@@ -272,13 +272,25 @@ def _places(plan: Plan, budget: PlanBudget) -> Iterator[str]:
     for role, nbytes in plan.managed_nbytes.items():
         seconds = plan.managed_seconds[role]
         place, cost = elsewhere.get(role, ("device", 0.0))
-        if role in plan.managed:
+        if role in plan.managed and role in elsewhere:
+            place, cost = f"{place}, rest managed", cost + seconds
+        elif role in plan.managed:
             place, cost = "managed, used in place", seconds
         if nbytes or role in elsewhere:
-            yield (
-                f"{names.get(role, role):<16}{nbytes / GIB:>9.2f}  {place:<28}"
-                f"{format_seconds(cost):>9}{format_seconds(seconds):>15}"
-            )
+            yield _place_row(names.get(role, role), nbytes, place, cost, seconds)
+    place = "device" if not plan.host.activations else "some offloaded"
+    if plan.host.activations and "activations" in plan.managed:
+        place = "some offloaded to managed"
+    nbytes = plan.device.activations + plan.host.activations
+    # Offloading copies them, to pinned and to managed memory alike.
+    yield _place_row("activations", nbytes, place, s.wait_activations, s.wait_activations)
+
+
+def _place_row(name: str, nbytes: int, place: str, cost: float, managed: float) -> str:
+    return (
+        f"{name:<16}{nbytes / GIB:>9.2f}  {place:<34}"
+        f"{format_seconds(cost):>9}{format_seconds(managed):>15}"
+    )
 
 
 def _weights(plan: Plan) -> str:

@@ -294,7 +294,7 @@ class Session:
         has_moved = self.managed.overflow(reason, step)
         if self.state.accelerator.device.type == "cuda":
             hard_reclamation(self.state.accelerator.device.index or 0, self.gc_freeze)()
-        return all(self.state.ranks.gather(has_moved))
+        return any(self.state.ranks.gather(has_moved))  # a rank with space left may have none
 
     def close(self) -> None:
         """Release the offloaded optimizer state and the streamed weights."""
@@ -372,7 +372,8 @@ def build_session(
     family.to(device)
     gc_freeze = GcFreeze()
     transfer = build_batch_transfer(
-        run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)
+        *(run.gh200_optimizations, device, emit, gc_freeze, managed_cap(run)),
+        num_sharing_host=ranks.local_world_size,
     )
     pipeline = DataPipeline(
         *(run, family, transfer, folder, emit, _encoding_ranks(run, ranks)),
@@ -392,7 +393,8 @@ def build_session(
     copy_engine = open_copy_engine(device, transfer.link)
     stepper = _build_stepper(run, optimizer, copy_engine, unplanned, emit)
     managed = build_managed_run(
-        run, transfer.session, layout, family, parameters, stepper, emit, pipeline.device_texts
+        *(run, transfer.session, layout, family, parameters, stepper, pipeline.device_texts),
+        is_planned=not unplanned,
     )
     controller = None
     if not unplanned:
@@ -408,9 +410,7 @@ def build_session(
             saved_plan=(resumed or {}).get("plan"),
             load_sizes=partial(_load_traced_sizes, family, pipeline, ranks),
             shapes=_batch_shapes(pipeline, layout),
-            managed_nbytes=managed.free_bytes,
-            place_managed=managed.place,
-            wrap_engine=managed.wrap_engine,
+            managed=managed,
             ranks=ranks,
             layout=layout,
             traced=traced,
@@ -418,7 +418,6 @@ def build_session(
         controller = _planner(layout)(
             run, family, inputs, stepper, transfer.link, device, gc_freeze, emit
         )
-    managed.follow(controller)
     state = TrainState(
         run=run,
         family=family,
@@ -711,7 +710,8 @@ def register_memory_roles(
         return local_nbytes(state.ema.averages.values())
 
     def trained() -> int:
-        return 0 if "trained" in managed.roles else local_nbytes(state.parameters.values())
+        whole = local_nbytes(state.parameters.values())
+        return max(0, whole - managed.roles.get("trained", 0))  # a part of them may have moved
 
     transfer.track_memory(
         "weights", lambda: max(0, on_device() - managed.roles.get("weights", 0)) + in_slots()

@@ -80,8 +80,8 @@ def make_trainable(
         for expert, transformer in transformers.items()
         if schedule is None or expert in schedule.windows
     }
+    set_attention_backend(transformers.values(), run.model.attention_mechanism, emit)
     for transformer in transformers.values():
-        set_attention_backend(transformer, run.model.attention_mechanism)
         transformer.requires_grad_(False)
     if run.adapter is None:
         for transformer in trained.values():

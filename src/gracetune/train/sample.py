@@ -180,8 +180,8 @@ class Sampler:
         self._streams_all = False
         self._is_prepared = False
         self._applied: _Applied | None = None
-        for transformer in transformers_of(self.family.transformer).values():
-            set_attention_backend(transformer, run.model.attention_mechanism)
+        transformers = transformers_of(self.family.transformer).values()
+        set_attention_backend(transformers, run.model.attention_mechanism, emit)
 
     def __enter__(self) -> Sampler:
         return self

@@ -89,13 +89,13 @@ def test_tracked_roles_are_accounted_for(recorder):
 def test_a_role_may_be_tracked_in_another_tier_than_the_device(recorder):
     transfer = build_batch_transfer(Gh200Section(), CPU, recorder)
     transfer.track_memory("optimizer", lambda: 5, Tier.DEVICE)
-    transfer.track_memory("too much", lambda: 5, Tier.MANAGED)  # this machine has none
+    transfer.track_memory("existing", lambda: 5, Tier.MANAGED)  # this machine has a cap of 0
     for step in (1, 2):
         transfer.memory_used(step)
     stats = transfer._session.stats()
     assert stats["uvm.bytes.device.role.optimizer"] == 5
-    assert transfer._session.accounting.current(Tier.MANAGED) == 0
-    assert transfer._session.accounting.denied(Tier.MANAGED) == 2
+    assert transfer._session.accounting.current(Tier.MANAGED) == 5
+    assert transfer._session.accounting.denied(Tier.MANAGED) == 0, "nothing was asked for"
 
 
 @pytest.mark.parametrize(("conf", "pooled"), [("use_uvm:True", True), ("use_uvm:False", False)])
@@ -156,8 +156,16 @@ NO_SHIM = PoolUnavailable("the memory shim was not built")
         (
             *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:balanced", POOL),
             "managed memory: batches, and what the device has no space for, at most 2.0 GiB "
-            "(1/4 of the free device memory); uvm_access_pattern: pages stay where they were used "
-            "last",
+            "(1/4 of the free device memory); uvm_access_pattern: batches stay where they were "
+            "used last, and what overflows stays where it was used last",
+        ),
+        (
+            *(Link.MANAGED, "use_uvm:True,uvm_access_pattern:gpu_first", NO_SHIM),
+            "batches are not in managed memory: the memory shim was not built; in it is only what "
+            "the device has no space for, at most 2.0 GiB (1/4 of the free device memory); "
+            "uvm_access_pattern: what overflows is at home on the device while that has headroom, "
+            "and returns to it after a reclamation; else kernels use it in host memory over PCIe, "
+            "which is slow",
         ),
         (
             *(Link.COHERENT, "uvm_stage1_threshold:0.5", POOL),

@@ -20,6 +20,7 @@ from gracetune.plan.machines import MACHINES, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
 from gracetune.plan.search import PlanBudget
+from gracetune.units import GIB
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -321,3 +322,41 @@ def _replace(platform: Any, **changes: Any) -> Any:
     from dataclasses import replace
 
     return replace(platform, **changes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "share"),
+    [
+        ("use_uvm:True", {}, 0.9),
+        ("use_uvm:True,uvm_stage1_threshold:0.2", {}, 0.8),
+        ("use_uvm:True", {"managed": "off"}, 1.0),
+        ("", {}, 1.0),
+    ],
+)
+def test_with_managed_memory_plans_leave_the_threshold_of_stage_2_free(
+    monkeypatch: pytest.MonkeyPatch, environment: str, settings: dict[str, str], share: float
+) -> None:
+    """Or a run that is as planned would have its caches reclaimed."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", environment)
+    known = MACHINES["gh200-96"]
+    device = int(known.device_memory.value)
+    machine = plan.PlanMachine(
+        *("", machine_rates(known), device, known.host_bytes, True, False),
+        link=known.link,
+    )
+    run = RunFile.model_validate({"gh200_optimizations": settings})
+    found = plan._with_managed(run, machine, PlanBudget(device, known.host_bytes))
+    assert found.device_nbytes == pytest.approx(share * device, rel=1e-9)
+    assert (found.managed_nbytes > 0) == (share < 1)
+
+
+def test_the_limit_of_managed_memory_is_that_of_a_ranks_host_memory() -> None:
+    known = MACHINES["gh200-96"]
+    machine = plan.PlanMachine(
+        *("", machine_rates(known), 96 * GIB, 480 * GIB, True, False), link=known.link, ranks=4
+    )
+    run = RunFile.model_validate(
+        {"gh200_optimizations": {"use_uvm": True, "managed_memory": "900GB"}}
+    )
+    found = plan._with_managed(run, machine, PlanBudget(96 * GIB, 480 * GIB))
+    assert found.managed_nbytes == (480 // 4 - 4) * GIB

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,9 +11,16 @@ from fakes.managed import managed_memory
 from fakes.platforms import simulated_machine
 
 from gracetune.config.environment import environment_settings
+from gracetune.memory import managed_roles
 from gracetune.memory.driver import HOST, PointerKind
 from gracetune.memory.managed_pool import PoolUnavailable
-from gracetune.memory.managed_roles import ManagedMemory, ManagedMemoryFullError
+from gracetune.memory.managed_roles import (
+    DirectPrefetcher,
+    ManagedGroups,
+    ManagedMemory,
+    ManagedMemoryFullError,
+    PrefetchThread,
+)
 from gracetune.memory.platform import NO_GPU, Link, Machine
 from gracetune.memory.session import PCIE_CAP_PART, MemorySession
 from gracetune.memory.stats import MemoryAccounting, Tier
@@ -154,6 +162,120 @@ def test_the_cap_over_pcie_is_a_quarter_of_the_free_device_memory():
 def test_the_cap_of_a_coherent_machine_is_the_ratio():
     session = session_on(Link.COHERENT, UVM | {"GH200_UVM_OVERSUBSCRIPTION_RATIO": "2"})
     assert session.managed_cap == 2 * session.machine.platform.device_bytes
+
+
+def test_the_cap_is_read_at_every_allocation(memory, accounting):
+    """It is lowered while the host has too little memory."""
+    memory.check_room("ema", 4 * MIB)
+    accounting.set_cap(Tier.MANAGED, 2 * MIB)
+    assert memory.cap_bytes == 2 * MIB
+    with pytest.raises(ManagedMemoryFullError):
+        memory.check_room("ema", 4 * MIB)
+
+
+def test_bytes_that_are_held_for_a_role_are_not_given_to_others(memory):
+    memory.hold("optimizer", 6 * MIB)
+    assert memory.free_bytes == 2 * MIB
+    with pytest.raises(ManagedMemoryFullError, match=r"6\.0 MiB of 8\.0 MiB are in use"):
+        memory.allocate("ema", 3 * MIB)
+    memory.allocate("optimizer", 5 * MIB)
+    assert memory.free_bytes == 2 * MIB, "one of six is still held"
+    memory.hold("optimizer", 0)
+    memory.allocate("ema", 3 * MIB)
+    with pytest.raises(ManagedMemoryFullError):
+        memory.hold("optimizer", 1)
+
+
+def test_a_group_that_is_refused_frees_the_others(accounting):
+    machine = simulated_machine(Link.MANAGED)
+    memory = managed_memory(machine.gpu, accounting)
+    calls, original = [], machine.gpu.allocate_managed
+
+    def allocate(nbytes):
+        calls.append(nbytes)
+        return original(nbytes) if len(calls) < 3 else (2, 0)
+
+    machine.gpu.allocate_managed = allocate
+    with pytest.raises(ManagedMemoryFullError, match="driver refused"):
+        memory.allocate_all("weights", [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)]])
+    assert len(calls) == 3
+    assert memory.slabs == ()
+    assert accounting.current(Tier.MANAGED) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks", "cap"), [(GIB, 1, 1), (1 << 50, 1, 28), (None, 2, 12)]
+)
+def test_the_cap_is_limited_by_the_ranks_share_of_host_memory(override, ranks, cap):
+    """The host has 32 GiB, of which 4 GiB are reserved."""
+    session = session_on(Link.COHERENT, UVM)
+    session.managed_cap_override, session.num_sharing_host = override, ranks
+    assert session.managed_cap == cap * GIB
+    assert ("host memory" in session.cap_reason) == (override != GIB)
+
+
+class Pages(DirectPrefetcher):
+    """Prefetches when it is drained, as a thread would some time later."""
+
+    def __init__(self, driver):
+        super().__init__(driver)
+        self.waiting = []
+
+    def start(self, ranges, location, after=None):
+        self.waiting.append((ranges, location))
+        return super().start([], location, after)
+
+    def drain(self):
+        for ranges, location in self.waiting:
+            super().start(ranges, location)
+        self.waiting.clear()
+
+
+def test_requests_are_passed_on_before_their_memory_is_freed(machine, accounting):
+    """The driver would get the address of freed memory."""
+    memory = managed_memory(machine.gpu, accounting)
+    memory._prefetcher = Pages(machine.gpu)
+    slab = memory.allocate("ema", MIB, "prefetch")
+    memory.prefetch(slab, "device")
+    memory.free(slab)
+    memory._prefetcher.drain()
+    assert memory._prefetcher.waiting == []
+    assert memory.slabs == ()
+
+
+def test_a_prefetch_that_fails_is_reported_and_does_not_block(monkeypatch, machine):
+    """Steps wait for the thread, so it must go on after an error."""
+    notices: list[Notice] = []
+    for name in ("set_device", "current_stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+    monkeypatch.setattr(managed_roles, "_event", MagicMock)
+    thread = PrefetchThread(machine.gpu, 0, notices.append)
+    monkeypatch.setattr(machine.gpu, "prefetch", MagicMock(side_effect=ValueError("broken\nmore")))
+    requests = [thread.start([(0, MIB)], location) for location in (0, HOST, 0)]
+    thread.drain()
+    assert all(request.issued.is_set() for request in requests)
+    for request in requests:
+        request.wait()
+    thread.close()
+    (notice,) = notices
+    assert notice.text == "prefetching managed memory failed (broken); steps will be slower"
+
+
+def test_prefetches_to_the_host_are_awaited_by_the_memory_they_move(memory):
+    """Two experts use different groups, so the position of a group says nothing."""
+    first, second = (memory.allocate("ema", MIB, "prefetch") for _ in range(2))
+    groups, calls = ManagedGroups(memory), []
+    original = memory.prefetch_parts
+
+    def prefetch_parts(parts, to, after=None):
+        calls.append((parts[0][0], to, after is not None))
+        return original(parts, to, after)
+
+    memory.prefetch_parts = prefetch_parts
+    for slab in (first, second, first):
+        groups.for_each([[(slab, slab.memory)]], lambda number: None)
+    to_device = [(slab, waits) for slab, to, waits in calls if to == "device"]
+    assert to_device == [(first, False), (second, False), (first, True)]
 
 
 def test_the_cap_can_be_set():

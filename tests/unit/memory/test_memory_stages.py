@@ -51,6 +51,7 @@ class SimulatedRun:
             self.events.append,
             unbacked_tensor,
             self.session.pattern,
+            self.session.policy.stage1_above,
         )
         self.session.managed = self.memory
 
@@ -108,19 +109,38 @@ def test_the_stage_moves_cold_pages_to_the_host_until_enough_is_free() -> None:
 def test_the_access_pattern_decides_about_homes_and_about_the_return_of_pages(
     pattern: str, preferred: int | None, restored: dict[int, int]
 ) -> None:
+    """With the default placement: a run file that does not set `managed_access`."""
     run = SimulatedRun(f"{USE_UVM},uvm_access_pattern:{pattern}" if pattern else USE_UVM)
-    optimizer = run.allocate("optimizer", 2 * GIB, "prefetch")
-    run.driver.prefetch(optimizer, 2 * GIB, 0, 0)
+    slab = run.memory.allocate("optimizer", 2 * GIB)
+    optimizer = slab.pointer
+    for place in (HOST, 0):  # filled by the CPU, then used by a kernel
+        run.driver.touch(optimizer, 2 * GIB, place, write=True)
     state = run.driver.range_state(optimizer, 2 * GIB)
     assert (state.preferred, state.accessed_by) == (preferred, (0,))
+    on_device = {0: 2 * GIB}
+    at_home = {HOST: 2 * GIB} if preferred == HOST else on_device
+    assert run.driver.residency(optimizer, 2 * GIB) == at_home
     weights = run.memory.allocate("weights", 5 * GIB + GIB // 2, "device")
     run.driver.prefetch(weights.pointer, weights.nbytes, 0, 0)
     run.session.observe(reclaim=True)
+    is_full = at_home == on_device
     assert run.driver.residency(optimizer, 2 * GIB) == {HOST: 2 * GIB}
     run.memory.free(weights)
     run.session.observe(reclaim=True)
     assert run.driver.residency(optimizer, 2 * GIB) == restored
-    assert [event.kind for event in run.of_kind(MemoryReclaimed)] == ["light", "restored"]
+    kinds = [event.kind for event in run.of_kind(MemoryReclaimed)]
+    assert kinds == (["light", "restored"] if is_full else [])
+
+
+def test_gpu_first_uses_the_device_only_while_it_has_headroom() -> None:
+    """5 % and 10 % of 8 GiB must stay free."""
+    run = SimulatedRun(f"{USE_UVM},uvm_access_pattern:gpu_first")
+    assert run.memory.allocate("ema", 7 * GIB).placement == "in_place"
+    first = run.memory.allocate("optimizer", 4 * GIB)
+    assert first.placement == "device"
+    run.driver.touch(first.pointer, first.nbytes, 0, write=True)
+    assert run.memory.allocate("optimizer", 4 * GIB).placement == "in_place"
+    assert run.memory.placements_of("optimizer") == "device, in_place"
 
 
 def test_the_cap_shrinks_with_the_memory_of_the_host_and_comes_back() -> None:

@@ -276,3 +276,46 @@ def test_without_the_package_the_reason_names_the_extra(monkeypatch: pytest.Monk
     reason = import_cupti()
     assert isinstance(reason, str)
     assert "gracetune[cupti]" in reason
+
+
+class Pool:
+    """An allocator with a limit of its own, such as the pool of batches."""
+
+    role = "batches"
+
+    def __init__(self, nbytes=0):
+        self.nbytes = nbytes
+        self.limits = []
+
+    def live_bytes(self):
+        return self.nbytes
+
+    def limit(self, nbytes):
+        self.limits.append(nbytes)
+
+
+def test_a_pool_and_reservations_share_one_cap():
+    accounting, pool = MemoryAccounting({Tier.MANAGED: 100}), Pool(30)
+    accounting.share(Tier.MANAGED, pool)
+    assert pool.limits == [100]
+    assert accounting.reserve(Tier.MANAGED, "ema", 60)
+    assert pool.limits[-1] == 40, "the pool may have what is left"
+    assert not accounting.reserve(Tier.MANAGED, "ema", 20), "the pool has 30 of the 40"
+    assert pool.limits[-2:] == [20, 40], "limited during the check, so that the pool cannot grow"
+    pool.nbytes = 5
+    assert accounting.reserve(Tier.MANAGED, "ema", 20), "read at the moment of the reservation"
+    assert accounting.current(Tier.MANAGED) == 85
+    assert accounting.peak(Tier.MANAGED) == 90
+    assert accounting.by_role() == {(Tier.MANAGED, "ema"): 80, (Tier.MANAGED, "batches"): 5}
+    accounting.set_cap(Tier.MANAGED, 90)
+    assert pool.limits[-1] == 10
+    accounting.release(Tier.MANAGED, "ema", 80)
+    assert pool.limits[-1] == 90
+
+
+def test_memory_that_exists_is_booked_beyond_the_cap():
+    accounting = MemoryAccounting({Tier.MANAGED: 10})
+    for nbytes in (5, 20, 7):
+        accounting.book(Tier.MANAGED, "batches", nbytes)
+        assert accounting.current(Tier.MANAGED) == nbytes
+    assert accounting.denied(Tier.MANAGED) == 0

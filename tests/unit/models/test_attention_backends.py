@@ -238,28 +238,39 @@ def backends(model):
 
 
 @pytest.mark.parametrize("name", ["auto", "sdpa"])
-def test_auto_and_sdpa_change_nothing(wan, name):
+def test_auto_and_sdpa_change_nothing(wan, recorder, name):
     before = backends(wan)
-    set_attention_backend(wan, name)
+    set_attention_backend([wan], name, recorder)
     assert backends(wan) == before
 
 
-def test_an_available_backend_is_set(wan):
-    set_attention_backend(wan, "math")
+def test_an_available_backend_is_set(wan, recorder):
+    set_attention_backend([wan], "math", recorder)
     assert backends(wan) == {"AttentionBackendName._NATIVE_MATH"}
+    assert not recorder.events
 
 
 @pytest.mark.parametrize("name", ["flash_attn_3", "flash_attn_2", "sage", "xformers"])
-def test_a_backend_that_is_not_installed_is_refused(wan, name):
-    with pytest.raises(ConfigError, match=f"{name}.*cannot be used here"):
-        set_attention_backend(wan, name)
+def test_a_backend_that_is_not_installed_falls_back_by_name(wan, recorder, name):
+    before = backends(wan)
+    set_attention_backend([wan, wan], name, recorder)
+    assert backends(wan) == before
+    (notice,) = recorder.events
+    assert notice.fallback
+    assert f"{name!r}, but it cannot be used here: " in notice.text
+    assert notice.text.endswith(". sdpa is used instead")
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(wan):
+def test_an_unknown_name_is_refused_with_the_known_ones(wan, recorder):
     with pytest.raises(ConfigError, match="flash_attn_3"):
-        set_attention_backend(wan, "flash-attention")
+        set_attention_backend([wan], "flash-attention", recorder)
 
 
-def test_a_model_that_would_ignore_the_backend_is_refused():
-    with pytest.raises(ConfigError, match="SD3Transformer2DModel does not use"):
-        set_attention_backend(load(ModelSection()).transformer, "cudnn")
+def test_a_model_that_would_ignore_the_backend_falls_back_by_name(recorder):
+    transformer = load(ModelSection()).transformer
+    set_attention_backend([transformer], "cudnn", recorder)
+    (text,) = recorder.texts()
+    assert text == (
+        "model.attention_mechanism is 'cudnn', but SD3Transformer2DModel does not use diffusers' "
+        "attention dispatcher. sdpa is used instead"
+    )

@@ -92,13 +92,69 @@ def test_the_cap_is_checked_before_weights_change():
     assert_same({name: p.detach() for name, p in managed.named.items()}, weights)
 
 
-def test_state_that_exceeds_the_cap_stays_where_it_was():
-    on_device, managed = Training(), Managed(share=0.0, cap=2048)
+@pytest.mark.parametrize("host_share", [0.0, 0.5, 1.0])
+def test_state_that_exceeds_the_cap_stays_where_it_was(host_share):
+    """Half of it would fit; the steps after the refusal are those of a run without one."""
+    on_device, managed = Training(), Managed(share=0.0, host_share=host_share)
     for training in (on_device, managed):
         training.train(range(2))
-    with pytest.raises(torch.OutOfMemoryError):
-        managed.stepper.set_host_share(1.0, managed.state)
-    assert 0 < managed.booked() <= 2048
+    stepper = managed.stepper
+    before = stepper.host_nbytes, stepper.device_nbytes
+    managed.accounting.set_cap(Tier.MANAGED, stepper.unmanaged_nbytes // 2)
+    for refused in (
+        lambda: stepper.keep_managed(managed.state),
+        lambda: stepper.set_host_share(1.0, managed.state),
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match="exceed the cap"):
+            refused()
+    assert managed.booked() == 0
+    assert stepper.host_nbytes == before[0]
+    for training in (on_device, managed):
+        training.train(range(2, 4))
+    assert (stepper.host_nbytes, stepper.device_nbytes) == before
+    stepper.keep_in_host()
+    stepper.set_host_share(0.0)
+    assert stepper.host_nbytes > 0, "kept, whatever a plan asks for"
+    for training in (on_device, managed):
+        training.train(range(4, 6))
+    assert_same(managed.tensors(), on_device.tensors())
+
+
+def test_state_moves_from_pinned_memory_or_not_at_all():
+    """The driver refuses the second bucket, although the cap allows it."""
+    on_device, managed = Training(), Managed(share=0.0, host_share=1.0)
+    for training in (on_device, managed):
+        training.train(range(2))
+    calls, original = [], managed.driver.allocate_managed
+
+    def allocate(nbytes):
+        calls.append(nbytes)
+        return original(nbytes) if len(calls) == 1 else (2, 0)
+
+    managed.driver.allocate_managed = allocate
+    with pytest.raises(torch.OutOfMemoryError, match="driver refused"):
+        managed.stepper.keep_managed(managed.state)
+    assert len(calls) == 2
+    assert managed.booked() == 0
+    assert managed.state.memory.free_bytes == CAP, "nothing is held either"
     for training in (on_device, managed):
         training.train(range(2, 4))
     assert_same(managed.tensors(), on_device.tensors())
+
+
+def test_room_is_held_for_state_that_does_not_exist_yet():
+    managed = Managed(share=0.0)
+    memory, stepper = managed.state.memory, managed.stepper
+    predicted = stepper.unmanaged_nbytes
+    assert 0 < predicted == pytest.approx(stepper.movable_nbytes)
+    managed.accounting.set_cap(Tier.MANAGED, predicted - 1)
+    with pytest.raises(torch.OutOfMemoryError, match="exceed the cap"):
+        stepper.keep_managed(managed.state)
+    managed.accounting.set_cap(Tier.MANAGED, predicted)
+    stepper.keep_managed(managed.state)
+    assert (managed.booked(), memory.free_bytes) == (0, 0)
+    managed.train(range(1))
+    assert 0 < stepper.managed_nbytes <= predicted
+    managed.train(range(1, 2))
+    assert memory.free_bytes == predicted - managed.booked(), "nothing is held any more"
+    assert stepper.movable_nbytes == 0

@@ -27,6 +27,7 @@ from gracetune.plan.memory import FixedMemory
 from gracetune.plan.planner import PlannerInputs, plan_run
 from gracetune.plan.search import predict
 from gracetune.train.build import build_session, start_accelerator
+from gracetune.train.managed_overflow import NoManagedRun
 from gracetune.train.run import SignalHandler
 
 
@@ -164,6 +165,7 @@ def test_a_planned_run_traces_the_sizes_that_ranks_share(tiny_run, tmp_path, rec
             load_largest=lambda: pipeline.load(pipeline.order.largest_draw()),
             batches_ahead=0,
             convert_to_fp8=lambda: None,
+            managed=NoManagedRun(),
             load_sizes=partial(pipeline.load_sizes, traced),
         )
         controller = plan_run(

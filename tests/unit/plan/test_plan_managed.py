@@ -4,12 +4,19 @@ from dataclasses import replace
 
 import pytest
 from cost_model_factory import SPEEDS, build_candidate, build_model
+from problem_factory import build_problem
 
 from gracetune.config.schema import RunFile
 from gracetune.plan.managed import managed_choices, managed_nbytes, managed_seconds
 from gracetune.plan.memory import FixedMemory, device_bytes, host_bytes
-from gracetune.plan.report import ReportHeading, describe, report_json, report_lines
-from gracetune.plan.search import Constraints, PlanBudget, PlanError, find_best_plan
+from gracetune.plan.report import ReportHeading, _places, describe, report_json, report_lines
+from gracetune.plan.search import (
+    Constraints,
+    PlanBudget,
+    PlanError,
+    find_best_plan,
+    predict,
+)
 
 STATE, AVERAGES, ROOMY = 2000, 400, 10_000
 FIXED = FixedMemory(STATE, batches_ahead=0, averages_nbytes=AVERAGES)
@@ -125,6 +132,7 @@ def test_the_report_has_the_place_and_the_cost_of_each_role():
     rows = {line.split("  ")[0]: line for line in lines}
     assert "managed, used in place" in rows["moving average"]
     assert " device " in rows["optimizer"]
+    assert {"gradients", "trained weights", "activations"} <= rows.keys()
     assert any("kernels use it over the link" in line for line in lines)
     assert report_json(result, heading)["plan"]["managed"] == ("ema",)
 
@@ -142,3 +150,18 @@ def test_choices_of_run_files():
     assert managed_choices(forced) == (("optimizer",),)
     on_host = managed_choices(run(optimizer={"state": "host"}))
     assert not any("optimizer" in roles for roles in on_host)
+
+
+def test_the_report_has_roles_in_two_places():
+    candidate_ = replace(candidate("weights"), slots=2)
+    blocks = (replace(candidate_.blocks[0], weights="streamed"), *candidate_.blocks[1:])
+    plan = predict(build_model(), replace(candidate_, blocks=blocks), FIXED, simulated=True)
+    heading = PlanBudget(ROOMY, ROOMY, managed_nbytes=ROOMY)
+    (row,) = [line for line in _places(plan, heading) if line.startswith("weights")]
+    assert "1 blocks streamed, rest managed" in row
+
+
+def test_memory_for_managed_pages_is_left_if_a_plan_fits_without_it():
+    problem = build_problem(ROOMY)
+    assert problem.with_device_nbytes(ROOMY - 100).budget.device_nbytes == ROOMY - 100
+    assert problem.with_device_nbytes(10) is problem

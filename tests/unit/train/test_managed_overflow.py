@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,13 @@ import torch
 from fakes.managed import simulate_machine
 from safetensors.torch import load_file
 
-from gracetune.errors import RunFailedError
+from gracetune.config.schema import RunFile
+from gracetune.errors import ConfigError, RunFailedError
 from gracetune.events.types import ManagedOverflow, Notice, StepDone
+from gracetune.plan import planner
+from gracetune.plan.managed import managed_choices
+from gracetune.plan.search import predict
+from gracetune.plan.simulate import candidate_of
 from gracetune.train import step as stepping
 from gracetune.train.run import run_training
 
@@ -30,7 +36,7 @@ def train(tiny_run, tmp_path, recorder):
         recorder.events.clear()
         run = tiny_run(
             output_dir=str(next(folders)),
-            adapter=None,
+            adapter=settings.pop("adapter", None),
             train={"max_train_steps": 4, "batch_size": 2, "ema_decay": 0.9, "max_grad_norm": 0.1}
             | {"gradient_accumulation_steps": 2, "checkpoint_every": 4},
             gh200_optimizations=gh200 or {},
@@ -68,7 +74,11 @@ def test_forced_roles_change_no_bit(train, machine, recorder, access):
     assert_equal(result, expected)
     events = recorder.of(ManagedOverflow)
     assert {event.role for event in events} == set(ALL_ROLES)
-    assert {event.placement for event in events} == {access}
+    # Gradients, and what is outside of blocks, are used at unknown moments.
+    prefetched = {event.role for event in events if "prefetch" in event.placement}
+    assert prefetched == ({"trained", "optimizer", "ema"} if access == "prefetch" else set())
+    notices = [text for text in recorder.texts() if "has no effect on gradients" in text]
+    assert len(notices) == len(prefetched) // 3
     moved = sum(machine.traffic.prefetched.to_device for machine in machine.drivers)
     assert (moved > 0) == (access == "prefetch")
 
@@ -142,22 +152,139 @@ def test_without_use_uvm_the_error_names_the_setting(train, machine, recorder, m
     assert not machine.memories
 
 
+def refused_roles(recorder):
+    texts = [event.text for event in recorder.of(Notice)]
+    return {t.split(" cannot")[0] for t in texts if "cannot move to managed memory" in t}
+
+
 def test_beyond_the_cap_the_error_names_the_limit(train, machine, recorder, monkeypatch):
     out_of_memory_at(monkeypatch, *range(20))
     with pytest.raises(
         RunFailedError, match=r"gh200_optimizations\.managed_memory limits it to 1\.0 KiB"
     ):
         train(UVM | {"managed_memory": "1KiB"})
-    refused = [e.text for e in recorder.of(Notice) if "cannot move to managed memory" in e.text]
-    assert len(refused) == 3, "the averages, the gradients and the trained weights"
+    assert refused_roles(recorder) == {
+        "the moving average of the weights",
+        "the optimizer state",
+        "the gradients",
+        "the trained weights",
+    }
 
 
-def test_offloaded_activations_are_in_managed_memory(train, machine, recorder):
-    plan = {"device_memory": "1GB", "compile": "never", "stream": False}
-    expected = train(plan=plan)
-    result = train(UVM | {"managed": ["activations", "caches"], "managed_memory": "1GB"}, plan)
+def test_state_that_exceeds_the_cap_is_streamed_instead(train, machine, recorder, monkeypatch):
+    """At step 0 it does not exist yet, but its size is known; it is twice that of the EMA."""
+    expected = train()
+    out_of_memory_at(monkeypatch, 0, 1)
+    assert_equal(train(UVM | {"managed_memory": "10MB"}), expected)
+    assert [event.role for event in recorder.of(ManagedOverflow)] == ["ema"]
+    assert refused_roles(recorder) == {"the optimizer state"}
+    assert any("the optimizer state streamed from host memory" in t for t in recorder.texts())
+
+
+def test_streamed_state_does_not_overflow(train, machine, recorder, monkeypatch):
+    expected = train()
+    out_of_memory_at(monkeypatch, 3, 4)
+    assert_equal(train(UVM, optimizer={"state": "host", "lr": 1e-3}), expected)
+    assert [event.role for event in recorder.of(ManagedOverflow)] == ["ema", "gradients"]
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["before the first step", "later"])
+def test_as_many_weights_move_as_fit(train, machine, recorder, monkeypatch, first):
+    """EMA, state and gradients do not fit together with all weights."""
+    expected = train()
+    out_of_memory_at(monkeypatch, first, first + 1, first + 2, first + 3)
+    assert_equal(train(UVM | {"managed_memory": "22MB"}), expected)
+    events = {event.role: event for event in recorder.of(ManagedOverflow)}
+    assert list(events) == ["ema", "optimizer", "gradients", "trained"]
+    assert 0 < events["gradients"].nbytes <= events["ema"].nbytes
+    assert 0 < events["trained"].nbytes < events["ema"].nbytes
+    (memory,) = machine.memories
+    assert memory.by_role()["trained"] == events["trained"].nbytes
+    assert memory.used_bytes <= memory.cap_bytes
+
+
+@pytest.mark.parametrize("role", ["optimizer", "ema", "gradients", "trained"])
+def test_a_role_that_exceeds_the_cap_is_an_error_of_the_run_file(train, machine, role):
+    with pytest.raises(ConfigError) as caught:
+        train(UVM | {"managed": [role], "managed_memory": "1MB"})
+    text = str(caught.value)
+    assert f"gh200_optimizations.managed has {role}, which does not fit" in text
+    assert "976.6 KiB" in text, "the limit"
+    assert "Raise gh200_optimizations.managed_memory." in text
+    assert text.endswith(f"Or take {role} out of gh200_optimizations.managed.")
+
+
+PLAN = {"device_memory": "1GB", "compile": "never", "stream": False}
+
+
+def change_plans(monkeypatch, change):
+    """Let the planner change the blocks of every plan by a function of their numbers."""
+    original = planner._saved_or_best_plan
+
+    def changed(problem, saved, emit):
+        plan, was_checked = original(problem, saved, emit)
+        candidate = candidate_of(plan)
+        blocks = tuple(replace(b, **change(n)) for n, b in enumerate(candidate.blocks))
+        candidate = replace(candidate, blocks=blocks, slots=2)
+        return predict(problem.model, candidate, problem.fixed, simulated=False), was_checked
+
+    monkeypatch.setattr(planner, "_saved_or_best_plan", changed)
+
+
+def test_offloaded_activations_are_in_managed_memory(train, machine, recorder, monkeypatch):
+    change_plans(monkeypatch, lambda number: {"activations": "offload"})
+    expected = train(plan=PLAN)
+    gh200 = {"managed": ["activations"], "managed_access": "prefetch", "managed_memory": "1GB"}
+    assert_equal(train(UVM | gh200, PLAN), expected)
+    (event,) = recorder.of(ManagedOverflow)
+    assert (event.role, event.placement) == ("activations", "in_place")
+    assert event.nbytes > 0
+    assert machine.drivers[-1].traffic.prefetched.to_device == 0, "they are copied"
+
+
+@pytest.mark.parametrize(("plan", "why"), [("off", "there is no plan"), (PLAN, "offloads none")])
+def test_roles_that_cannot_fill_are_named(train, machine, recorder, plan, why):
+    train(UVM | {"managed": ["activations", "caches", "weights"], "managed_memory": "1GB"}, plan)
+    assert not recorder.of(ManagedOverflow)
+    warnings = [t for t in recorder.texts() if "cannot be in managed memory" in t]
+    assert len(warnings) == 3
+    assert why in warnings[0]
+
+
+def test_forced_roles_move_when_the_plan_is_applied(train, machine, recorder):
+    """Tracing moves the model, and an fp8 conversion replaces weights, so not before."""
+    expected = train(plan=PLAN)
+    result = train(UVM | {"managed": ALL_ROLES, "managed_memory": "1GB"}, PLAN)
     assert_equal(result, expected)
-    assert "activations" in {event.role for event in recorder.of(ManagedOverflow)}
+    planned = [type(e) for e in recorder.events].index(ManagedOverflow)
+    texts = [event.text for event in recorder.events[:planned] if isinstance(event, Notice)]
+    assert any(text.startswith("plan: expect") for text in texts)
+    assert {event.role for event in recorder.of(ManagedOverflow)} == set(ALL_ROLES)
+    assert {e.reason for e in recorder.of(ManagedOverflow)} == {"gh200_optimizations.managed"}
+
+
+@pytest.mark.parametrize("access", ["in_place", "prefetch"])
+def test_of_an_adapters_model_only_resident_weights_are_managed(
+    train, machine, recorder, monkeypatch, access
+):
+    expected = train(plan=PLAN, adapter={})
+    gh200 = UVM | {"managed": ["weights"], "managed_access": access, "managed_memory": "1GB"}
+    assert_equal(train(gh200, PLAN, adapter={}), expected)
+    (everything,) = recorder.of(ManagedOverflow)
+    change_plans(monkeypatch, lambda number: {"weights": "streamed" if number else "resident"})
+    assert_equal(train(gh200, PLAN | {"stream": True}, adapter={}), expected)
+    (event,) = recorder.of(ManagedOverflow)
+    assert 0 < event.nbytes < everything.nbytes
+    assert machine.memories[-1].by_role() == {"weights": event.nbytes}
+
+
+def test_ranks_keep_gradients_on_the_device(train, machine, recorder):
+    """The sums of gradients replace them, so managed memory would be booked and unused."""
+    run = RunFile.model_validate({"gh200_optimizations": UVM | {"managed": ["gradients", "ema"]}})
+    assert managed_choices(run, num_ranks=2) == (("ema",),)
+    auto = RunFile.model_validate({"train": {"ema_decay": 0.9}})
+    assert any("gradients" in roles for roles in managed_choices(auto))
+    assert not any("gradients" in roles for roles in managed_choices(auto, num_ranks=2))
 
 
 def test_off_means_off(train, machine, monkeypatch):

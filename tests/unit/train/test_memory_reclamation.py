@@ -98,7 +98,8 @@ class SimulatedMachine:
         self.transfer = None
         self._other = 0
 
-    def build_transfer(self, section, device, emit, gc_freeze, managed_cap):
+    def build_transfer(self, section, device, emit, gc_freeze, managed_cap, num_sharing_host):
+        assert num_sharing_host == 1
         session = MemorySession(
             lambda: self.machine,
             lambda: environment_settings({"PYTORCH_CUDA_ALLOC_CONF": "use_uvm:True"}),
