@@ -266,7 +266,7 @@ class MemorySession:
 
     @property
     def cap_reason(self) -> str:
-        """What limits `managed_cap`, in words."""
+        """Reason for the value of `managed_cap`, in words."""
         policy, platform, cap = self.policy, self.machine.platform, self.managed_cap
         if cap == self.managed_cap_override:
             return "gh200_optimizations.managed_memory"
