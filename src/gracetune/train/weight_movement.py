@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,7 +151,8 @@ class WeightMovement:
         for name, (index, _) in self._starts.items():
             weight = self._parameters[name].detach()
             weights.append(_sample(weight, index) * math.sqrt(weight.numel() / max(1, len(index))))
-        norms = torch._foreach_norm(weights, 2, dtype=torch.float32)
+        dtype = reduce(torch.promote_types, (w.dtype for w in weights), torch.float32)
+        norms = torch._foreach_norm(weights, 2, dtype=dtype)
         by_name = zip(self._parameters, torch.stack(list(norms)).tolist(), strict=True)
         return self.by_block(dict(by_name))
 

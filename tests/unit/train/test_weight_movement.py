@@ -47,18 +47,20 @@ def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["lora", "full fine-tuning"])
-def test_weight_norms_are_those_of_the_trained_weights(model, kind):
+def test_weight_norms_are_those_of_the_trained_weights(model, kind, dtype):
     model.blocks[0].proj = nn.Linear(24, 400, bias=False)  # larger than a sample
     model.blocks[0].out = nn.Linear(400, 24, bias=False)
     norms, adapted = sampled_norms(model), {}
     if kind == "lora":
         section = AdapterSection(kind="lora", rank=3)
         adapted = add_adapter({"": model}, section, ["proj", "out"], 0)
+    model.to(dtype)
     movement = WeightMovement(trained(model), adapted, norms)
     expected = {}
     for name, parameter in trained(model).items():
-        square = float(parameter.detach().square().sum())
+        square = float(parameter.detach().double().square().sum())
         expected[block_name(name)] = expected.get(block_name(name), 0.0) + square
     tolerance = 1e-5 if kind == "lora" else 0.05
     roots = {block: square**0.5 for block, square in expected.items()}
