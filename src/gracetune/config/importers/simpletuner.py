@@ -36,6 +36,7 @@ from gracetune.config.importers.values import (
     copy_flag,
     is_off,
     not_supported_unless_off,
+    own_output_dir,
     put_value,
     take_unless_off,
     texts,
@@ -227,8 +228,13 @@ def _edits_images(config: KeyReader) -> bool:
 
 def _import_loop(config: KeyReader) -> None:
     imported = config.imported
-    config.take("output_dir", "output_dir")
-    imported.default("output_dir", "simpletuner-results", "output_dir is simpletuner-results")
+    theirs = config.peek("output_dir")
+    if not is_off(theirs):
+        folder = own_output_dir(str(theirs))
+        config.translate("output_dir", "output_dir", folder, "SimpleTuner's folder is not changed")
+    config.not_needed("output_dir", "it is empty")
+    folder = own_output_dir("simpletuner-results")
+    imported.default("output_dir", folder, "output_dir is simpletuner-results")
     config.take("seed", "seed")
     config.take("train_batch_size", "train.batch_size")
     imported.default("train.batch_size", 4, "train_batch_size is 4")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gracetune.config.importers.report import MISSING
@@ -119,6 +120,16 @@ def parse_json(value: object) -> object:
             return value
         return found
     return value
+
+
+def own_output_dir(theirs: str) -> str:
+    """Return a folder below `runs` with the name of the other trainer's output folder.
+
+    It is never that folder, so that nothing is written among the other trainer's files.
+    """
+    name = PurePath(theirs).name
+    ours = PurePath("runs", name if name not in ("", "..") else "imported")
+    return f"{ours}-gracetune" if PurePath(theirs) == ours else str(ours)
 
 
 def clip_length(frames: float) -> int:
