@@ -266,7 +266,10 @@ def _import_quantization(job: Job, model: KeyReader) -> None:
     qtype, _, recovery = (read_value(model, "qtype", as_text) or "qfloat8").partition("|")
     kind, difference = tables.QUANTIZATION.get(qtype.lower(), ("fp8", "the nearest known format"))
     if job.is_quantized:
-        why = "it costs accuracy; without it, bf16 weights stream from host memory if need be"
+        why = (
+            "it costs accuracy; remove it if the plan fits without it: bf16 weights then stream "
+            "from host memory"
+        )
         model.translate("quantize", "model.quantize", kind, why)
         if not is_usable(model, "qtype", as_text):
             pass

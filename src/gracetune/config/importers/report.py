@@ -236,7 +236,7 @@ def summarize(imported: ImportedRun, name: str) -> str:
     if missing:
         text += f". Not supported: {', '.join(missing)}"
     return (
-        f"{text}. Results go to {imported.run['output_dir']}; --set output_dir=FOLDER changes that. "
+        f"{text}. Results go to {imported.run['output_dir']}; --set output_dir=DIR changes that. "
         f"`gracetune import {name}` explains every key."
     )
 

@@ -118,6 +118,10 @@ def test_the_report_says_what_quantization_costs(imported):
     assert "costs accuracy" in line(imported, "model.quantize").text
 
 
+def test_the_report_names_the_package_of_an_optimizer(imported):
+    assert "gracetune[optimizers]" in line(imported, "train.optimizer").text
+
+
 def every_known_key():
     """Return a job with every key of the tables and every key that has a setting."""
     tree = parse_text(JOB, "yaml", "job.yaml").tree
