@@ -258,6 +258,11 @@ def test_a_file_of_one_expert_is_merged_into_that_expert_of_another(capsys, tmp_
     assert chosen["modules"] == 20
 
 
+def test_merging_into_a_missing_model_names_the_option(capsys, lora, tmp_path):
+    words = ["merge", lora, "--into", tmp_path / "gone", "-o", tmp_path / "out"]
+    assert "gone: there is no such file or folder. Name the folder" in _error(capsys, *words)
+
+
 def test_merge_into_a_file_and_a_pipeline(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     out = tmp_path / "out.safetensors"
