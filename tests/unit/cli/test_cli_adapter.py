@@ -454,6 +454,17 @@ def test_check_supports_other_families(capsys, family, make, tmp_path):
     assert {t["matched"] for t in found["targets"]} == {len(layers)}
 
 
+def test_check_explains_why_it_counts_more_modules_than_inspect(capsys, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v", "out.0")]
+    layers = {LayerPath(None, name): make_lora(12, 12, generator) for name in names}
+    path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), "kohya")
+    assert run_json(capsys, "inspect", path)["num_modules"] == 2
+    text = run(capsys, "check", path)
+    assert "diffusers: 4 of 4 modules" in text
+    assert "the file has 2 modules; fused projections are counted here" in text
+
+
 def test_check_reports_a_family_without_a_pipeline(capsys, tmp_path):
     layer = make_lora(4, 4, torch.Generator().manual_seed(0))
     adapter = Adapter(any_name_table("tiny"), {LayerPath(None, "a.b"): layer})
