@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from gracetune.errors import InterruptedRunError, redact_urls
+from gracetune.errors import GracetuneError, InterruptedRunError, redact_urls
 from gracetune.events.run_control import process_start_time
 from gracetune.events.types import HealthChanged
 from gracetune.units import format_bytes
@@ -88,8 +88,8 @@ class LastSeen:
         stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
         status = "done" if kind is None else "interrupted" if stopped else "failed"
         message = "" if error is None else str(error) or type(error).__name__
-        if status == "failed" and self._record["step"] == 0 and getattr(error, "exit_code", 1) == 2:
-            status = "refused"  # by a check of the settings, before the first step
+        if isinstance(error, GracetuneError) and error.exit_code == 2 and not self._record["step"]:
+            status = "refused"  # by a check of the settings or the data, before the first step
         self.update(ended=status, message=_cut(redact_urls(message), MAX_MESSAGE))
         os.close(self._file)
 
