@@ -186,7 +186,7 @@ _8BIT = SimpleTunerOptimizer("adamw_8bit")
 _LION = SimpleTunerOptimizer("lion", (0.9, 0.99), None, 0.0)
 OPTIMIZERS: Mapping[str, SimpleTunerOptimizer] = {
     "adamw_bf16": SimpleTunerOptimizer(
-        "adamw", eps=1e-6, remark="its state is fp32 instead of bf16, which is more accurate"
+        "adamw", eps=1e-6, remark="its state is in fp32 instead of bf16; there is nothing to do"
     ),
     "adamw": SimpleTunerOptimizer("adamw"),
     "torch-adamw": SimpleTunerOptimizer("adamw"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gracetune.config.importers.report import MISSING
@@ -131,7 +131,8 @@ def own_output_dir(theirs: str) -> str:
     """
     name = PurePath(theirs).name
     ours = PurePath("runs", name if name not in ("", "..") else "imported")
-    return f"{ours}-gracetune" if PurePath(theirs) == ours else str(ours)
+    is_theirs = Path(theirs).expanduser().resolve() == Path(ours).resolve()
+    return f"{ours}-gracetune" if is_theirs else str(ours)
 
 
 def package_remark(optimizer: str) -> str:

@@ -93,6 +93,11 @@ def test_results_never_go_to_the_other_trainers_folder(theirs, ours):
     assert own_output_dir(theirs) == ours
 
 
+def test_results_do_not_go_to_an_absolute_path_of_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert own_output_dir(str(tmp_path / "runs" / "mine")) == "runs/mine-gracetune"
+
+
 def test_the_output_folder_of_a_config_can_still_be_chosen(tmp_path):
     path = write(tmp_path)
     loaded = load_run_file(path, [], {})
