@@ -54,7 +54,9 @@ def settings_page() -> Iterator[str]:
         "meaning. Use it to look up a setting; the guides explain how to choose one. A run file "
         "is JSON, YAML or TOML. `gracetune schema` prints the same as JSON Schema, for editors, "
         "and an unknown key is an error that names the most similar one. To change a setting for "
-        "one run, use `--set section.key=value`."
+        "one run, use `--set section.key=value`; "
+        "in lists, an index, counted from 0, names the entry: `--set datasets.0.repeats=2`, or "
+        "`--set 'datasets[0].repeats=2'`, in quotes because of the shell."
     )
     yield ""
     plain, sections = [], []

@@ -72,6 +72,10 @@ class ConfigError(GracetuneError):
     """A run file, an override or an environment variable is invalid."""
 
 
+class MissingPackageError(ConfigError):
+    """A setting needs an optional package that is not installed."""
+
+
 class DataError(GracetuneError):
     """A dataset is missing, empty or too damaged to train on."""
 

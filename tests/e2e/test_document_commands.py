@@ -49,7 +49,7 @@ SIMPLETUNER = {
     "lora_rank": 4,
     "pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev",
     "data_backend_config": "config/multidatabackend.json",
-    "output_dir": "output/mine",
+    "output_dir": "output/flux-ohwx",
     "train_batch_size": 1,
     "max_train_steps": 4,
     "num_train_epochs": 0,
@@ -122,6 +122,7 @@ def shortened(command, page):
     command = command.replace("--frames 49", "--frames 5").replace("--repeats 5", "--repeats 2")
     words = shlex.split(command, comments=True)[1:]
     verb, is_large = words[0], "flux" in command or is_published(words[1:2])
+    is_large = is_large and "model.family=tiny" not in command
     if verb == "plan" and "--machine" not in words:
         words += ["--machine", "h200-pcie"]
     elif verb == "init":
@@ -231,6 +232,7 @@ def folder(small_folder, flux_lora, miniature):
     datasets = [{"instance_data_dir": "images", "resolution": 32}]
     run = RUN | {"output_dir": "runs/run", "datasets": datasets}
     (place / "run.json").write_text(json.dumps(run))
+    (place / "ohwx-sdxl.yaml").write_text(yaml.safe_dump(RUN | {"output_dir": "runs/ohwx-sdxl"}))
     (place / "config").mkdir()
     text_embeds = {"id": "text", "dataset_type": "text_embeds", "default": True, "type": "local"}
     for where in (place, place / "config"):

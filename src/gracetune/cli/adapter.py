@@ -428,6 +428,12 @@ def _merge_into(args: argparse.Namespace, strengths: Sequence[float]) -> int:
         merge_into_pipeline,
     )
 
+    if not args.into.exists():
+        raise AdapterError(
+            f"--into {args.into}: there is no such file or folder. Name the folder of a model, as "
+            "`hf download` writes it, or its .safetensors file.",
+            kind="missing",
+        )
     if args.into.is_dir():
         _require_new_folder(args.out, args.into)
     else:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cli.main import read_run
+from gracetune.cli.main import add_set_argument, read_run
 from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX
 from gracetune.errors import CacheError, ConfigError
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add_action(name: str, run: Action, text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text, description=text)
         action.set_defaults(run_action=run)
+        add_set_argument(action)
         return action
 
     build = add_action("build", _build, "encode the entries that the cache of a run lacks")
@@ -90,20 +91,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace, emit: Emit) -> int:
-    _fill(_with_disk_cache(read_run(args.run_file)), emit)
+    _fill(_with_disk_cache(read_run(args.run_file, args.overrides)), emit)
     return 0
 
 
 def _verify(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import verify_folder
 
-    reports = [
-        (folder, *verify_folder(folder, emit, fix=args.repair)) for folder in _folders(args.where)
-    ]
+    reports = [(folder, *verify_folder(folder, emit, fix=args.repair)) for folder in _folders(args)]
     was_clean = all(before.is_clean for _, before, _ in reports)
     is_clean = all(after.is_clean for _, _, after in reports)
     if args.repair and not was_clean and _is_run_file(args.where):
-        _fill(_with_disk_cache(load_run_file(args.where).run), emit)
+        _fill(_with_disk_cache(load_run_file(args.where, args.overrides).run), emit)
     lines, answer = [], []
     for folder, before, after in reports:
         answer.append(
@@ -130,7 +129,7 @@ def _collect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.data.pipeline import required_keys
     from gracetune.models.family import load_family
 
-    runs = [read_run(path) for path in args.run_files]
+    runs = [read_run(path, args.overrides) for path in args.run_files]
     required = {
         key for run in runs for key in required_keys(run, load_family(run.model, emit), emit)
     }
@@ -173,7 +172,7 @@ def _inspect(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import KEY_PARTS, explain_entry, find_entries
 
     with ExitStack() as stack:
-        stores = _open_stores(args.where, stack, emit)
+        stores = _open_stores(args, stack, emit)
         found = [row for store in stores for row in find_entries(store, args.what, Path(args.what))]
     if not found:
         exists = Path(args.what).exists()
@@ -197,7 +196,7 @@ def _stats(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.maintenance import cache_stats
 
     with ExitStack() as stack:
-        answer = [cache_stats(store) for store in _open_stores(args.where, stack, emit)]
+        answer = [cache_stats(store) for store in _open_stores(args, stack, emit)]
     lines = []
     for cache in answer:
         size, disk = (format_bytes(int(str(cache[name]))) for name in ("nbytes", "disk_nbytes"))
@@ -218,7 +217,7 @@ def _stats(args: argparse.Namespace, emit: Emit) -> int:
 def _import(args: argparse.Namespace, emit: Emit) -> int:
     from gracetune.cache.import_foreign import import_foreign
 
-    run = _with_disk_cache(read_run(args.run_file))
+    run = _with_disk_cache(read_run(args.run_file, args.overrides))
     report = import_foreign(run, _load_family(run, emit), args.folder, emit, write=args.yes)
     verb = "imported" if args.yes else "would import"
     lines = [f"{verb} {len(report.imported)} entries from {args.folder}"]
@@ -297,21 +296,24 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _open_stores(where: Path, stack: ExitStack, emit: Emit) -> list[ShardStore]:
+def _open_stores(args: argparse.Namespace, stack: ExitStack, emit: Emit) -> list[ShardStore]:
     """Open all caches in a folder, or those of a run file."""
     from gracetune.cache.shard_store import ShardStore
 
-    return [stack.enter_context(ShardStore(folder, emit)) for folder in _folders(where)]
+    return [stack.enter_context(ShardStore(folder, emit)) for folder in _folders(args)]
 
 
-def _folders(where: Path) -> list[Path]:
+def _folders(args: argparse.Namespace) -> list[Path]:
     """Return the folders of all caches in a folder, or of those of a run file."""
     from gracetune.cache.maintenance import find_caches
 
+    where: Path = args.where
     if _is_run_file(where):
         from gracetune.cache.open_stores import cache_root
 
-        where = cache_root(read_run(where))
+        where = cache_root(read_run(where, args.overrides))
+    elif args.overrides:
+        raise ConfigError(f"--set is for run files, but {where} is a folder. Remove --set.")
     return find_caches(where)
 
 

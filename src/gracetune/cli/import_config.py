@@ -58,5 +58,6 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         write_text(output, text)
-        print(f"\nWrote {output}. Train it with: gracetune train {output}")
+        results = f"Results go to {imported.run['output_dir']}."
+        print(f"\nWrote {output}. {results} Train it with: gracetune train {output}")
     return 0

@@ -184,6 +184,11 @@ def add_run_file_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run file: JSON, YAML or TOML; or a config of SimpleTuner or ai-toolkit",
     )
+    add_set_argument(parser)
+
+
+def add_set_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument `--set`, which overrides a setting of a run file."""
     parser.add_argument(
         "--set",
         action="append",

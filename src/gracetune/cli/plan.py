@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.cli.main import add_run_file_arguments, read_run
 from gracetune.config.checks import trains_in_bf16
-from gracetune.errors import ConfigError, ModelUnavailableError
+from gracetune.errors import ConfigError, MissingPackageError, ModelUnavailableError
 from gracetune.units import GIB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def prepare(
     if kind != "none":
         check_quantizable(kind, run_file.adapter)
         quantize_blocks(model.shapes.find_blocks(model.model), kind)
-    trained = _trained_size(run_file, model)
+    trained, missing_package = _trained_size(run_file, model)
     budget, limit_notes = _budget(args, plan_settings(run_file), machine)
     whole = budget.device_nbytes
     budget = _with_managed(run_file, machine, budget)
@@ -237,7 +237,7 @@ def prepare(
         sample=f"{sample.width}x{sample.height}{frames}",
         machine=machine.title,
         budget=budget,
-        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget)),
+        notes=(*limit_notes, *_notes(run_file, samples, unavailable, budget), *missing_package),
         has_ramp=ramp.enable_batch_size_rampup and ramp.target_effective_batch_size is not None,
     )
     return PreparedRun(machine, model, budget, fixed, heading, samples)
@@ -374,8 +374,13 @@ def _budget(
             )
         return min(parse_bytes(limit), available)
 
-    device = machine.device_nbytes - int(FITTED_CONSTANTS["context_nbytes"].value)
-    device = limited(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", device)
+    usable = machine.device_nbytes - int(FITTED_CONSTANTS["context_nbytes"].value)
+    device = limited(args.hbm, "--hbm", settings.device_memory, "plan.device_memory", usable)
+    if machine.simulated and args.hbm is not None and device < usable:
+        notes.append(
+            f"only the memory is limited to {format_bytes(device)}: the speed is that of the whole "
+            f"{machine.title}, and a GPU with less memory is slower"
+        )
     host_limit = args.host_memory or settings.host_memory
     host = machine.host_nbytes
     if host_limit is not None and not machine.host_is_known:
@@ -449,7 +454,7 @@ def _machine(
     platform = open_machine().platform
     _check_gpus(args.gpus, platform.link)
     if platform.device < 0:
-        why = platform.reasons["link"].rstrip(".")
+        why = platform.reasons["link"].split(". ")[0].rstrip(".")  # without the driver's advice
         raise ConfigError(
             f"there is no GPU to plan for: {why}. Choose a machine with --machine: "
             f"{', '.join(sorted(MACHINES))}."
@@ -491,13 +496,15 @@ def _emit(notice: Notice) -> None:
     print(notice.text, file=sys.stderr)
 
 
-def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
+def _trained_size(run_file: RunFile, model: MetaModel) -> tuple[TrainedSize, list[str]]:
     """Add the adapter to a model on the meta device, or make all its weights trainable.
 
-    Returns the bytes of the trained weights and of their optimizer state.
+    Returns the bytes of the trained weights and of their optimizer state, and a note if the package
+    of the optimizer is not installed.
     """
     from gracetune.optim.build import state_nbytes_per_element
     from gracetune.optim.offloaded_state import StateOffloadSettings
+    from gracetune.optim.registry import optimizer_info
     from gracetune.plan.planner_input import MASTER_NBYTES, TrainedSize
 
     count = make_trainable(model, run_file.adapter, run_file.model.frozen_compute)
@@ -505,11 +512,20 @@ def _trained_size(run_file: RunFile, model: MetaModel) -> TrainedSize:
     if run_file.adapter is None and not trains_in_bf16(run_file):
         for parameter in trained:
             parameter.data = parameter.data.float()
-    each = state_nbytes_per_element(run_file.optimizer)
+    notes = []
+    try:
+        each = state_nbytes_per_element(run_file.optimizer)
+    except MissingPackageError:
+        name = run_file.optimizer.name
+        each = optimizer_info(name).package_state_nbytes
+        notes.append(
+            f"the package of optimizer.name {name} is not installed; training needs it (pip "
+            "install 'gracetune[optimizers]')"
+        )
     if trained[0].dtype.itemsize < MASTER_NBYTES:
         each += MASTER_NBYTES
     slots = StateOffloadSettings().slots_nbytes([p.numel() for p in trained], each)
-    return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots)
+    return TrainedSize(sum(p.nbytes for p in trained), int(count * each), slots), notes
 
 
 def make_trainable(
@@ -570,8 +586,12 @@ def _find_configs(run_file: RunFile) -> tuple[Path | None, str]:
     A configuration is a few kilobytes on the hub. Planning does without it, so that a run can be
     planned before its model is downloaded, or without access to it.
     """
+    from gracetune.models.checkpoint_header import is_checkpoint_file
     from gracetune.models.locate import locate_configs
 
+    path = run_file.model.path
+    if path is not None and is_checkpoint_file(path) and not Path(path).exists():
+        return None, f"model.path is {path!r}, but there is no such file; training needs it"
     try:
         return locate_configs(run_file.model), ""
     except ModelUnavailableError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -157,9 +158,13 @@ def _load_parsed(
 
 
 def parse_override(text: str) -> tuple[KeyPath, object]:
-    """Split an override such as `train.batch_size=4` into the path of the key and its value."""
+    """Split an override such as `train.batch_size=4` into the path of the key and its value.
+
+    The index in a list is a step of its own or in brackets: `datasets.0.repeats` or
+    `datasets[0].repeats`.
+    """
     key, equals, value = text.partition("=")
-    steps = key.strip().replace("-", "_").split(".")
+    steps = re.sub(r"\[(\d+)\]", r".\1", key).strip().replace("-", "_").split(".")
     if not equals or not all(steps):
         raise ConfigError(f"{text!r} is not an override; write a.b=c, such as train.batch_size=4.")
     return _path(".".join(steps)), parse_value(value)

@@ -127,8 +127,9 @@ def quality_warnings(
     small = enlarged(plan)
     if small:
         worst = small[0]
+        num_small = len({one.key for one in small})  # one may be small for several buckets
         lines.append(
-            f"{len(small)} of {len(samples)} samples are smaller than their bucket and are "
+            f"{num_small} of {len(samples)} samples are smaller than their bucket and are "
             f"enlarged, up to {worst.factor:.1f} times ({printable(worst.key)}, "
             f"{worst.size[0]}x{worst.size[1]}). Lower resolution, or leave them out with min_edge"
         )

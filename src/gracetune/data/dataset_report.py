@@ -303,7 +303,9 @@ def _bucket_lines(report: DatasetReport) -> list[str]:
     if report.plan is None:
         return []
     section = report.section
-    title = f"resolution {section.resolution} ({section.resolution_type}), steps of {report.step}"
+    given = section.resolution
+    sizes = ", ".join(map(str, given)) if isinstance(given, tuple) else given
+    title = f"resolution {sizes} ({section.resolution_type}), steps of {report.step}"
     if report.kind == "audio":
         title = f"{section.sample_rate} Hz, {section.channels} channels"
     return [title, *buckets.report(report.plan).splitlines()]
@@ -334,11 +336,12 @@ def _enlarged_lines(report: DatasetReport) -> list[str]:
     if not report.enlarged:
         return []
     shown = [
-        f"{printable(one.key)}: {one.size[0]}x{one.size[1]} to {one.bucket[0]}x{one.bucket[1]}, "
-        f"{one.factor:.2f} times"
+        f"{printable(one.key)}: {one.size[0]}x{one.size[1]}, enlarged {one.factor:.2f} times to "
+        f"fill {one.bucket[0]}x{one.bucket[1]}"
         for one in report.enlarged
     ]
-    total = f"smaller than their bucket: {len(shown)} of {len(report.samples)} {NOUNS[report.kind]}"
+    num_files = len({one.key for one in report.enlarged})  # one may be small for several buckets
+    total = f"smaller than a bucket: {num_files} of {len(report.samples)} {NOUNS[report.kind]}"
     return [total, *_listed(shown)]
 
 

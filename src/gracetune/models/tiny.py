@@ -78,8 +78,10 @@ def _read(folder: Path) -> nn.Module:
     weights = folder / "transformer"
     if not (weights / "config.json").is_file():
         raise ModelError(
-            f"model.path is {str(folder)!r}, which holds no transformer/config.json. "
-            "Name the `model` folder of a finished full fine-tuning run."
+            f"model.family is 'tiny', but model.path is {str(folder)!r}, which is not a model of "
+            "this family: it holds no transformer/config.json. Remove model.path (--set "
+            "model.path=null) to start from new weights, or name the `model` folder that full "
+            "fine-tuning of tiny has written."
         )
     try:
         cls = json.loads((weights / "config.json").read_text()).get("_class_name")

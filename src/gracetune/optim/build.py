@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gracetune import entry_points
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, MissingPackageError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.master_weights import MasterWeights, fp32_placeholders
 from gracetune.optim.registry import OPTIMIZERS, optimizer_info
@@ -280,7 +280,7 @@ def _import_package(module: str, name: str, distribution: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ConfigError(
+        raise MissingPackageError(
             f"optimizer.name is {name}, which needs {distribution}: {error}. "
             "Run: pip install 'gracetune[optimizers]', or set optimizer.name: adamw."
         ) from error

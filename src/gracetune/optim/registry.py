@@ -30,6 +30,9 @@ class OptimizerInfo:
     whole_tensor_reason: str = ""
     """The reason why the optimizer cannot update some rows of a tensor without the others; empty if
     it can, as FSDP2 requires."""
+    package_state_nbytes: float = 0.0
+    """Bytes of state per fp32 parameter element of an optimizer from an optional package, so that
+    runs can be planned without the package; 0 if no package is needed."""
     default_lr: float = DEFAULT_LR
     """Peak learning rate if `optimizer.lr` is not set."""
     manages_lr: bool = False
@@ -80,6 +83,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
         "gracetune.optim.build:adamw_8bit",
         whole_state_reason="stores its state in 8-bit blocks of its own format",
         whole_tensor_reason="stores its state in blocks, which other ranks could not resume from",
+        package_state_nbytes=2 + 2 * 4 / 256,  # two moments, with an fp32 scale for 256 elements
     ),
     "automagic": OptimizerInfo(
         "gracetune.optim.build:automagic",
@@ -95,6 +99,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
     ),
     "lion": OptimizerInfo(
         "gracetune.optim.build:lion",
+        package_state_nbytes=4.0,
         default_lr=1e-5,  # a tenth of AdamW's, as its paper recommends
         setting_notes={"eps": _UNUSED.format("lion")},
     ),
@@ -111,12 +116,14 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
         "gracetune.optim.build:prodigy",
         whole_state_reason="estimates one step size for all parameters",
         whole_tensor_reason="estimates one step size for all parameters",
+        package_state_nbytes=12.0,
         default_lr=1.0,
     ),
     "schedule_free": OptimizerInfo(
         "gracetune.optim.build:schedule_free",
         averages_weights=True,
         whole_state_reason="counts the steps of all parameters together",
+        package_state_nbytes=8.0,
         default_lr=2.5e-3,
     ),
 }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 import psutil
 
-from gracetune.errors import InterruptedRunError, redact_urls
+from gracetune.errors import GracetuneError, InterruptedRunError, redact_urls
 from gracetune.events.run_control import process_start_time
 from gracetune.events.types import HealthChanged
 from gracetune.units import format_bytes
@@ -88,7 +88,9 @@ class LastSeen:
         stopped = isinstance(error, InterruptedRunError | KeyboardInterrupt)
         status = "done" if kind is None else "interrupted" if stopped else "failed"
         message = "" if error is None else str(error) or type(error).__name__
-        self.update(ended=status, message=redact_urls(message)[:MAX_MESSAGE])
+        if isinstance(error, GracetuneError) and error.exit_code == 2 and not self._record["step"]:
+            status = "refused"  # by a check of the settings or the data, before the first step
+        self.update(ended=status, message=_cut(redact_urls(message), MAX_MESSAGE))
         os.close(self._file)
 
     def update(self, **values: object) -> None:
@@ -137,7 +139,7 @@ def explain_previous_end(
     says where this process continues.
     """
     seen = read_last_seen(folder)
-    if seen is None or seen.get("ended") in ("done", "interrupted"):
+    if seen is None or seen.get("ended") in ("done", "interrupted", "refused"):
         return None
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(seen, "time")))
     last = f"last seen at {when} in step {_number(seen, 'step'):.0f} ({seen.get('phase', '')})"
@@ -169,6 +171,14 @@ def explain_previous_end(
             "scheduler's log, and in dmesg."
         )
     return HealthChanged(step, "previous_run", "notice", f"{cause}; {last}", resume, advice, values)
+
+
+def _cut(text: str, length: int) -> str:
+    """Return a text of at most `length` characters, cut after a word and marked with dots."""
+    if len(text) <= length:
+        return text
+    start = text[: length - 3]
+    return f"{start.rpartition(' ')[0] or start}..."
 
 
 def read_last_seen(folder: Path) -> dict[str, object] | None:

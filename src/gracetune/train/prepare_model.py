@@ -146,7 +146,7 @@ def quantize_frozen(run: RunFile, family: Family, emit: Emit) -> None:
         return
     check_quantizable(kind, run.adapter)
     count = quantize_blocks(family.blocks(), kind)
-    emit(Notice(f"{count} linear layers of the frozen model are quantized to {kind}"))
+    emit(Notice(f"model: {count} linear layers of the frozen model are quantized to {kind}"))
 
 
 def place_weights(

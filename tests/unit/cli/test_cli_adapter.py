@@ -258,6 +258,11 @@ def test_a_file_of_one_expert_is_merged_into_that_expert_of_another(capsys, tmp_
     assert chosen["modules"] == 20
 
 
+def test_merging_into_a_missing_model_names_the_option(capsys, lora, tmp_path):
+    words = ["merge", lora, "--into", tmp_path / "gone", "-o", tmp_path / "out"]
+    assert "gone: there is no such file or folder. Name the folder" in _error(capsys, *words)
+
+
 def test_merge_into_a_file_and_a_pipeline(capsys, lora, tmp_path):
     model = wan_model(tmp_path / "m.safetensors")
     out = tmp_path / "out.safetensors"
@@ -447,6 +452,17 @@ def test_check_supports_other_families(capsys, family, make, tmp_path):
     (found,) = run_json(capsys, "check", path, "--for", "diffusers", "--for", "comfyui")
     assert found["ok"]
     assert {t["matched"] for t in found["targets"]} == {len(layers)}
+
+
+def test_check_explains_why_it_counts_more_modules_than_inspect(capsys, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    names = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v", "out.0")]
+    layers = {LayerPath(None, name): make_lora(12, 12, generator) for name in names}
+    path = write_adapter(tmp_path / "a.safetensors", Adapter(TABLES["flux"], layers), "kohya")
+    assert run_json(capsys, "inspect", path)["num_modules"] == 2
+    text = run(capsys, "check", path)
+    assert "diffusers: 4 of 4 modules" in text
+    assert "the file has 2 modules; fused projections are counted here" in text
 
 
 def test_check_reports_a_family_without_a_pipeline(capsys, tmp_path):

@@ -388,3 +388,14 @@ def shape_of(path):
 
     with safe_open(path, "pt") as file:
         return file.get_slice("latent").get_shape()
+
+
+def test_settings_can_be_overridden(root, tmp_path, capsys):
+    run = str(root / "run.json")
+    other = f"cache_config.cache_dir={tmp_path / 'other'}"
+    assert main(["cache", "build", run, "--set", other, "--set", "datasets[0].shapes.size=16"]) == 0
+    capsys.readouterr()
+    assert main(["cache", "stats", run, "--set", other]) == 0
+    assert str(tmp_path / "other") in capsys.readouterr().out
+    assert main(["cache", "stats", str(tmp_path / "other"), "--set", other]) == 2
+    assert "--set is for run files" in capsys.readouterr().err

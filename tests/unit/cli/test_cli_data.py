@@ -86,7 +86,7 @@ def test_the_text_names_every_finding(folder, capsys) -> None:
         "56x40              4",
         "without a caption: 1\n             4.png",
         "most frequent: 1girl (5), ",
-        "small.png: 24x24 to 48x48, 2.00 times",
+        "small.png: 24x24, enlarged 2.00 times to fill 48x48",
         "1.png = copy.png",
         "0.png ~ again.jpg",
         "unreadable: 1\n             broken.png: not an image in a known format",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from gracetune.memory.platform import Machine
 from gracetune.models import tiny
 from gracetune.models.family import SampleShape
 from gracetune.optim.build import state_nbytes_per_element
+from gracetune.optim.registry import optimizer_info
 from gracetune.plan.machines import MACHINES, machine_rates
 from gracetune.plan.memory import FixedMemory
 from gracetune.plan.meta_models import build_meta_model
@@ -87,7 +89,8 @@ def test_without_a_gpu_a_machine_must_be_named(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = Machine(None, MACHINES["gh200-96"].platform())
-    gone = Machine(None, _replace(without.platform, device=-1, reasons={"link": "there is none."}))
+    reasons = {"link": "there is none. Install one, or run without a GPU."}
+    gone = Machine(None, _replace(without.platform, device=-1, reasons=reasons))
     with pytest.raises(
         ConfigError, match=r"no GPU to plan for: there is none\. Choose a machine.*gh200-96"
     ):
@@ -146,7 +149,8 @@ def test_the_gpus_of_a_machine_share_its_host_memory(
     report = json.loads(capsys.readouterr().out)
     assert report["budget"]["ranks"] == 4
     assert report["machine"] == "4 x H100 80 GB on a PCIe 5 host"
-    assert report["notes"] == [
+    assert report["notes"][0].startswith("only the memory is limited to 953.7 MiB: the speed is")
+    assert report["notes"][1:] == [
         "speed and memory are those of one GPU, unless the line says otherwise"
     ]
     host = report["plan"]["host"]
@@ -257,6 +261,37 @@ def test_state_bytes_per_element_are_measured_on_the_optimizer(name: str, nbytes
     assert each == pytest.approx(nbytes, abs=0.01)
 
 
+@pytest.mark.parametrize("name", ["lion", "prodigy", "schedule_free"])
+def test_known_state_bytes_of_optional_packages_are_those_of_the_optimizer(name: str) -> None:
+    each = state_nbytes_per_element(OptimizerSection(name=name))
+    assert optimizer_info(name).package_state_nbytes == pytest.approx(each, abs=0.01)
+
+
+def test_a_run_is_planned_without_the_package_of_its_optimizer(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    words = ["--machine", "h200-pcie", "--samples", "10", "--set", "plan.compile=never"]
+    assert main(["plan", str(run_file), *words, "--set", "optimizer.name=adamw_8bit"]) == 0
+    output = capsys.readouterr().out
+    assert "the package of optimizer.name adamw_8bit is not installed; training needs it" in output
+
+
+def test_a_limit_of_memory_does_not_change_the_speed_and_the_plan_says_so(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--machine", "h200-pcie", "--set", "plan.compile=never", "--hbm", "24GB"]
+    assert main(["plan", str(run_file), *words]) == 0
+    assert "the speed is that of the whole " in capsys.readouterr().out
+
+
+def test_a_missing_single_file_is_planned_by_the_published_shapes(tmp_path: Path) -> None:
+    model = {"family": "sdxl", "path": str(tmp_path / "merge.safetensors")}
+    folder, why = plan._find_configs(RunFile.model_validate({"model": model}))
+    assert folder is None
+    assert why.endswith("merge.safetensors', but there is no such file; training needs it")
+
+
 @pytest.mark.parametrize(
     ("dtype", "each"), [("float32", (4, 8)), ("auto", (4, 8)), ("bfloat16", (2, 12))]
 )
@@ -268,7 +303,7 @@ def test_full_training_has_optimizer_state_for_every_weight(
     shape = build_meta_model(
         run.model, SampleShape(64, 64), {"num_layers": 1, "num_attention_heads": 2}
     )
-    trained = plan._trained_size(run, shape)
+    trained, _ = plan._trained_size(run, shape)
     count = sum(p.numel() for p in shape.model.parameters())
     assert all(p.requires_grad for p in shape.model.parameters())
     found = trained.nbytes / count, trained.state_nbytes / count

@@ -14,6 +14,7 @@ from gracetune.config.load import (
     known_keys,
     load_run_file,
     load_run_text,
+    parse_override,
     parse_value,
     resolved_json,
     suggest_fix,
@@ -56,6 +57,16 @@ def test_overrides_apply_to_files(tmp_path):
     file = tmp_path / "run.json"
     file.write_text("{}")
     assert load_run_file(str(file), ["seed=3"], {}).run.seed == 3
+
+
+def test_an_index_may_be_in_brackets_as_in_error_messages():
+    assert parse_override("datasets[0].resolution=32") == (("datasets", 0, "resolution"), 32)
+    assert parse_override("datasets.0.resolution=32") == (("datasets", 0, "resolution"), 32)
+    prompts = parse_override("validation.prompts[1].seed=3")
+    assert prompts == (("validation", "prompts", 1, "seed"), 3)
+    text = '{"datasets": [{"type": "shapes"}]}'
+    run = load_run_text(text, "json", "run.json", ["datasets[0].repeats=2"], environment={}).run
+    assert run.datasets[0].repeats == 2
 
 
 def test_the_environment_defaults_to_that_of_the_process(tmp_path, monkeypatch):

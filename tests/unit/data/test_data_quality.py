@@ -62,6 +62,14 @@ def test_different_photos_and_details_are_no_duplicates() -> None:
     assert _near({name: image_bytes(pixels) for name, pixels in files.items()}) == []
 
 
+def test_an_image_that_is_small_for_several_buckets_is_counted_once() -> None:
+    small = Sample("d", "a", "", "a", 32, 32)
+    plan = buckets.assign([small], DatasetSection(resolution=(64, 128)), 8)
+    assert len(enlarged(plan)) == 2
+    (line,) = quality_warnings("d", plan, [small], {})
+    assert line.startswith("dataset 'd': 1 of 1 samples are smaller")
+
+
 def test_images_smaller_than_their_bucket_are_enlarged() -> None:
     samples = [
         Sample("d", key, "", key, *size)

@@ -50,7 +50,7 @@ def test_an_exported_model_loads_again(tmp_path):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"transformer/config\.json"):
+    with pytest.raises(ModelError, match=r"transformer/config\.json\. Remove model\.path"):
         load(ModelSection(path=str(tmp_path)))
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps({"_class_name": "Other"}))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fork_process import PythonProcess
 
-from gracetune.errors import InterruptedRunError, RunFailedError
+from gracetune.errors import ConfigError, InterruptedRunError, RunFailedError
 from gracetune.memory.sensors import SensorReading
 from gracetune.train.last_seen import (
     CRASH_FILE,
@@ -141,4 +141,19 @@ def test_no_crash_leaves_no_file(tmp_path, monkeypatch):
 def test_long_messages_fit_into_the_record(tmp_path):
     with pytest.raises(RunFailedError), LastSeen(tmp_path, sensors()):
         raise RunFailedError("x" * 100_000)
-    assert json.loads((tmp_path / LAST_SEEN_FILE).read_text())["message"] == "x" * 300
+    assert json.loads((tmp_path / LAST_SEEN_FILE).read_text())["message"] == "x" * 297 + "..."
+    with pytest.raises(RunFailedError), LastSeen(tmp_path, sensors()):
+        raise RunFailedError("some words " * 100)
+    message = json.loads((tmp_path / LAST_SEEN_FILE).read_text())["message"]
+    assert len(message) <= 300
+    assert message.endswith(("some...", "words..."))
+
+
+def test_settings_that_were_refused_before_the_first_step_are_not_repeated(tmp_path):
+    with pytest.raises(ConfigError), LastSeen(tmp_path, sensors()):
+        raise ConfigError("datasets[0].resolution is too large")
+    assert explain(tmp_path) is None
+    with pytest.raises(ConfigError), LastSeen(tmp_path, sensors()) as seen:
+        seen.update(step=3)
+        raise ConfigError("the model refuses it")
+    assert "the model refuses it" in explain(tmp_path).cause

@@ -229,6 +229,12 @@ def check_file(
                 _load_in_diffusers(file, used, adapter, layers, stage, pipeline, model),
                 _load_in_comfyui(used, adapter, layers, shapes),
             )
+    notices = adapter.notices
+    if len(adapter.layers) != len(layers):
+        notices += (
+            f"the file has {len(adapter.layers)} modules; fused projections are counted here as "
+            f"diffusers' modules, which gives {len(layers)}",
+        )
     return CheckReport(
         path=path,
         family=adapter.table.family,
@@ -239,7 +245,7 @@ def check_file(
         expected=len(expected),
         results=results,
         required_tools=required_tools,
-        notices=adapter.notices,
+        notices=notices,
     )
 
 

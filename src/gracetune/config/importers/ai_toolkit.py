@@ -33,6 +33,7 @@ from gracetune.config.importers.values import (
     finish_section,
     is_usable,
     open_section,
+    own_output_dir,
     put_value,
     read_value,
 )
@@ -137,11 +138,12 @@ def _import_folders(config: KeyReader, process: KeyReader) -> None:
     name = read_value(process, "name", as_text) or read_value(config, "name", as_text) or "run"
     folder_of = process if read_value(process, "training_folder", as_text) else config
     folder = read_value(folder_of, "training_folder", as_text)
-    output = f"{folder.rstrip('/')}/{name}" if folder else f"runs/{name}"
+    output = own_output_dir(f"{folder or 'output'}/{name}")
     config.imported.set("output_dir", output)
+    unchanged = "ai-toolkit's folder is not changed"
     for reader, key in ((config, "name"), (process, "name"), (folder_of, "training_folder")):
         if is_usable(reader, key, as_text):
-            reader.translate(key, "output_dir", output)
+            reader.translate(key, "output_dir", output, unchanged)
     if folder_of is process:
         config.not_needed("training_folder", "the process has its own")
     seed_of = process if read_value(process, "training_seed", as_int) is not None else config
@@ -264,7 +266,10 @@ def _import_quantization(job: Job, model: KeyReader) -> None:
     qtype, _, recovery = (read_value(model, "qtype", as_text) or "qfloat8").partition("|")
     kind, difference = tables.QUANTIZATION.get(qtype.lower(), ("fp8", "the nearest known format"))
     if job.is_quantized:
-        why = "it costs accuracy; without it, bf16 weights stream from host memory if need be"
+        why = (
+            "it costs accuracy; remove it if the plan fits without it: bf16 weights then stream "
+            "from host memory"
+        )
         model.translate("quantize", "model.quantize", kind, why)
         if not is_usable(model, "qtype", as_text):
             pass

@@ -10,6 +10,7 @@ from gracetune.config.importers import ai_toolkit_keys as tables
 from gracetune.config.importers.report import MISSING, KeyReader
 from gracetune.config.importers.values import (
     NO_EFFECT,
+    PLANNED_CHECKPOINTING,
     as_bool,
     as_float,
     as_int,
@@ -19,6 +20,7 @@ from gracetune.config.importers.values import (
     finish_section,
     is_usable,
     open_section,
+    package_remark,
     put_value,
     read_value,
     set_default,
@@ -63,8 +65,11 @@ def import_train(job: Job, process: KeyReader) -> None:
     _import_schedule(job, train)
     _import_average(train)
     copy_value(train, "max_grad_norm", "train.max_grad_norm", as_float)
-    setting = "train.gradient_checkpointing"
-    copy_value(train, "gradient_checkpointing", setting, as_bool, default=True)
+    key, setting = "gradient_checkpointing", "train.gradient_checkpointing"
+    if is_usable(train, key, as_bool):
+        put_value(train, key, setting, as_bool(train.peek(key)), PLANNED_CHECKPOINTING)
+    else:
+        set_default(train, key, setting, value=True)
     copy_flag(train, "disable_sampling", "validation.every", 0)
     _import_loss_weights(job, train)
     if job.captions_unused:
@@ -316,7 +321,7 @@ def _import_optimizer(job: Job, train: KeyReader) -> None:
         set_("optimizer.lr_bump", 1e-6)
     if is_usable(train, "optimizer", as_text):
         details = [f"with eps {info.eps:g}"] if info.eps is not None else []
-        details += [info.why] if info.why else []
+        details += [each for each in (info.why, package_remark(info.name)) if each]
         if info.name == "prodigy" and job.has_experts:
             details.append("it cannot train two experts in one run; set train.experts")
         text = f"optimizer.name is {info.name}" + (f": {'; '.join(details)}" if details else "")

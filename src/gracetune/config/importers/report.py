@@ -235,7 +235,10 @@ def summarize(imported: ImportedRun, name: str) -> str:
     text = f"{name} is a config of {imported.tool}: {count_verdicts(imported)}"
     if missing:
         text += f". Not supported: {', '.join(missing)}"
-    return f"{text}. `gracetune import {name}` explains every key."
+    return (
+        f"{text}. Results go to {imported.run['output_dir']}; --set output_dir=DIR changes that. "
+        f"`gracetune import {name}` explains every key."
+    )
 
 
 def format_report(imported: ImportedRun) -> str:

@@ -30,12 +30,15 @@ from gracetune.config.importers.simpletuner_keys import (
     SimpleTunerOptimizer,
 )
 from gracetune.config.importers.values import (
+    PLANNED_CHECKPOINTING,
     as_bool,
     as_int,
     as_number,
     copy_flag,
     is_off,
     not_supported_unless_off,
+    own_output_dir,
+    package_remark,
     put_value,
     take_unless_off,
     texts,
@@ -227,18 +230,21 @@ def _edits_images(config: KeyReader) -> bool:
 
 def _import_loop(config: KeyReader) -> None:
     imported = config.imported
-    config.take("output_dir", "output_dir")
-    imported.default("output_dir", "simpletuner-results", "output_dir is simpletuner-results")
+    theirs = config.peek("output_dir")
+    if not is_off(theirs):
+        folder = own_output_dir(str(theirs))
+        config.translate("output_dir", "output_dir", folder, "SimpleTuner's folder is not changed")
+    config.not_needed("output_dir", "it is empty")
+    folder = own_output_dir("simpletuner-results")
+    imported.default("output_dir", folder, "output_dir is simpletuner-results")
     config.take("seed", "seed")
     config.take("train_batch_size", "train.batch_size")
     imported.default("train.batch_size", 4, "train_batch_size is 4")
     config.take("gradient_accumulation_steps", "train.gradient_accumulation_steps")
     recomputes = config.peek("gradient_checkpointing")
-    if isinstance(recomputes, bool) or recomputes is MISSING:
-        config.take("gradient_checkpointing", "train.gradient_checkpointing")
-    else:
-        setting = "train.gradient_checkpointing"
-        config.translate("gradient_checkpointing", setting, bool(as_bool(recomputes)))
+    if recomputes is not MISSING:
+        setting, value = "train.gradient_checkpointing", bool(as_bool(recomputes))
+        config.translate("gradient_checkpointing", setting, value, PLANNED_CHECKPOINTING)
     imported.default("train.gradient_checkpointing", True, "gradient_checkpointing is true")
     _import_clipping(config)
     if as_bool(config.peek("use_ema")):
@@ -315,9 +321,13 @@ def _import_clipping(config: KeyReader) -> None:
         config.take("max_grad_norm", "train.max_grad_norm")
         config.imported.default("train.max_grad_norm", 2.0, "max_grad_norm is 2.0")
         return
-    ours = "gracetune clips the norm of all gradients, at 1 unless train.max_grad_norm is set"
+    ours = (
+        "gracetune clips the norm of all gradients at 1, which suits most runs; "
+        "train.max_grad_norm changes it, and 0 turns it off"
+    )
     config.not_supported("grad_clip_method", f"SimpleTuner clips each element; {ours}")
-    config.not_supported("max_grad_norm", f"it limits each element in SimpleTuner; {ours}")
+    theirs = "SimpleTuner limits each element to it, which hardly ever changes a gradient"
+    config.not_supported("max_grad_norm", f"{theirs}; {ours}")
 
 
 def _import_optimizer(config: KeyReader) -> None:
@@ -331,7 +341,8 @@ def _import_optimizer(config: KeyReader) -> None:
     elif found.name == name:
         config.take("optimizer", "optimizer.name")
     elif name is not MISSING:
-        config.translate("optimizer", "optimizer.name", found.name, found.remark)
+        remarks = [each for each in (found.remark, package_remark(found.name)) if each]
+        config.translate("optimizer", "optimizer.name", found.name, "; ".join(remarks))
     else:
         imported.default("optimizer.name", found.name, "optimizer is adamw_bf16")
     config.take("learning_rate", "optimizer.lr")

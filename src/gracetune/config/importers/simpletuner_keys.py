@@ -185,7 +185,9 @@ _ADAM = SimpleTunerOptimizer("adamw", weight_decay=0.0, remark="Adam without wei
 _8BIT = SimpleTunerOptimizer("adamw_8bit")
 _LION = SimpleTunerOptimizer("lion", (0.9, 0.99), None, 0.0)
 OPTIMIZERS: Mapping[str, SimpleTunerOptimizer] = {
-    "adamw_bf16": SimpleTunerOptimizer("adamw", eps=1e-6),
+    "adamw_bf16": SimpleTunerOptimizer(
+        "adamw", eps=1e-6, remark="its state is in fp32 instead of bf16; there is nothing to do"
+    ),
     "adamw": SimpleTunerOptimizer("adamw"),
     "torch-adamw": SimpleTunerOptimizer("adamw"),
     "torch-adam": _ADAM,
@@ -270,7 +272,7 @@ NOT_NEEDED: Mapping[str, str] = {
     **_keys(
         "debug_aspect_buckets debug_dataset_loader print_filenames print_sampler_statistics "
         "i_know_what_i_am_doing delete_invalid_checkpoints disk_low_threshold disk_low_action "
-        "disk_low_script webhook_config webhook_reporting_interval enable_watermark "
+        "disk_low_script enable_watermark "
         "checkpointing_use_tempdir merge_environment_config log_level base_dir venv_path "
         "allow_dataset_oversubscription disable_bucket_pruning data_aesthetic_score",
         _DEBUG,
@@ -370,6 +372,8 @@ NOT_SUPPORTED: Mapping[str, str] = {
         "post_checkpoint_script",
         _HUB,
     ),
+    "webhook_config": "no messages are sent; list the addresses in logging.webhooks",
+    "webhook_reporting_interval": "logging.webhooks get a message when a run starts, ends or fails",
     "checkpoint_epoch_interval": "set train.checkpoint_every in steps",
     "validation_epoch_interval": "set validation.every in steps",
     "eval_epoch_interval": "set validation.holdout and validation.every",

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from gracetune.config.importers.report import MISSING
+from gracetune.optim.registry import optimizer_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ OFF_TEXTS = ("", "0", "0.0", "false", "no", "off", "none", "null", "[]", "{}")
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of keys that are not set."""
 NO_EFFECT = "it has the value that changes nothing"
+PLANNED_CHECKPOINTING = "on a GPU it has no effect, because the plan decides for each block"
 
 
 class Unsupported(NamedTuple):
@@ -119,6 +122,23 @@ def parse_json(value: object) -> object:
             return value
         return found
     return value
+
+
+def own_output_dir(theirs: str) -> str:
+    """Return a folder below `runs` with the name of the other trainer's output folder.
+
+    It is never that folder, so that nothing is written among the other trainer's files.
+    """
+    name = PurePath(theirs).name
+    ours = PurePath("runs", name if name not in ("", "..") else "imported")
+    is_theirs = Path(theirs).expanduser().resolve() == Path(ours).resolve()
+    return f"{ours}-gracetune" if is_theirs else str(ours)
+
+
+def package_remark(optimizer: str) -> str:
+    """Return the command that installs the package of an optimizer; empty if it needs none."""
+    needs_package = optimizer_info(optimizer).package_state_nbytes > 0
+    return "training needs pip install 'gracetune[optimizers]'" if needs_package else ""
 
 
 def clip_length(frames: float) -> int:

@@ -93,7 +93,7 @@ def test_the_run_file_is_valid(imported):
     loaded = load_run_text(json.dumps(imported.run), "json", "run.json", environment={})
     assert not loaded.notices
     run = loaded.run
-    assert run.output_dir == "output/cat_v1"
+    assert run.output_dir == "runs/cat_v1"
     assert (run.model.family, run.model.path) == ("flux", "black-forest-labs/FLUX.1-dev")
     assert (run.model.quantize, run.model.dtype) == ("fp8", "bfloat16")
     assert (run.adapter.kind, run.adapter.rank, run.adapter.alpha) == ("lora", 16, 8.0)
@@ -116,6 +116,10 @@ def test_the_report_has_one_line_for_each_key(imported):
 
 def test_the_report_says_what_quantization_costs(imported):
     assert "costs accuracy" in line(imported, "model.quantize").text
+
+
+def test_the_report_names_the_package_of_an_optimizer(imported):
+    assert "gracetune[optimizers]" in line(imported, "train.optimizer").text
 
 
 def every_known_key():

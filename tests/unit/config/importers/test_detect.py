@@ -12,6 +12,7 @@ from gracetune.config.importers.detect import (
     parse_environment,
     read_config,
 )
+from gracetune.config.importers.values import own_output_dir
 from gracetune.config.load import load_run_file
 from gracetune.config.parse_text import FORMATS_BY_SUFFIX, parse_text
 from gracetune.errors import ConfigError
@@ -76,6 +77,36 @@ def test_a_config_is_loaded_like_a_run_file(tmp_path):
     assert run.datasets[0].instance_data_dir == "cats"
     assert "config.json is a config of SimpleTuner: " in loaded.notices[0]
     assert loaded.notices[0].endswith("config.json` explains every key.")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("output/flux-ohwx", "runs/flux-ohwx"),
+        ("/scratch/output/mine/", "runs/mine"),
+        ("runs/mine", "runs/mine-gracetune"),
+        ("./runs/mine/", "runs/mine-gracetune"),
+        ("..", "runs/imported"),
+    ],
+)
+def test_results_never_go_to_the_other_trainers_folder(theirs, ours):
+    assert own_output_dir(theirs) == ours
+
+
+def test_results_do_not_go_to_an_absolute_path_of_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert own_output_dir(str(tmp_path / "runs" / "mine")) == "runs/mine-gracetune"
+
+
+def test_the_output_folder_of_a_config_can_still_be_chosen(tmp_path):
+    path = write(tmp_path)
+    loaded = load_run_file(path, [], {})
+    assert loaded.run.output_dir == "runs/out"
+    assert "Results go to runs/out; --set output_dir=DIR" in loaded.notices[0]
+    chosen = load_run_file(path, [f"output_dir={tmp_path / 'out'}"], {}).run
+    assert chosen.output_dir == str(tmp_path / "out")
+    (line,) = [each for each in import_files([path]).keys if each.key == "output_dir"]
+    assert line.text == 'output_dir is "runs/out": SimpleTuner\'s folder is not changed'
 
 
 def test_a_refused_config_is_an_error_with_the_fix(tmp_path):

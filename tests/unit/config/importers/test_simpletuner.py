@@ -395,3 +395,21 @@ def test_odd_values_are_reported_and_never_crash(convert, odd, tmp_path):
         assert sorted(data) == sorted(
             leaf_keys(json.loads((tmp_path / "datasets.json").read_text()))
         )
+
+
+def test_the_report_says_what_differs_and_what_to_do(convert):
+    found = verdicts(
+        convert(
+            max_grad_norm=1.0,
+            optimizer="adamw_bf16",
+            webhook_config="webhook.json",
+            gradient_checkpointing=True,
+        )
+    )
+    assert found["max_grad_norm"][0] == "not supported"
+    assert "which suits most runs; train.max_grad_norm changes it" in found["max_grad_norm"][1]
+    assert "its state is in fp32 instead of bf16" in found["optimizer"][1]
+    assert found["webhook_config"][0] == "not supported"
+    assert "logging.webhooks" in found["webhook_config"][1]
+    assert "on a GPU it has no effect" in found["gradient_checkpointing"][1]
+    assert "gracetune[optimizers]" in verdicts(convert(optimizer="bnb-adamw8bit"))["optimizer"][1]

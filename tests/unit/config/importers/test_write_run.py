@@ -54,7 +54,8 @@ def test_each_key_has_one_line(imported):
 
 def test_a_summary_names_what_is_not_supported(imported):
     text = summarize(imported, "other.json")
-    assert "Not supported: aws_secret_access_key. `gracetune import other.json`" in text
+    assert "Not supported: aws_secret_access_key. Results go to out; --set output_dir=" in text
+    assert text.endswith("`gracetune import other.json` explains every key.")
 
 
 def test_unknown_keys_are_reported_at_the_end():
