@@ -345,7 +345,7 @@ def test_a_file_of_a_family_without_a_pipeline_is_read_but_not_loaded(tmp_path):
     path = write_adapter(tmp_path / "a.safetensors", adapter, "diffusers")
     report = check_file(path, TABLES)
     assert not report.ok
-    assert "convert it --to peft" in report.lines()[0]
+    assert "adapter convert FILE --to peft" in report.lines()[0]
     for required in ((), ("comfyui",)):
         with pytest.raises(AdapterError, match="does not load completely"):
             check_file(path, TABLES, required_tools=required).raise_if_failed()
