@@ -30,7 +30,8 @@ demo: venv  ## train the demo, then a LoRA on top of it, and check the images
 	@echo 'Images: runs/demo/validation and runs/demo-lora/validation'
 
 # In the order of LONGEST in tests/conftest.py, so that no long file starts last, with one core idle.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers for two cores: tests that start processes wait for them a third of their time.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: venv  ## the tests, on two cores
 	$(BIN)/python -m pytest $(PARALLEL)
