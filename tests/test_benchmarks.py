@@ -21,16 +21,25 @@ RESULTS = BENCHMARKS / "results"
 SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
 LONG_REHEARSALS = {
     "async_saving",
+    "automagic",
+    "data_decode",
     "families_step",
     "gradient_check",
     "large_families",
+    "lora_quality",
     "managed_training",
+    "optimizer_state",
+    "plan_check",
     "planned_ranks",
+    "rank_balance",
+    "ring",
     "sharded",
+    "shared_weights",
+    "tuned_loop",
     "wan14b_step",
     "wan_experts",
 }
-"""Scripts whose rehearsal takes over five seconds; `make test-slow` runs them."""
+"""Scripts whose rehearsal takes over three seconds; `make test-slow` runs them."""
 
 
 @pytest.fixture

@@ -616,7 +616,7 @@ EDIT_IN_CI = {
     "flux-kontext": "",
     "qwen-image-edit": "",
     "qwen-image-edit-2511": None,
-    "qwen-image-edit-2511 with two references": PROMPT,
+    "qwen-image-edit-2511 with two references": None,
 }
 """Variant that edits -> the prompt, with a size of `EDIT_SIZES`, whose test is not slow, if any."""
 

@@ -70,6 +70,8 @@ CASES = {name: (name, small.kind, {}) for name, small in MINIATURES.items() if s
     "wan22 5B on videos with masks": ("wan22-5b", "video masks", {}),
 }
 """Name of a case -> miniature, kind of data and sections of the run file."""
+SECOND_VARIANTS = {"qwen-image-edit-2511", "sd35-large", "sdxl-v"}
+"""Cases that share the code of another one; `make test-slow` trains them."""
 
 
 def run_of(case, build_run, folder, **sections):
@@ -105,7 +107,9 @@ def media_of(kind):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SECOND_VARIANTS)) for c in CASES]
+)
 def test_a_family_trains_samples_and_exports(case, build_run, recorder, tmp_path):
     ended = run_training(run_of(case, build_run, tmp_path), sinks=[recorder])
     assert ended.status == "done"

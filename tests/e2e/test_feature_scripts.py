@@ -63,6 +63,7 @@ def test_checks_of_working_features_pass():
     assert "PASS  validation on request" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_missing_attention_backend_is_skipped_by_name_and_sdpa_is_tested():
     done = call("scripts/test_combined_features.sh", "--backend", "flash_attn_3")
     assert done.returncode == 0, done.stdout

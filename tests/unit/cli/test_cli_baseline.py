@@ -83,6 +83,7 @@ def test_capture_runs_and_compare_reads_it(run_file, tmp_path, capsys, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_a_failing_run_file_gives_no_baseline(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "baseline/run-01").mkdir(parents=True)  # left behind by a killed capture

@@ -38,16 +38,18 @@ LITTLE = {"device_memory": "63MB", "compile": "never"}
 """Less than the tiny model needs without streaming."""
 
 
-COMPILED_IN_CI = ("flux", "wan22-t2v")
-"""Families whose compiled blocks are checked in CI: compiling takes seconds for each."""
-TWO_RANKS_IN_CI = ("tiny", "wan22-t2v")
+ALL_MODES_IN_CI = ("flux", "wan22-t2v")
+"""Families that are checked in every mode in CI."""
+IN_CI = ("streamed", "recomputed")
+"""Modes in which every family is checked in CI."""
+SOME_FAMILIES = ("tiny", "wan22-t2v")
 
 
 def is_slow(case, kind, mode):
     """Return True if a combination is left to the slow tests."""
     if case not in FAMILIES.values() or kind != "none":
         return True
-    return mode == "compiled" and case not in COMPILED_IN_CI
+    return mode not in IN_CI and case not in ALL_MODES_IN_CI
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +281,7 @@ def test_the_command_refuses_to_check_no_blocks(run_path, capsys):
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(TWO_RANKS_IN_CI, id="few"),
+        pytest.param(SOME_FAMILIES, id="few", marks=pytest.mark.slow),
         pytest.param(tuple(FAMILIES.values()), id="all", marks=pytest.mark.distributed),
     ],
 )

@@ -607,13 +607,18 @@ def test_a_second_ctrl_c_ends_the_process_at_once():
 @pytest.mark.parametrize(
     "numbers",
     [
-        (signal.SIGTERM, signal.SIGTERM),
         (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM),
         (signal.SIGINT, signal.SIGTERM),
-        (signal.SIGTERM, signal.SIGINT),
-        (signal.SIGUSR1, signal.SIGTERM),
-        (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM),
-        (signal.SIGUSR2, signal.SIGUSR1),
+        *(
+            pytest.param(numbers, marks=pytest.mark.slow)
+            for numbers in (
+                (signal.SIGTERM, signal.SIGTERM),
+                (signal.SIGTERM, signal.SIGINT),
+                (signal.SIGUSR1, signal.SIGTERM),
+                (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM),
+                (signal.SIGUSR2, signal.SIGUSR1),
+            )
+        ),
     ],
 )
 def test_signals_that_a_launcher_repeats_do_not_abort_the_save(numbers):
