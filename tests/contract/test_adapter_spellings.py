@@ -288,7 +288,9 @@ def test_keys_of_text_encoders_are_left_out_with_one_line(
     _, (report,) = run_cli(capsys, "check", path, *known)
     first, *others = report["notices"]
     assert first == notice
-    assert all("fused projections are counted" in other for other in others)
+    assert ["fused projections are counted" in other for other in others] == (
+        [True] if family == "flux" else []  # kohya's Flux files have fused projections
+    )
     comfyui = next(target for target in report["targets"] if target["tool"] == "comfyui")
     assert comfyui["loads"]
     code, result = run_cli(capsys, "merge", path, path, "-o", tmp_path / "sum.safetensors", *known)
