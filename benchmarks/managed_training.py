@@ -108,8 +108,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Ways to train. `reference`: the way whose losses must be the same; by default the run on the
 device, or the way itself. `limited`: torch, or the plan, has a share of the reference's memory."""
-PRELOADED = ("allocator_setup", "large_families", "gracetune.train.run", "gracetune.plan.planner")
-"""Modules that all processes share, because their imports take longer than a way."""
 
 
 class MeasuredError(Exception):
@@ -201,9 +199,7 @@ def main() -> int:
     clock, began = PhaseClock(), time.monotonic()
     names = arguments.only.split(",") if arguments.only else list(WAYS)
     figures: dict[str, Any] = {"batch": BATCH, "cap": CAP, "steps": STEPS}
-    # Children are forked from a server that has imported the modules, but has not started CUDA.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(list(PRELOADED))
+    processes = multiprocessing.get_context("spawn")
     done = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         path = write_run(Path(temporary), arguments)

@@ -4,7 +4,8 @@ The planner predicts a step as a sum of kernels and waits. When a prediction is 
 shows which part is: it trains a model of published shape with random weights, records the kernels
 and copies of one steady step with torch's profiler, and writes their time beside the plan's:
 
-    compute    kernels by kind (matmuls, attention, elementwise), and gaps between them
+    compute    kernels by kind (matmuls, attention, elementwise)
+    gaps       time without a kernel: where in the step, and if the CPU had launched the next one
     copies     bytes, time and rate of copies in each direction, and the time both ran together
     kernels    the kernels with the most time, with their number of calls
     host       launch costs that the planner has measured, and the CPU's time in each block
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
 
 NAME = "step_trace"
 TRACED_STEPS = 1
-TOP_KERNELS = 40
+TOP_KERNELS, LONGEST_CALLS = 40, 12
+SHORT_GAP_US = 3
+"""Gaps between kernels that are always there."""
 LAYER_SETTINGS = {
     "flux": ("num_layers", "num_single_layers"),
     "qwen_image": ("num_layers",),
@@ -128,7 +131,8 @@ def trace(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.raw is not None:
         with gzip.open(arguments.raw, "wt") as file:
             json.dump(records, file)
-    yield summary(records)
+    longest = profiler.call_s.most_common(LONGEST_CALLS)
+    yield {**summary(records), "cuda_calls_s": dict(longest)}
 
 
 class BlockClock:
@@ -175,6 +179,8 @@ class StepProfiler:
         self._number = number
         self._calls = 0
         self._clock = BlockClock()
+        self.call_s: Counter[str] = Counter()
+        """Seconds of the traced step in each function of CUDA, as seen by the CPU."""
         activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
         self._profile = profile(activities=[activity])
 
@@ -205,6 +211,14 @@ class StepProfiler:
         """Return the traced kernels and copies; `path` is for a temporary file."""
         self._profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
+        calls = [one for one in events if one.get("cat") in ("cuda_runtime", "cuda_driver")]
+        launched = {
+            one["args"]["correlation"]: one["ts"] + one["dur"]
+            for one in calls
+            if "correlation" in one["args"]
+        }
+        for one in calls:
+            self.call_s[one["name"]] += one["dur"] / 1e6
         on_device = ("kernel", "gpu_memcpy", "gpu_memset")
         kinds = on_device if torch.cuda.is_available() else ("cpu_op",)
         return [
@@ -214,6 +228,7 @@ class StepProfiler:
                 "stream": event["tid"],
                 "nbytes": event.get("args", {}).get("bytes", 0),
                 "name": event["name"],
+                "launched": launched.get(event.get("args", {}).get("correlation"), event["ts"]),
             }
             for event in sorted(events, key=lambda one: one.get("ts", 0))
             if event.get("cat") in kinds and "dur" in event
@@ -236,6 +251,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         "traced_s": span,
         "traced_kinds_s": dict(kinds),
         "traced_idle_s": span - busy_seconds(kernels),
+        "gaps": gaps(kernels),
         "kernels": len(kernels),
         "top_kernels": [
             f"{s:.5f} s, {calls[n]}x {n[:120]}" for n, s in names.most_common(TOP_KERNELS)
@@ -254,6 +270,35 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def gaps(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return where the device was idle between kernels, and what it waited for.
+
+    A kernel that was launched after the last one had ended is late because of the CPU. One that was
+    launched before waited for another stream, or for the device to start it.
+    """
+    found: dict[str, Any] = {"late_launch_s": 0.0, "launched_before_s": 0.0, "short_s": 0.0}
+    if not kernels:
+        return found
+    begin, span = kernels[0]["start"], kernels[-1]["start"] - kernels[0]["start"]
+    by_tenth = [0.0] * 10
+    longest = []
+    last, end = kernels[0], kernels[0]["start"] + kernels[0]["us"]
+    for one in kernels[1:]:
+        gap = one["start"] - end
+        if gap > 0:
+            late = one["launched"] > end
+            kind = "late_launch_s" if late else "launched_before_s"
+            found["short_s" if gap < SHORT_GAP_US else kind] += gap / 1e6
+            by_tenth[min(9, int(10 * (end - begin) / span))] += gap / 1e6
+            place = f"{gap / 1e3:.2f} ms at {(end - begin) / 1e3:.0f} ms"
+            names = f"{last['name'][:60]} -> {one['name'][:60]}"
+            longest.append((gap, f"{place}, {'late' if late else 'launched before'}: {names}"))
+        if one["start"] + one["us"] > end:
+            last, end = one, one["start"] + one["us"]
+    longest.sort(reverse=True)
+    return found | {"by_tenth_s": by_tenth, "longest": [text for _, text in longest[:TOP_KERNELS]]}
+
+
 def busy_seconds(records: list[dict[str, Any]]) -> float:
     """Return the seconds in which at least one of the records runs."""
     busy = end = 0.0
@@ -269,11 +314,13 @@ def show(found: dict[str, Any]) -> None:
     for key in ("plan", "check", "predicted_seconds", "seconds", "predicted_peak_gib", "peak_gib"):
         print(f"{key:<22}{found.get(key)}")
     parts = ("planned_s", "traced_kinds_s", "copies_in", "copies_out", "phases_s")
-    for key in (*parts, "launch_costs_us", "host_ms"):
+    for key in (*parts, "launch_costs_us", "host_ms", "cuda_calls_s"):
         values = {name: round(value, 4) for name, value in found.get(key, {}).items()}
         print(f"{key:<22}{values}")
     print(f"{'traced, idle':<22}{found['traced_s']:.4f} s, {found['traced_idle_s']:.4f} s")
-    for line in found["top_kernels"][:20]:
+    for name in ("late_launch_s", "launched_before_s", "short_s", "by_tenth_s"):
+        print(f"{'gaps, ' + name:<22} {found['gaps'].get(name)}")
+    for line in [*found["top_kernels"][:20], *found["gaps"].get("longest", ())[:20]]:
         print(f"    {line}")
 
 
