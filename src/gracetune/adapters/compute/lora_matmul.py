@@ -34,7 +34,8 @@ stored copy of W serves forward and backward. Gradients are rounded without outl
 their rounding errors average out over tokens (docs/precision.md).
 
 These computations are registered as custom operators: compiled graphs call them unchanged, and the
-checkpointing policy recognises them as matmuls by name (offload/checkpointing.py).
+checkpointing policy recognises them as matmuls by name (offload/checkpointing.py). Where neither
+applies, `call_op` calls the function behind the operator.
 """
 
 from __future__ import annotations
@@ -49,12 +50,26 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 if TYPE_CHECKING:
     from typing import Any
 
+    from torch._library.custom_ops import CustomOpDef
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_OUTPUT_DTYPE = torch.bfloat16
 """Output dtype of fp8 matmuls: the only one that every kernel supports."""
 MIN_SCALE = 1e-12
 """Smallest value that is used as a row's maximum, so that the scale of a row of zeros is not 0."""
+
+
+def call_op(op: CustomOpDef, *args: Any) -> Any:
+    """Call a custom operator, without torch's dispatcher if nothing observes the call.
+
+    The dispatcher takes longer for a custom operator than most kernels run. It is needed only by
+    the compiler and by dispatch modes, such as tracing and selective checkpointing. Call this in an
+    autograd function, where no gradient is recorded.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return op(*args)
+    return op._init_fn(*args)
 
 
 class LoraMatmul(torch.autograd.Function):
@@ -75,7 +90,7 @@ class LoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
-        y, hidden = lora_linear(x, weight, bias, down, up, scale)
+        y, hidden = call_op(lora_linear, x, weight, bias, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, down, up)
         ctx.scale = scale
         return y
@@ -85,10 +100,10 @@ class LoraMatmul(torch.autograd.Function):
         """Return the gradients of the arguments of `forward`; None for frozen weight and bias."""
         grad = grads[0]
         x, hidden, weight, down, up = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = lora_input_gradient(grad, grad_hidden, weight, down)
+            grad_x = call_op(lora_input_gradient, grad, grad_hidden, weight, down)
         return grad_x, None, None, grad_down, grad_up, None
 
 
@@ -117,10 +132,12 @@ class LoraMatmulFp8(torch.autograd.Function):
         spans the directions in which x is large. They are multiplied with `outlier_weight` in bf16
         instead of being rounded to fp8; both are None for a layer without calibration.
         """
-        outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
+        outliers, rest = None, x
+        if outlier_basis is not None:
+            outliers, rest = call_op(split_outliers, x, outlier_basis)
         frozen = (*quantize_rows(rest), weight, weight_scales, bias, outliers, outlier_weight)
         y: Tensor
-        y, hidden = lora_linear_fp8(x, *frozen, down, up, scale)
+        y, hidden = call_op(lora_linear_fp8, x, *frozen, down, up, scale)
         ctx.save_for_backward(x, hidden, weight, weight_scales, down, up)
         ctx.scale = scale
         return y
@@ -130,12 +147,12 @@ class LoraMatmulFp8(torch.autograd.Function):
         """Return the gradients of the arguments of `forward`; None for frozen tensors."""
         grad = grads[0]
         x, hidden, weight, weight_scales, down, up = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
             quantized = quantize_rows(grad.float() * weight_scales.t())
             weight_t = weight.t().contiguous()
-            grad_x = lora_input_gradient_fp8(*quantized, grad_hidden, weight_t, down)
+            grad_x = call_op(lora_input_gradient_fp8, *quantized, grad_hidden, weight_t, down)
         return grad_x, None, None, None, None, None, grad_down, grad_up, None
 
 
@@ -159,7 +176,9 @@ class FrozenMatmulFp8(torch.autograd.Function):
         instead of being rounded to fp8; both are None for a layer without calibration.
         """
         ctx.save_for_backward(weight, weight_scales)
-        outliers, rest = (None, x) if outlier_basis is None else split_outliers(x, outlier_basis)
+        outliers, rest = None, x
+        if outlier_basis is not None:
+            outliers, rest = call_op(split_outliers, x, outlier_basis)
         rows, scales = quantize_rows(rest)
         y = scaled_matmul(rows, weight.t(), scales, weight_scales.t(), x.dtype, bias)
         if outliers is None or outlier_weight is None:

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from gracetune.adapters.compute.lora_matmul import (
     FP8,
+    call_op,
     lora_gradients,
     lora_output,
     quantize_rows,
@@ -112,14 +113,14 @@ class QuantizedMatmul(torch.autograd.Function):
         """Return the layer's output for `x` of shape (rows, columns)."""
         ctx.save_for_backward(*parts)
         ctx.kind, ctx.shape = kind, shape
-        y: Tensor = quantized_linear(x, list(parts), kind, shape, bias)
+        y: Tensor = call_op(quantized_linear, x, list(parts), kind, shape, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input, and None for everything else."""
         parts = list(ctx.saved_tensors)
-        grad_x = quantized_input_gradient(grads[0], parts, ctx.kind, ctx.shape)
+        grad_x = call_op(quantized_input_gradient, grads[0], parts, ctx.kind, ctx.shape)
         return grad_x, None, None, None, *[None] * len(parts)
 
 
@@ -140,7 +141,9 @@ class QuantizedLoraMatmul(torch.autograd.Function):
     ) -> Tensor:
         """Return the layer's output for `x` of shape (rows, columns)."""
         y: Tensor
-        y, hidden = quantized_lora_linear(x, list(parts), kind, shape, bias, down, up, scale)
+        y, hidden = call_op(
+            quantized_lora_linear, x, list(parts), kind, shape, bias, down, up, scale
+        )
         ctx.save_for_backward(x, hidden, down, up, *parts)
         ctx.scale, ctx.kind, ctx.shape = scale, kind, shape
         return y
@@ -150,11 +153,12 @@ class QuantizedLoraMatmul(torch.autograd.Function):
         """Return the gradients of the input and the LoRA's factors, and None for the rest."""
         grad = grads[0]
         x, hidden, down, up, *parts = ctx.saved_tensors
-        grad_down, grad_up, grad_hidden = lora_gradients(grad, x, hidden, up, ctx.scale)
+        grad_down, grad_up, grad_hidden = call_op(lora_gradients, grad, x, hidden, up, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = quantized_lora_input_gradient(
-                grad, grad_hidden, parts, ctx.kind, ctx.shape, down
+            grad_x = call_op(
+                quantized_lora_input_gradient,
+                *(grad, grad_hidden, parts, ctx.kind, ctx.shape, down),
             )
         return grad_x, None, grad_down, grad_up, None, None, None, *[None] * len(parts)
 
